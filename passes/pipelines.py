@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zeroir.config import CompileOptions
-from zeroir.errors import UserError
+from zeroir.errors import InternalError, UserError
 from zeroir.ir.program import Program
 from zeroir.passes.all_reduce_gradients import AllReduceGradients
 from zeroir.passes.base import Pass
@@ -18,6 +18,10 @@ from zeroir.passes.catalogue import PASSES, parse_spec
 from zeroir.passes.insert_gathers import InsertGathers
 from zeroir.passes.insert_releases import InsertReleases
 from zeroir.passes.manager import Proof, prove
+from zeroir.passes.offload_activations import OffloadActivations
+from zeroir.passes.offload_gradients import OffloadGradients
+from zeroir.passes.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.prefetch import PrefetchGathers
@@ -51,6 +55,7 @@ def for_stage(
     unshard_bytes: int | None = None,
     budget: int | None = None,
     accumulate_locally: bool = False,
+    offload: tuple[Pass, ...] = (),
 ) -> tuple[Pass, ...]:
     """The passes of a ZeRO stage, 0 to 3, on that many ranks.
 
@@ -60,7 +65,8 @@ def for_stage(
     ``recompute`` names are computed once more before their backward, and those of ``unshard``, or with uses at most
     ``unshard_bytes`` apart, are gathered once. With ``ahead_bytes`` at most these bytes are gathered ahead, and with a
     ``budget`` in bytes as early as it allows, instead of ``distance`` units ahead. With
-    ``accumulate_locally`` whole gradients are added up, and reduced in the last micro-step.
+    ``accumulate_locally`` whole gradients are added up, and reduced in the last micro-step. The passes of ``offload``
+    come when all else has its place.
     """
     if world_size % (replicas or 1):
         raise UserError(f"{world_size} ranks do not make {replicas} groups of equal size.")
@@ -104,17 +110,13 @@ def for_stage(
         + (bound if has_gradient_shards else ())
         + across
         + ((OverlapUpdate(),) if overlap_update else ())
+        + offload
         + (early if stage == 3 else ())
     )
 
 
 def for_options(options: CompileOptions) -> tuple[Pass, ...]:
-    """The passes that a user's choices amount to; the last one plans the memory of what the others made.
-
-    Raises:
-        UserError: where an option asks for a pass that there is not yet.
-    """
-    _require_passes(options)
+    """The passes that a user's choices amount to; the last one plans the memory of what the others made."""
     return (
         *for_stage(
             options.stage,
@@ -133,6 +135,7 @@ def for_options(options: CompileOptions) -> tuple[Pass, ...]:
             unshard_bytes=options.unshard_bytes,
             budget=options.prefetch_budget_bytes,
             accumulate_locally=options.accumulate_locally,
+            offload=_offload(options),
         ),
         # After all passes that change what the state of the training is.
         SaveState(),
@@ -140,14 +143,31 @@ def for_options(options: CompileOptions) -> tuple[Pass, ...]:
     )
 
 
-def _require_passes(options: CompileOptions) -> None:
-    asked = {
-        f"--offload {','.join(options.offload)}": bool(options.offload),
-        "--page-optimizer": options.page_optimizer is not None,
-    }
-    for flag, is_asked in asked.items():
-        if is_asked:
-            raise UserError(f"{flag} cannot be compiled yet; leave it out.")
+def _offload(options: CompileOptions) -> tuple[Pass, ...]:
+    """The passes that keep state or activations outside device memory.
+
+    Raises:
+        UserError: where an option asks for a pass that there is not yet.
+    """
+    made: list[Pass] = []
+    if options.page_optimizer is not None:
+        raise UserError("--page-optimizer cannot be compiled yet; leave it out.")
+    for kind in options.offload:
+        units = options.offloaded_units(kind) or None
+        match kind:
+            case "optimizer":
+                made.append(OffloadOptimizer(units=units, fraction=options.offload_fraction))
+            case "gradients":
+                made.append(OffloadGradients(units=units))
+            case "parameters":
+                made.append(OffloadParameters(units=units))
+            case "activations":
+                made.append(OffloadActivations(units=units))
+            case _:
+                raise InternalError(f"There is no pass that offloads {kind}.")
+    if options.is_offloaded_to_disk:
+        raise UserError("--offload-to disk cannot be compiled yet; leave it out.")
+    return tuple(made)
 
 
 def lower(logical: Program, options: CompileOptions) -> Program:

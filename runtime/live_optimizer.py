@@ -21,6 +21,7 @@ from zeroir.config.hyper_parameters import ADJUST_LR_FNS
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
+from zeroir.ir.copies import at_rest
 from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import Program
 from zeroir.runtime.comm.job import Job, PeerError
@@ -303,13 +304,18 @@ def _groups(program: Program) -> list[_LiveGroup]:
         _LiveGroup(
             name=name,
             algorithm=used[name][0],
-            lr=used[name][1].lr,
-            hyper=used[name][1].hyper,
+            lr=_resting(program, used[name][1].lr),
+            hyper=_resting(program, used[name][1].hyper),
             parameters=parameters[name],
             places=[_place(used[name][0], each) for each in ("lr", *used[name][0].hyper_names)],
         )
         for name in names
     ]
+
+
+def _resting(program: Program, region: Region) -> Region:
+    """The region at rest that a step reads a setting of, also where it reads a copy in another memory."""
+    return at_rest(program, region) or region
 
 
 def _placeholder(shape: tuple[int, ...]) -> Tensor:

@@ -20,7 +20,10 @@ from tools.bench_peers import COLUMNS, RATIO_COLUMNS, SETS, PeerRecord, ratio_ro
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = tuple(
     DOCS / name
-    for name in ("checkpoints.md", "conformance.md", "ir.md", "performance.md", "trust.md")
+    for name in (
+        *("checkpoints.md", "conformance.md", "ir.md", "offload.md", "performance.md"),
+        "trust.md",
+    )
 )
 RECORDS = DOCS / "records"
 _PLACE = re.compile(
@@ -100,6 +103,17 @@ def _refusals(record: Mapping[str, object]) -> str:
     return _markdown(["what the sentence says", "samples", "of"], rows)
 
 
+def _part(name: str) -> Callable[[Mapping[str, object]], str]:
+    """The maker of one of the tables that a record has."""
+
+    def maker(record: Mapping[str, object]) -> str:
+        table = record[name]
+        assert isinstance(table, dict)
+        return _rows(table)
+
+    return maker
+
+
 _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "peers": _peers,
     "peers ratios": _ratios,
@@ -116,6 +130,7 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "flip-checkpoint": _rows,
     "bench-checkpoint": _rows,
     "paging": _rows,
+    **{f"bench-offload {part}": _part(part) for part in ("traffic", "rates", "paper", "published")},
     "conformance": _outcomes,
     "conformance refused": _refusals,
 }

@@ -54,7 +54,7 @@ def fill_states_of_other_bits(
                 for part in _chunks(common(_moved(held, -first_block), blocks)):
                     _, scales = _rounded(stored, slot, state, part, fill)
                     first = part.start + first_block - held.start
-                    memory.buffer(buffer.name)[first : first + len(part)].copy_(scales)
+                    memory.write(buffer.name, first, scales)
                 continue
             own = _moved(held, -slot.offset)
             wanted = range(own.start // BLOCK_NUMEL, blocks_numel(own.stop))
@@ -65,10 +65,8 @@ def fill_states_of_other_bits(
                 else:
                     values = _widened(stored, slot, quantity, part, fill)
                 inside = common(common(elements, own), range(slot.numel))
-                first = inside.start + slot.offset - held.start
-                memory.buffer(buffer.name)[first : first + len(inside)].copy_(
-                    values[inside.start - elements.start : inside.stop - elements.start]
-                )
+                own_values = values[inside.start - elements.start : inside.stop - elements.start]
+                memory.write(buffer.name, inside.start + slot.offset - held.start, own_values)
 
 
 def _moved(elements: range, by: int) -> range:

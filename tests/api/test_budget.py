@@ -15,6 +15,7 @@ from zeroir.api.budget import advice, alternatives
 from zeroir.api.compiled import load_program, load_unverified
 from zeroir.artifact import Artifact
 from zeroir.config import CompileOptions, make_options
+from zeroir.config.offload_fields import OFFLOADED
 from zeroir.cost.machine import MeasuredSegment, load_machine
 from zeroir.cost.measured_workspaces import with_measured_workspaces
 from zeroir.cost.simulate import simulate
@@ -25,6 +26,8 @@ from zeroir.passes.pipelines import for_options, lower
 from zeroir.verify import VerificationError
 
 LOGICAL = mlp(blocks=3, dim=32)
+ELSEWHERE = OFFLOADED
+"""All that can be offloaded."""
 
 
 def options(**values: object) -> CompileOptions:
@@ -66,8 +69,19 @@ def test_the_cheapest_options_that_fit_come_first_and_are_measured() -> None:
     assert "--stage 2 needs" in advice(LOGICAL, options(), budget)
 
 
+def test_offloading_is_proposed_before_more_ranks() -> None:
+    lean = {"stage": 3, "live_gradients": 1, "prefetch": 0, "recompute": ("*",)}
+    found = alternatives(LOGICAL, options(**lean), needed(**lean) - 1)
+    assert found[0].settings == {"offload": ("optimizer", "gradients")}
+    assert all("world_size" not in one.settings for one in found)
+    assert "--offload 'optimizer,gradients' needs" in advice(
+        LOGICAL, options(**lean), needed(**lean) - 1
+    )
+
+
 def test_more_ranks_where_nothing_else_helps() -> None:
-    least = needed(stage=3, live_gradients=1, prefetch=0, recompute=("*",))
+    lean = {"stage": 3, "live_gradients": 1, "prefetch": 0, "recompute": ("*",)}
+    least = needed(**lean, offload=ELSEWHERE)
     (found,) = alternatives(LOGICAL, options(stage=3), least - 1)
     assert found.settings["world_size"] in (8, 16, 32, 64, 128, 256)
     said = advice(LOGICAL, options(), 1)
@@ -76,7 +90,7 @@ def test_more_ranks_where_nothing_else_helps() -> None:
 
 def test_what_needs_more_than_now_is_not_proposed() -> None:
     """Of one small matrix nothing is saved by more ranks, for which it is padded."""
-    own = options(stage=3, live_gradients=1, prefetch=0, recompute=("*",))
+    own = options(stage=3, live_gradients=1, prefetch=0, recompute=("*",), offload=ELSEWHERE)
     assert alternatives(mlp(blocks=1, dim=8), own, 1) == ()
     said = advice(mlp(blocks=1, dim=8), own, 1)
     assert said == "Use more ranks, a lower precision or a smaller batch."

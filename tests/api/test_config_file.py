@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from zeroir.config import CompileOptions, GivenOptions, make_options
 from zeroir.errors import UserError
 from zeroir.frontend.entry import load_model_file
 from zeroir.frontend.source import ModelSource
+from zeroir.ir.buffers import Role, Space
 
 DATA = Path(__file__).parents[1] / "data"
 MODEL = """\
@@ -181,19 +181,14 @@ def test_a_batch_without_samples_is_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_reference_file_is_refused_for_its_offloading_alone(model: str) -> None:
-    config = json.loads((DATA / "ds_config.json").read_text())
-    with pytest.raises(UserError) as caught:
-        zeroir.compile(model, config=DATA / "ds_config.json", world_size=2)
-    assert str(caught.value) == (
-        f"{DATA / 'ds_config.json'}: zero_optimization.offload_optimizer cannot be honoured: zeroir keeps all states "
-        "on the device and has no offloading yet; remove the key, or use more ranks."
-    )
-    del config["zero_optimization"]["offload_optimizer"]
-    compiled = zeroir.compile(model, config=config, world_size=1)
+def test_the_reference_file_works_as_it_is(model: str) -> None:
+    compiled = zeroir.compile(model, config=DATA / "ds_config.json", world_size=1)
     options = compiled.options
     assert (options.stage, options.micro_steps, options.precision) == (3, 4, "fp16")
     assert (options.clip, options.initial_loss_scale) == (1.0, 2.0**16)
+    assert options.offload == ("optimizer", "gradients")
+    spaces = {b.role: b.space for b in compiled.program.buffers if b.is_persistent}
+    assert spaces[Role.STATE] is spaces[Role.MASTER] is Space.HOST
     engine = compiled.engine()
     batch = load_model_file(model).batch()
     losses = [engine.step([batch] * 4).loss for _ in range(8)]

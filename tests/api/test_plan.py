@@ -14,7 +14,14 @@ from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.api.compiled import capture
 from zeroir.api.plan import Planner
-from zeroir.api.search_space import Dimension, Value, regions, unit_ranges, words
+from zeroir.api.search_space import (
+    Dimension,
+    Value,
+    regions,
+    unit_ranges,
+    with_offload,
+    words,
+)
 from zeroir.api.unit_classes import UnitClass, to_unshard, unit_classes
 from zeroir.config import CompileOptions, make_options
 from zeroir.cost.machine import Machine
@@ -165,6 +172,46 @@ def test_a_plan_is_close_to_the_best_where_units_are_not_alike(
     require_close_to_the_best(found)
 
 
+OFFLOADING: dict[str, object] = {
+    "world_size": 2,
+    "stage": 3,
+    "bucket": 0,
+    "live_gradients": 1,
+    "prefetch": 1,
+    "select_saved": True,
+    "unshard": (),
+}
+
+
+@pytest.mark.slow
+def test_a_plan_is_close_to_the_best_where_it_may_offload() -> None:
+    found = planner(mlp(blocks=2, dim=64, batch=64), BOUND_BY_COMPUTE, **OFFLOADING)
+    found.regions = with_offload(found.regions, ("optimizer", "parameters"))
+    assert {d.name for d in found.regions[0].dimensions} == {"recompute", "offload"}
+    require_close_to_the_best(found)
+
+
+def test_what_fits_nowhere_else_is_offloaded() -> None:
+    logical = mlp(blocks=3, dim=64)
+    resident = planner(logical, BOUND_BY_COMPUTE, offload=(), **OFFLOADING)
+    least = min(
+        resident.measurer.measure(settings)[0].needed_bytes
+        for _, settings in every_choice(resident)
+    )
+    tight = planner(logical, BOUND_BY_COMPUTE, least - 1, **OFFLOADING)
+    chosen = tight.search().chosen
+    assert chosen.needed_bytes < least
+    assert chosen.settings["offload"]
+    whole = {**chosen.settings, "offload_units": ()}
+    assert (chosen.step_ns or 0) <= (tight.measurer.measure(whole)[0].step_ns or 0)
+    assert "offload" in words(chosen.settings)
+
+
+def test_where_memory_is_no_limit_nothing_is_offloaded() -> None:
+    found = planner(mlp(blocks=2, dim=64), BOUND_BY_COMPUTE, **OFFLOADING)
+    assert "offload" not in found.search().chosen.settings
+
+
 def test_of_too_many_kinds_the_nearest_count_as_one() -> None:
     kinds = [
         UnitClass(
@@ -256,7 +303,14 @@ def test_a_choice_is_measured_as_what_it_compiles_to() -> None:
 def test_where_nothing_fits_the_closest_is_named() -> None:
     """The one that needs least; and where too much rests on a rank, whatever is chosen, how much that is."""
     logical = mlp(blocks=2)
-    kept = {"world_size": 2, "bucket": 0, "live_gradients": 1, "prefetch": 1, "select_saved": True}
+    kept: dict[str, object] = {
+        "world_size": 2,
+        "bucket": 0,
+        "live_gradients": 1,
+        "prefetch": 1,
+        "select_saved": True,
+        "offload": (),
+    }
     loose = planner(logical, BOUND_BY_COMPUTE, **kept)
     tried = [loose.measurer.measure(settings)[0] for _, settings in every_choice(loose)]
     needed = min(one.needed_bytes for one in tried)

@@ -120,8 +120,8 @@ def test_check_and_plan_take_the_file(zeroir: Zeroir) -> None:
 
 @pytest.mark.parametrize("command", ["compile", "check", "plan"])
 def test_a_wrong_file_is_one_sentence(zeroir: Zeroir, folder: Path, command: str) -> None:
-    (folder / "bad.json").write_text('{"zero_optimization": {"offload_param": {"device": "cpu"}}}')
+    (folder / "bad.json").write_text('{"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}')
     answer = zeroir(command, "net.py", "--config", "bad.json")
     assert answer.exit_code == 2
-    assert answer.err.startswith("Error: bad.json: zero_optimization.offload_param cannot be")
+    assert answer.err.startswith("Error: bad.json: zero_optimization.zenflow cannot be")
     assert answer.err.count("\n") == 1

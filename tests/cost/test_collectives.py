@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from tests.cost.support import machine
 from tests.support.examples import examples
-from zeroir.cost.collectives import Ring, Wire, ring_of, transfer
+from zeroir.cost.collectives import Ring, ring_of, transfer
 from zeroir.cost.machine import CollectiveKind
+from zeroir.cost.wires import Wire
 from zeroir.errors import UserError
 
 KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")

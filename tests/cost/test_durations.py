@@ -88,32 +88,3 @@ def test_every_op_has_a_duration() -> None:
             seen.add(type(op))
     assert {ops.Cast, ops.Fill, ops.GradNorm, ops.CheckFinite, ops.Decide} <= seen
     assert {ops.UpdateScale, ops.OptimizerStep, ops.Compute} <= seen
-
-
-def test_transfers_take_the_links_of_the_host_and_the_disk() -> None:
-    program = mlp(blocks=1)
-    link = {
-        "name": "up",
-        "bytes_per_s": {"value": 1e6, "source": "made up"},
-        "fraction": {"value": 0.5, "source": "made up"},
-        "latency_s": {"value": 1.0, "source": "made up"},
-    }
-    disk = {
-        "read_bytes_per_s": {"value": 1e3, "source": "made up"},
-        "write_bytes_per_s": {"value": 1e2, "source": "made up"},
-        "latency_s": {"value": 2.0, "source": "made up"},
-    }
-    durations = Durations(program, machine(host_link=link, disk=disk))
-    flat = program.flats[0]
-    region = next(
-        op.param for op in program.ops() if isinstance(op, ops.OptimizerStep)
-    )  # 4 bytes an element
-    size = 4 * flat.padded_numel
-    for kind, expected in (
-        (ops.ToHost, 1 + size / 5e5),
-        (ops.ToDevice, 1 + size / 5e5),
-        (ops.Load, 2 + size / 1e3),
-        (ops.Store, 2 + size / 1e2),
-    ):
-        op = kind(source=region, destination=region, stream="io")
-        assert durations.seconds(op) == pytest.approx(expected)

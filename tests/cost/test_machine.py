@@ -13,7 +13,10 @@ from zeroir.cost.machine import Machine, load_machine, machine_names, parse_mach
 from zeroir.errors import UserError
 from zeroir.ir.dtypes import DType
 
-SHIPPED = ("8x4090-pcie", "cpu-local", "dgx-a100-80g", "dgx-h100", "hgx-h200")
+SHIPPED = (
+    *("1xh100-pcie", "8x4090-pcie", "cpu-local"),
+    *("dgx-2", "dgx-a100-80g", "dgx-h100", "hgx-h200"),
+)
 TEXT = to_toml(load_machine("dgx-h100"))
 
 
@@ -85,6 +88,9 @@ def test_a_dtype_without_a_figure_computes_like_f32() -> None:
         (r"f32 = .*\n", "", "a table with f32"),
         ("bf16 =", "bf15 =", "'compute.dense_flops_per_s.bf15'"),
         (r"_node = .*", '_node = { value = 2.5, source = "x" }', "a whole value of at least 1"),
+        ("[host]\n", '[host]\nbytes_per_s = { value = 1.0, source = "x" }\n', "earlier version"),
+        ("[host_link]\n", "[host_link]\nfraction = 1\n", "'host_link.fraction'"),
+        (r"cores = .*", 'cores = { value = 0.5, source = "x" }', "a whole value of at least 1"),
         (r"latency_s = .*", 'latency_s = { value = -1, source = "x" }', "at least 0"),
         (r"latency_s = .*", 'latency_s = { value = "1", source = 1 }', "node_link.latency_s"),
         (r"latency_s = .*", 'latency_s = { value = "1", source = "x" }', "a valid number"),
@@ -109,7 +115,7 @@ def test_a_file_that_is_wrong_is_refused_in_a_sentence(
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("dgx-h10", "choose 8x4090-pcie"), ("gone.toml", "cannot be read: No such file")],
+    [("dgx-h10", "choose 1xh100-pcie, 8x4090-pcie"), ("gone.toml", "cannot be read: No such file")],
 )
 def test_a_machine_that_is_not_there_is_refused(name: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected):

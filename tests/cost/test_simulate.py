@@ -16,9 +16,9 @@ from tests.runtime.timelines import require_program_order
 from tests.support.evaluations import with_evaluation
 from tests.support.examples import examples
 from tests.support.programs import mlp
-from zeroir.cost.collectives import Wire
 from zeroir.cost.machine import Machine, load_machine
 from zeroir.cost.simulate import Simulation, simulate, simulate_evaluation
+from zeroir.cost.wires import Wire
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.effects import effects

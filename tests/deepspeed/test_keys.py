@@ -40,6 +40,11 @@ def test_every_key_of_deepspeeds_documentation_and_code_is_known(key: str) -> No
     assert prefixes & TREATMENTS.keys() or key in blocks
 
 
+def zero(stage: int, **keys: object) -> dict[str, object]:
+    """A configuration with keys of ``zero_optimization``."""
+    return {"zero_optimization": {"stage": stage, **keys}}
+
+
 HONOURED: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
     "train_batch_size": [({"train_batch_size": 64}, {"micro_steps": 1})],
     "train_micro_batch_size_per_gpu": [
@@ -184,6 +189,73 @@ HONOURED: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
         ({"zero_optimization": {"stage": 3, "mics_shard_size": -1}}, {"mesh": None}),
         ({"zero_optimization": {"stage": 2, "mics_shard_size": 1}}, {"mesh": None}),
     ],
+    "zero_optimization.offload_optimizer.device": [
+        (
+            zero(1, offload_optimizer={"device": "cpu"}),
+            {"offload": "optimizer,gradients", "offload_to": None},
+        ),
+        (
+            zero(3, offload_optimizer={"device": "nvme"}),
+            {"offload": "optimizer,gradients", "offload_to": "disk"},
+        ),
+        (zero(3, offload_optimizer={"device": "none"}), {"offload": None, "offload_to": None}),
+        (zero(0, offload_optimizer={"device": "cpu"}), {"offload": None}),
+    ],
+    "zero_optimization.offload_optimizer.nvme_path": [
+        (
+            zero(2, offload_optimizer={"device": "nvme", "nvme_path": "/nvme"}),
+            {"offload_to": "disk:/nvme"},
+        ),
+        (
+            zero(2, offload_optimizer={"device": "cpu", "nvme_path": "/nvme"}),
+            {"offload_to": None},
+        ),
+    ],
+    "zero_optimization.offload_optimizer.ratio": [
+        (zero(3, offload_optimizer={"device": "cpu", "ratio": 0.3}), {"offload_fraction": 0.3}),
+        (zero(3, offload_optimizer={"device": "cpu", "ratio": 1.0}), {"offload_fraction": None}),
+        (zero(2, offload_optimizer={"device": "cpu", "ratio": 0.3}), {"offload_fraction": None}),
+        (zero(3, offload_optimizer={"device": "cpu", "ratio": 0}), {"offload": None}),
+    ],
+    "zero_optimization.offload_param.device": [
+        (zero(3, offload_param={"device": "cpu"}), {"offload": "parameters", "offload_to": None}),
+        (
+            zero(3, offload_param={"device": "nvme"}),
+            {"offload": "parameters", "offload_to": "disk"},
+        ),
+        (zero(2, offload_param={"device": "cpu"}), {"offload": None}),
+    ],
+    "zero_optimization.offload_param.nvme_path": [
+        (
+            zero(
+                3,
+                offload_param={"device": "nvme", "nvme_path": "/nvme"},
+                offload_optimizer={"device": "nvme", "nvme_path": "/nvme"},
+            ),
+            {"offload": "optimizer,gradients,parameters", "offload_to": "disk:/nvme"},
+        ),
+    ],
+    "zero_optimization.cpu_offload": [
+        (
+            {"zero_optimization": {"stage": 2, "cpu_offload": True}},
+            {"offload": "optimizer,gradients"},
+        ),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": False}}, {"offload": None}),
+    ],
+    "zero_optimization.cpu_offload_param": [
+        (
+            {"zero_optimization": {"stage": 3, "cpu_offload_param": True}},
+            {"offload": "parameters"},
+        ),
+        ({"zero_optimization": {"stage": 3, "cpu_offload_param": False}}, {"offload": None}),
+    ],
+    "activation_checkpointing.cpu_checkpointing": [
+        (
+            {"activation_checkpointing": {"cpu_checkpointing": True}},
+            {"offload": "activations"},
+        ),
+        ({"activation_checkpointing": {"cpu_checkpointing": False}}, {"offload": None}),
+    ],
 }
 """For each honoured key: configurations, and options that come of them; None where the option is not set."""
 
@@ -311,6 +383,13 @@ def test_options_that_are_given_win() -> None:
     options = translated(data, **given).options
     assert options.keys().isdisjoint(given)
     assert options.keys().isdisjoint(("prefetch_bytes", "loss_scale_window", "beta1"))
+
+
+def test_offload_that_is_given_replaces_all_of_the_file() -> None:
+    block = {"device": "nvme", "nvme_path": "/nvme", "ratio": 0.5}
+    data: dict[str, object] = {"zero_optimization": {"stage": 3, "offload_optimizer": block}}
+    options = translated(data, offload=()).options
+    assert not {"offload", "offload_to", "offload_fraction"} & options.keys()
 
 
 def test_automatic_values_resolve() -> None:

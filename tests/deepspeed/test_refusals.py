@@ -17,11 +17,7 @@ REFUSED: dict[str, tuple[object, object]] = {
     "bf16.bf16_optimizer_states": (True, False),
     "bfloat16.bf16_master_weights_and_grads": (True, False),
     "bfloat16.bf16_optimizer_states": (True, False),
-    "zero_optimization.offload_param": ({"device": "nvme"}, {"device": "none"}),
-    "zero_optimization.offload_optimizer": ({"device": "cpu"}, None),
     "zero_optimization.zenflow": ({"topk_ratio": 0.1}, None),
-    "zero_optimization.cpu_offload": (True, False),
-    "zero_optimization.cpu_offload_param": (True, False),
     "zero_optimization.zero_hpz_partition_size": (8, 1),
     "zero_optimization.zero_quantized_weights": (True, False),
     "zero_optimization.zero_quantized_nontrainable_weights": (True, False),
@@ -31,12 +27,8 @@ REFUSED: dict[str, tuple[object, object]] = {
     "data_types.grad_accum_dtype": ("bf16", "fp32"),
     "data_types.param_dtype": ("bf16", None),
     "data_types.buffer_dtype": ("bf16", None),
-    "activation_checkpointing.cpu_checkpointing": (True, False),
     "checkpoint.load_universal": (True, False),
     "compile.deepcompile": (True, False),
-    "compile.offload_activation": (True, False),
-    "compile.offload_opt_states": (True, False),
-    "compile.offload_parameters": (True, False),
     "amp": ({"enabled": True, "opt_level": "O1"}, {"enabled": False}),
     "torch_autocast": ({"enabled": True}, {"enabled": False}),
     "sparse_attention": ({"mode": "fixed"}, None),
@@ -143,6 +135,24 @@ WRONG: list[tuple[dict[str, object], str]] = [
     (
         {"zero_optimization": {"stage": 3, "mics_shard_size": 3}},
         "mics_shard_size is 3, but 2 ranks are no multiple of it.",
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "gpu"}}},
+        "zero_optimization.offload_param.device is 'gpu', but should be 'none', 'cpu' or 'nvme'.",
+    ),
+    (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"devices": "cpu"}}},
+        "DeepSpeed has no key zero_optimization.offload_optimizer.devices; did you mean device?",
+    ),
+    (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/a"},
+                "offload_param": {"device": "nvme", "nvme_path": "/b"},
+            }
+        },
+        "offload_param.device for disk:/b, but zeroir offloads to one place: make them equal.",
     ),
 ]
 

@@ -69,10 +69,7 @@ def test_lowering_twice_gives_equal_programs() -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"offload": "optimizer"},
-        {"offload": "gradients"},
-        {"offload": "parameters"},
-        {"offload": "activations"},
+        {"offload": "optimizer", "offload_to": "disk"},
         {"page_optimizer": "1GiB"},
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from tests.passes.test_gates import gate, gate_logical
 from tests.support.lowering import applied
 from tests.support.programs import mlp
 from tests.support.schedules import Case
@@ -89,6 +90,25 @@ def test_bytes_on_the_wire_are_those_of_one_micro_step(micro_steps: int, expecte
     assert [line.endswith(expected) for line in lines if line.startswith("on the wire")] == [True]
 
 
+def test_what_is_outside_the_device_is_shown_with_its_traffic() -> None:
+    """The gradient's shards of both flats go down in BF16, and the parameters' come up."""
+    program, logical = gate("offload"), gate_logical("offload")
+    summary = summarise(program, verify(program, logical), stage=2, precision="bf16")
+    numel = sum(flat.padded_numel for flat in program.flats) // 2
+    assert summary["transfer_bytes"]["to_host"] == summary["transfer_bytes"]["to_device"]
+    assert summary["transfer_bytes"]["to_host"] == 2 * numel
+    outside = summary["outside_bytes_per_rank"]
+    assert outside["host"]["resting"]["master"] == outside["host"]["resting"]["state"] == 4 * numel
+    assert outside["host"]["block"] > 0
+    assert outside["disk"] == {"resting": {}, "block": 0}
+    lines = printed(render_summary(summary), is_coloured=False).splitlines()
+    shown = {line.split("  ")[0] for line in lines}
+    assert {"on the host", "transfers"} <= shown
+    assert "on the disk" not in shown
+    plain = summarise(logical, verify(logical), stage=0, precision="bf16")
+    assert "on the host" not in printed(render_summary(plain), is_coloured=False)
+
+
 def test_an_estimate_fits_a_terminal() -> None:
     """In 80 columns nothing is cut off and no row is folded."""
     options = EstimateOptions(
@@ -101,11 +121,18 @@ def test_an_estimate_fits_a_terminal() -> None:
         batch=64,
         vocab=50_000,
         recompute=True,
-        offload="parameters",
+        offload=("optimizer", "parameters", "activations"),
+        offload_to="disk",
     )
     wide = printed(render_estimate(estimate(options)), is_coloured=False)
     assert all(len(line) <= 80 and line == line.rstrip() for line in wide.splitlines())
-    for words in ("memory of a rank", "beside the model states", "whole units", "on the host"):
+    for words in (
+        "memory of a rank",
+        "beside the model states",
+        "whole units",
+        "on the host",
+        "on disk",
+    ):
         assert words in wide
     # A table that is too wide for its console would be folded, or cut off with an ellipsis.
     assert printed(render_estimate(estimate(options)), is_coloured=False, width=80) == wide

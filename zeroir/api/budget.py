@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from zeroir.api.adaptive import possible_kinds
 from zeroir.api.candidates import Candidate, CandidateMeasurer
 from zeroir.api.search_space import Value, leaner_settings
 from zeroir.config import CompileOptions
+from zeroir.config.offload_fields import OFFLOADED
 from zeroir.cost.machine import Machine
 from zeroir.ir.program import Program
 from zeroir.report.costs import format_seconds
@@ -32,9 +34,13 @@ def alternatives(
     ``machine`` they are in the order of their simulated steps, and the workspaces count that were measured on it.
     """
     measurer = CandidateMeasurer(logical, options, budget_bytes, machine)
+
+    def offloadable() -> tuple[str, ...]:
+        return possible_kinds(measurer.measure, OFFLOADED)
+
     fitting: list[Candidate] = []
     least: Candidate | None = None
-    for settings in leaner_settings(options, logical):
+    for settings in leaner_settings(options, logical, offloadable):
         world_size = measurer.options(settings).world_size
         if fitting and world_size != options.world_size:
             break

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Unpack
 
 from zeroir import artifact as artifacts
 from zeroir.api.config_file import Config, resolve_options
-from zeroir.api.keywords import CompileKeywords, is_torchs
+from zeroir.api.keywords import CompileKeywords, OffloadKeywords, is_torchs
 from zeroir.artifact import Artifact, ConfigRecord
-from zeroir.config import CompileOptions, options_from_pairs
+from zeroir.config import CompileOptions, make_options, options_from_pairs
+from zeroir.config.offload_fields import ADAPTIVE
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.program import EVALUATE, MICRO_STEP, Program, why_not_evaluate
@@ -58,6 +59,15 @@ class CompiledProgram:
     def options(self) -> CompileOptions:
         """The options that the program was compiled with."""
         return options_from_pairs(self.program.options)
+
+    @property
+    def _as_requested(self) -> CompileOptions:
+        """The options with ``--offload adaptive`` where that was asked for, instead of what it came to."""
+        requested = self.logical.option
+        if requested.get("offload") != ADAPTIVE:
+            return self.options
+        given = {"offload": ADAPTIVE, "offload_to": requested["offload_to"], "offload_units": ()}
+        return make_options({**self.options.model_dump(), **given})
 
     @property
     def config(self) -> ConfigRecord | None:
@@ -110,8 +120,25 @@ class CompiledProgram:
         Raises:
             UserError: where the groups of its mesh do not divide the world size.
         """
-        options = self.options.for_world_size(world_size)
+        options = self._as_requested.for_world_size(world_size)
         compiled = _with_proof(self.artifact, _lower(self.logical, options), self.path)
+        return replace(compiled, source=self.source)
+
+    def with_offload(self, **given: Unpack[OffloadKeywords]) -> CompiledProgram:
+        """The same program, lowered again from its logical program where these options differ from its own.
+
+        They say what is kept outside device memory; those that are not given stay as they are.
+
+        Raises:
+            UserError: where the options do not go together.
+        """
+        requested = self._as_requested
+        options = make_options({**requested.model_dump(), **given})
+        folder = options.offload_folder or self.artifact.offload_folder
+        artifact = replace(self.artifact, offload_folder=folder)
+        if options.to_pairs() == requested.to_pairs():
+            return replace(self, artifact=artifact)
+        compiled = _with_proof(artifact, _lower(self.logical, options), self.path)
         return replace(compiled, source=self.source)
 
     @property
@@ -127,7 +154,7 @@ class CompiledProgram:
         from zeroir.frontend.accumulate import accumulate
         from zeroir.workspace.segments import declared
 
-        options = self.options.for_micro_steps(micro_steps)
+        options = self._as_requested.for_micro_steps(micro_steps)
         logical = declared(replace(accumulate(self.logical), options=options.to_pairs()))
         artifact = replace(self.artifact, logical=logical)
         compiled = _with_proof(artifact, _lower(logical, options), self.path)
@@ -306,6 +333,7 @@ def capture_source(source: ModelSource, options: CompileOptions) -> Artifact:
         model_imports=None if file is None else tuple(sorted(file.imports.items())),
         torch_version=torch.__version__,
         zeroir_version=__version__,
+        offload_folder=options.offload_folder,
     )
 
 
@@ -360,7 +388,8 @@ def lowered(artifact: Artifact, options: CompileOptions, machine: Machine) -> Co
     Its segments declare the workspaces that were measured on the machine, if there are any.
     """
     logical = replace(artifact.logical, options=options.to_pairs())
-    artifact = replace(artifact, logical=logical, scheduled=_lower(logical, options).program)
+    proof = _lower(logical, options, machine)
+    artifact = replace(artifact, logical=logical, scheduled=proof.program)
     return _require_valid(_verified(artifact, None, machine=machine))
 
 
@@ -383,10 +412,12 @@ def load_unverified(
     return _verified(artifacts.load(Path(path)), Path(path), budget_bytes, machine)
 
 
-def _lower(logical: Program, options: CompileOptions) -> Proof:
+def _lower(logical: Program, options: CompileOptions, machine: Machine | None = None) -> Proof:
+    """The scheduled program; what ``--offload adaptive`` comes to is decided first."""
+    from zeroir.api.adaptive import settled
     from zeroir.passes.pipelines import lower_with_proof
 
-    return lower_with_proof(logical, options)
+    return lower_with_proof(logical, settled(logical, options, machine))
 
 
 def _with_proof(artifact: Artifact, proof: Proof, path: Path | None) -> CompiledProgram:

@@ -11,7 +11,7 @@ from typing import Literal, Protocol, TypedDict
 
 from zeroir.config import Precision
 from zeroir.config.hyper_parameters import AdjustLr
-from zeroir.cost.estimate import Offload, Optimizer
+from zeroir.cost.estimate import Optimizer
 from zeroir.ir.ops import Algorithm
 
 OptimizerName = Literal["sgd", "momentum", "adam", "adamw", "lion", "muon", "adafactor", "shampoo"]
@@ -93,6 +93,17 @@ class CompileKeywords(TypedDict, total=False):
     minimum_loss_scale: float
 
 
+class OffloadKeywords(TypedDict, total=False):
+    """The fields of ``CompileOptions`` by which a compiled program is lowered again."""
+
+    offload: str | Sequence[str]
+    offload_to: str
+    offload_units: str | Sequence[str]
+    offload_fraction: float | None
+    page_optimizer: str | None
+    page_bytes: int
+
+
 def is_torchs(optimizer: object) -> bool:
     """Whether an optimizer is given as torch's class or instance instead of as a name; no torch is imported."""
     return not (optimizer is None or isinstance(optimizer, str))
@@ -105,7 +116,6 @@ class EstimateKeywords(TypedDict, total=False):
     optimizer: Optimizer
     precision: Precision
     master: bool
-    optimizer_bits: Literal[32, 8]
     ema: bool
     layers: int | None
     hidden: int | None
@@ -115,4 +125,7 @@ class EstimateKeywords(TypedDict, total=False):
     vocab: int | None
     recompute: bool
     flash: bool
-    offload: Offload
+    offload: str | tuple[str, ...]
+    offload_to: Literal["host", "disk"]
+    offload_fraction: float | None
+    optimizer_bits: Literal[32, 8]

@@ -12,14 +12,16 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Unpack
 
+from zeroir.api.adaptive import least_offload, movable_units, possible_kinds
 from zeroir.api.candidates import Candidate, CandidateMeasurer
 from zeroir.api.compiled import CompiledProgram, capture_source, given_source, lowered
 from zeroir.api.config_file import Config, ResolvedOptions, resolve_options
 from zeroir.api.keywords import CompileKeywords, is_torchs
-from zeroir.api.search_space import Value, regions, words
-from zeroir.config import CompileOptions
+from zeroir.api.search_space import Value, regions, with_offload, words
+from zeroir.config import CompileOptions, make_options
+from zeroir.config.offload_fields import ADAPTIVE, OFFLOADED
 from zeroir.cost.machine import Machine, load_machine
-from zeroir.cost.search import Point, SearchOutcome, search
+from zeroir.cost.search import Found, Point, SearchOutcome, search
 from zeroir.errors import UserError
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.program import Program
@@ -32,6 +34,11 @@ if TYPE_CHECKING:
 
 MOST_TRIED: Final = 500
 """Choices that a search tries at most, unless told otherwise."""
+
+_OFFLOAD_OPTIONS: Final = frozenset(
+    {"offload", "offload_to", "offload_units", "offload_fraction", "page_optimizer"}
+)
+"""With one of these given, the search keeps it, and chooses no other."""
 
 Identity = tuple[tuple[str, Value], ...]
 """Settings as a key."""
@@ -110,7 +117,7 @@ def plan_with(
 
     ``make_source`` is called once the other arguments are known to be right: loading a model takes time.
     """
-    options = resolved.options
+    options = _without_adaptive(resolved.options)
     machine = machine if isinstance(machine, Machine) else load_machine(machine)
     amount = memory or options.memory_budget
     budget_bytes = int(machine.memory.size_bytes.value) if amount is None else parse_bytes(amount)
@@ -160,6 +167,8 @@ class Planner:
         self._wire_ns: dict[int, int] = {}
         self._candidates: dict[tuple[int, Point], Candidate] = {}
         self._measured: dict[Identity, tuple[Candidate, SearchOutcome]] = {}
+        self._is_offload_free = not (options.model_fields_set & _OFFLOAD_OPTIONS)
+        self._movable = movable_units(logical)
         self.regions = regions(options, logical)
 
     def search(self, most_tried: int = MOST_TRIED) -> SearchResult:
@@ -168,10 +177,16 @@ class Planner:
         Raises:
             UserError: where no choice fits; the message names the closest one, and the bytes that it lacks.
         """
+        searched = self._searched(most_tried)
+        if self._is_offload_free and is_limited_by_memory(searched):
+            kinds = possible_kinds(self._measure, OFFLOADED)
+            if kinds:
+                # What was tried already is tried again at no cost: as a choice that offloads nothing.
+                self.regions = with_offload(self.regions, kinds)
+                searched = self._searched(most_tried)
         families = [region.family for region in self.regions]
-        searched = search(families, self.evaluate, self.bound_ns, most_tried=most_tried)
         at = searched.winner, searched.best[searched.winner]
-        chosen = self._candidates[at]
+        chosen = self._with_less_offload(self._candidates[at])
         if chosen.step_ns is None:
             raise UserError(
                 f"Nothing fits {format_bytes(self._budget_bytes)}: {self._closest(chosen)}"
@@ -201,13 +216,39 @@ class Planner:
             is_finished=searched.is_finished,
         )
 
+    def _searched(self, most_tried: int) -> Found:
+        families = [region.family for region in self.regions]
+        return search(families, self.evaluate, self.bound_ns, most_tried=most_tried)
+
+    def _measure(self, settings: Mapping[str, Value]) -> tuple[Candidate, SearchOutcome]:
+        """A choice; one that offloads nothing is the same as one that does not mention it."""
+        identity = _identity({name: value for name, value in settings.items() if value != ()})
+        if identity not in self._measured:
+            self._measured[identity] = self.measurer.measure(settings)
+        candidate, outcome = self._measured[identity]
+        return replace(candidate, settings=settings), outcome
+
+    def _with_less_offload(self, chosen: Candidate) -> Candidate:
+        """The choice with no more units offloaded than memory demands, if that is as fast."""
+        offloaded = chosen.settings.get("offload")
+        if chosen.step_ns is None or not isinstance(offloaded, tuple) or not offloaded:
+            return chosen
+
+        def measure(settings: Mapping[str, Value]) -> tuple[Candidate, SearchOutcome]:
+            return self._measure({**chosen.settings, "offload": (), **settings})
+
+        units = {kind: self._movable[kind] for kind in offloaded}
+        candidate, _ = measure(least_offload(measure, units, is_timed=True))
+        is_faster = candidate.step_ns is not None and candidate.step_ns <= chosen.step_ns
+        return candidate if is_faster else chosen
+
     def evaluate(self, number: int, point: Point) -> SearchOutcome:
         """Lower a choice of a region, measure it, and simulate it."""
         settings = self.regions[number].settings(point)
-        identity = _identity(settings)
-        if identity not in self._measured:
-            self._measured[identity] = self.measurer.measure(settings)
-        self._candidates[number, point], evaluation = self._measured[identity]
+        self._candidates[number, point], evaluation = self._measure(settings)
+        offloads = self.regions[number].values("offload")
+        if offloads and settings["offload"] != offloads[-1]:
+            evaluation = replace(evaluation, is_hopeless=False)
         if point == self.regions[number].family.starts[0]:
             # Now, while its lowered program is still cached.
             self._wire_bound_ns(number)
@@ -267,6 +308,22 @@ class Planner:
         if cut_off_ns is not None:
             text += f"; at this stage and mesh no step is below {format_seconds(cut_off_ns / 1e9)}"
         return text
+
+
+def _without_adaptive(options: CompileOptions) -> CompileOptions:
+    """The options without ``--offload adaptive``: whether anything is offloaded is what the search finds out."""
+    if ADAPTIVE not in options.offload:
+        return options
+    given = options.model_dump(include=options.model_fields_set)
+    return make_options({name: value for name, value in given.items() if name != "offload"})
+
+
+def is_limited_by_memory(searched: Found) -> bool:
+    """Whether a choice that does not fit is faster than the best that fits, or nothing fits."""
+    best = searched.tried[searched.winner, searched.best[searched.winner]]
+    return not best.fits or any(
+        outcome.step_ns < best.step_ns for outcome in searched.tried.values() if not outcome.fits
+    )
 
 
 def _identity(settings: Mapping[str, Value]) -> Identity:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from zeroir.api.compiled import CompiledProgram, load_program
 from zeroir.api.job import ClosedOutputError, joined_job, watched_job
+from zeroir.api.keywords import OffloadKeywords
 from zeroir.api.run_checkpoints import held_folder, resume, saving
 from zeroir.api.run_options import RunOptions
 from zeroir.api.sentences import say, warnings_as_sentences
@@ -54,7 +55,7 @@ def run_program(path: Path, options: RunOptions) -> None:
             compiled, model=options.model, allow_model_change=options.allow_model_change
         )
         with joined_job() as job_rank, held_folder(options.save, job_rank.rank):
-            compiled = _fit_and_report(compiled, job_rank)
+            compiled = _fit_and_report(compiled, job_rank, options.offload)
             evaluations = _evaluations(compiled, source, job_rank, options)
             if (options.micro_steps or 1) > 1 and not compiled.accumulates:
                 compiled = compiled.for_accumulation(options.micro_steps or 1)
@@ -96,10 +97,13 @@ def _training(
     )
 
 
-def _fit_and_report(compiled: CompiledProgram, job_rank: JobRank) -> CompiledProgram:
-    """The program for the job's world size; rank 0 prints notes on it."""
+def _fit_and_report(
+    compiled: CompiledProgram, job_rank: JobRank, offload: OffloadKeywords
+) -> CompiledProgram:
+    """The program for the job's world size, with what the run offloads; rank 0 prints notes on it."""
     with _same_on_all_ranks(job_rank):
         compiled, note = fitted(compiled, job_rank.world_size)
+        compiled = compiled.with_offload(**offload)
     if job_rank.rank == 0:
         for sentence in filter(None, (note, construction_note(compiled.program))):
             say(sentence)

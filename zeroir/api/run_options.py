@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from zeroir.api.keywords import OffloadKeywords
 from zeroir.errors import UserError
 
 AUTO: Final = "auto"
@@ -32,11 +33,13 @@ class RunOptions:
     """Everything but the program that ``zeroir run`` is given; see its help.
 
     ``steps`` counts from the beginning of training, so a resumed run takes those that are left. ``micro_steps`` is None
-    for as many as the program was compiled with.
+    for as many as the program was compiled with. ``offload`` are the options of what is kept outside device memory that
+    replace the program's own.
     """
 
     steps: int
     micro_steps: int | None = None
+    offload: OffloadKeywords = field(default_factory=OffloadKeywords)
     seed: int = 0
     log_every: int = 10
     eval_every: int | None = None

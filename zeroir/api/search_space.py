@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 from typing import Final, assert_never
 
 from zeroir.api.unit_classes import repeated_units, to_recompute, to_unshard, unit_classes
 from zeroir.config import CompileOptions
+from zeroir.config.offload_fields import ACTIVATIONS, GRADIENTS, OFFLOADED, OPTIMIZER, PARAMETERS
 from zeroir.cost.search import Family, Point
 from zeroir.ir.mesh import REPLICATE_AXIS, SHARD_AXIS
 from zeroir.ir.program import Program
@@ -152,6 +153,43 @@ class SearchRegion:
         return Family(sizes=tuple(sizes), starts=tuple(starts))
 
 
+def with_offload(regions: Sequence[SearchRegion], kinds: Sequence[str]) -> tuple[SearchRegion, ...]:
+    """The same choices, each with every useful set of these kinds of what is kept outside device memory."""
+    states = tuple(kind for kind in (OPTIMIZER, GRADIENTS) if kind in kinds)
+    activations = tuple(kind for kind in (ACTIVATIONS,) if kind in kinds)
+    parameters = tuple(kind for kind in (PARAMETERS,) if kind in kinds)
+    sets = dict.fromkeys(
+        tuple(kind for kind in OFFLOADED if kind in chosen)
+        for chosen in (
+            (),
+            activations,
+            states,
+            states + activations,
+            states + parameters,
+            states + activations + parameters,
+        )
+    )
+    dimension = Dimension(name="offload", values=tuple(sets), fast=0, usual=0, lean=len(sets) - 1)
+    return tuple(replace(region, dimensions=(*region.dimensions, dimension)) for region in regions)
+
+
+def _offload_sets(kinds: Collection[str]) -> tuple[tuple[str, ...], ...]:
+    """Useful sets of these kinds, the largest last.
+
+    States and gradients go together, and parameters only with them: they travel most for their bytes.
+    """
+    states = (OPTIMIZER, GRADIENTS)
+    sets = (
+        (ACTIVATIONS,),
+        states,
+        (*states, ACTIVATIONS),
+        (*states, PARAMETERS),
+        (*states, ACTIVATIONS, PARAMETERS),
+    )
+    possible = (tuple(k for k in OFFLOADED if k in chosen and k in kinds) for chosen in sets)
+    return tuple(filter(None, dict.fromkeys(possible)))
+
+
 def words(settings: Mapping[str, Value]) -> str:
     """A choice in short: ``stage 3, prefetch 2``; options that are off are left out."""
     said: list[str] = []
@@ -165,6 +203,8 @@ def words(settings: Mapping[str, Value]) -> str:
                 said.append(f"buckets of {format_bytes(value)}")
             case _, ():
                 pass
+            case "offload", tuple():
+                said.append(f"offload {', '.join(value)}")
             case _, tuple():
                 said.append(f"{name} {unit_ranges(value)}")
             case _, bool():
@@ -228,12 +268,16 @@ def _is_prefetch_set(options: CompileOptions) -> bool:
     return options.prefetch_budget is not None or options.prefetch_bytes is not None
 
 
-def leaner_settings(options: CompileOptions, logical: Program) -> Iterator[Mapping[str, Value]]:
+def leaner_settings(
+    options: CompileOptions, logical: Program, kinds: Callable[[], Collection[str]]
+) -> Iterator[Mapping[str, Value]]:
     """Changes to options that free memory, in the order of their cost in a step; the mesh stays.
 
+    ``kinds`` returns what can be kept outside device memory.
+
     Changes without communication come first: fewer full gradients at once, fewer saved values, stages up to 2. Then
-    come those that expose or add communication: no prefetch, stage 3; then the recomputation of every unit. More ranks
-    come last.
+    come those that expose or add communication: no prefetch, stage 3; then the recomputation of every unit, and then
+    what is kept outside device memory. More ranks come last.
     """
     stage = options.stage
     lean: dict[str, Value] = {}
@@ -262,6 +306,13 @@ def leaner_settings(options: CompileOptions, logical: Program) -> Iterator[Mappi
         yield {**lean, "recompute": (ALL_REPEATED,)}
         leanest["recompute"] = (ALL_REPEATED,)
         yield dict(leanest)
+    if not options.offload:
+        sets = _offload_sets(kinds())
+        for offloaded in sets:
+            yield {**lean, "offload": offloaded}
+        if sets:
+            leanest["offload"] = sets[-1]
+            yield dict(leanest)
     times = 2
     while options.mesh is None and times <= _MOST_TIMES:
         yield {**leanest, "world_size": options.world_size * times}

@@ -55,6 +55,7 @@ class Artifact:
     Where a module in hand or a function was compiled, there is no file: ``model_path`` is its name in words, and
     ``model_factory`` and ``model_sha256`` are empty. ``model_imports`` are the user's modules that the file imports, as
     pairs of name and SHA-256; None in files without them. ``config`` is the configuration file of the compilation.
+    ``offload_folder`` is the folder on the disk that a run uses for what is offloaded there, unless it names another.
     """
 
     logical: Program
@@ -66,6 +67,7 @@ class Artifact:
     torch_version: str
     zeroir_version: str
     config: ConfigRecord | None = None
+    offload_folder: str | None = None
 
     @property
     def has_model_file(self) -> bool:

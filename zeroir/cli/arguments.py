@@ -33,7 +33,8 @@ AllowModelChange = Annotated[
 Machine = Annotated[
     str,
     Parameter(
-        help="The machine: 8x4090-pcie, cpu-local, dgx-a100-80g, dgx-h100, hgx-h200, or a TOML file."
+        help="The machine: 1xh100-pcie, 8x4090-pcie, cpu-local, dgx-2, dgx-a100-80g, dgx-h100, hgx-h200, or a "
+        "TOML file."
     ),
 ]
 DEFAULT_MACHINE: Final = "dgx-h100"

@@ -13,6 +13,7 @@ from zeroir.api.config_file import DEFAULT_FILE, ResolvedOptions, resolve_option
 from zeroir.cli.arguments import AsJson, AtLeastOne, InSeeds, Kernels, Model
 from zeroir.cli.console import err, out, print_json, progress
 from zeroir.config import GivenOptions
+from zeroir.config.offload_fields import ADAPTIVE
 
 if TYPE_CHECKING:
     from zeroir.frontend.source import ModelSource
@@ -63,6 +64,7 @@ def compile(  # noqa: A001 - the command's name is the field's word
 
     Example: zeroir compile examples/gpt.py --stage 3 --world-size 4 -o gpt.zir
     """
+    from zeroir.api.adaptive import chosen_in_words
     from zeroir.api.compiled import compile_source, file_source
     from zeroir.api.sentences import warnings_as_sentences
     from zeroir.artifact.outputs import PROGRAM, require_writable
@@ -82,6 +84,8 @@ def compile(  # noqa: A001 - the command's name is the field's word
         if compiled.artifact.config is not None:
             out.print(render_config(compiled.artifact.config, compiled.program))
         out.print(render_summary(compiled.summary()))
+        if ADAPTIVE in chosen.options.offload:
+            out.print(chosen_in_words(compiled.options), markup=False)
         out.print(f"Wrote {path}.", markup=False)
     return 0
 

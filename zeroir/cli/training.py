@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 from cyclopts import Parameter
 
@@ -17,6 +17,11 @@ from zeroir.cli.arguments import (
     Ranks,
     Seed,
 )
+from zeroir.config.offload_fields import GivenOffload
+from zeroir.config.texts import text_of
+
+if TYPE_CHECKING:
+    from zeroir.api.keywords import OffloadKeywords
 
 
 def run(
@@ -35,6 +40,12 @@ def run(
         Parameter(
             validator=AtLeastOne,
             help="Batches of a step. [default: as many as the program was compiled with]",
+        ),
+    ] = None,
+    offload: Annotated[
+        GivenOffload | None,
+        Parameter(
+            name="*", show_default=False, help="As in `zeroir compile`, whose options they replace."
         ),
     ] = None,
     seed: Seed = 0,
@@ -109,6 +120,7 @@ def run(
     from zeroir.api.run_options import RunOptions, save_options
     from zeroir.artifact.outputs import TIMELINE, require_writable
 
+    given = {} if offload is None else offload.given
     saving = save_options(save, save_every, keep, keep_best, eval_every)
     if trace is not None and "RANK" not in os.environ:
         require_writable(trace, TIMELINE)
@@ -134,6 +146,7 @@ def run(
             "--no-self-check": not self_check,
             "--json": as_json,
         }
+        values.update((f"--{name.replace('_', '-')}", text_of(v)) for name, v in given.items())
         arguments = ["run", str(program)]
         for name, value in values.items():
             arguments += [] if value is None else [name, str(value)]
@@ -143,6 +156,7 @@ def run(
         RunOptions(
             steps=steps,
             micro_steps=micro_steps,
+            offload=cast("OffloadKeywords", given),
             seed=seed,
             log_every=log_every,
             eval_every=eval_every,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from zeroir.config.field_types import Names, OptionalAmount
@@ -24,6 +24,9 @@ OFFLOADED: Final = (OPTIMIZER, GRADIENTS, PARAMETERS, ACTIVATIONS)
 
 HOST: Final = "host"
 DISK: Final = "disk"
+
+PAGE_BYTES: Final = 2 * 1024 * 1024
+"""The size of a page unless told otherwise: that of the pages of bitsandbytes' paged optimizers."""
 
 DISK_BLOCK_BYTES: Final = 4096
 """Pages start and end on multiples of this: reads and writes that bypass the page cache are whole blocks of a disk."""
@@ -74,8 +77,8 @@ OffloadTo = Annotated[
 OffloadUnits = Annotated[
     Names,
     Field(
-        description="Units of which something is offloaded: names or patterns; * means all repeated units. "
-        "[default: every unit]"
+        description="Units of which something is offloaded: names or patterns; * means all repeated units. A pattern "
+        "such as activations:blocks.* is for one kind. [default: every unit]"
     ),
 ]
 
@@ -115,3 +118,25 @@ OptimizerBits = Annotated[
     ),
     BeforeValidator(_as_number),
 ]
+
+
+class GivenOffload(BaseModel):
+    """Options by which a compiled program is lowered again, as a run gives them; those not given stay as they are."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    offload: Offload = ()
+    offload_to: OffloadTo = HOST
+    offload_units: OffloadUnits = ()
+    offload_fraction: OffloadFraction = None
+    page_optimizer: PageOptimizer = None
+    page_bytes: PageBytes = PAGE_BYTES
+
+    @property
+    def given(self) -> dict[str, object]:
+        """The options that were set, by name."""
+        return {
+            name: getattr(self, name)
+            for name in type(self).model_fields
+            if name in self.model_fields_set
+        }

@@ -22,6 +22,12 @@ def offload_problem(options: CompileOptions) -> str | None:
             f"--offload-units {','.join(options.offload_units)} needs --offload, which says what is kept "
             "outside device memory"
         )
+    for pattern in options.offload_units:
+        kind, colon, _ = pattern.rpartition(":")
+        if colon and kind not in kinds:
+            return (
+                f"--offload-units {pattern} is for {kind!r}, but --offload has {', '.join(kinds)}"
+            )
     if options.offload_fraction is not None and OPTIMIZER not in kinds:
         return f"--offload-fraction {options.offload_fraction:g} needs --offload optimizer"
     if options.page_optimizer is not None and OPTIMIZER in kinds:

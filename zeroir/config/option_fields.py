@@ -13,6 +13,8 @@ from zeroir.config.groups import SEPARATOR, GroupError, group_text
 from zeroir.config.hyper_parameters import AdjustLr
 from zeroir.config.meshes import default_world_size, parse_mesh
 from zeroir.config.offload_fields import (
+    HOST,
+    PAGE_BYTES,
     Offload,
     OffloadFraction,
     OffloadTo,
@@ -303,11 +305,11 @@ class OptionFields(BaseModel):
         ),
     ] = True
     offload: Offload = ()
-    offload_to: OffloadTo = "host"
+    offload_to: OffloadTo = HOST
     offload_units: OffloadUnits = ()
     offload_fraction: OffloadFraction = None
     page_optimizer: PageOptimizer = None
-    page_bytes: PageBytes = 2 * 1024 * 1024
+    page_bytes: PageBytes = PAGE_BYTES
     optimizer_bits: OptimizerBits = 32
     memory_budget: Annotated[
         OptionalAmount,

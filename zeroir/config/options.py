@@ -129,6 +129,14 @@ class CompileOptions(OptionFields):
         """The folder on the disk; None where there is none, or where the run is to name it."""
         return self.offload_to.partition(":")[2] or None
 
+    def offloaded_units(self, kind: str) -> tuple[str, ...]:
+        """The patterns of the units of which a kind is offloaded; none where all units' is.
+
+        A pattern is for all kinds, or for the one before its colon.
+        """
+        kinds_and_patterns = (pattern.rpartition(":") for pattern in self.offload_units)
+        return tuple(pattern for own, _, pattern in kinds_and_patterns if own in ("", kind))
+
     @property
     def page_optimizer_bytes(self) -> int | None:
         """The device memory for pages of the optimizer's states; None without pages."""

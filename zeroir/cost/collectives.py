@@ -13,17 +13,10 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from zeroir.cost.machine import CollectiveKind, Link, Machine
+from zeroir.cost.wires import FlowCost, Wire, host_rates
 from zeroir.errors import UserError
-
-
-class Wire(StrEnum):
-    """The link that bytes between two ranks take."""
-
-    NODE_LINK = "node_link"
-    NETWORK = "network"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,30 +40,7 @@ def ring_of(ranks: Sequence[int], node_ranks: int) -> Ring:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveCost:
-    """The cost of one collective for each of its ranks.
-
-    ``seconds`` = ``latency_s`` + ``transfer_s`` when nothing else uses the wires. ``bytes_by_wire`` are the bytes that
-    a rank sends, and ``demand_by_wire`` is the share of each wire's bandwidth that they take during ``transfer_s``, at
-    most 1.
-    """
-
-    latency_s: float
-    transfer_s: float
-    bytes_by_wire: Mapping[Wire, float]
-    demand_by_wire: Mapping[Wire, float]
-    is_measured: bool = False
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from the arrival of the last rank."""
-        return self.latency_s + self.transfer_s
-
-
-def transfer(
-    machine: Machine, kind: CollectiveKind, ring: Ring, payload_bytes: int
-) -> CollectiveCost:
+def transfer(machine: Machine, kind: CollectiveKind, ring: Ring, payload_bytes: int) -> FlowCost:
     """The cost of a collective over the ring; ``payload_bytes`` are those of the full buffers.
 
     Raises:
@@ -78,13 +48,13 @@ def transfer(
     """
     sent = _sent_bytes(kind, ring.ranks, payload_bytes)
     key = kind, ring.ranks, ring.nodes
-    measured = next((each for each in machine.collectives if each.key == key), None)
+    found = next((each for each in machine.collectives if each.key == key), None)
+    measured = None if found is None else (found.alpha_s, found.beta_s_per_byte * payload_bytes)
     if ring.ranks == 1:
         # A single rank copies: one read and one write.
-        latency_s, transfer_s = 0.0, 2 * payload_bytes / machine.memory.achieved_bytes_per_s
-        if measured is not None:
-            latency_s, transfer_s = measured.alpha_s, measured.beta_s_per_byte * payload_bytes
-        return CollectiveCost(
+        copied_s = 2 * payload_bytes / machine.memory.achieved_bytes_per_s
+        latency_s, transfer_s = (0.0, copied_s) if measured is None else measured
+        return FlowCost(
             latency_s=latency_s,
             transfer_s=transfer_s,
             bytes_by_wire={},
@@ -104,13 +74,16 @@ def transfer(
             latency_s, transfer_s = tree_latency_s, tree_transfer_s
             bytes_by_wire = _bytes_by_wire(ring, 2 * payload_bytes)
     if measured is not None:
-        latency_s, transfer_s = measured.alpha_s, measured.beta_s_per_byte * payload_bytes
+        latency_s, transfer_s = measured
     slowest = max(busy.values())
-    return CollectiveCost(
+    if machine.node_link.through_host:
+        busy |= _host_busy_s(machine, bytes_by_wire.get(Wire.NODE_LINK, 0.0))
+    return FlowCost(
         latency_s=latency_s,
         transfer_s=transfer_s,
         bytes_by_wire=bytes_by_wire,
-        demand_by_wire={wire: time / slowest for wire, time in busy.items() if slowest},
+        # The rate of a link through the host already takes the host into account.
+        demand_by_wire={wire: min(1.0, t / slowest) for wire, t in busy.items() if slowest},
         is_measured=measured is not None,
     )
 
@@ -133,6 +106,13 @@ def _bytes_by_wire(ring: Ring, sent: float) -> Mapping[Wire, float]:
     if ring.most > 1:
         bytes_by_wire[Wire.NODE_LINK] = sent * (ring.most - 1) / ring.most
     return bytes_by_wire
+
+
+def _host_busy_s(machine: Machine, sent: float) -> Mapping[Wire, float]:
+    """Seconds that bytes through the host occupy its wires on a full node: each is written there, and read."""
+    rates = host_rates(machine, machine.node_ranks).bytes_per_s
+    crossed = {Wire.TO_HOST: 1, Wire.TO_DEVICE: 1, Wire.HOST_LINK: 2, Wire.HOST_MEMORY: 2}
+    return {wire: times * sent / rates[wire] for wire, times in crossed.items()}
 
 
 def _latency_s(machine: Machine, kind: CollectiveKind, ring: Ring) -> float:

@@ -2,7 +2,8 @@
 
 A node of a segment takes as long as its arithmetic or its memory traffic, whichever is longer, and the launch of its
 kernel: the roofline model (Williams et al. 2009), node by node, as eager kernels run. An op that only moves or updates
-elements takes as long as its memory traffic. Measurements of a profile replace computed times.
+elements takes as long as its memory traffic. Transfers, and ops that the host carries out, share the node's host with
+the other ranks (``wires``). Measurements of a profile replace computed times.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, assert_never
 
-from zeroir.cost.collectives import CollectiveCost, Ring, transfer
+from zeroir.cost.collectives import Ring, transfer
 from zeroir.cost.machine import CollectiveKind, Machine
 from zeroir.cost.update_flops import update_flops
+from zeroir.cost.wires import FlowCost, host_rates
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.dtypes import DType
 from zeroir.ir.effects import effects
-from zeroir.ir.mesh import HOST, Executor
+from zeroir.ir.mesh import Executor
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Node, Segment, TensorType
@@ -105,8 +107,9 @@ class Durations:
         self._machine = machine
         self._segment_costs: dict[str, SegmentCost] = {}
         self._executors = {stream.name: stream.executor for stream in program.streams}
-        self._collective_costs: dict[tuple[CollectiveKind, Ring, int], CollectiveCost] = {}
+        self._collective_costs: dict[tuple[CollectiveKind, Ring, int], FlowCost] = {}
         self._measured_ops = {measured.key: measured for measured in machine.ops}
+        self._host = host_rates(machine, program.mesh.world_size)
 
     def segment(self, name: str) -> SegmentCost:
         """The cost of one call of a segment."""
@@ -122,11 +125,11 @@ class Durations:
         return tuple(self._segment_costs.values())
 
     @property
-    def collective_costs(self) -> tuple[CollectiveCost, ...]:
+    def collective_costs(self) -> tuple[FlowCost, ...]:
         """The costs that :meth:`collective` has computed, one for each kind, ring and size."""
         return tuple(self._collective_costs.values())
 
-    def collective(self, op: ops.CollectiveOp, ring: Ring) -> CollectiveCost:
+    def collective(self, op: ops.CollectiveOp, ring: Ring) -> FlowCost:
         """The cost of a collective among the ranks of a ring."""
         key = collective_kind(op), ring, payload_bytes(op, self._program)
         cost = self._collective_costs.get(key)
@@ -135,14 +138,25 @@ class Durations:
             self._collective_costs[key] = cost
         return cost
 
+    def flow(self, op: ops.Op) -> FlowCost | None:
+        """The cost of a transfer, or of an op that the host carries out; None for any other op."""
+        match op:
+            case ops.Transfer():
+                return self._host.transfer(op, self._bytes(op.source), self._measured_s(op))
+            case ops.Elementwise() | ops.Update() if self._is_of_host(op.stream):
+                flops = update_flops(self._program, op)
+                return self._host.work(self.traffic_bytes(op), flops, self._measured_s(op))
+            case _:
+                return None
+
     def seconds(self, op: ops.Op) -> float:
-        """Seconds of an op that is not a collective. A wait takes no time itself, unless it was measured."""
-        machine = self._machine
-        if not isinstance(op, ops.Compute):
-            measured = self._measured_ops.get((ops.op_name(type(op)), effects(op).stream))
-            if measured is not None:
-                known_s = measured.alpha_s + measured.beta_s_per_byte * self.traffic_bytes(op)
-                return known_s + self._products_s(op)
+        """Seconds of an op that is not a collective, alone. A wait takes no time itself, unless it was measured."""
+        flow = self.flow(op)
+        if flow is not None:
+            return flow.seconds
+        measured = self._measured_s(op)
+        if measured is not None:
+            return sum(measured) + self._products_s(op)
         match op:
             case ops.Alloc() | ops.Release() | ops.Wait():
                 return 0.0
@@ -153,18 +167,23 @@ class Durations:
                 # A measured time includes the addition of results.
                 return cost.seconds + (0.0 if cost.is_measured else self._added_s(op))
             case ops.Elementwise() | ops.Update():
-                return self._elementwise_s(op) + self._products_s(op)
-            case ops.ToHost() | ops.ToDevice():
-                link = machine.host_link
-                return link.latency_s.value + self._bytes(op.source) / link.achieved_bytes_per_s
-            case ops.Load():
-                disk = machine.disk
-                return disk.latency_s.value + self._bytes(op.source) / disk.read_bytes_per_s.value
-            case ops.Store():
-                disk = machine.disk
-                return disk.latency_s.value + self._bytes(op.source) / disk.write_bytes_per_s.value
+                return self._kernel_s(self.traffic_bytes(op)) + self._products_s(op)
+            case ops.Transfer():
+                raise ValueError("a transfer is a flow")
             case _:
                 assert_never(op)
+
+    def _measured_s(self, op: ops.Op) -> tuple[float, float] | None:
+        """The measured latency of an op in seconds, and the seconds of its bytes; None where it was not measured."""
+        if isinstance(op, ops.Compute):
+            return None
+        measured = self._measured_ops.get((ops.op_name(type(op)), effects(op).stream))
+        if measured is None:
+            return None
+        return measured.alpha_s, measured.beta_s_per_byte * self.traffic_bytes(op)
+
+    def _is_of_host(self, stream: str) -> bool:
+        return self._executors[stream] is not Executor.DEVICE
 
     def _added_s(self, op: ops.Compute) -> float:
         """Seconds to add results to their destinations: each kernel reads both and writes the sum."""
@@ -173,7 +192,7 @@ class Durations:
             for destination in op.destinations
             if destination is not None and destination.mode is Mode.ACCUMULATE
         ]
-        return sum(self._kernel_s(3 * self._bytes(region), op.stream) for region in added)
+        return sum(self._kernel_s(3 * self._bytes(region)) for region in added)
 
     def traffic_bytes(self, op: ops.Op) -> int:
         """Bytes that an op reads and writes."""
@@ -181,9 +200,6 @@ class Durations:
         once = sum(self._bytes(region) for region in (*effect.reads, *effect.writes))
         twice = sum(self._bytes(region) for region in effect.accumulates)
         return once + 2 * twice
-
-    def _elementwise_s(self, op: ops.Op) -> float:
-        return self._kernel_s(self.traffic_bytes(op), effects(op).stream)
 
     def _products_s(self, op: ops.Op) -> float:
         """Seconds of the matrix products of an update."""
@@ -193,17 +209,10 @@ class Durations:
         dtype = op.algorithm.direction_dtype or DType.F32
         return flops / self._machine.compute.flops_per_s(dtype)
 
-    def _kernel_s(self, traffic_bytes: int, stream: str) -> float:
+    def _kernel_s(self, traffic_bytes: int) -> float:
         machine = self._machine
-        executor = Executor.HOST if stream == HOST else self._executors[stream]
-        match executor:
-            case Executor.DEVICE:
-                launch_s = machine.compute.kernel_launch_s.value
-                return launch_s + traffic_bytes / machine.memory.achieved_bytes_per_s
-            case Executor.HOST | Executor.DISK:
-                return traffic_bytes / machine.host.bytes_per_s.value
-            case _:
-                assert_never(executor)
+        launch_s = machine.compute.kernel_launch_s.value
+        return launch_s + traffic_bytes / machine.memory.achieved_bytes_per_s
 
     def _bytes(self, region: Region) -> int:
         buffer = self._program.buffer_by_name[region.buffer]

@@ -13,7 +13,17 @@ from typing import Annotated, Final, Literal, Self, assert_never
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from zeroir.config import Precision
-from zeroir.config.offload_fields import OptimizerBits
+from zeroir.config.offload_fields import (
+    ACTIVATIONS,
+    ADAPTIVE,
+    GRADIENTS,
+    OFFLOADED,
+    OPTIMIZER,
+    PARAMETERS,
+    Offload,
+    OffloadFraction,
+    OptimizerBits,
+)
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL
 
 Optimizer = Literal[
@@ -27,8 +37,6 @@ Optimizer = Literal[
     "adafactor",
     "shampoo",
 ]
-Offload = Literal["none", "optimizer", "parameters"]
-
 STAGES: Final = (0, 1, 2, 3)
 COMMUNICATED_PER_PARAMETER: Final = {0: 2, 1: 2, 2: 2, 3: 3}
 """Elements that a rank sends in a step for each parameter, times (N-1)/N on a ring, by stage.
@@ -37,10 +45,12 @@ An all-reduce is a reduce-scatter and an all-gather, of Ψ each; stage 3 gathers
 """
 
 _STATE_BYTES: Final = 4
-_STATE_BITS: Final = 8 * _STATE_BYTES
-_CODED_STATE_BYTES: Final = 1 + _STATE_BYTES / BLOCK_NUMEL
-EIGHT_BIT_OPTIMIZERS: Final = ("momentum", "adam", "adamw", "lion")
+_QUANTISED: Final = ("momentum", "adam", "adamw", "lion")
 """Optimizers whose states can have 8 bits."""
+
+_QUANTISED_BYTES: Final = 1 + _STATE_BYTES / BLOCK_NUMEL
+"""Bytes of a state of 8 bits: each block of elements has one FP32 scale."""
+
 _UNITS_HELD: Final = 2
 """Units with gathered parameters, and units with full gradients, at once: the defaults of the compiler."""
 
@@ -59,7 +69,6 @@ class EstimateOptions(BaseModel):
     master: Annotated[
         bool, Field(description="Whether the optimizer keeps an FP32 copy of 16-bit parameters.")
     ] = True
-    optimizer_bits: OptimizerBits = 32
     ema: Annotated[
         bool, Field(description="Whether a moving average of the weights is kept, in FP32.")
     ] = False
@@ -77,10 +86,13 @@ class EstimateOptions(BaseModel):
     flash: Annotated[
         bool, Field(description="Attention that keeps no scores (or computes them again).")
     ] = False
-    offload: Annotated[
-        Offload,
-        Field(description="What the host keeps: the optimizer's, or also stage 3's parameters."),
-    ] = "none"
+    offload: Offload = ()
+    offload_to: Annotated[
+        Literal["host", "disk"],
+        Field(description="Where it is kept. The activations are kept in host memory."),
+    ] = "host"
+    offload_fraction: OffloadFraction = None
+    optimizer_bits: OptimizerBits = 32
 
     @model_validator(mode="after")
     def _shape_is_whole(self) -> Self:
@@ -99,11 +111,17 @@ class EstimateOptions(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _bits_fit_optimizer(self) -> Self:
-        if self.optimizer_bits != _STATE_BITS and self.optimizer not in EIGHT_BIT_OPTIMIZERS:
+    def _offload_is_known(self) -> Self:
+        if self.offload == (ADAPTIVE,):
             raise ValueError(
-                f"--optimizer-bits {self.optimizer_bits} needs --optimizer {', '.join(EIGHT_BIT_OPTIMIZERS)}, but the "
-                f"optimizer is {self.optimizer}"
+                "an estimate knows no budget: --offload takes "
+                f"{', '.join(OFFLOADED)}, separated by commas"
+            )
+        if ACTIVATIONS in self.offload and self.layers is None:
+            raise ValueError("--offload activations needs --layers and the shape of a layer")
+        if self.optimizer_bits == 8 and self.optimizer not in _QUANTISED:
+            raise ValueError(
+                f"--optimizer-bits 8 is for {', '.join(_QUANTISED)}, not for {self.optimizer}"
             )
         return self
 
@@ -147,31 +165,40 @@ def gathered_bytes_per_parameter(optimizer: Optimizer) -> int:
     return {"muon": 2, "adafactor": 8, "shampoo": 12}.get(optimizer, 0)
 
 
-def has_master_weights(options: EstimateOptions) -> bool:
-    """Whether FP32 copies of the parameters are kept beside the optimizer's states."""
-    is_low = options.itemsize_bytes < _STATE_BYTES
-    return is_low and options.master and options.optimizer != "adam-fp32-master"
-
-
 def optimizer_bytes_per_parameter(options: EstimateOptions) -> float:
-    """K of the ZeRO paper: bytes of optimizer state for each parameter, with master weights and averages.
+    """K of the ZeRO paper: bytes of optimizer state for each parameter, with master weights and averages."""
+    numbers = states_per_parameter(options.optimizer)[1]
+    quantised = numbers if options.optimizer_bits == 8 else 0
+    numbers += has_master(options) and options.optimizer != "adam-fp32-master"
+    numbers += options.ema
+    return _STATE_BYTES * (numbers - quantised) + _QUANTISED_BYTES * quantised
 
-    A state of 8 bits has one byte, and a share of the FP32 scale of its block.
-    """
-    states = states_per_parameter(options.optimizer)[1]
-    others = int(has_master_weights(options)) + int(options.ema)
-    of_state = _STATE_BYTES if options.optimizer_bits == _STATE_BITS else _CODED_STATE_BYTES
-    return of_state * states + _STATE_BYTES * others
+
+def has_master(options: EstimateOptions) -> bool:
+    """Whether an FP32 copy of the parameters is among the optimizer's states."""
+    is_low = options.itemsize_bytes < _STATE_BYTES
+    return options.optimizer == "adam-fp32-master" or (is_low and options.master)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedBytes:
+    """Bytes that a rank copies in a step of one micro-step, by direction; ``load`` and ``store`` are of the disk."""
+
+    to_host: int
+    to_device: int
+    load: int
+    store: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEstimate:
     """Bytes of one rank at a stage.
 
-    ``gathered_bytes`` (stage 3) and ``gradients_in_flight_bytes`` (stages 2 and 3) are those of full units beside the
-    shards; they are None where the number of layers is unknown. ``host_bytes`` is offloaded to the host and in no other
-    figure; ``moved_bytes`` is copied between host and device in a step for it. ``sent_bytes`` is sent by a rank on a
-    ring in a step, with what an optimizer gathers that works on whole parameters.
+    ``gathered_bytes`` (stage 3, and where parameters are offloaded) and ``gradients_in_flight_bytes`` (stages 2 and 3,
+    and where gradients are offloaded) are those of full units beside the shards; they are None where the number of
+    layers is unknown. ``host_bytes`` and ``disk_bytes`` are kept there, and in no other figure. ``moved`` is copied in
+    a step for them. ``sent_bytes`` is sent by a rank on a ring in a step, with what an optimizer gathers that works on
+    whole parameters.
     """
 
     stage: int
@@ -182,7 +209,8 @@ class StageEstimate:
     gradients_in_flight_bytes: int | None
     activations_bytes: int | None
     host_bytes: int
-    moved_bytes: int
+    disk_bytes: int
+    moved: MovedBytes
     communicated_per_parameter: int
     sent_bytes: int
 
@@ -271,29 +299,99 @@ def _stage(stage: int, options: EstimateOptions, activations: Activations | None
     params = item * count / (ranks if stage >= 3 else 1)
     gradients = item * count / (ranks if stage >= 2 else 1)
     optimizer = optimizer_bytes_per_parameter(options) * count / (ranks if stage >= 1 else 1)
-    # The gradients of the elements that a rank updates go to the host, and the new parameters come back.
-    updated = item * count / (ranks if stage >= 1 else 1)
-    host = moved = 0.0
-    if options.offload != "none":
-        host, optimizer, moved = optimizer, 0.0, 2 * updated
-    if options.offload == "parameters" and stage == 3:
-        # The shards are copied to the device for each of the two gathers.
-        host, params, moved = host + params, 0.0, moved + params
+    outside = _outside(stage, options, activations)
+    device_params = 0.0 if PARAMETERS in options.offload else params
+    device_gradients = 0.0 if GRADIENTS in options.offload else gradients
+    device_optimizer = optimizer - (outside.states if OPTIMIZER in options.offload else 0.0)
     whole_units = None
     if options.layers is not None:
         whole_units = round(item * count * min(_UNITS_HELD, options.layers) / options.layers)
     whole = gathered_bytes_per_parameter(options.optimizer) if stage >= 1 else 0
     sent = (COMMUNICATED_PER_PARAMETER[stage] * item + whole) * count * (ranks - 1) / ranks
+    has_whole_params = stage >= 3 or PARAMETERS in options.offload
+    has_whole_gradients = stage >= 2 or GRADIENTS in options.offload
     return StageEstimate(
         stage=stage,
-        params_bytes=round(params),
-        gradients_bytes=round(gradients),
-        optimizer_bytes=round(optimizer),
-        gathered_bytes=whole_units if stage >= 3 else 0,
-        gradients_in_flight_bytes=whole_units if stage >= 2 else 0,
-        activations_bytes=None if activations is None else activations.total_bytes,
-        host_bytes=round(host),
-        moved_bytes=round(moved),
+        params_bytes=round(device_params),
+        gradients_bytes=round(device_gradients),
+        optimizer_bytes=round(device_optimizer),
+        gathered_bytes=whole_units if has_whole_params else 0,
+        gradients_in_flight_bytes=whole_units if has_whole_gradients else 0,
+        activations_bytes=None if activations is None else _on_device(activations, options),
+        host_bytes=round(outside.host),
+        disk_bytes=round(outside.disk),
+        moved=outside.moved,
         communicated_per_parameter=COMMUNICATED_PER_PARAMETER[stage],
         sent_bytes=round(sent),
+    )
+
+
+def _on_device(activations: Activations, options: EstimateOptions) -> int:
+    """Bytes of activations on the device; where they are offloaded, those of the units at work."""
+    if ACTIVATIONS not in options.offload or options.layers is None:
+        return activations.total_bytes
+    held = activations.layers_bytes * min(_UNITS_HELD, options.layers) // options.layers
+    return activations.total_bytes - activations.layers_bytes + held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outside:
+    """Bytes of one rank outside its device; ``states`` are those of the optimizer's states among them."""
+
+    host: float
+    disk: float
+    states: float
+    moved: MovedBytes
+
+
+def _outside(stage: int, options: EstimateOptions, activations: Activations | None) -> _Outside:
+    """What is kept outside the device at a stage, and copied for it.
+
+    The gradients of the elements that the host updates go down, and their new parameters come up. Where the parameters
+    are offloaded, they come up for the forward and the backward, and go down if the device updates or gathers them.
+    """
+    count, ranks, item = options.params, options.world_size, options.itemsize_bytes
+    owned = count / (ranks if stage >= 1 else 1)
+    gradient_shard = count / (ranks if stage >= 2 else 1)
+    held = count / (ranks if stage >= 3 else 1)
+    kept = down = up = states = load = store = 0.0
+    updated = 0.0
+    if OPTIMIZER in options.offload:
+        updated = owned * (1.0 if options.offload_fraction is None else options.offload_fraction)
+        states = optimizer_bytes_per_parameter(options) * updated
+        # Without master weights the host updates a copy of the parameters.
+        copied = 0.0 if has_master(options) or PARAMETERS in options.offload else item * updated
+        kept += states + copied
+        down += item * updated
+        load += states + copied
+        store += states + copied
+        if PARAMETERS not in options.offload or stage in (1, 2):
+            up += item * updated
+    if GRADIENTS in options.offload:
+        kept += item * gradient_shard
+        down += item * (gradient_shard - updated)
+        up += item * (owned - updated)
+        load += item * gradient_shard
+        store += item * gradient_shard
+    if PARAMETERS in options.offload:
+        kept += item * held
+        # Without master weights the device's update needs them once more.
+        up += 2 * item * held + (0.0 if has_master(options) else item * (owned - updated))
+        down += item * (held if stage in (1, 2) else held - updated)
+        load += 2 * item * held
+        store += item * held
+    is_disk = options.offload_to == "disk"
+    saved = 0
+    if ACTIVATIONS in options.offload and activations is not None:
+        saved = activations.layers_bytes
+    return _Outside(
+        host=saved + (0.0 if is_disk else kept),
+        disk=kept if is_disk else 0.0,
+        states=states,
+        moved=MovedBytes(
+            to_host=round(down + saved),
+            to_device=round(up + saved),
+            load=round(load) if is_disk else 0,
+            store=round(store) if is_disk else 0,
+        ),
     )

@@ -1,8 +1,9 @@
-"""The event simulation: a task begins when its predecessors have ended, and collectives share their wires.
+"""The event simulation: a task begins when its predecessors have ended, and what flows shares its wires.
 
 Time counts in whole nanoseconds from the beginning of the step. A collective begins once a rank of every class in its
-group has arrived at it. After its latency its bytes flow, at the rate that the busiest of its wires leaves it: where
-the demands on a wire exceed its bandwidth, all transfers on it slow down by the same factor.
+group has arrived at it, and a transfer of one rank at once. After its latency its bytes flow, at the rate that the
+busiest of its wires leaves it: where the demands on a wire exceed its bandwidth, all that flows on it slows down by the
+same factor.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from zeroir.cost.classes import RankClass
-from zeroir.cost.collectives import Wire
 from zeroir.cost.tasks import Task, followers
+from zeroir.cost.wires import Wire
 
 _EPSILON_NS: Final = 1e-6
 """The remainder that rounding may leave of a finished transfer."""
@@ -23,7 +24,10 @@ _EPSILON_NS: Final = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """The duration of a task alone on its wires; ``demands`` are shares of their bandwidth during ``flow_ns``."""
+    """The duration of a task alone on its wires; ``demands`` are shares of their bandwidth during ``flow_ns``.
+
+    ``axis`` is that of a collective; the task of another op concerns one rank.
+    """
 
     fixed_ns: int
     flow_ns: int = 0
@@ -158,7 +162,7 @@ class _Simulator:
         timeline = self._timelines[rank_class]
         timeline.ready_ns[number] = timeline.begun_ns[number] = now_ns
         if timing.axis is None:
-            self._push(now_ns + timing.fixed_ns, (rank_class,), number)
+            self._push_timed(now_ns, timing, (rank_class,), number)
             return
         members = self._classes[rank_class].peers[timing.axis]
         arrived = self._arrived.get((members, number), 0) + 1
@@ -169,6 +173,12 @@ class _Simulator:
         for member in members:
             self._timelines[member].cause[number] = timeline.cause[number]
             self._timelines[member].begun_ns[number] = now_ns
+        self._push_timed(now_ns, timing, members, number)
+
+    def _push_timed(
+        self, now_ns: int, timing: Timing, members: tuple[int, ...], number: int
+    ) -> None:
+        """Begin a task of these classes: it ends after its latency, or its bytes flow from then on."""
         flow = _Flow(
             task=number, members=members, demands=timing.demands, left_ns=float(timing.flow_ns)
         )

@@ -1,9 +1,10 @@
 """The description of a machine in a TOML file: every figure with its source.
 
-Rates and sizes are those of one accelerator, which is one rank; the rate of a link is that of one accelerator in one
-direction. A figure without a published source says that it is an assumption. The file also holds the measurements of a
-profile, which replace computed times: the seconds of a segment by its digest, and the latency and the time per byte of
-a collective by its kind, its ranks and their nodes, and of any other op by its name and stream.
+Rates and sizes of compute, memory and links are those of one accelerator, which is one rank; the rate of a link between
+accelerators is that of one direction. Those of the host and its disk are those of a node, whose ranks share them. A
+figure without a published source says that it is an assumption. The file also holds the measurements of a profile,
+which replace computed times: the seconds of a segment by its digest, and the latency and the time per byte of a
+collective by its kind, its ranks and their nodes, and of any other op by its name and stream.
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ def _require(is_met: Callable[[float], bool], expected: str) -> AfterValidator:
 
 
 _MACHINES: Final = resources.files("zeroir.cost") / "machines"
+_EARLIER_KEYS: Final = frozenset(
+    {"host_link.bytes_per_s", "host_link.fraction", "host.bytes_per_s"}
+)
+"""Keys that a machine file had before it described the host of a node."""
+
 _LONGEST_FILE: Final = 10_000_000
 """Most characters of a machine file: one with a profile has a line for every segment."""
 
@@ -97,8 +103,8 @@ class Arithmetic(_Table):
         return self.peak_flops_per_s(dtype) * self.fraction.value
 
 
-class DeviceMemory(_Table):
-    """The memory of an accelerator. ``fraction`` is the share of its bandwidth that kernels achieve."""
+class Memory(_Table):
+    """The memory of an accelerator or of a node's host. ``fraction`` is the achieved share of its bandwidth."""
 
     size_bytes: Size
     bytes_per_s: Positive
@@ -111,12 +117,17 @@ class DeviceMemory(_Table):
 
 
 class Link(_Table):
-    """A link of one accelerator, in one direction. ``fraction`` is the achieved share of its bandwidth."""
+    """A link of one accelerator, in one direction. ``fraction`` is the achieved share of its bandwidth.
+
+    What a link ``through_host`` carries also crosses the link to the host, once in each direction, and is written to
+    the host's memory and read there.
+    """
 
     name: str
     bytes_per_s: Positive
     fraction: Fraction
     latency_s: NotNegative
+    through_host: bool = False
 
     @property
     def achieved_bytes_per_s(self) -> float:
@@ -124,23 +135,45 @@ class Link(_Table):
         return self.bytes_per_s.value * self.fraction.value
 
 
-class Host(_Table):
-    """The host, which issues all ops and carries out those of its own streams.
+class HostLink(_Table):
+    """The link between accelerators and their host, for ``to_device`` and ``to_host``.
 
-    Issuing an op takes ``issue_s`` seconds. Where ``computes`` is true, the thread that issues ops also carries out
-    those of the stream ``compute``, as on a CPU, and issues nothing meanwhile.
+    The rates are those that large copies of pinned memory achieve, as all of zeroir's host buffers are pinned.
+    ``both_bytes_per_s`` bounds the sum of both directions. So many ``accelerators`` share one link.
     """
 
-    bytes_per_s: Positive
+    name: Text
+    accelerators: Count
+    to_device_bytes_per_s: Positive
+    to_host_bytes_per_s: Positive
+    both_bytes_per_s: Positive
+    latency_s: NotNegative
+
+
+class Host(_Table):
+    """The host of a node, which issues all ops and carries out those of its own streams.
+
+    A core reads and writes ``core_bytes_per_s`` in an update, as far as ``memory`` allows, and takes
+    ``core_flops_per_s`` for products. Issuing an op takes ``issue_s`` seconds. Where ``computes`` is true, the thread
+    that issues ops also carries out those of the stream ``compute``, as on a CPU, and issues nothing meanwhile: an
+    accelerator is then a share of the host.
+    """
+
+    memory: Memory
+    cores: Count
+    core_bytes_per_s: Positive
+    core_flops_per_s: Positive
     issue_s: NotNegative
     computes: bool = False
 
 
 class Disk(_Table):
-    """The disk of a node, for ``load`` and ``store``."""
+    """The disks of a node, for ``load`` and ``store``. ``both_bytes_per_s`` bounds reads and writes at once."""
 
+    size_bytes: Size
     read_bytes_per_s: Positive
     write_bytes_per_s: Positive
+    both_bytes_per_s: Positive
     latency_s: NotNegative
 
 
@@ -194,10 +227,10 @@ class Machine(_Table):
     accelerator: Text
     accelerators_per_node: Count
     compute: Arithmetic
-    memory: DeviceMemory
+    memory: Memory
     node_link: Link
     network: Link | None = None
-    host_link: Link
+    host_link: HostLink
     host: Host
     disk: Disk
     segments_scale: Positive | None = None
@@ -209,6 +242,10 @@ class Machine(_Table):
     def node_ranks(self) -> int:
         """Ranks of one node."""
         return int(self.accelerators_per_node.value)
+
+    def sharing_ranks(self, world_size: int) -> int:
+        """The ranks that share a full node's host; where the host computes, all that it has room for."""
+        return self.node_ranks if self.host.computes else min(world_size, self.node_ranks)
 
     @property
     def has_workspaces(self) -> bool:
@@ -271,6 +308,11 @@ def _explained(name: str, first: ErrorDetails) -> str:
     key = ".".join(str(part) for part in first["loc"] if part != "[key]")
     expected = first["msg"].removeprefix("Input should be ")
     match first["type"]:
+        case "extra_forbidden" if key in _EARLIER_KEYS:
+            return (
+                f"The machine file {name} was written for an earlier version of zeroir, which had '{key}': describe "
+                "its host_link, host and disk as in `dgx-h100`, or profile the machine again."
+            )
         case "missing":
             return f"The machine file {name} has no '{key}': add it, as in `dgx-h100`."
         case "extra_forbidden":

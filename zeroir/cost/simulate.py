@@ -16,6 +16,7 @@ from zeroir.cost.durations import Durations
 from zeroir.cost.events import Timeline, Timing, run
 from zeroir.cost.machine import Machine
 from zeroir.cost.tasks import Task, TaskKind, require_micro_steps, section_tasks, step_tasks
+from zeroir.cost.wires import FlowCost
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.mesh import COMPUTE
@@ -33,8 +34,10 @@ class ClassResult:
 
     ``spans`` are in program order. The span of a collective begins when its rank arrives at it, and the span of a wait
     when its stream does. ``busy_s`` is the working time by stream, without the time in which it waits for other ranks.
-    ``exposed_s`` is the time in which the stream ``compute`` does nothing while a collective is under way.
-    ``bytes_by_wire`` are the bytes that a rank sends, in one direction.
+    ``exposed_s`` is the time in which the stream ``compute`` does nothing while a collective is under way, and
+    ``exposed_transfers_s`` the same for transfers and for ops that the host carries out. ``bytes_by_wire`` are the
+    bytes that a rank sends, in one direction, over each link between ranks, to and from the host, and to and from
+    the disk.
     """
 
     ranks: tuple[int, ...]
@@ -42,6 +45,7 @@ class ClassResult:
     spans: tuple[Span, ...]
     busy_s: Mapping[str, float]
     exposed_s: float
+    exposed_transfers_s: float
     bytes_by_wire: Mapping[str, float]
 
     @property
@@ -104,6 +108,11 @@ class Simulation:
     def exposed_s(self) -> float:
         """Seconds of exposed communication of the class with the most."""
         return max(result.exposed_s for result in self.classes)
+
+    @property
+    def exposed_transfers_s(self) -> float:
+        """Seconds of exposed transfers, and of the host's own ops, of the class with the most."""
+        return max(result.exposed_transfers_s for result in self.classes)
 
 
 def simulate(
@@ -225,14 +234,18 @@ def _timings(
 def _timing(
     program: Program, op: ops.Op, durations: Durations, rank_class: RankClass, slowdown: float
 ) -> Timing:
-    if not isinstance(op, ops.Collective):
+    if isinstance(op, ops.Collective):
+        axis = program.comm_by_name[op.comm].axis
+        cost: FlowCost | None = durations.collective(op, rank_class.rings[axis])
+        slowdown = 1.0
+    else:
+        axis, cost = None, durations.flow(op)
+    if cost is None:
         return Timing(fixed_ns=_ns(durations.seconds(op) * slowdown))
-    axis = program.comm_by_name[op.comm].axis
-    transfer = durations.collective(op, rank_class.rings[axis])
     return Timing(
-        fixed_ns=_ns(transfer.latency_s),
-        flow_ns=_ns(transfer.transfer_s),
-        demands=transfer.demand_by_wire,
+        fixed_ns=_ns(cost.latency_s * slowdown),
+        flow_ns=_ns(cost.transfer_s * slowdown),
+        demands=cost.demand_by_wire,
         axis=axis,
     )
 
@@ -248,6 +261,7 @@ def _class_result(
     busy_ns: dict[str, int] = {}
     working: list[tuple[int, int]] = []
     communicating: list[tuple[int, int]] = []
+    transferring: list[tuple[int, int]] = []
     sent: dict[str, float] = {}
     for number, task in enumerate(tasks):
         op = task.op
@@ -268,7 +282,13 @@ def _class_result(
         if isinstance(op, ops.Collective):
             communicating.append((ready_ns, end_ns))
             ring = rank_class.rings[program.comm_by_name[op.comm].axis]
-            for wire, count in durations.collective(op, ring).bytes_by_wire.items():
+            flow: FlowCost | None = durations.collective(op, ring)
+        else:
+            flow = durations.flow(op)
+            if flow is not None:
+                transferring.append((begun_ns, end_ns))
+        if flow is not None:
+            for wire, count in flow.bytes_by_wire.items():
                 sent[wire.value] = sent.get(wire.value, 0.0) + count
         if task.stream == COMPUTE:
             working.append((begun_ns, end_ns))
@@ -282,6 +302,7 @@ def _class_result(
             if stream.name in busy_ns
         },
         exposed_s=_outside_ns(communicating, working) / _NS,
+        exposed_transfers_s=_outside_ns(transferring, working) / _NS,
         bytes_by_wire=dict(sorted(sent.items())),
     )
 

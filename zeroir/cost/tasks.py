@@ -2,12 +2,12 @@
 
 A task is an op, the issue of an op by the host, or a joint between two sections. The predecessors of an op are the op
 before it on its stream, the ops that signal its events, the collective before it on its communicator, its own issue,
-and the joint before it.
+and the joint before it. The issuing thread itself waits where a device stream waits for a host or disk stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -15,7 +15,7 @@ from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.effects import effects
 from zeroir.ir.happens_before import Position, StreamClocks
-from zeroir.ir.mesh import COMPUTE, HOST
+from zeroir.ir.mesh import COMPUTE, HOST, Executor
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program, Section
 
@@ -89,7 +89,8 @@ def section_tasks(
     """The tasks of sections that follow each other, each after its predecessors.
 
     With ``is_issuing`` the host takes time to issue an op. With ``host_computes`` it issues nothing while it carries
-    out an op of the stream ``compute``, or while it waits at a joint.
+    out an op of the stream ``compute``, or while it waits at a joint. Without it the issuing thread waits where a
+    device stream, or a joint, waits for a stream of the host or a disk, because a device cannot wait for a thread.
     """
     tasks = _TaskList(program, is_issuing=is_issuing, host_computes=host_computes)
     for number, section in enumerate(sections):
@@ -109,7 +110,12 @@ class _TaskList:
         self._clocks = StreamClocks((*(stream.name for stream in program.streams), HOST))
         self._on_stream: list[list[int]] = [[] for _ in self._clocks.numbers]
         self._on_comm: dict[str, int] = {}
-        self._host: int | None = None
+        self._on_threads = frozenset(
+            number
+            for stream, number in self._clocks.numbers.items()
+            if stream in {s.name for s in program.streams if s.executor is not Executor.DEVICE}
+        )
+        self._host: tuple[int, ...] = ()
         self._joint: int | None = None
         self._joined: set[int] = set()
 
@@ -124,17 +130,18 @@ class _TaskList:
                 index=index,
                 op=op,
                 stream=HOST,
-                after=_present(self._host),
+                after=self._host,
             )
-            self._host = self._append(issue)
+            self._host = (self._append(issue),)
         stream_tasks = self._on_stream[stream]
         before = stream_tasks[-1] if stream_tasks else None
-        after = [before, self._host]
+        after = [before, *self._host]
         if stream not in self._joined:
             # Later ops of the stream follow this one anyway.
             after.append(self._joint)
             self._joined.add(stream)
-        after += [self._task_at(self._clocks.signaller(event)) for event in effect.waits]
+        signallers = [self._clocks.signaller(event) for event in effect.waits]
+        after += map(self._task_at, signallers)
         if effect.comm is not None:
             after.append(self._on_comm.get(effect.comm))
         task = Task(
@@ -154,7 +161,9 @@ class _TaskList:
             self._on_comm[effect.comm] = number
         is_waited_for_by_host = isinstance(op, ops.Wait) and op.on == HOST
         if is_waited_for_by_host or (self._host_computes and effect.stream == COMPUTE):
-            self._host = number
+            self._host = (number,)
+        elif not self._host_computes and stream not in self._on_threads:
+            self._wait_for_threads(signallers)
 
     def join(self, section: Section) -> None:
         """Add the joint after a section: all later tasks follow all earlier ones but those whose events are pending."""
@@ -170,7 +179,14 @@ class _TaskList:
         self._joint = self._append(task)
         self._joined = set()
         if self._host_computes:
-            self._host = self._joint
+            self._host = (self._joint,)
+        else:
+            self._wait_for_threads(last)
+
+    def _wait_for_threads(self, positions: Iterable[Position | None]) -> None:
+        """Let the issuing thread wait for those of these ops that are on streams of the host or a disk."""
+        awaited = [p for p in positions if p is not None and p[0] in self._on_threads]
+        self._host = _present(*self._host, *map(self._task_at, awaited))
 
     def _task_at(self, position: Position | None) -> int | None:
         if position is None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, Field
 
+from zeroir.deepspeed.json_types import BLOCK, Count, Free, Whole
+from zeroir.deepspeed.offload_blocks import OffloadOptimizer, OffloadParam
 from zeroir.deepspeed.treatment import (
     differs_from,
     honoured,
@@ -18,20 +20,8 @@ from zeroir.deepspeed.treatment import (
     is_enabled_inside,
     is_given,
     meaningless,
-    offloads,
     refused,
 )
-from zeroir.ir.limits import MOST_COUNT
-
-
-def _whole(value: object) -> object:
-    """5e8 as an integer: JSON has no other way to write it."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Whole = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=2**62)]
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MOST_COUNT)]
-Free = dict[str, object]
 
 _UNITS = meaningless("parameters travel by unit; --units chooses the units")
 _KEPT = meaningless("small parameters lie in the flat buffer of their unit and travel with it")
@@ -44,18 +34,15 @@ _DIVIDED_ONCE = meaningless(
     "gradients are added as they are and divided once, in FP32; dynamic loss scaling handles overflows of the sum"
 )
 _QUANTISED = refused("zeroir has no quantised communication")
-_OFFLOAD = refused(
-    "zeroir keeps all states on the device and has no offloading yet; remove the key, or use more ranks",
-    offloads,
-)
-_WITHOUT_OFFLOAD = meaningless("it concerns offloading, which zeroir does not have")
+_PINNED = meaningless("host buffers are always pinned where there are GPUs")
+_DEEPCOMPILE = meaningless("it concerns DeepCompile, which cannot be enabled; see --offload")
 _DATA = refused("batches are what the model file's batches() yields; choose them there", is_enabled)
 
 
 class JsonBlock(BaseModel):
     """A JSON object of the configuration."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+    model_config = BLOCK
 
 
 class OptimizerBlock(JsonBlock):
@@ -153,15 +140,19 @@ class ZeroOptimization(JsonBlock):
     load_from_fp32_weights: Annotated[bool, _NO_CHECKPOINTS] = True
     grad_hooks: Annotated[bool, _INTERNAL] = True
     elastic_checkpoint: Annotated[bool, _NO_CHECKPOINTS] = False
-    offload_param: Annotated[Free | bool | None, _OFFLOAD] = None
-    offload_optimizer: Annotated[Free | bool | None, _OFFLOAD] = None
+    offload_param: Annotated[OffloadParam | None, honoured("see below")] = None
+    offload_optimizer: Annotated[OffloadOptimizer | None, honoured("see below")] = None
     zenflow: Annotated[Free | None, refused("zeroir has no ZenFlow", is_given)] = None
     sub_group_size: Annotated[
         Whole, meaningless("the update runs unit by unit, in chunks of a fixed size")
     ] = 1_000_000_000
-    cpu_offload: Annotated[bool | None, _OFFLOAD] = None
-    cpu_offload_param: Annotated[bool | None, _OFFLOAD] = None
-    cpu_offload_use_pin_memory: Annotated[bool | None, _WITHOUT_OFFLOAD] = None
+    cpu_offload: Annotated[
+        bool | None, honoured("the old name of `offload_optimizer` with the device cpu")
+    ] = None
+    cpu_offload_param: Annotated[
+        bool | None, honoured("the old name of `offload_param` with the device cpu")
+    ] = None
+    cpu_offload_use_pin_memory: Annotated[bool | None, _PINNED] = None
     stage3_prefetch_bucket_size: Annotated[
         Whole, honoured("`prefetch_bytes` at stage 3, converted likewise; 0 is `prefetch` 0")
     ] = 50_000_000
@@ -186,7 +177,9 @@ class ZeroOptimization(JsonBlock):
         bool, meaningless("the traced step shows which parameters have a gradient")
     ] = True
     legacy_stage1: Annotated[bool, _INTERNAL] = False
-    round_robin_gradients: Annotated[bool, _WITHOUT_OFFLOAD] = False
+    round_robin_gradients: Annotated[
+        bool, meaningless("gradients are copied to the host as soon as they are reduced")
+    ] = False
     zero_hpz_partition_size: Annotated[
         Whole,
         refused(
@@ -211,7 +204,9 @@ class ZeroOptimization(JsonBlock):
     override_module_apply: Annotated[bool, _INTERNAL] = True
     log_trace_cache_warnings: Annotated[bool, _INTERNAL] = False
     enable_sanity_checks: Annotated[bool, _INTERNAL] = False
-    save_muon_momentum_buffer_in_memory: Annotated[bool, _WITHOUT_OFFLOAD] = False
+    save_muon_momentum_buffer_in_memory: Annotated[
+        bool, meaningless("all states of an optimizer are kept where --offload-to says")
+    ] = False
     leaf_module: Annotated[Free | None, _UNITS] = None
 
 
@@ -221,7 +216,9 @@ class ActivationCheckpointing(JsonBlock):
     partition_activations: Annotated[
         bool, meaningless("it divides activations among model-parallel ranks, and there are none")
     ] = False
-    cpu_checkpointing: Annotated[bool, _OFFLOAD] = False
+    cpu_checkpointing: Annotated[
+        bool, honoured("`offload` activations: all that are saved for the backward")
+    ] = False
     contiguous_memory_optimization: Annotated[
         bool, meaningless("saved values have planned places in one block of memory")
     ] = False
@@ -256,10 +253,10 @@ class CompileBlock(JsonBlock):
     ] = False
     free_activation: Annotated[bool, _INTERNAL] = False
     free_activation_threshold: Annotated[Whole, _INTERNAL] = 10 * 1024 * 1024
-    offload_activation: Annotated[bool, _OFFLOAD] = False
-    offload_activation_pin_memory: Annotated[bool, _WITHOUT_OFFLOAD] = True
-    offload_opt_states: Annotated[bool, _OFFLOAD] = False
-    offload_parameters: Annotated[bool, _OFFLOAD] = False
+    offload_activation: Annotated[bool, _DEEPCOMPILE] = False
+    offload_activation_pin_memory: Annotated[bool, _DEEPCOMPILE] = True
+    offload_opt_states: Annotated[bool, _DEEPCOMPILE] = False
+    offload_parameters: Annotated[bool, _DEEPCOMPILE] = False
     double_buffer: Annotated[bool, _INTERNAL] = True
     symmetric_memory: Annotated[bool, _INTERNAL] = False
     debug_log: Annotated[bool, _INTERNAL] = False
@@ -336,14 +333,18 @@ class DeepSpeedConfiguration(JsonBlock):
     disable_allgather: Annotated[bool, _COMMUNICATION] = False
     allgather_size: Annotated[Whole, _COMMUNICATION] = 500_000_000
     zero_allow_untested_optimizer: Annotated[bool, _INTERNAL] = False
-    zero_force_ds_cpu_optimizer: Annotated[bool, _WITHOUT_OFFLOAD] = True
+    zero_force_ds_cpu_optimizer: Annotated[
+        bool, meaningless("the host updates with torch's fused kernels")
+    ] = True
     data_types: Annotated[DataTypes, honoured("see below")] = DataTypes()
     activation_checkpointing: Annotated[ActivationCheckpointing, honoured("see below")] = (
         ActivationCheckpointing()
     )
     checkpoint: Annotated[CheckpointBlock, honoured("see below")] = CheckpointBlock()
     compile: Annotated[CompileBlock, honoured("see below")] = CompileBlock()
-    aio: Annotated[Free, _WITHOUT_OFFLOAD] = {}
+    aio: Annotated[
+        Free, meaningless("zeroir chooses the sizes and the number of requests of the disk")
+    ] = {}
     amp: Annotated[
         Free, refused("zeroir has no Apex AMP; enable the block fp16 or bf16", is_enabled)
     ] = {}

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from zeroir.deepspeed.model import DeepSpeedConfiguration, JsonBlock
+from zeroir.deepspeed.model import DeepSpeedConfiguration
 from zeroir.deepspeed.treatment import Kind, Treatment, treatment_of
 from zeroir.errors import UserError
 
@@ -76,17 +76,17 @@ def _enabled_precision(configuration: DeepSpeedConfiguration) -> str:
     return "fp16" if configuration.fp16.enabled else "bf16" if is_bf16 else "fp32"
 
 
-def block_of(field: FieldInfo) -> type[JsonBlock] | None:
+def block_of(field: FieldInfo) -> type[BaseModel] | None:
     """The block that a field holds; None for other values, and for objects without treatments inside."""
     annotation: object = field.annotation
     for kind in (annotation, *typing.get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, JsonBlock):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
     return None
 
 
 def _without_auto(
-    kind: type[JsonBlock], data: Mapping[str, object], place: str, automatic: set[str]
+    kind: type[BaseModel], data: Mapping[str, object], place: str, automatic: set[str]
 ) -> dict[str, object]:
     """The values of a block without those that are ``"auto"``, which count as absent; unknown keys are errors."""
     plain: dict[str, object] = {}
@@ -111,7 +111,7 @@ def _without_auto(
 
 
 def _given(
-    kind: type[JsonBlock], plain: Mapping[str, object], place: str
+    kind: type[BaseModel], plain: Mapping[str, object], place: str
 ) -> Iterator[tuple[str, Treatment, object]]:
     """The dotted keys with their treatments and values; a block that has treatments inside is left out itself."""
     for key, value in plain.items():

@@ -10,6 +10,7 @@ from zeroir.deepspeed.batch_sizes import resolve_batch_sizes
 from zeroir.deepspeed.model import FP16, ZeroOptimization
 from zeroir.deepspeed.optimizers import translate_optimizer
 from zeroir.deepspeed.read import Reading, read
+from zeroir.deepspeed.translate_offload import translate_offload
 from zeroir.errors import UserError
 from zeroir.ir.limits import MOST_BYTES
 from zeroir.schedules import DEEPSPEED_SCHEDULES, make_schedule
@@ -51,6 +52,7 @@ def translate(
     translator.precision()
     stage = translator.stage_and_mesh(world_size)
     translator.communication(stage)
+    translator.offload(stage)
     translator.optimizer()
     translator.schedule()
     sizes = translator.batch_sizes(world_size, example_batch_size)
@@ -170,6 +172,15 @@ class _Translator:
         if names:
             keys = ", ".join(f"zero_optimization.{name}" for name in names)
             self.notes.append(f"{keys}: no meaning at stage {stage}, as in DeepSpeed.")
+
+    def offload(self, stage: int) -> None:
+        """What is kept outside device memory; what is given elsewhere replaces all of it."""
+        if "offload" in self.given:
+            return
+        translation = translate_offload(self.reading.configuration, self.zero, stage)
+        for option, (value, key) in translation.options.items():
+            self.set(option, value, key)
+        self.notes.extend(translation.notes)
 
     def bucket(self, option: str, name: str, numel: int) -> None:
         """A limit in bytes from one in elements; an absent key leaves zeroir's default."""

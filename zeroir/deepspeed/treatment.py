@@ -66,10 +66,3 @@ def is_given(value: object) -> bool:
 def differs_from(*plain: object) -> Callable[[object], bool]:
     """Whether a value is none of these."""
     return lambda value: value is not None and value not in plain
-
-
-def offloads(value: object) -> bool:
-    """Whether a block of offloading names a device."""
-    if isinstance(value, dict):
-        return value.get("device", "none") not in ("none", None)
-    return bool(value)

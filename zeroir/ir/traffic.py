@@ -1,7 +1,7 @@
-"""The bytes that the collectives of a program send.
+"""The bytes that the collectives of a program send, and those that its transfers copy.
 
-They are counted as the ZeRO paper counts communication (Rajbhandari et al. 2020, §7): the bytes of the full buffer that
-each collective gathers or reduces.
+The bytes of collectives are counted as the ZeRO paper counts communication (Rajbhandari et al. 2020, §7): the bytes of
+the full buffer that each collective gathers or reduces.
 """
 
 from __future__ import annotations
@@ -51,6 +51,25 @@ def collective_bytes(
             if axis is None or program.comm_by_name[op.comm].axis == axis:
                 for key, size in payloads(op, program):
                     totals[key] += size
+    return totals
+
+
+TRANSFER_KEYS: Final = ("to_host", "to_device", "load", "store")
+"""The keys of :func:`transfer_bytes`."""
+
+
+def transfer_bytes(
+    program: Program, *, sections: Collection[str] = (LAST_MICRO_STEP, UPDATE)
+) -> Mapping[str, int]:
+    """Bytes that the transfers of some sections copy on a rank, by op; of a step with one micro-step."""
+    totals = dict.fromkeys(TRANSFER_KEYS, 0)
+    for section in program.sections:
+        if section.name not in sections:
+            continue
+        for op in section.body:
+            if isinstance(op, ops.Transfer):
+                item = program.buffer_by_name[op.source.buffer].dtype.itemsize_bytes
+                totals[ops.op_name(type(op))] += op.source.local_numel(program.mesh) * item
     return totals
 
 

@@ -14,11 +14,13 @@ from zeroir.cost.estimate import (
     Estimate,
     StageEstimate,
     gathered_bytes_per_parameter,
-    has_master_weights,
+    has_master,
     states_per_parameter,
 )
 from zeroir.cost.simulate import ClassResult, Measured, PathItem, Simulation
+from zeroir.cost.wires import Wire
 from zeroir.ir import ops
+from zeroir.ir.mesh import Executor
 from zeroir.ir.program import Program
 from zeroir.report.names import counted, format_bytes
 from zeroir.report.tables import Lines, columns_table, facts_table
@@ -61,13 +63,21 @@ def _what(program: Program, item: PathItem) -> str:
     if item.is_issue:
         return "issuing ops on the host"
     op = program.section_by_name[item.section].body[item.index]
+    name = ops.op_name(type(op))
     match op:
         case ops.Compute():
             return f"compute @{op.segment}"
         case ops.Collective():
-            return f"{ops.op_name(type(op))} comm={op.comm}"
+            return f"{name} comm={op.comm}"
+        case ops.Elementwise() | ops.Update() if _is_of_host(program, op.stream):
+            return f"{name} on the host"
         case _:
-            return ops.op_name(type(op))
+            return name
+
+
+def _is_of_host(program: Program, stream: str) -> bool:
+    executors = {declared.name: declared.executor for declared in program.streams}
+    return executors[stream] is not Executor.DEVICE
 
 
 def render_simulation(program: Program, simulation: Simulation) -> RenderableType:
@@ -80,6 +90,9 @@ def render_simulation(program: Program, simulation: Simulation) -> RenderableTyp
     if simulation.evaluation_s is not None:
         grid.add_row("evaluation", f"{format_seconds(simulation.evaluation_s)}, between two steps")
     grid.add_row("exposed communication", _share(simulation.exposed_s, simulation.step_s))
+    if any(isinstance(op, ops.Transfer) for op in program.step_ops()):
+        shown = _share(simulation.exposed_transfers_s, simulation.step_s)
+        grid.add_row("exposed transfers", shown)
     again = "" if simulation.hfu <= simulation.mfu else f", HFU {simulation.hfu:.1%}"
     grid.add_row("MFU", f"{simulation.mfu:.1%} of the dense peak{again}")
     measured = simulation.measured
@@ -112,8 +125,23 @@ def _class_table(result: ClassResult, simulation: Simulation, *, is_alone: bool)
     for stream, busy_s in result.busy_s.items():
         table.add_row(stream, _share(busy_s, simulation.step_s))
     for wire, count in result.bytes_by_wire.items():
-        table.add_row(f"over the {wire.replace('_', ' ')}", f"{format_bytes(round(count))} sent")
+        table.add_row(wire_label(wire), f"{format_bytes(round(count))} sent")
     return table
+
+
+def wire_label(wire: str) -> str:
+    """A link in words: the direction of one to the host or a disk."""
+    match Wire(wire):
+        case Wire.TO_DEVICE:
+            return "host to device"
+        case Wire.TO_HOST:
+            return "device to host"
+        case Wire.DISK_READ:
+            return "disk to host"
+        case Wire.DISK_WRITE:
+            return "host to disk"
+        case _:
+            return f"over the {wire.replace('_', ' ')}"
 
 
 def _path_table(program: Program, simulation: Simulation) -> Table:
@@ -144,6 +172,7 @@ def simulation_json(program: Program, simulation: Simulation) -> dict[str, objec
         "step_seconds": simulation.step_s,
         "evaluation_seconds": simulation.evaluation_s,
         "exposed_communication_seconds": simulation.exposed_s,
+        "exposed_transfer_seconds": simulation.exposed_transfers_s,
         "flops_per_rank": simulation.flops,
         "mfu": simulation.mfu,
         "hfu": simulation.hfu,
@@ -155,6 +184,7 @@ def simulation_json(program: Program, simulation: Simulation) -> dict[str, objec
                 "is_straggler": result.is_straggler,
                 "busy_seconds": dict(result.busy_s),
                 "exposed_communication_seconds": result.exposed_s,
+                "exposed_transfer_seconds": result.exposed_transfers_s,
                 "bytes_sent_by_wire": dict(result.bytes_by_wire),
             }
             for result in simulation.classes
@@ -178,21 +208,24 @@ def render_estimate(estimate: Estimate) -> RenderableType:
     low, high = states_per_parameter(options.optimizer)
     per, optimizer = options.itemsize_bytes, estimate.optimizer_bytes_per_parameter
     states = f"{low}" if low == high else f"{low} to {high}"
-    numbers = "FP32 numbers" if options.optimizer_bits == 32 else "numbers of 8 bits"
-    beside = ["the FP32 master weight"] if has_master_weights(options) else []
+    is_apart = has_master(options) and options.optimizer != "adam-fp32-master"
+    beside = ["the FP32 master weight"] if is_apart else []
     beside += ["an average"] if options.ema else []
     also = "".join(f", and {what}" for what in beside)
     grid = facts_table()
     grid.add_row("parameters", f"{options.params:,.0f}, {options.precision}")
     grid.add_row("ranks", f"{options.world_size:,}")
-    grid.add_row("optimizer", f"{options.optimizer}: {states} {numbers} a parameter{also}")
+    kind = "FP32 numbers" if options.optimizer_bits == 32 else "numbers of 8 bits"
+    grid.add_row("optimizer", f"{options.optimizer}: {states} {kind} a parameter{also}")
     grid.add_row(
         "a parameter takes", f"{per} + {per} + {optimizer:.4g} bytes (weight, gradient, optimizer)"
     )
     grid.add_row("a full gradient", format_bytes(estimate.full_gradient_bytes))
     tables = [grid, _states_table(estimate)]
-    if options.layers is not None or options.offload != "none":
+    if options.layers is not None:
         tables.append(_beside_table(estimate))
+    if options.offload:
+        tables.append(_outside_table(estimate))
     tables.append(_communication_table(estimate))
     if estimate.activations is not None:
         tables.append(_activations_grid(estimate.activations))
@@ -215,19 +248,30 @@ def _states_table(estimate: Estimate) -> Table:
 
 def _beside_table(estimate: Estimate) -> Table:
     """A second table: one table of all columns is too wide for a terminal."""
-    has_units = estimate.options.layers is not None
     has_activations = estimate.activations is not None
-    is_offloaded = estimate.options.offload != "none"
-    figures = ["whole units"] * has_units + ["activations"] * has_activations
-    figures += ["with model states"] * has_units + ["on the host", "moved a step"] * is_offloaded
+    figures = ["whole units", *["activations"] * has_activations, "with model states"]
     table = columns_table("stage", *figures, figures=figures, title="beside the model states")
     for stage in estimate.stages:
-        row = [format_bytes(_whole_units(stage))] * has_units
+        row = [format_bytes(_whole_units(stage))]
         if stage.activations_bytes is not None:
             row.append(format_bytes(stage.activations_bytes))
-        row += [format_bytes(stage.total_bytes)] * has_units
-        row += [format_bytes(stage.host_bytes), format_bytes(stage.moved_bytes)] * is_offloaded
-        table.add_row(str(stage.stage), *row)
+        table.add_row(str(stage.stage), *row, format_bytes(stage.total_bytes))
+    return table
+
+
+def _outside_table(estimate: Estimate) -> Table:
+    """What is kept outside the device, and what a step copies for it."""
+    is_disk = estimate.options.offload_to == "disk"
+    figures = ["on the host", *["on disk"] * is_disk, "to host", "to device"]
+    figures += ["loaded", "stored"] * is_disk
+    table = columns_table(
+        "stage", *figures, figures=figures, title="offloaded, and copied in a step"
+    )
+    for stage in estimate.stages:
+        moved = stage.moved
+        row = [stage.host_bytes, *[stage.disk_bytes] * is_disk, moved.to_host, moved.to_device]
+        row += [moved.load, moved.store] if is_disk else []
+        table.add_row(str(stage.stage), *map(format_bytes, row))
     return table
 
 

@@ -77,6 +77,12 @@ def render_summary(summary: Summary) -> RenderableType:
     for axis, own in summary["collective_bytes_by_axis"].items():
         if len(summary["mesh"]) > 1:
             grid.add_row(f"… over {axis}", f"{_amounts(on_the_wire(own))} {per_step}")
+    if any(summary["transfer_bytes"].values()):
+        for space, outside in summary["outside_bytes_per_rank"].items():
+            if outside["resting"] or outside["block"]:
+                kept = {**outside["resting"], "temporary": outside["block"]}
+                grid.add_row(f"on the {space}", f"{_amounts(kept)} per rank")
+        grid.add_row("transfers", f"{_amounts(summary['transfer_bytes'])} per rank, {per_step}")
     evaluation = summary["evaluation"]
     if evaluation is not None:
         most = sum(evaluation["peak_bytes_per_rank"].values())

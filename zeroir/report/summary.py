@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TypedDict
 
-from zeroir.ir.buffers import Space
+from zeroir.ir.buffers import Role, Space
 from zeroir.ir.ops import Compute, op_name
 from zeroir.ir.program import EVALUATE, STEP_SECTIONS, Program
 from zeroir.ir.text.printer import bound_text
-from zeroir.ir.traffic import collective_bytes
+from zeroir.ir.traffic import collective_bytes, transfer_bytes
 from zeroir.memory.curve import peak
-from zeroir.memory.placement import placements_with_bound
+from zeroir.memory.placement import Placement, placements_with_bound
 from zeroir.memory.states import model_state_bytes, snapshot_bytes
 from zeroir.verify import Report
 
@@ -24,6 +24,16 @@ class TemporaryBytes(TypedDict):
 
     block: int
     live: int
+
+
+class OutsideBytes(TypedDict):
+    """Bytes outside the device on one rank: of persistent buffers by role, and of the block of temporary ones.
+
+    Snapshots are not among them: saving allocates them.
+    """
+
+    resting: dict[str, int]
+    block: int
 
 
 class EvaluationFigures(TypedDict):
@@ -40,6 +50,8 @@ class Summary(TypedDict):
     ``bounds`` are spelled as in the program's text. ``ops`` and ``distinct_segments`` count those of training steps.
     ``evaluation`` has the figures of one evaluation; None where the program has none. ``snapshot_bytes_per_rank`` is
     the memory of the host that saving takes from the first save on; 0 where the program cannot save.
+    ``transfer_bytes`` are the bytes that a rank copies to and from its host and its disk in a step, by op, and
+    ``outside_bytes_per_rank`` what it keeps there, by space.
     """
 
     stage: int
@@ -57,6 +69,8 @@ class Summary(TypedDict):
     model_state_bytes_per_rank: dict[str, int]
     peak_bytes_per_rank: dict[str, int]
     temporary_bytes_per_rank: TemporaryBytes
+    transfer_bytes: dict[str, int]
+    outside_bytes_per_rank: dict[str, OutsideBytes]
     evaluation: EvaluationFigures | None
     snapshot_bytes_per_rank: int
     laws: dict[str, str]
@@ -67,6 +81,7 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
     """Collect the facts of a program that ``report`` verified."""
     called = {op.segment for op in program.step_ops() if isinstance(op, Compute)}
     names = Counter(op_name(type(op)) for op in program.step_ops())
+    placed = placements_with_bound(program)
     return Summary(
         stage=stage,
         world_size=program.mesh.world_size,
@@ -84,7 +99,12 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
         },
         model_state_bytes_per_rank=dict(model_state_bytes(program)),
         peak_bytes_per_rank=dict(peak(program, sections=STEP_SECTIONS).role_bytes),
-        temporary_bytes_per_rank=_temporary(program),
+        temporary_bytes_per_rank=_temporary(placed.get(Space.DEVICE)),
+        transfer_bytes=dict(transfer_bytes(program)),
+        outside_bytes_per_rank={
+            space.value: _outside(program, space, placed.get(space))
+            for space in (Space.HOST, Space.DISK)
+        },
         evaluation=_evaluation(program),
         snapshot_bytes_per_rank=snapshot_bytes(program),
         laws=dict(report.laws),
@@ -102,8 +122,15 @@ def _evaluation(program: Program) -> EvaluationFigures | None:
     )
 
 
-def _temporary(program: Program) -> TemporaryBytes:
-    placed = placements_with_bound(program).get(Space.DEVICE)
+def _outside(program: Program, space: Space, placed: Placement | None) -> OutsideBytes:
+    sizes: Counter[str] = Counter()
+    for buffer in program.buffers:
+        if buffer.is_persistent and buffer.space is space and buffer.role is not Role.SNAPSHOT:
+            sizes[buffer.role.value] += buffer.size_bytes
+    return OutsideBytes(resting=dict(sizes), block=0 if placed is None else placed.size_bytes)
+
+
+def _temporary(placed: Placement | None) -> TemporaryBytes:
     if placed is None:
         return TemporaryBytes(block=0, live=0)
     return TemporaryBytes(block=placed.size_bytes, live=placed.live_bytes)

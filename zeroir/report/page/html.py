@@ -12,6 +12,7 @@ from zeroir.cost.simulate import Simulation
 from zeroir.ir.mesh import HOST
 from zeroir.ir.program import MICRO_STEP, Program
 from zeroir.ir.traffic import on_the_wire
+from zeroir.report.costs import wire_label
 from zeroir.report.names import counted, format_bytes, format_flops
 from zeroir.report.page import charts
 from zeroir.report.page.facts import (
@@ -166,6 +167,11 @@ def _headline(
             else "",
             False,
         ),
+        *(
+            [("exposed transfers", _time(round(simulation.exposed_transfers_s * 1e9)), "", False)]
+            if any(summary["transfer_bytes"].values())
+            else []
+        ),
         ("MFU", _percent(simulation.mfu), "of the dense peak", False),
         ("peak memory", format_bytes(curve.peak_bytes), share or "with workspaces", is_over),
         (
@@ -230,7 +236,7 @@ def _volume(summary: Summary, simulation: Simulation) -> str:
     ]
     by_kind = _table(["collective", *(f"#over {axis}" for axis, _ in axes)], rows)
     wires = [
-        [result.label, wire.replace("_", " "), format_bytes(round(count))]
+        [result.label, wire_label(wire), format_bytes(round(count))]
         for result in simulation.classes
         for wire, count in result.bytes_by_wire.items()
     ]

@@ -1,0 +1,204 @@
+"""Whatever is kept outside device memory, the numbers are those of the same run without, bit for bit.
+
+Each case trains twice, with and without what it keeps elsewhere, saves both in the middle, and continues each of them
+from the checkpoint of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations, product
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.runtime.support import initial_flats, random_batches
+from tests.support.lowering import applied
+from tests.support.programs import mlp
+from zeroir.config import CompileOptions, make_options
+from zeroir.ir.program import Program
+from zeroir.passes.base import Pass
+from zeroir.passes.offload_activations import OffloadActivations
+from zeroir.passes.pipelines import for_options
+from zeroir.runtime.lockstep import Lockstep
+from zeroir.torch_ops.batches import Batch
+
+ELSEWHERE: Final[Mapping[str, Mapping[str, object]]] = {
+    "optimizer": {"offload": "optimizer"},
+    "half-optimizer": {"offload": "optimizer", "offload_fraction": 0.5},
+    "gradients": {"offload": "gradients"},
+    "parameters": {"offload": "parameters"},
+    "activations": {"offload": "activations"},
+    "some-parameters": {"offload": "parameters", "offload_units": "blocks.1,root.post"},
+    "optimizer-gradients": {"offload": "optimizer,gradients"},
+    "optimizer-parameters": {"offload": "optimizer,parameters"},
+    "some-optimizer-all-parameters": {
+        "offload": "optimizer,parameters",
+        "offload_units": "optimizer:blocks.*",
+    },
+    "everything": {"offload": "optimizer,gradients,parameters,activations"},
+}
+"""What a case keeps outside device memory: options by the name of the case."""
+
+NUMBERS: Final = frozenset({"optimizer_bits"})
+"""Options of these that change the numbers, so that the run without the others has them, too."""
+
+OVERFLOWING: Final = {"none": (), "one": (1,), "all": None}
+"""The ranks that overflow in the second and the third step; None for all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A training and what it keeps outside device memory."""
+
+    kept: str
+    stage: int
+    world_size: int
+    precision: str
+    clip: float | None
+    micro_steps: int
+    overflow: str = "none"
+
+    def __str__(self) -> str:
+        parts = [self.kept, f"stage-{self.stage}", f"{self.world_size}-ranks", self.precision]
+        parts += ["clip"] if self.clip is not None else []
+        parts += [f"k-{self.micro_steps}"] if self.micro_steps > 1 else []
+        parts += [f"{self.overflow}-overflow"] if self.overflow != "none" else []
+        return "-".join(parts)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there is such a training: FP16 alone overflows, and one rank of one is all."""
+        if self.overflow == "none":
+            return True
+        return self.precision == "fp16" and (self.overflow == "all" or self.world_size > 1)
+
+    def options(self, kept: Mapping[str, object]) -> CompileOptions:
+        return make_options(
+            {
+                "stage": self.stage,
+                "world_size": self.world_size,
+                "precision": self.precision,
+                "clip": self.clip,
+                "micro_steps": self.micro_steps,
+                **kept,
+            }
+        )
+
+    def batches(self) -> list[list[list[Batch]]]:
+        steps = random_batches(4, self.world_size, self.micro_steps)
+        ranks = OVERFLOWING[self.overflow]
+        for step in steps[1:3]:
+            for rank in range(self.world_size) if ranks is None else ranks:
+                step[rank][-1] = {"x": torch.full((4, 6), 3e4)}
+        return steps
+
+
+def _possible(kept: Sequence[str]) -> list[Case]:
+    """Every case."""
+    chosen = product(
+        kept, range(4), range(1, 5), ("fp32", "bf16", "fp16"), (None, 0.5), (1, 4), OVERFLOWING
+    )
+    cases = (
+        Case(
+            kept=kept,
+            stage=stage,
+            world_size=world_size,
+            precision=precision,
+            clip=clip,
+            micro_steps=micro_steps,
+            overflow=overflow,
+        )
+        for kept, stage, world_size, precision, clip, micro_steps, overflow in chosen
+    )
+    return [case for case in cases if case.is_possible]
+
+
+def covering(kept: Sequence[str]) -> Iterator[Case]:
+    """Cases in which every two values of two factors meet, if they can."""
+    cases = _possible(kept)
+    pairs = {case: frozenset(combinations(asdict(case).items(), 2)) for case in cases}
+    missing = frozenset().union(*pairs.values())
+    random = Random(0)
+    while missing:
+        some = random.sample(cases, min(len(cases), 200))
+        case = max(some, key=lambda case: len(pairs[case] & missing))
+        if pairs[case] & missing:
+            missing -= pairs[case]
+            yield case
+
+
+CASES: Final = tuple(covering(tuple(ELSEWHERE)))
+_QUICK: Final = 5
+"""The first cases meet the most values, so these few are in the fast suite."""
+
+
+def program(logical: Program, options: CompileOptions) -> Program:
+    """The scheduled program, in which values of any size are offloaded."""
+    return applied(logical, tuple(map(_without_least, for_options(options))))
+
+
+def _without_least(step: Pass) -> Pass:
+    return replace(step, smallest=0) if isinstance(step, OffloadActivations) else step
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=[] if number < _QUICK else pytest.mark.slow)
+        for number, case in enumerate(CASES)
+    ],
+)
+def test_what_is_kept_elsewhere_changes_no_bit(case: Case, tmp_path: Path) -> None:
+    settings = ELSEWHERE[case.kept]
+    without = {key: value for key, value in settings.items() if key in NUMBERS}
+    logical = mlp(
+        precision=case.precision,
+        clip=case.clip,
+        micro_steps=case.micro_steps,
+    )
+    programs = {
+        "without": program(logical, case.options(without)),
+        "with": program(logical, case.options(settings)),
+    }
+    assert programs["with"].buffers != programs["without"].buffers
+    steps = case.batches()
+    results = {}
+    for number, (name, scheduled) in enumerate(programs.items()):
+        lockstep = Lockstep(scheduled, schedule_seed=number)
+        lockstep.initialise_flats(initial_flats(logical))
+        first = trained(lockstep, steps[:2])
+        lockstep.save(str(tmp_path / name))
+        results[name] = first, trained(lockstep, steps[2:]), lockstep.full_state()
+    expected = results["without"]
+    assert_same(results["with"], expected)
+    for name, other in (("with", "without"), ("without", "with")):
+        lockstep = Lockstep(programs[name], schedule_seed=7)
+        lockstep.load(str(tmp_path / other))
+        assert_same((expected[0], trained(lockstep, steps[2:]), lockstep.full_state()), expected)
+    skipped = [is_skipped for _, is_skipped in (*expected[0], *expected[1])]
+    assert any(skipped) == (case.overflow != "none")
+
+
+Losses = list[tuple[float, bool]]
+Results = tuple[Losses, Losses, Mapping[tuple[str, str], Tensor]]
+"""The losses before and after the checkpoint, each with whether the step was skipped, and the last state."""
+
+
+def trained(lockstep: Lockstep, steps: Sequence[Sequence[Sequence[Batch]]]) -> Losses:
+    """The losses of all ranks and steps."""
+    results = [result for step in steps for result in lockstep.step(step)]
+    return [(float(result.loss), bool(result.is_skipped)) for result in results]
+
+
+def assert_same(found: Results, expected: Results) -> None:
+    for losses, expected_losses in zip(found[:2], expected[:2], strict=True):
+        assert [repr(loss) for loss in losses] == [repr(loss) for loss in expected_losses]
+    assert found[2].keys() == expected[2].keys()
+    for key, tensor in found[2].items():
+        assert torch.equal(tensor, expected[2][key]), key

@@ -1,0 +1,155 @@
+"""The wires that bytes take, and the cost of what flows over them: collectives, transfers, and updates on the host.
+
+A flow begins after its latency. Alone on its wires it takes ``transfer_s`` seconds, in which it needs a share of each
+wire's bandwidth; the simulation slows flows down where these shares exceed a wire. A wire is that of one rank: of what
+the ranks of a node share, each has an equal part, because all of them carry out the same ops at about the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, assert_never
+
+from zeroir.cost.machine import Machine
+from zeroir.ir import ops
+
+
+class Wire(StrEnum):
+    """A link, or a limit that several links have in common.
+
+    ``host_link`` and ``disk`` bound both directions of a link and of a disk together, ``host_memory`` all that reads
+    or writes the host's memory, and ``cores`` what the cores of the host carry out.
+    """
+
+    NODE_LINK = "node_link"
+    NETWORK = "network"
+    TO_DEVICE = "to_device"
+    TO_HOST = "to_host"
+    HOST_LINK = "host_link"
+    HOST_MEMORY = "host_memory"
+    DISK_READ = "disk_read"
+    DISK_WRITE = "disk_write"
+    DISK = "disk"
+    CORES = "cores"
+
+
+HOST_WIRES: Final = (Wire.TO_DEVICE, Wire.TO_HOST, Wire.DISK_READ, Wire.DISK_WRITE)
+"""The links of transfers, by which their bytes are counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowCost:
+    """The cost of one flow for a rank.
+
+    ``seconds`` = ``latency_s`` + ``transfer_s`` when nothing else uses the wires. ``bytes_by_wire`` are the bytes that
+    a rank sends over links, and ``demand_by_wire`` is the share of each wire's bandwidth that they take during
+    ``transfer_s``, at most 1.
+    """
+
+    latency_s: float
+    transfer_s: float
+    bytes_by_wire: Mapping[Wire, float]
+    demand_by_wire: Mapping[Wire, float]
+    is_measured: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the arrival of the last rank."""
+        return self.latency_s + self.transfer_s
+
+
+def flow(
+    latency_s: float,
+    busy_s: Mapping[Wire, float],
+    bytes_by_wire: Mapping[Wire, float],
+    *,
+    measured: tuple[float, float] | None = None,
+) -> FlowCost:
+    """The cost of a flow that would occupy each wire for ``busy_s`` seconds.
+
+    ``measured`` are the seconds of its latency and of its transfer, in the place of the computed ones. It was measured
+    beside what else flows in a step, so nothing slows it down again.
+    """
+    slowest_s = max(busy_s.values(), default=0.0)
+    demand = {wire: time / slowest_s for wire, time in busy_s.items() if slowest_s}
+    if measured is not None:
+        latency_s, slowest_s, demand = *measured, {}
+    return FlowCost(
+        latency_s=latency_s,
+        transfer_s=slowest_s,
+        bytes_by_wire=bytes_by_wire,
+        demand_by_wire=demand,
+        is_measured=measured is not None,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRates:
+    """A rank's part of its node: bytes per second by wire, and floating-point operations per second on the host."""
+
+    bytes_per_s: Mapping[Wire, float]
+    latency_s: Mapping[Wire, float]
+    flops_per_s: float
+
+    def transfer(
+        self, op: ops.TransferOp, size_bytes: int, measured: tuple[float, float] | None = None
+    ) -> FlowCost:
+        """The cost of a transfer: it takes its link, a share of both directions of it, and the host's memory."""
+        link, both = _links(op)
+        wires = (link, both, Wire.HOST_MEMORY)
+        busy_s = {wire: size_bytes / self.bytes_per_s[wire] for wire in wires}
+        return flow(self.latency_s[link], busy_s, {link: size_bytes}, measured=measured)
+
+    def work(
+        self, traffic_bytes: int, flops: int, measured: tuple[float, float] | None = None
+    ) -> FlowCost:
+        """The cost of work on the host that reads and writes so many bytes, beside products of so many operations."""
+        busy_s = {
+            Wire.HOST_MEMORY: traffic_bytes / self.bytes_per_s[Wire.HOST_MEMORY],
+            Wire.CORES: traffic_bytes / self.bytes_per_s[Wire.CORES] + flops / self.flops_per_s,
+        }
+        return flow(0.0, busy_s, {}, measured=measured)
+
+
+def _links(op: ops.TransferOp) -> tuple[Wire, Wire]:
+    """The link of a transfer, and the limit that both directions of it have in common."""
+    match op:
+        case ops.ToDevice():
+            return Wire.TO_DEVICE, Wire.HOST_LINK
+        case ops.ToHost():
+            return Wire.TO_HOST, Wire.HOST_LINK
+        case ops.Load():
+            return Wire.DISK_READ, Wire.DISK
+        case ops.Store():
+            return Wire.DISK_WRITE, Wire.DISK
+        case _:
+            assert_never(op)
+
+
+def host_rates(machine: Machine, world_size: int) -> HostRates:
+    """The part of a node that each of so many ranks has, on a full node where there is one."""
+    ranks = machine.sharing_ranks(world_size)
+    host, link, disk = machine.host, machine.host_link, machine.disk
+    on_link = min(int(link.accelerators.value), ranks)
+    cores = host.cores.value / ranks
+    return HostRates(
+        bytes_per_s={
+            Wire.TO_DEVICE: link.to_device_bytes_per_s.value / on_link,
+            Wire.TO_HOST: link.to_host_bytes_per_s.value / on_link,
+            Wire.HOST_LINK: link.both_bytes_per_s.value / on_link,
+            Wire.HOST_MEMORY: host.memory.achieved_bytes_per_s / ranks,
+            Wire.DISK_READ: disk.read_bytes_per_s.value / ranks,
+            Wire.DISK_WRITE: disk.write_bytes_per_s.value / ranks,
+            Wire.DISK: disk.both_bytes_per_s.value / ranks,
+            Wire.CORES: cores * host.core_bytes_per_s.value,
+        },
+        latency_s={
+            Wire.TO_DEVICE: link.latency_s.value,
+            Wire.TO_HOST: link.latency_s.value,
+            Wire.DISK_READ: disk.latency_s.value,
+            Wire.DISK_WRITE: disk.latency_s.value,
+        },
+        flops_per_s=cores * host.core_flops_per_s.value,
+    )

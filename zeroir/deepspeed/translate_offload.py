@@ -1,0 +1,116 @@
+"""DeepSpeed's keys of offloading as options.
+
+Sources: ``docs/_pages/config-json.md``, ``deepspeed/runtime/zero/offload_config.py`` and ``runtime/engine.py`` of
+DeepSpeed 0.19.6: the optimizer is offloaded at stages 1 to 3 together with its gradients, parameters at stage 3, and a
+share of the optimizer at stage 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zeroir.deepspeed.model import DeepSpeedConfiguration, ZeroOptimization
+from zeroir.errors import UserError
+
+_BLOCK = "zero_optimization"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadTranslation:
+    """Options with their values and the keys that they come from, and notes on keys without effect."""
+
+    options: Mapping[str, tuple[object, str]]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """What one block asks for: the value of ``offload_to``, and the key that says so."""
+
+    place: str
+    key: str
+
+
+def translate_offload(
+    configuration: DeepSpeedConfiguration, zero: ZeroOptimization, stage: int
+) -> OffloadTranslation:
+    """The options of offloading at a stage.
+
+    Raises:
+        UserError: where the blocks name different places: there is one.
+    """
+    notes: list[str] = []
+    asked: dict[tuple[str, ...], _Request] = {}
+    ratio_key = f"{_BLOCK}.offload_optimizer.ratio"
+    block = zero.offload_optimizer
+    ratio = 1.0 if block is None else block.ratio
+    if ratio < 1 and stage < 3:
+        notes.append(f"{ratio_key}: no meaning at stage {stage}, as in DeepSpeed.")
+        ratio = 1.0
+    optimizer = _request(
+        "offload_optimizer",
+        "none" if block is None else block.device,
+        None if block is None else block.nvme_path,
+        old="cpu_offload" if zero.cpu_offload else None,
+        notes=notes,
+    )
+    if optimizer is not None and stage == 0:
+        notes.append(f"{optimizer.key}: no meaning at stage 0, as in DeepSpeed.")
+    elif optimizer is not None and ratio == 0:
+        notes.append(f"{optimizer.key}: no meaning with a ratio of 0.")
+    elif optimizer is not None:
+        asked["optimizer", "gradients"] = optimizer
+    param = zero.offload_param
+    parameters = _request(
+        "offload_param",
+        "none" if param is None else param.device,
+        None if param is None else param.nvme_path,
+        old="cpu_offload_param" if zero.cpu_offload_param else None,
+        notes=notes,
+    )
+    if parameters is not None and stage < 3:
+        notes.append(f"{parameters.key}: no meaning at stage {stage}, as in DeepSpeed.")
+    elif parameters is not None:
+        asked["parameters",] = parameters
+    if configuration.activation_checkpointing.cpu_checkpointing:
+        key = "activation_checkpointing.cpu_checkpointing"
+        asked["activations",] = _Request(place="host", key=key)
+    if not asked:
+        return OffloadTranslation(options={}, notes=tuple(notes))
+    place = _one_place(tuple(asked.values()))
+    kinds = tuple(kind for group in asked for kind in group)
+    options: dict[str, tuple[object, str]] = {
+        "offload": (",".join(kinds), next(iter(asked.values())).key),
+    }
+    if place.place != "host":
+        options["offload_to"] = (place.place, place.key)
+    if 0 < ratio < 1 and "optimizer" in kinds:
+        options["offload_fraction"] = (ratio, ratio_key)
+    return OffloadTranslation(options=options, notes=tuple(notes))
+
+
+def _request(
+    block: str, device: str, nvme_path: str | None, *, old: str | None, notes: list[str]
+) -> _Request | None:
+    """What a block asks for, or the key ``old``, which versions before the blocks had; None if neither asks."""
+    if nvme_path is not None and device != "nvme":
+        notes.append(f"{_BLOCK}.{block}.nvme_path: no meaning with the device {device}.")
+    if device == "none":
+        return None if old is None else _Request(place="host", key=f"{_BLOCK}.{old}")
+    folder = "" if nvme_path is None else f":{nvme_path}"
+    return _Request(
+        place="host" if device == "cpu" else f"disk{folder}", key=f"{_BLOCK}.{block}.device"
+    )
+
+
+def _one_place(asked: tuple[_Request, ...]) -> _Request:
+    """The request whose place is that of all."""
+    first = asked[0]
+    for request in asked[1:]:
+        if request.place != first.place:
+            raise UserError(
+                f"{first.key} asks for {first.place}, and {request.key} for {request.place}, but zeroir offloads to "
+                "one place: make them equal."
+            )
+    return first
