@@ -156,8 +156,6 @@ def _offload(options: CompileOptions) -> tuple[Pass, ...]:
         made.append(
             PageOptimizer(device_bytes=options.page_optimizer_bytes, page_bytes=options.page_bytes)
         )
-    if options.optimizer_bits != 32:
-        raise UserError("--optimizer-bits 8 cannot be compiled yet; leave it out.")
     for kind in options.offload:
         units = options.offloaded_units(kind) or None
         match kind:
