@@ -245,7 +245,7 @@ def test_offloaded_bytes_leave_the_device_and_rest_elsewhere(
     for before, after in zip(plain, offloaded, strict=True):
         assert before.host_bytes == before.disk_bytes == 0
         assert set(asdict(before.moved).values()) == {0}
-        left = before.model_states_bytes - after.model_states_bytes
+        left = float(before.model_states_bytes - after.model_states_bytes)
         gradients = 2e9 / (4 if before.stage else 1) if "gradients" in offload else 0
         # Stage 1 has whole gradients at rest, and a host a shard of them.
         left -= 2e9 - gradients if gradients and before.stage == 1 else 0
