@@ -305,7 +305,8 @@ def test_a_program_does_not_name_the_folder_of_its_disk() -> None:
 
 WRONG: list[tuple[dict[str, object], str]] = [
     ({"offload": "optimiser"}, "--offload is optimiser, but should be some of optimizer,"),
-    ({"offload": ["adaptive", "optimizer"]}, "or adaptive alone."),
+    ({"offload": ["adaptive", "optimizer"]}, "--offload is adaptive,optimizer, but should be"),
+    ({"offload": "optimizer,adaptive"}, "separated by commas, or adaptive alone."),
     ({"offload_to": "nvme"}, "--offload-to is nvme, but should be host, disk or disk:FOLDER."),
     ({"offload_to": "disk:"}, "--offload-to is disk:, but should be host, disk or disk:FOLDER."),
     ({"offload_to": "host:x"}, "--offload-to is host:x, but should be host, disk or disk:FOLDER."),

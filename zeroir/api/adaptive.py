@@ -179,12 +179,15 @@ def _moved_until_it_fits(
             break
     else:
         return None
+    last = next(reversed(counts))
     for kind in reversed(counts):
-        low = 0
+        # Of kinds before the last little comes back, which a stride that grows finds out at once.
+        low, stride = 0, counts[kind] if kind == last else 1
         while low < counts[kind]:
-            middle = (low + counts[kind]) // 2
-            if fits({**counts, kind: middle}):
-                counts[kind] = middle
+            tried = max((low + counts[kind]) // 2, counts[kind] - stride)
+            stride *= 2
+            if fits({**counts, kind: tried}):
+                counts[kind] = tried
             else:
-                low = middle + 1
+                low = tried + 1
     return counts
