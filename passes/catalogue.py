@@ -13,6 +13,7 @@ from zeroir.passes.offload_activations import OffloadActivations
 from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
+from zeroir.passes.offload_to_disk import OffloadToDisk
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.plan_memory import PlanMemory
@@ -46,6 +47,7 @@ PASSES: tuple[type[Pass], ...] = (
     OffloadGradients,
     OffloadParameters,
     OffloadActivations,
+    OffloadToDisk,
     SaveState,
     PlanMemory,
 )

@@ -19,8 +19,7 @@ gradients, inputs and other persistent buffers are no saved values.
 
 By default all values are offloaded that can be, with ``units`` those that the backwards of these units are the first
 to read. With ``bytes`` only as many are as let the device do with that much less memory: those that are away for the
-most turns first, and of these the largest. What the device needs is what `zeroir.memory.footprint` says, without gaps
-between the places of buffers.
+most turns first, and of these the largest. What the device needs is what ``zeroir.memory.footprint`` says.
 
 What ``offload-activations{units=a, smallest=0}`` changes::
 
@@ -43,10 +42,10 @@ What ``offload-activations{units=a, smallest=0}`` changes::
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count
+from itertools import accumulate, chain, count
 from typing import ClassVar, Final
 
 from zeroir.errors import UserError
@@ -58,7 +57,7 @@ from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
 from zeroir.ir.section_view import SectionView
 from zeroir.memory.footprint import footprint
-from zeroir.memory.placement import unplaced
+from zeroir.memory.placement import rounded
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.order import derive_waits
@@ -226,13 +225,20 @@ def _fewest(
     def saved_bytes(number: int) -> int:
         return before_bytes - _needed_bytes(_offloaded(program, by_section, candidates[:number]))
 
-    too_few, enough = -1, len(candidates)
-    most_bytes = saved_bytes(enough)
-    if most_bytes < wanted_bytes:
-        raise UserError(
-            f"Offloading activations saves the device at most {most_bytes:,} bytes, and not {wanted_bytes:,}; offload "
-            "something else, too, or ask for less."
-        )
+    # A byte that leaves the device saves one at most.
+    sizes = (rounded(program.buffer_by_name[name].size_bytes, Space.DEVICE) for name in candidates)
+    enough = bisect_left([0, *accumulate(sizes)], wanted_bytes)
+    too_few, step = enough - 1, 1
+    while enough < len(candidates) and saved_bytes(enough) < wanted_bytes:
+        too_few, enough, step = enough, enough + step, 2 * step
+    if enough >= len(candidates):
+        enough = len(candidates)
+        most_bytes = saved_bytes(enough)
+        if most_bytes < wanted_bytes:
+            raise UserError(
+                f"Offloading activations saves the device at most {most_bytes:,} bytes, and not {wanted_bytes:,}; "
+                "offload something else, too, or ask for less."
+            )
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
         if saved_bytes(middle) < wanted_bytes:
@@ -243,8 +249,8 @@ def _fewest(
 
 
 def _needed_bytes(program: Program) -> int:
-    """The bytes that the device must have, the buffers standing without gaps."""
-    return footprint(derive_waits(program), place=unplaced).total_bytes
+    """The bytes that the device must have."""
+    return footprint(derive_waits(program)).total_bytes
 
 
 # --------------------------------------------------------------------------------------------------------- rewrite

@@ -40,12 +40,13 @@ from zeroir.ir.bounds import AheadBound, Bound, BoundKind, with_bound
 from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
 from zeroir.ir.contents import GRAD, FlatContent, Micro
 from zeroir.ir.effects import effects
-from zeroir.ir.mesh import COPY_IN, COPY_OUT, OPTIMIZER, Executor
+from zeroir.ir.mesh import COPY_OUT, OPTIMIZER, Executor
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import Flat, Program, Section
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.units import check_patterns, matching
+from zeroir.passes.common.update_streams import UPDATE_IN, UPDATE_OUT, with_update_streams
 from zeroir.passes.common.visits import HOST_TO_DEVICE, with_visits
 
 _Statistic = ops.GradNorm | ops.CheckFinite
@@ -175,7 +176,7 @@ class _Gradients:
             program,
             buffers=(*buffers, *self.statistics.values()),
             bounds=self._bounds(program.bounds),
-            streams=rewrite.with_streams(program.streams, {COPY_IN, COPY_OUT, OPTIMIZER}),
+            streams=with_update_streams(rewrite.with_streams(program.streams, {COPY_OUT})),
         )
 
     def _bounds(self, bounds: tuple[Bound, ...]) -> tuple[Bound, ...]:
@@ -257,7 +258,7 @@ class _Gradients:
                 return
             case ops.Release() if op.buffer in self.added & self.contributed.keys():
                 # The stream that computes does not wait for the copy, only the bound on full gradients does.
-                yield replace(op, stream=COPY_OUT)
+                yield replace(op, stream=UPDATE_OUT)
             case ops.Cast() if self._is_sum(op):
                 yield from self._add(op)
             case ops.Fill() if op.destination.buffer in self.homes.keys() - self.on_device.keys():
@@ -279,8 +280,8 @@ class _Gradients:
             source = op.source.buffer
             self.sums[home] = self._temporary(f"{source}.host", source, Space.HOST)
         buffer = self.sums[home]
-        yield ops.Alloc(buffer=buffer.name, stream=COPY_OUT)
-        yield ops.ToHost(source=op.source, destination=whole(buffer), stream=COPY_OUT)
+        yield ops.Alloc(buffer=buffer.name, stream=UPDATE_OUT)
+        yield ops.ToHost(source=op.source, destination=whole(buffer), stream=UPDATE_OUT)
         yield replace(op, source=whole(buffer), stream=OPTIMIZER)
         yield ops.Release(buffer=buffer.name, stream=OPTIMIZER)
 
@@ -302,14 +303,16 @@ class _Gradients:
         for is_on_host, sources in parts:
             part = replace(op, sources=sources, mode=mode)
             if is_on_host:
-                yield ops.Alloc(buffer=buffer.name, stream=COPY_OUT)
+                yield ops.Alloc(buffer=buffer.name, stream=UPDATE_OUT)
                 if mode is Mode.ACCUMULATE:
                     yield ops.ToHost(
-                        source=op.destination, destination=whole(buffer), stream=COPY_OUT
+                        source=op.destination, destination=whole(buffer), stream=UPDATE_OUT
                     )
                 yield replace(part, destination=whole(buffer), stream=OPTIMIZER)
-                yield ops.ToDevice(source=whole(buffer), destination=op.destination, stream=COPY_IN)
-                yield ops.Release(buffer=buffer.name, stream=COPY_IN)
+                yield ops.ToDevice(
+                    source=whole(buffer), destination=op.destination, stream=UPDATE_IN
+                )
+                yield ops.Release(buffer=buffer.name, stream=UPDATE_IN)
             else:
                 yield part
             mode = Mode.ACCUMULATE

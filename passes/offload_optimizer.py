@@ -22,12 +22,12 @@ What ``offload-optimizer`` changes::
     + buffer %a.momentum_buffer : f32[256] host state = momentum_buffer a @dp
     + buffer %a.grad.host : f32[256] host staging
       section update {
-    + !1 = to_host %a.grad -> %a.grad.host  stream=copy_out
+    + !1 = to_host %a.grad -> %a.grad.host  stream=update_out
     + wait !1  on=optimizer
     - optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) …
     + !2 = optimizer_step momentum param=%a.param.host grad=%a.grad.host states=(%a.momentum_buffer) …
-    + wait !2  on=copy_in
-    + to_device %a.param.host -> %a.param  stream=copy_in
+    + wait !2  on=update_in
+    + to_device %a.param.host -> %a.param  stream=update_in
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ from zeroir.ir import ops
 from zeroir.ir.bounds import AheadBound, BoundKind, with_bound
 from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
 from zeroir.ir.contents import GRAD, MASTER, PARAM, FlatContent
-from zeroir.ir.mesh import COPY_IN, COPY_OUT, OPTIMIZER
+from zeroir.ir.mesh import OPTIMIZER
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, Flat, Holding, Program, Section, State
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.units import check_patterns, matching
+from zeroir.passes.common.update_streams import UPDATE_IN, UPDATE_OUT, with_update_streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +161,7 @@ class _Offload:
         return replace(
             program,
             buffers=tuple(buffers),
-            streams=rewrite.with_streams(program.streams, {COPY_IN, COPY_OUT, OPTIMIZER}),
+            streams=with_update_streams(program.streams),
             bounds=with_bound(program.bounds, bound),
         )
 
@@ -242,7 +243,7 @@ class _Offload:
         for index, op in enumerate(section.body):
             if isinstance(op, ops.Fill) and op.destination.buffer in self.sums & stepped:
                 # A sum is cleared behind its copy and on the copy's stream, so that no other stream waits for it.
-                body.append(replace(op, stream=COPY_OUT))
+                body.append(replace(op, stream=UPDATE_OUT))
                 continue
             if last_use >= 0 and isinstance(op, ops.Gather) and self._is_of_new_parameters(op):
                 gathers.append(op)
@@ -339,7 +340,7 @@ class _Offload:
         if gradient is not None:
             yield ops.Release(buffer=gradient.name, stream=OPTIMIZER)
         if trained != op.param:
-            yield ops.ToDevice(source=trained, destination=op.param, stream=COPY_IN)
+            yield ops.ToDevice(source=trained, destination=op.param, stream=UPDATE_IN)
 
     def _narrow(self, op: ops.Cast, flat: Flat) -> Iterator[Op]:
         """Master weights are rounded to 16 bits on the host, and then go up."""
@@ -350,8 +351,8 @@ class _Offload:
         copy = self.copies[flat.name]
         yield ops.Alloc(buffer=copy.name, stream=OPTIMIZER)
         yield replace(op, destination=whole(copy), stream=OPTIMIZER)
-        yield ops.ToDevice(source=whole(copy), destination=op.destination, stream=COPY_IN)
-        yield ops.Release(buffer=copy.name, stream=COPY_IN)
+        yield ops.ToDevice(source=whole(copy), destination=op.destination, stream=UPDATE_IN)
+        yield ops.Release(buffer=copy.name, stream=UPDATE_IN)
 
     def _trained(self, param: Region, flat: Flat) -> Region:
         """The parameters that the host trains: the masters, or its copy."""
@@ -376,5 +377,5 @@ class _Offload:
 
 def _down(source: Region, buffer: Buffer) -> Iterator[Op]:
     """Copy a region of the device to a temporary buffer of the host."""
-    yield ops.Alloc(buffer=buffer.name, stream=COPY_OUT)
-    yield ops.ToHost(source=source, destination=whole(buffer), stream=COPY_OUT)
+    yield ops.Alloc(buffer=buffer.name, stream=UPDATE_OUT)
+    yield ops.ToHost(source=source, destination=whole(buffer), stream=UPDATE_OUT)

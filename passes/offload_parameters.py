@@ -4,7 +4,8 @@ The flats of the units that ``units`` names, by default of all, have their home 
 sharded, each gather has its shard on the device for as long as it reads it. Otherwise the flat, or as much of it as is
 used, is on the device for each run of uses, as a gather would have it there. The transfers to the device run one use
 ahead, on the stream ``copy_in``, beside the computation; the bound ``device_staging ahead=0`` keeps at most two uses'
-parameters there. The update changes the parameters during a visit, and ``copy_out`` takes them home.
+parameters there. The update changes the parameters during a visit, and ``copy_out`` takes them home; where it runs
+beside the backward, the bound allows the parameters of one more use.
 
 Where the update computes new parameters in host memory and copies them to the device (see ``offload-optimizer``), the
 copy to the device is left out, and the parameters are written in their home. The buffers of modules stay on the device.
@@ -35,7 +36,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from zeroir.ir import ops
-from zeroir.ir.buffers import Buffer, Region, Space, whole
+from zeroir.ir.buffers import Buffer, Region, Space, part_of, whole
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.effects import effects
 from zeroir.ir.mesh import Executor
@@ -96,9 +97,8 @@ def _updated_at_home(program: Program, homes: Collection[str]) -> Program:
         if region.buffer not in beside:
             return region
         home = beside[region.buffer]
-        if region == whole(program.buffer_by_name[region.buffer]):
-            return home
-        return replace(region, buffer=home.buffer, offset=home.offset + region.offset)
+        is_all = region == whole(program.buffer_by_name[region.buffer])
+        return home if is_all else part_of(home, region.offset, region.stop)
 
     def without(state: State) -> State:
         holdings = tuple(h for h in state.holdings if h.region.buffer not in beside)
@@ -137,15 +137,26 @@ def _beside(program: Program, homes: Collection[str]) -> Mapping[str, Region]:
                 if op.source == whole(program.buffer_by_name[op.source.buffer])
                 else op.source
             )
+    sliced = {
+        region.buffer
+        for op in program.ops()
+        for region in _regions(op)
+        if region.shard is not None or region.part is not None
+    }
     beside: dict[str, Region] = {}
     for name, regions in copied_to.items():
         (region, *others) = regions
-        if others or region.buffer not in homes:
+        if others or region.buffer not in homes or name in sliced:
             continue
         is_alike = _is_alike(program.buffer_by_name[name], region, program)
         if is_alike and all(_is_copied_at_once(s.body, name, region) for s in program.sections):
             beside[name] = region
     return beside
+
+
+def _regions(op: Op) -> tuple[Region, ...]:
+    effect = effects(op)
+    return (*effect.reads, *effect.writes, *effect.accumulates)
 
 
 def _is_alike(buffer: Buffer, region: Region, program: Program) -> bool:

@@ -11,7 +11,8 @@ these waits, and Z105 proves them. Copies stand in the order in which the next s
 for the last copy of a flat stands for all of them. Scalars, of a few bytes, are copied on the compute stream, because
 the host may change them between steps.
 
-Passes that change which buffers are the state come before it.
+Passes that change which buffers are the state come before it. A program with some of the state on disk stays as it is:
+host memory may be too small for copies, so training waits until a checkpoint is written from the disk.
 
 What ``save-state`` changes::
 
@@ -31,6 +32,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, assert_never
 
+from zeroir.errors import InternalError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, copied_region, whole
 from zeroir.ir.contents import (
@@ -43,7 +45,7 @@ from zeroir.ir.contents import (
 )
 from zeroir.ir.effects import effects
 from zeroir.ir.held_elements import held_by_all, is_within
-from zeroir.ir.mesh import COMPUTE, COPY_OUT, IO, OPTIMIZER
+from zeroir.ir.mesh import COMPUTE, COPY_OUT, OPTIMIZER
 from zeroir.ir.program import (
     PARAMETER_ALIGNMENT_NUMEL,
     SAVE,
@@ -75,6 +77,8 @@ class SaveState(Pass):
         """The program with section ``save`` and its snapshots, on whose events every section's states agree."""
         order = _first_writes(program)
         sources = sorted(_state(program), key=lambda b: order.get(b.name, len(order)))
+        if any(buffer.space is Space.DISK for buffer in sources):
+            return program
         taken = set(program.buffer_by_name)
         snapshots = [_snapshot(buffer, program, taken) for buffer in sources]
         body: list[ops.IssuedOp] = []
@@ -114,7 +118,7 @@ def _copy(space: Space, content: SnapshotContent, snapshot: Region) -> ops.Issue
         case Space.HOST:
             return ops.Cast(source=source, destination=snapshot, stream=OPTIMIZER, event=event)
         case Space.DISK:
-            return ops.Load(source=source, destination=snapshot, stream=IO, event=event)
+            raise InternalError(f"%{source.buffer} is on disk, and there is no copy of it to make")
         case _:
             assert_never(space)
 

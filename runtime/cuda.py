@@ -12,6 +12,7 @@ interface for cleaning up after a capture, least of all after one that failed; a
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -34,6 +35,7 @@ from zeroir.runtime.cuda_events import (
     synchronize,
     under_way,
 )
+from zeroir.runtime.host_threads import use_update_threads
 from zeroir.runtime.streams import ThreadStreams
 from zeroir.runtime.trace import HostClock, Mark, Task, WatchOp
 
@@ -113,6 +115,7 @@ class CudaStreams:
                     assert_never(stream.executor)
         self._host_streams = frozenset(on_host)
         self._threads = ThreadStreams(inline=())
+        self._thread = threading.local()
         self._apart = issued_apart(program)
         self._tails: dict[str, LateEvent] = {}
         """For each stream that a thread issues, the event of its last op that crosses no joint."""
@@ -386,7 +389,10 @@ class CudaStreams:
         stream.wait_event(event)
 
     def _on_host(self, run: Task) -> None:
-        torch.cuda.set_device(self._device)
+        if not getattr(self._thread, "is_ready", False):
+            torch.cuda.set_device(self._device)
+            use_update_threads()
+            self._thread.is_ready = True
         run()
 
 

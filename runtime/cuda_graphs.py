@@ -32,6 +32,7 @@ from zeroir.ir.effects import effects
 from zeroir.ir.mesh import HOST, Executor
 from zeroir.ir.program import SAVE, Program, Section
 from zeroir.runtime.comm.job import Backend, Job
+from zeroir.runtime.cuda_events import issued_apart
 from zeroir.runtime.rank_memory import RankMemory
 
 WARM_UP: Final = 2
@@ -53,12 +54,15 @@ def why_not(program: Program, section: Section, backend: Backend = Backend.LOCAL
         if pending.event in signalled:
             return f"!{pending.event} is pending where it begins or ends"
     on_host = {s.name: s.executor for s in program.streams if s.executor is not Executor.DEVICE}
+    apart = issued_apart(program)
     for op in section.body:
         effect = effects(op)
         if effect.stream == HOST:
             return f"the host waits in it for !{effect.waits[0]}"
         if effect.stream in on_host:
             return f"the {on_host[effect.stream]} works in it, on stream {effect.stream}"
+        if effect.stream in apart:
+            return f"a thread issues its copies on stream {effect.stream}, which wait for the host"
         if effect.comm is not None and backend in _ON_HOST:
             return f"{backend} moves data in the host's memory"
         if isinstance(op, ops.OptimizerStep) and _asks_for_the_step(program, op):

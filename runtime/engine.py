@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +54,8 @@ class Engine(EngineValues):
     sections are launched as CUDA graphs where possible; see ``cuda_graphs``. With ``self_check`` every distinct kernel
     is first compared with its operators; see ``self_check``. ``weight`` gives the weight of a batch where the program
     takes weights. ``accumulating`` makes the program for steps of several batches; the engine goes on with it when it
-    first gets several.
+    first gets several. Buffers on disk are in a file without a name in ``disk_folder``, by default in the folder for
+    temporary files; nothing is left of it when the process ends.
 
     Raises:
         UserError: where the programs of two ranks differ, the world size of the job is not the program's, or the result
@@ -73,6 +75,7 @@ class Engine(EngineValues):
         self_check: bool = False,
         weight: WeightFunction | None = None,
         accumulating: Callable[[], Program] | None = None,
+        disk_folder: str | os.PathLike[str] | None = None,
     ) -> None:
         self.device = device or torch.device("cpu")
         self._settings = EngineSettings(
@@ -83,6 +86,7 @@ class Engine(EngineValues):
             cuda_graphs=cuda_graphs,
             self_check=self_check,
             weight=weight,
+            disk_folder=None if disk_folder is None else Path(disk_folder),
         )
         self._accumulating = accumulating
         if self.device.type == "cpu":

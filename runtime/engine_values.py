@@ -66,8 +66,8 @@ class EngineValues:
         return self._optimizer
 
     def buffer(self, name: str) -> Tensor:
-        """A buffer of this rank; it is not a copy."""
-        return self._memory.buffer(name)
+        """A buffer of this rank; it is a copy only where the buffer is on disk."""
+        return self._memory.read(name)
 
     @contextmanager
     def gathered(

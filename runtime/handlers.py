@@ -258,6 +258,10 @@ def _prepare_locally(
                 refill=op.refill,
                 weight=_region(memory, op.weight),
             )
+        case ops.Load():
+            return memory.loading(op.source, op.destination)
+        case ops.Store():
+            return memory.storing(op.source, op.destination)
         case ops.Transfer():
             return partial(
                 memory.region(op.destination).copy_, memory.region(op.source), non_blocking=True

@@ -78,7 +78,7 @@ def initialise(
             buffer = program.buffer_by_name[binding.buffer]
             data = torch.frombuffer(bytearray(binding.data), dtype=TORCH_DTYPE[buffer.dtype])
             for memory in memories:
-                memory.buffer(buffer.name).copy_(data)
+                memory.write(buffer.name, 0, data)
     fill_scalars(program, memories)
     tensors = _tensors(program)
     open_values = partial(_open, program, source, seed, state, keep_module=keep_module)
@@ -297,8 +297,9 @@ def _hand_out_batch(
                 for memory in memories:
                     own = home.on(mesh, memory.rank)
                     local = common(own, part.elements)
-                    target = _slice(memory.buffer(home.buffer.name), local, own.start)
-                    target.copy_(_slice(values, local, part.elements.start))
+                    if local:
+                        elements = _slice(values, local, part.elements.start)
+                        memory.write(home.buffer.name, local.start - own.start, elements)
     return [total for totals in sent for total in totals]
 
 
@@ -317,9 +318,12 @@ def _require_agreement(
         for column, (tensor, home) in enumerate(homes):
             own = home.on(mesh, memory.rank)
             local = common(own, range(tensor.numel))
-            row[column] = digester.digest(
-                _slice(memory.buffer(home.buffer.name), local, own.start), local.start
-            )
+            first = local.start
+            for chunk in memory.read_in_chunks(
+                home.buffer.name, local.start - own.start, local.stop - own.start
+            ):
+                row[column] += digester.digest(chunk, first).cpu()
+                first += chunk.numel()
     sent = sent.to(handout.device)
     handout.send(sent)
     expected = sent.cpu()

@@ -21,6 +21,7 @@ from zeroir.config.hyper_parameters import ADJUST_LR_FNS
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
+from zeroir.ir.copies import at_rest
 from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import Program
 from zeroir.runtime.comm.job import Job, PeerError
@@ -286,10 +287,6 @@ def _groups(program: Program) -> list[_LiveGroup]:
     # A program without groups takes all settings from its steps; its group has no names of parameters.
     used = {own.group: (step.algorithm, own) for step in reversed(steps) for own in step.settings}
     names = [group.name for group in program.groups if group.name in used] or list(used)
-    # A step in another space reads a temporary copy of its settings.
-    copied = {
-        op.destination.buffer: op.source for op in program.ops() if isinstance(op, ops.Transfer)
-    }
     parameters: dict[str, list[tuple[str, tuple[int, ...]]]] = {name: [] for name in names}
     intervals: dict[str, list[tuple[int, int, str]]] = {flat.name: [] for flat in program.flats}
     for group in program.groups:
@@ -307,8 +304,8 @@ def _groups(program: Program) -> list[_LiveGroup]:
         _LiveGroup(
             name=name,
             algorithm=used[name][0],
-            lr=_at_rest(used[name][1].lr, copied),
-            hyper=_at_rest(used[name][1].hyper, copied),
+            lr=_resting(program, used[name][1].lr),
+            hyper=_resting(program, used[name][1].hyper),
             parameters=parameters[name],
             places=[_place(used[name][0], each) for each in ("lr", *used[name][0].hyper_names)],
         )
@@ -316,11 +313,9 @@ def _groups(program: Program) -> list[_LiveGroup]:
     ]
 
 
-def _at_rest(region: Region, copied: Mapping[str, Region]) -> Region:
-    """The region in which a setting rests, where an op reads it or a copy of it."""
-    while region.buffer in copied:
-        region = copied[region.buffer]
-    return region
+def _resting(program: Program, region: Region) -> Region:
+    """The region at rest that a step reads a setting of, also where it reads a copy in another memory."""
+    return at_rest(program, region) or region
 
 
 def _placeholder(shape: tuple[int, ...]) -> Tensor:

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -65,11 +66,12 @@ class Lockstep:
         late_streams: Collection[str] = (),
         kernels: KernelBackend = KernelBackend.EAGER,
         weight: WeightFunction | None = None,
+        disk_folder: Path | None = None,
     ) -> None:
         self.program = program
         placed = places_to_run(program)
         self._memories = [
-            RankMemory(program, rank, CPU, is_poisoned=True, placed=placed)
+            RankMemory(program, rank, CPU, is_poisoned=True, placed=placed, disk_folder=disk_folder)
             for rank in range(program.mesh.world_size)
         ]
         self._local_ranks = LocalRanks(
@@ -168,10 +170,10 @@ class Lockstep:
         return self._executor.save_state()
 
     def buffers(self, rank: int) -> Mapping[str, Tensor]:
-        """The persistent buffers of one rank but for its snapshots; they are not copies."""
+        """The persistent buffers of one rank but for its snapshots; only those on disk are copied."""
         memory = self._memories[rank]
         return {
-            b.name: memory.buffer(b.name)
+            b.name: memory.read(b.name)
             for b in self.program.buffers
             if b.is_persistent and b.role is not Role.SNAPSHOT
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The arguments of an engine that do not depend on its program."""
+    """The arguments of an engine that do not depend on its program. Buffers on disk are in ``disk_folder``."""
 
     backend: Backend | None
     kernels: KernelBackend
@@ -34,6 +35,7 @@ class EngineSettings:
     cuda_graphs: bool
     self_check: bool
     weight: WeightFunction | None
+    disk_folder: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,9 @@ def open_program(
     kept: RankMemory | None = None,
 ) -> OpenedProgram:
     """Make everything that runs a program, with the contents of the memory ``kept`` of another one."""
-    memory = RankMemory(program, job.rank, device, is_deferred=True)
+    memory = RankMemory(
+        program, job.rank, device, disk_folder=settings.disk_folder, is_deferred=True
+    )
     local_ranks = LocalRanks(
         program=program,
         memories=[memory],

@@ -53,9 +53,8 @@ def initialise_flats(
             if isinstance(content, FlatContent):
                 start = flat_start(program, buffer, memory.rank)
                 values = values[start : start + buffer.numel]
-            target = memory.buffer(buffer.name)
-            target.zero_()
-            target[: values.numel()].copy_(values)
+            memory.clear_elements(buffer.name, values.numel())
+            memory.write(buffer.name, 0, values)
 
 
 def take_over(program: Program, memory: RankMemory, earlier: RankMemory) -> None:

@@ -114,14 +114,13 @@ def load_module_state(
             if not isinstance(content, FlatContent) or content.quantity not in quantities:
                 continue
             held = elements_on(program, buffer, content, memory.rank)
-            target = memory.buffer(buffer.name)
             for slot in program.flat_by_name[content.flat].slots:
                 value = _first(values, (slot.name, *slot.aliases))
                 elements = common(held, range(slot.offset, slot.offset + slot.numel))
                 if value is not None and elements:
                     own = value.detach().reshape(-1)
                     own = own[elements.start - slot.offset : elements.stop - slot.offset]
-                    target[elements.start - held.start : elements.stop - held.start].copy_(own)
+                    memory.write(buffer.name, elements.start - held.start, own)
         for binding in program.module_buffers:
             value = _first(values, (binding.name, *facts.aliases(binding.name)))
             if binding.data is None and value is not None:

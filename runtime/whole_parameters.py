@@ -95,13 +95,13 @@ def flat_part(
         if content.shard is None:
             held = common(range(content.offset, content.offset + buffer.numel), elements)
             for memory, target in zip(ranks, targets(held), strict=True):
-                own = memory.buffer(buffer.name)
-                target.copy_(own[held.start - content.offset : held.stop - content.offset])
+                start, stop = held.start - content.offset, held.stop - content.offset
+                target.copy_(memory.read(buffer.name, start, stop))
             continue
         name = next(c.name for c in program.comms if c.axis == content.shard)
         count = program.mesh.size(content.shard)
         together = held_by_all(content, buffer.numel, program.mesh)
-        sources = [memory.buffer(buffer.name).to(memory.device, dtype) for memory in ranks]
+        sources = [memory.read(buffer.name).to(memory.device, dtype) for memory in ranks]
         if len(together) == 1 and common(together[0], elements) == together[0]:
             comm.all_gather(_collective(name, sources, targets(together[0])))
             continue

@@ -25,7 +25,7 @@ from statistics import median
 import torch
 
 import zeroir
-from tools import offload_on_paper, record_file
+from tools import bench_disk, offload_on_paper, record_file
 from tools.peers import gpt
 from zeroir.api import CompiledProgram
 from zeroir.cost.durations import Durations
@@ -54,6 +54,7 @@ TRAFFIC_HEAD = [
 ]
 RATES_HEAD = ["what", "GB/s", "against", "GB/s", "share"]
 WARM_UP = 3
+DISK_BYTES = 1 << 30
 
 
 @dataclass(slots=True, kw_only=True)
@@ -166,7 +167,6 @@ def beside_segments(program: Program, spans: Iterable[Span]) -> float:
 
 def rates(steps: int, folder: Path) -> list[list[str]]:
     """The rows of the second table."""
-    del folder
     contestant = _contestant("optimizer")
     for _ in range(WARM_UP):
         contestant.step()
@@ -183,6 +183,7 @@ def rates(steps: int, folder: Path) -> list[list[str]]:
     return [
         _rate_cells("an update in a step", update, "a copy in memory", copy),
         _rate_cells("an update alone", host.update_bytes_per_s, "a copy in memory", copy),
+        *bench_disk.cells(bench_disk.measure(folder, DISK_BYTES, steps)),
     ]
 
 

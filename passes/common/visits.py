@@ -7,8 +7,9 @@ without the buffer, where an op uses another buffer that is away from home, or o
 op works on the home itself.
 
 Visits that are live together form a *stop*. The transfers to stop n stand ``distance`` stops or computations ahead, so
-they run beside these; the bound ``device_staging ahead=0`` (or ``host_staging``) keeps them from running further ahead.
-So at most ``distance`` + 1 stops are live: with a distance of 1, staging is double-buffered.
+they run beside these; the bound ``device_staging`` (or ``disk_staging``) keeps them from running further ahead. So at
+most ``distance`` + 1 stops are live: with a distance of 1, staging is double-buffered. Where a section has visits that
+take changes home beside visits that do not, one more may be live, so that the latter need not wait for the former.
 
 Nothing here names a role or an optimizer: what a visit brings and takes back follows from the effects of the ops.
 """
@@ -23,11 +24,11 @@ from typing import Final
 
 from zeroir.ir import ops
 from zeroir.ir.bounds import AheadBound, BoundKind, with_bound
-from zeroir.ir.buffers import Buffer, Region, Role, Space
+from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
 from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COPY_IN, COPY_OUT, IO
 from zeroir.ir.ops import Op
-from zeroir.ir.program import Program
+from zeroir.ir.program import Program, Section
 from zeroir.passes.common import rewrite
 
 
@@ -74,7 +75,7 @@ DISK_TO_HOST: Final = Route(
     departure=ops.Store,
     inward=IO,
     outward=IO,
-    bound=BoundKind.HOST_STAGING,
+    bound=BoundKind.DISK_STAGING,
 )
 """Homes on disk, ops, and transfers to the device, in host memory."""
 
@@ -99,8 +100,8 @@ class Visit:
 
     def moved(self, region: Region, buffer: Buffer) -> Region:
         """A region of the home, where the visit in this buffer holds it; the visit begins at element 0."""
-        if self.region.shard is not None:
-            return Region(buffer=buffer.name, offset=0, numel=buffer.numel)
+        if not _is_plain(self.region):
+            return whole(buffer)
         return replace(region, buffer=buffer.name, offset=region.offset - self.region.offset)
 
 
@@ -117,28 +118,32 @@ def with_visits(
 
     The program has no waits yet. Its ops use these buffers in the space ``route.away``, in which the buffers are still,
     except those that ``is_at_home`` names: these use them in ``route.home``. What an op leaves in a region that
-    ``is_used_up`` names nobody reads, so it is not taken home. Each distinct region of a home that is
-    visited has one staging buffer, with the role ``staging``.
+    ``is_used_up`` names nobody reads, so it is not taken home. Each distinct region of a home that is visited has one
+    staging buffer, with the role ``staging``.
     """
     if not homes:
         return program
     staging = _StagingBuffers(program, route)
+    visits = {s.name: find_visits(s.body, homes, is_at_home, is_used_up) for s in program.sections}
 
-    def body_with_visits(body: Sequence[Op]) -> tuple[Op, ...]:
-        visits = find_visits(body, homes, is_at_home, is_used_up)
-        return place_visits(body, visits, staging.of, route, distance=distance)
+    def with_own_visits(section: Section) -> Section:
+        own = visits[section.name]
+        body = place_visits(section.body, own, staging.of, route, distance=distance)
+        return replace(section, body=body)
 
-    program = rewrite.map_sections(
-        program, lambda section: replace(section, body=body_with_visits(section.body))
-    )
+    program = rewrite.map_sections(program, with_own_visits)
     changed = {
         name: (replace(program.buffer_by_name[name], space=route.home), *staging.of_home(name))
         for name in homes
     }
     program = rewrite.replace_buffers(program, changed)
-    if all(len(buffers) == 1 for buffers in changed.values()):
+    if not any(visits.values()):
         return program
-    bound = AheadBound(kind=route.bound, ahead=0)
+    is_mixed = any(len({bool(v.departing) for v in own}) == 2 for own in visits.values())
+    stated = (
+        b.ahead for b in program.bounds if isinstance(b, AheadBound) and b.kind is route.bound
+    )
+    bound = AheadBound(kind=route.bound, ahead=max(int(is_mixed), *stated, 0))
     return replace(
         program,
         streams=rewrite.with_streams(program.streams, {route.inward, route.outward}),
@@ -237,7 +242,7 @@ class _Run:
     def is_continued(self, use: _Use | None) -> bool:
         """Whether the run goes on with an op: it uses elements that the run has used."""
         return use is not None and any(
-            region.overlaps(used) for region in (*use.read, *use.written) for used in self._regions
+            _overlap(region, used) for region in (*use.read, *use.written) for used in self._regions
         )
 
     def add(self, index: int, use: _Use) -> None:
@@ -255,7 +260,7 @@ class _Run:
         """The visit that serves the run."""
         arriving = (_hull(self._arriving),) if self._arriving else ()
         departing = _merged(self._written)
-        if len({region.shard for region in departing}) > 1:
+        if len({_is_plain(region) for region in departing}) > 1:
             # Slices and other parts together: what lies between them must go home, too.
             arriving = departing = (_hull(self._regions),)
         return Visit(
@@ -267,10 +272,23 @@ class _Run:
         )
 
 
+def _is_plain(region: Region) -> bool:
+    """Whether a region is no slice, nor a part of one."""
+    return region.shard is None and region.part is None
+
+
+def _overlap(one: Region, other: Region) -> bool:
+    """Whether two regions have elements in common on one rank; parts of one slice are told apart."""
+    is_of_one_slice = replace(one, part=None) == replace(other, part=None)
+    if is_of_one_slice and one.part is not None and other.part is not None:
+        return one.part[0] < other.part[1] and other.part[0] < one.part[1]
+    return one.overlaps(other)
+
+
 def _covers(outer: Region, inner: Region) -> bool:
     """Whether one region has all elements of another of the same buffer, on every rank."""
     return outer == inner or (
-        outer.shard is None and outer.offset <= inner.offset and inner.stop <= outer.stop
+        _is_plain(outer) and outer.offset <= inner.offset and inner.stop <= outer.stop
     )
 
 
@@ -287,12 +305,12 @@ def _hull(regions: Collection[Region]) -> Region:
 def _merged(regions: Collection[Region]) -> tuple[Region, ...]:
     """Regions that have exactly these elements: adjacent and overlapping ones are one."""
     merged: list[Region] = []
-    for region in sorted((r for r in regions if r.shard is None), key=lambda r: r.offset):
+    for region in sorted(filter(_is_plain, regions), key=lambda r: r.offset):
         if merged and region.offset <= merged[-1].stop:
             merged[-1] = _hull((merged[-1], region))
         else:
             merged.append(region)
-    slices = [r for r in regions if r.shard is not None and not any(_covers(m, r) for m in merged)]
+    slices = [r for r in regions if not (_is_plain(r) or any(_covers(m, r) for m in merged))]
     return (*merged, *slices)
 
 
@@ -414,7 +432,7 @@ def _earliest_places(
         place = ends.get(name, 0)
         for index, region in changes[visit.home]:
             is_earlier = place <= index < visit.uses[0]
-            if is_earlier and any(region.overlaps(arriving) for arriving in visit.arriving):
+            if is_earlier and any(_overlap(region, arriving) for arriving in visit.arriving):
                 place = index + 1
         earliest.append(place)
         ends[name] = visit.uses[-1] + 1

@@ -18,6 +18,7 @@ from zeroir.checkpoint.manifest import Manifest, OpenStep, Origin
 from zeroir.checkpoint.reading import read_manifest
 from zeroir.checkpoint.state_tree import StoredArray, encode
 from zeroir.errors import CheckpointWarning, UserError
+from zeroir.ir.buffers import Space
 from zeroir.ir.program import MICRO_STEP, SAVE, Program, why_not_save
 from zeroir.runtime.checkpoint.background import BackgroundWriter, PendingSave
 from zeroir.runtime.checkpoint.compatibility import require_loadable
@@ -87,13 +88,18 @@ class Checkpointer:
         wait: bool,
         read_back: bool,
     ) -> PendingSave:
-        """See ``Engine.save``; ``states`` are those of the ranks of this process."""
+        """See ``Engine.save``; ``states`` are those of the ranks of this process.
+
+        A program with its state on disk has no copies of it, so training waits for the save in any case.
+        """
         if self._job.backend is Backend.FAKE:
             raise UserError(
                 "The backend fake simulates the other ranks, so there is nothing to save of them."
             )
         if not wait and SAVE not in running.program.section_by_name:
-            raise UserError(why_not_save(running.program))
+            wait = any(b.is_persistent and b.space is Space.DISK for b in running.program.buffers)
+            if not wait:
+                raise UserError(why_not_save(running.program))
         self._writer.join()
         rounds = self._open_rounds()
         takers: list[Taker] = []

@@ -130,9 +130,9 @@ def fill_memory(program: Program, memory: RankMemory, stored: StoredParameters) 
         for buffer in program.buffers:
             if not buffer.is_persistent or buffer.role in _UNTOUCHED:
                 continue
-            target = memory.buffer(buffer.name)
             binding = bindings.get(buffer.name)
             if binding is not None:
+                target = memory.buffer(buffer.name)
                 if binding.data is not None:
                     if binding.data:
                         data = torch.frombuffer(bytearray(binding.data), dtype=target.dtype)
@@ -144,19 +144,21 @@ def fill_memory(program: Program, memory: RankMemory, stored: StoredParameters) 
                     read = partial(files.read_into, saved.file, saved.tensor)
                     copied.copy(read, dtype, 0, target)
                 continue
-            target.zero_()
+            memory.clear_elements(buffer.name)
             content = buffer.holds
             if not isinstance(content, FlatContent) or content.quantity in (GRAD, DIRECTION):
                 continue
             for elements in stored.elements(program, buffer, content, memory.rank):
                 read = partial(files.read_into, elements.file, elements.tensor)
+                dtype = TORCH_DTYPE[elements.dtype]
                 stop = elements.offset + elements.stop - elements.start
-                copied.copy(
-                    read,
-                    TORCH_DTYPE[elements.dtype],
-                    elements.start,
-                    target[elements.offset : stop],
-                )
+                if memory.is_on_disk(buffer.name):
+                    write = partial(memory.write, buffer.name)
+                    own = range(elements.offset, stop)
+                    copied.copy_to_disk(read, dtype, elements.start, own, write)
+                else:
+                    target = memory.buffer(buffer.name)[elements.offset : stop]
+                    copied.copy(read, dtype, elements.start, target)
     fill_scalars(program, [memory])
 
 
@@ -249,8 +251,28 @@ class _Copier:
             part = target[first : first + per_chunk]
             if is_direct:
                 read(start + first, part.view(torch.uint8).numpy().data)
-                continue
-            if self._block is None:
-                self._block = bytearray(_CHUNK_BYTES)
-            read(start + first, memoryview(self._block)[: part.numel() * dtype.itemsize])
-            part.copy_(torch.frombuffer(self._block, dtype=dtype, count=part.numel()))
+            else:
+                part.copy_(self._read(read, dtype, start + first, part.numel()))
+
+    def copy_to_disk(
+        self,
+        read: Callable[[int, memoryview], None],
+        dtype: torch.dtype,
+        start: int,
+        own: range,
+        write: Callable[[int, Tensor], None],
+    ) -> None:
+        """Let ``write`` fill elements ``own`` of a buffer on disk, by way of the block; otherwise as ``copy``."""
+        per_chunk = _CHUNK_BYTES // dtype.itemsize
+        for first in range(0, len(own), per_chunk):
+            numel = min(per_chunk, len(own) - first)
+            write(own.start + first, self._read(read, dtype, start + first, numel))
+
+    def _read(
+        self, read: Callable[[int, memoryview], None], dtype: torch.dtype, start: int, numel: int
+    ) -> Tensor:
+        """Elements in the block, which the next call overwrites."""
+        if self._block is None:
+            self._block = bytearray(_CHUNK_BYTES)
+        read(start, memoryview(self._block)[: numel * dtype.itemsize])
+        return torch.frombuffer(self._block, dtype=dtype, count=numel)

@@ -38,6 +38,7 @@ from zeroir.runtime.checkpoint.parts import saved_parts, saved_quantities
 from zeroir.runtime.checkpoint.rounds import Rounds
 from zeroir.runtime.checkpoint.snapshots import RankTensor, Snapshot
 from zeroir.runtime.checkpoint.torch_trees import Chunks, bytes_of
+from zeroir.runtime.disk.elements import ElementsOnDisk
 
 SAVING: Final = "save its part of the checkpoint"
 """What a rank could not do, for the other ranks."""
@@ -107,12 +108,12 @@ class RankSave:
         """
         tensors: list[tuple[StoredTensorSpec, Iterable[memoryview]]] = []
 
-        def add(name: str, dtype: str, tensor: Tensor) -> None:
-            spec = StoredTensorSpec(name=name, dtype=dtype, numel=tensor.numel())
-            tensors.append((spec, Chunks(tensor=tensor)))
+        def add(name: str, dtype: str, values: Tensor | ElementsOnDisk) -> None:
+            spec = StoredTensorSpec(name=name, dtype=dtype, numel=values.numel())
+            tensors.append((spec, Chunks(values=values)))
 
-        for part, tensor in self.snapshot.parts:
-            add(part.tensor, part.dtype.value, tensor)
+        for part, values in self.snapshot.parts:
+            add(part.tensor, part.dtype.value, values)
         for kind, own, writers, offered in (
             (_BUFFER, self.snapshot.buffers, assignment.buffers, offer.buffers),
             (_SUM, self.snapshot.sums, assignment.sums, offer.sums),

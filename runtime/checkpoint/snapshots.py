@@ -1,5 +1,7 @@
 """What a rank saves of its memory at one moment: its buffers themselves while training waits, otherwise copies.
 
+Of buffers on disk there are no copies, so training waits until they are written to the checkpoint.
+
 The copies of section ``save`` are complete some time after it was issued, so a snapshot is made of two calls:
 ``Taker.__init__`` while no section runs, and ``Taker.snapshot`` in the thread that writes.
 """
@@ -18,6 +20,7 @@ from zeroir.ir.buffers import Role
 from zeroir.ir.contents import GRAD, FlatContent, WeightContent
 from zeroir.ir.program import MICRO_STEP, Program
 from zeroir.runtime.checkpoint.parts import SavedPart, kept_scalars, saved_parts, saved_quantities
+from zeroir.runtime.disk.elements import ElementsOnDisk
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.saved_state import SavedState
 from zeroir.runtime.tensors import IR_DTYPE
@@ -44,7 +47,7 @@ class RankTensor:
 class Snapshot:
     """The state of a rank: elements of flats, module buffers, scalars, and the sums of a step that has begun."""
 
-    parts: Sequence[tuple[SavedPart, Tensor]]
+    parts: Sequence[tuple[SavedPart, Tensor | ElementsOnDisk]]
     buffers: Sequence[RankTensor]
     sums: Sequence[RankTensor]
     scalars: Sequence[StoredScalar]
@@ -95,7 +98,7 @@ class Taker:
         program = self._program
         return Snapshot(
             parts=[
-                (part, self._elements(part.buffer, part.offset, part.stop - part.start))
+                (part, self._part(part.buffer, part.offset, part.stop - part.start))
                 for part in saved_parts(program, self._memory.rank, saved_quantities(program))
             ],
             buffers=[
@@ -128,6 +131,11 @@ class Taker:
         """Leave the memory of the copies to the next save."""
         if self._saved is not None:
             self._saved.release()
+
+    def _part(self, name: str, start: int, numel: int) -> Tensor | ElementsOnDisk:
+        if self._memory.is_on_disk(name):
+            return ElementsOnDisk(memory=self._memory, buffer=name, start=start, stop=start + numel)
+        return self._elements(name, start, numel)
 
     def _elements(self, name: str, start: int, numel: int) -> Tensor:
         """Elements of a buffer, from their copy if there is one."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zeroir.checkpoint.state_tree import StoredArray
 from zeroir.errors import UserError
+from zeroir.runtime.disk.elements import ElementsOnDisk
 
 _CHUNK_BYTES: Final = 64 << 20
 
@@ -37,19 +38,22 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunks:
-    """The bytes of a flat tensor in order; of one on a device no more than a chunk at a time is on the host.
+    """The bytes of a flat tensor in order, or of elements on disk; what is elsewhere is on the host chunk by chunk.
 
     They can be iterated again, so that a file is written again where a store has failed in passing.
     """
 
-    tensor: Tensor
+    values: Tensor | ElementsOnDisk
 
     def __iter__(self) -> Iterator[memoryview]:
-        numel = self.tensor.numel()
-        is_on_host = self.tensor.device.type == "cpu"
-        per_chunk = numel if is_on_host else _CHUNK_BYTES // self.tensor.itemsize
+        if not isinstance(self.values, Tensor):
+            yield from map(bytes_of, self.values.chunks())
+            return
+        numel = self.values.numel()
+        is_on_host = self.values.device.type == "cpu"
+        per_chunk = numel if is_on_host else _CHUNK_BYTES // self.values.itemsize
         for start in range(0, numel, per_chunk):
-            yield bytes_of(self.tensor[start : start + per_chunk])
+            yield bytes_of(self.values[start : start + per_chunk])
 
 
 class TorchTensors:

@@ -232,6 +232,8 @@ def test_a_profile_on_four_ranks_is_a_machine_to_simulate_on(
         "--json",
         "--model",
         GPT,
+        "--disk",
+        str(tmp_path),
     ]
     made = run_forked("zeroir", arguments, tmp_path)
     assert made.returncode == 0, made.stderr
@@ -243,11 +245,23 @@ def test_a_profile_on_four_ranks_is_a_machine_to_simulate_on(
     measured = simulated["measured"]
     assert measured["segments"] == measured["of_segments"] == profiled["segments"]
     assert measured["collectives"] == measured["of_collectives"]
-    segments = load_machine(here).segments.values()
+    described = load_machine(here)
+    for figure in (described.host_link.to_device_bytes_per_s, described.disk.read_bytes_per_s):
+        assert figure.source == "measured: 4 ranks at once"
+    segments = described.segments.values()
     assert all(segment.workspace_bytes is not None for segment in segments)
     assert any(segment.workspace_bytes for segment in segments)
     # Other programs would be no use here; this only says that the order of magnitude is right.
     assert 0.2 < profiled["predicted_step_seconds"] / profiled["step_seconds"] < 2
+
+
+def test_a_disk_is_measured_in_a_folder(
+    zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path
+) -> None:
+    gone = tmp_path / "gone"
+    answer = zeroir("profile", programs[3], "-o", "here.toml", "--disk", gone)
+    assert answer.exit_code == 2
+    assert f"'{gone}' is no folder" in answer.err
 
 
 def test_a_machine_file_is_named_as_one(zeroir: Zeroir, programs: dict[int, Path]) -> None:

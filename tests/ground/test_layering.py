@@ -27,6 +27,7 @@ OF_THE_VERIFIER = {
     "zeroir.ir.dtypes",
     "zeroir.ir.effects",
     "zeroir.ir.factors",
+    "zeroir.ir.held_elements",
     "zeroir.ir.mesh",
     "zeroir.ir.ops",
     "zeroir.ir.output_paths",

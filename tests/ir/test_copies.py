@@ -52,7 +52,9 @@ def test_it_may_stand_elsewhere() -> None:
 def test_a_copy_of_a_slice_is_that_slice() -> None:
     body = "to_device %home[0:512]@dp -> %slice"
     assert rests(body, "slice", 0, 256) == Region(buffer="home", offset=0, numel=512, shard="dp")
-    assert rests(body, "slice", 0, 128) is None
+    part = Region(buffer="home", offset=0, numel=512, shard="dp", part=(64, 128))
+    assert rests(body, "slice", 64, 64) == part
+    assert rests(body, "slice", 0, 256, "dp") is None
 
 
 def test_copies_of_copies_stand_for_what_rests_on_disk() -> None:

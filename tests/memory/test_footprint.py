@@ -8,14 +8,16 @@ import pytest
 
 from tests.support.lowering import applied
 from tests.support.programs import mlp
+from zeroir.ir import ops
 from zeroir.ir.buffers import Space
 from zeroir.ir.text import parse
 from zeroir.memory.curve import live_bytes, peak
 from zeroir.memory.footprint import WORKSPACE, footprint
 from zeroir.memory.placement import place_all, unplaced
+from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
-from zeroir.workspace.op_scratch import SCALAR_BYTES
+from zeroir.workspace.op_scratch import SCALAR_BYTES, scratch_bytes
 
 TEXT = """zeroir 1
 mesh dp=1
@@ -86,7 +88,7 @@ def test_each_space_counts_its_own_buffers_and_the_scratch_of_its_own_ops() -> N
     program = parse(with_host)
     device, host = (footprint(program, space=space) for space in (Space.DEVICE, Space.HOST))
     assert device == footprint(parse(TEXT))
-    assert (host.resting_bytes, host.arena_bytes, host.scratch_bytes) == (256, 512, SCALAR_BYTES)
+    assert (host.resting_bytes, host.arena_bytes, host.scratch_bytes) == (256, 4096, SCALAR_BYTES)
     assert host.fullest.role_bytes == {"state": 256, WORKSPACE: SCALAR_BYTES, "staging": 4}
     (section,) = program.sections
     assert max(live_bytes(program, section, space=Space.HOST).workspace) == SCALAR_BYTES
@@ -104,3 +106,19 @@ def test_it_bounds_what_program_order_shows(stage: int) -> None:
     least = footprint(program, place=unplaced)
     assert replace(least, arena_bytes=found.arena_bytes) == found
     assert least.arena_bytes == placement.live_bytes
+
+
+def test_scratch_memory_is_where_its_op_works() -> None:
+    """Lion steps chunk by chunk in scratch memory: on the device, or on the host where that updates."""
+    passes = for_stage(2, 2)
+    on_device = applied(mlp(optimizer="lion"), passes)
+    on_host = applied(mlp(optimizer="lion"), (*passes, OffloadOptimizer()))
+    (step, *_) = (op for op in on_host.ops() if isinstance(op, ops.OptimizerStep))
+    step_bytes = scratch_bytes(on_host, step)
+    assert step_bytes > 0
+    assert scratch_bytes(on_host, step, space=Space.HOST) == step_bytes
+    assert scratch_bytes(on_host, step, space=Space.DEVICE) == 0
+    assert footprint(on_device, space=Space.HOST, kernels="none").scratch_bytes == 0
+    assert footprint(on_host, space=Space.HOST, kernels="none").scratch_bytes == step_bytes
+    assert footprint(on_device, kernels="none").scratch_bytes >= step_bytes
+    assert footprint(on_host, kernels="none").scratch_bytes < step_bytes

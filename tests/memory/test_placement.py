@@ -85,9 +85,11 @@ def is_over(
 def test_no_two_buffers_that_may_be_live_at_once_overlap(case: Case) -> None:
     program = case.scheduled()
     for placed in (place_all(program), place_all(program, is_searched=False)):
-        for placement in placed.values():
+        for space, placement in placed.items():
             assert not list(meetings(program, placement))
-            assert all(offset % ALIGNMENT_BYTES == 0 for offset in placement.offsets.values())
+            assert all(
+                offset % ALIGNMENT_BYTES[space] == 0 for offset in placement.offsets.values()
+            )
 
 
 @given(cases())
@@ -96,7 +98,7 @@ def test_nor_where_long_lives_are_stacked(case: Case) -> None:
     """As in a program of many buffers; here those that meet the most others are stacked in any case."""
     program = case.scheduled()
     lifetimes = Lifetimes.of(program)
-    sizes = {b.name: rounded(b.size_bytes) for b in program.buffers}
+    sizes = {b.name: rounded(b.size_bytes, b.space) for b in program.buffers}
     of_lives = [sizes[name] for name in lifetimes.buffers]
     here = [life for life, name in enumerate(lifetimes.buffers) if is_on_device(program, name)]
     for most_pairs in (0, 2 * len(here)):

@@ -29,6 +29,7 @@ from zeroir.passes.offload_activations import OffloadActivations
 from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
+from zeroir.passes.offload_to_disk import OffloadToDisk
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
@@ -79,6 +80,7 @@ LINKS: Final = (
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadGradients()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadParameters()),
     Link(logical=AWAY, step=OffloadActivations(units=("a",), smallest=0)),
+    Link(logical=LOGICAL, earlier=(*CHAIN[:8], OffloadOptimizer()), step=OffloadToDisk()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=SaveState()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=PlanMemory()),
 )

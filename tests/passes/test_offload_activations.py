@@ -33,7 +33,6 @@ from zeroir.ir.mesh import COMPUTE, COPY_IN, COPY_OUT
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, Program, Section
 from zeroir.ir.text import parse, print_program
 from zeroir.memory.footprint import footprint
-from zeroir.memory.placement import unplaced
 from zeroir.passes.base import Pass
 from zeroir.passes.common.order import derive_waits
 from zeroir.passes.offload_activations import OffloadActivations
@@ -316,7 +315,7 @@ def test_it_is_idempotent_and_leaves_its_input_alone() -> None:
 
 
 def needed_bytes(program: Program) -> int:
-    return footprint(program, place=unplaced).total_bytes
+    return footprint(program).total_bytes
 
 
 def offloaded_bytes(program: Program) -> int:
@@ -369,13 +368,11 @@ def test_an_option_is_a_number_of_bytes(option: str) -> None:
 def test_copies_run_beside_the_units_in_a_simulated_step(stage: int) -> None:
     """Where a unit computes for longer than its values travel, the step takes no longer than without."""
     logical, passes = mlp(blocks=5, batch=64), for_stage(stage, 2)
-    link = {
-        "name": "up",
-        "bytes_per_s": figure(1e7),
-        "fraction": figure(1.0),
-        "latency_s": figure(1e-6),
-    }
-    slow = machine(flops_per_s=1e6, host_link=link)
+    rates = dict.fromkeys(
+        ("to_device_bytes_per_s", "to_host_bytes_per_s", "both_bytes_per_s"), figure(1e7)
+    )
+    link = {"name": "up", "accelerators": figure(1), **rates, "latency_s": figure(1e-6)}
+    slow = machine(flops_per_s=1e6, more={"host_link": link})
     program = applied(logical, (*passes, ALL))
     simulation = simulate(program, slow)
     assert simulation.step_ns == simulate(applied(logical, passes), slow).step_ns

@@ -23,13 +23,14 @@ from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.contents import GRAD, PARAM, FlatContent
-from zeroir.ir.mesh import COPY_IN, COPY_OUT, OPTIMIZER
+from zeroir.ir.mesh import OPTIMIZER
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.memory.footprint import footprint
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
 from zeroir.passes.common.order import derive_waits, without_waits
+from zeroir.passes.common.update_streams import UPDATE_IN, UPDATE_OUT
 from zeroir.passes.manager import apply
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.pipelines import for_stage
@@ -212,8 +213,8 @@ def test_each_op_has_the_stream_of_its_memory(stage: int, overlap_update: bool) 
             streams.setdefault(type(op), set()).add(op.stream)
     for kind in (ops.OptimizerStep, ops.Average):
         assert streams[kind] == {OPTIMIZER}
-    assert streams[ops.ToDevice] == {COPY_IN}
-    copies = [op for op in program.ops() if isinstance(op, ops.ToHost) and op.stream == COPY_OUT]
+    assert streams[ops.ToDevice] == {UPDATE_IN}
+    copies = [op for op in program.ops() if isinstance(op, ops.ToHost) and op.stream == UPDATE_OUT]
     assert len(copies) == flats
 
 
@@ -226,7 +227,9 @@ def test_the_next_gradient_comes_down_while_the_host_updates(micro_steps: int) -
     body = program.section_by_name[UPDATE].body
     masks = happens.before(body)
     steps = [i for i, op in enumerate(body) if isinstance(op, ops.OptimizerStep)]
-    down = [i for i, op in enumerate(body) if isinstance(op, ops.ToHost) and op.stream == COPY_OUT]
+    down = [
+        i for i, op in enumerate(body) if isinstance(op, ops.ToHost) and op.stream == UPDATE_OUT
+    ]
     up = [i for i, op in enumerate(body) if isinstance(op, ops.ToDevice)]
     assert len(steps) == len(down) == len(up) == len(program.flats) > 3
     for number in range(1, len(steps)):
@@ -304,7 +307,7 @@ def _mutants(program: Program) -> list[tuple[str, Program]]:
             match op:
                 case ops.Transfer():
                     pass
-                case ops.Wait() if op.on in (COPY_IN, OPTIMIZER):
+                case ops.Wait() if op.on in (UPDATE_IN, OPTIMIZER):
                     pass
                 case ops.OptimizerStep():
                     changed = replace(op, stream="compute")

@@ -36,7 +36,9 @@ def test_no_bit_changes(
     batches = inputs(logical, case.world_size, case.micro_steps)
     expected = run(applied(logical, passes), batches)
     program = proved(logical, (*passes, *OFFLOADS[offload], SaveState(), PlanMemory()))
-    assert any(isinstance(op, ops.Transfer) for op in program.step_ops())
+    # Plain gradient descent has no states that pages could hold.
+    is_moved = offload != "pages" or case.optimizer != "sgd"
+    assert any(isinstance(op, ops.Transfer) for op in program.step_ops()) is is_moved
     result = run(program, batches, schedule_seed)
     assert_equal(result, expected, range(case.world_size), offload)
 
@@ -60,7 +62,9 @@ def test_all_together_leave_less_on_the_device_than_each_alone(stage: int) -> No
     )
     device_bytes = {
         offload: footprint(applied(case.logical(), (*case.passes(), *steps))).total_bytes
-        for offload, steps in (("nothing", ()), *OFFLOADS.items())
+        for offload, steps in OFFLOADS.items()
     }
-    assert min(device_bytes, key=lambda offload: device_bytes[offload]) == "everything"
-    assert max(device_bytes, key=lambda offload: device_bytes[offload]) == "nothing"
+    device_bytes["nothing"] = footprint(applied(case.logical(), case.passes())).total_bytes
+    for offload, steps in OFFLOADS.items():
+        parts = ["nothing", *(o for o, alone in OFFLOADS.items() if set(alone) < set(steps))]
+        assert device_bytes[offload] < min(device_bytes[part] for part in parts), offload

@@ -31,12 +31,17 @@ HOMES = frozenset({"a", "b"})
 
 
 def region(text: str) -> Region:
-    """``a``, ``a[0:64]`` or ``a[0:64]@dp``; a whole buffer has 512 elements."""
+    """``a``, ``a[0:64]``, ``a[0:64]@dp`` or ``a[0:64]@dp[8:16]``; a whole buffer has 512 elements."""
     name, _, rest = text.partition("[")
-    bounds, _, shard = rest.partition("]@")
+    bounds, _, sliced = rest.partition("]@")
     start, _, stop = bounds.strip("]").partition(":")
     first, end = int(start or 0), int(stop or 512)
-    return Region(buffer=name, offset=first, numel=end - first, shard=shard or None)
+    shard, _, part = sliced.strip("]").partition("[")
+    unparted = Region(buffer=name, offset=first, numel=end - first, shard=shard or None)
+    if not part:
+        return unparted
+    begin, _, end_of_part = part.partition(":")
+    return replace(unparted, part=(int(begin), int(end_of_part)))
 
 
 def copy(source: str, destination: str, stream: str = COMPUTE) -> Op:
@@ -64,13 +69,21 @@ def staging(name: str, numel: int = 512) -> Buffer:
     return Buffer(name=name, dtype=DType.F32, numel=numel, space=Space.DEVICE, role=Role.STAGING)
 
 
+def _is_at_home(op: Op) -> bool:
+    return not isinstance(op, ops.Wait) and op.stream == OPTIMIZER
+
+
+def _never(_op: Op, _region: Region) -> bool:
+    return False
+
+
 def found(*body: Op) -> list[tuple[str, tuple[int, ...]]]:
-    visits = find_visits(body, HOMES, lambda op: getattr(op, "stream", None) == OPTIMIZER)
+    visits = find_visits(body, HOMES, _is_at_home, _never)
     return [(visit.home, visit.uses) for visit in visits]
 
 
 def only(*body: Op) -> Visit:
-    (visit,) = find_visits(body, HOMES, lambda _: False)
+    (visit,) = find_visits(body, HOMES, _is_at_home, _never)
     return visit
 
 
@@ -105,6 +118,14 @@ def test_one_op_that_uses_both_keeps_both() -> None:
 
 def test_other_elements_are_another_visit() -> None:
     assert found(copy("a[0:128]", "x"), copy("a[128:256]", "x")) == [("a", (0,)), ("a", (1,))]
+
+
+def test_other_parts_of_a_slice_are_another_visit() -> None:
+    slices = ("a[0:512]@dp[0:64]", "a[0:512]@dp[64:128]")
+    assert found(*(copy(each, "x[0:64]") for each in slices)) == [("a", (0,)), ("a", (1,))]
+    visit = only(copy(slices[1], "x[0:64]"))
+    assert visit.region == region(slices[1])
+    assert visit.moved(visit.region, staging("v", numel=64)) == region("v[0:64]")
 
 
 def test_an_op_at_home_ends_a_visit() -> None:
@@ -173,7 +194,7 @@ def test_slices_and_other_parts_go_both_ways_as_a_whole() -> None:
 
 def placed(*body: Op, distance: int = 1) -> list[str]:
     """The ops with a visit of ``a`` in ``va`` and of ``b`` in ``vb``: those of visits by their names alone."""
-    visits = find_visits(body, HOMES, lambda op: getattr(op, "stream", None) == OPTIMIZER)
+    visits = find_visits(body, HOMES, _is_at_home, _never)
 
     def buffer(visit: Visit) -> Buffer:
         return staging(f"v{visit.home}")

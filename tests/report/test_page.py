@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.passes.test_gates import gate
 from tests.report.browser import open_browser
 from tests.support.lowering import applied
 from tests.support.programs import mlp
@@ -58,6 +60,19 @@ def page_of(made: Program, name: str, *, budget_bytes: int | None = BUDGET_BYTES
         name=name,
         budget_bytes=budget_bytes,
     )
+
+
+def test_transfers_and_the_hosts_update_have_lanes_of_their_own() -> None:
+    made = gate("offload")
+    page = page_of(made, "offload.zir")
+    found = re.search(r'<script[^>]*id="data"[^>]*>(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    data = json.loads(found[1])
+    lanes = {lane["stream"] for lane in data["lanes"]}
+    assert {"copy_in", "copy_out", "optimizer"} <= lanes
+    for words in ("exposed transfers", "host to device", "device to host"):
+        assert words in page
+        assert words not in page_of(program(), "plain.zir")
 
 
 @pytest.mark.parametrize("micro_steps", [1, 3])

@@ -16,9 +16,10 @@ from tests.support.clocks import Clocks
 from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.ir import ops
-from zeroir.ir.mesh import COPY_IN, COPY_OUT, HOST, OPTIMIZER
+from zeroir.ir.mesh import HOST, OPTIMIZER
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
+from zeroir.passes.common.update_streams import UPDATE_IN, UPDATE_OUT
 from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.pipelines import for_stage
@@ -173,7 +174,7 @@ def test_the_issuing_thread_waits_for_no_update_of_the_host(
 
 
 def test_streams_of_copies_that_wait_for_the_host_have_threads_and_no_others() -> None:
-    assert issued_apart(offloaded(3, clip=1.0, gradients=False)) == {COPY_IN, COPY_OUT}
+    assert issued_apart(offloaded(3, clip=1.0, gradients=False)) == {UPDATE_IN, UPDATE_OUT}
     assert issued_apart(applied(mlp(), (*for_stage(3, 4), SaveState()))) == frozenset()
 
 

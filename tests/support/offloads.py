@@ -10,12 +10,30 @@ from typing import Final
 
 from zeroir.passes.base import Pass
 from zeroir.passes.offload_activations import OffloadActivations
+from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
+from zeroir.passes.page_optimizer import PageOptimizer
+
+PAGED: Final = PageOptimizer(device_bytes=14_000, page_bytes=4096)
+"""Room for three pages of the small programs' states."""
 
 OFFLOADS: Final[Mapping[str, tuple[Pass, ...]]] = {
     "activations": (OffloadActivations(smallest=0),),
     "optimizer": (OffloadOptimizer(),),
+    "gradients": (OffloadGradients(),),
     "parameters": (OffloadParameters(),),
-    "everything": (OffloadOptimizer(), OffloadParameters(), OffloadActivations(smallest=0)),
+    "pages": (PAGED,),
+    "everything": (
+        OffloadOptimizer(),
+        OffloadGradients(),
+        OffloadParameters(),
+        OffloadActivations(smallest=0),
+    ),
+    "everything, paged": (
+        PAGED,
+        OffloadGradients(),
+        OffloadParameters(),
+        OffloadActivations(smallest=0),
+    ),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -111,7 +111,14 @@ def mesh_of(sizes: Sequence[int]) -> Mesh:
 
 @st.composite
 def regions(draw: st.DrawFn, mesh: Mesh, numel: int | None = None) -> Region:
-    """A region with ``numel`` local elements, sliced or not."""
+    """A region with ``numel`` local elements, sliced or not, or a part of such a region."""
+    if draw(st.integers(0, 3)) == 0:
+        around = draw(regions(mesh))
+        most = around.local_numel(mesh)
+        wanted = draw(st.integers(1, most)) if numel is None else numel
+        if around.part is None and wanted <= most:
+            start = draw(st.integers(0, most - wanted))
+            return replace(around, part=(start, start + wanted))
     axis = draw(st.sampled_from([None, *(axis.name for axis in mesh.axes)]))
     size = 1 if axis is None else mesh.size(axis)
     local = draw(st.integers(1, NUMEL // size)) if numel is None else numel

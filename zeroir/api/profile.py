@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from zeroir.api.compiled import load_program
 from zeroir.api.job import joined_job, watched_job
 from zeroir.api.run import fitted, load_model, open_data, open_engine
 from zeroir.api.sentences import warnings_as_sentences
 from zeroir.artifact.outputs import MACHINE, write_whole
-from zeroir.cost.host_profile import with_measured_host
+from zeroir.cost.host_profile import with_measured_disk, with_measured_host
 from zeroir.cost.machine import Machine, load_machine, to_toml
 from zeroir.cost.profile import measured_machine
 from zeroir.cost.simulate import simulate
-from zeroir.ir.host_rates import MeasuredHost
+from zeroir.ir.host_rates import MeasuredDisk, MeasuredHost
 
 if TYPE_CHECKING:
     from zeroir.runtime.engine import Engine
+
+Rates = TypeVar("Rates", MeasuredHost, MeasuredDisk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """The result of a profile: the machine, the measured step time, and the step time that the machine predicts.
 
-    ``host`` are the rates of one rank. ``step_s`` is the median of the steps that were not recorded. ``noise`` is the
-    difference between the medians of the odd and of the even rounds, as a fraction of ``step_s``; None with one round.
+    ``host`` and ``disk`` are the rates of one rank. ``step_s`` is the median of the steps that were not recorded.
+    ``noise`` is the difference between the medians of the odd and of the even rounds, as a fraction of ``step_s``; None
+    with one round.
     """
 
     machine: Machine
@@ -36,6 +40,7 @@ class Profile:
     noise: float | None
     predicted_s: float
     host: MeasuredHost
+    disk: MeasuredDisk | None
 
     def to_json(self) -> dict[str, object]:
         """The profile without the machine's figures."""
@@ -49,6 +54,7 @@ class Profile:
             "collectives": len(self.machine.collectives),
             "ops": len(self.machine.ops),
             "host": asdict(self.host),
+            "disk": None if self.disk is None else asdict(self.disk),
         }
 
 
@@ -62,10 +68,12 @@ def profile_program(
     model: str | None,
     allow_model_change: bool,
     kernels: str,
+    disk_folder: Path | None = None,
 ) -> Profile | None:
     """Profile as the rank that torchrun made this process, or alone; rank 0 writes the machine and returns the profile.
 
-    Properties that are not measured, such as the size of memory, are those of ``machine``. In a job of several ranks a
+    The disk of ``disk_folder`` is measured where one is given. Properties that are not measured, such as the size of
+    memory, are those of ``machine``. In a job of several ranks a
     failure ends the process, as in ``run_program``.
 
     Raises:
@@ -76,6 +84,7 @@ def profile_program(
         compiled = load_program(path)
         source = load_model(compiled, model=model, allow_model_change=allow_model_change)
         with joined_job() as job_rank:
+            from zeroir.runtime.disk.disk_rates import measure_disk
             from zeroir.runtime.host_profile import measure_host
             from zeroir.runtime.profile import record
 
@@ -84,19 +93,26 @@ def profile_program(
                 engine = open_engine(compiled, source, job_rank, seed, kernels)
             data = open_data(source, job_rank, seed)
             recording = record(engine, data, rounds=rounds)
-            host = _averaged(measure_host(job_rank.device, lambda: _meet(engine)), engine)
+            host = _averaged(measure_host(job_rank.device, partial(_meet, engine)), engine)
+            disk = None
+            if disk_folder is not None:
+                rates = measure_disk(disk_folder, job_rank.rank, partial(_meet, engine))
+                disk = _averaged(rates, engine)
             engine.close()
             if recording is None:
                 return None
+            base = with_measured_host(
+                base,
+                host,
+                world_size=job_rank.world_size,
+                memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            )
+            if disk is not None:
+                base = with_measured_disk(base, disk, world_size=job_rank.world_size)
             measured = measured_machine(
                 compiled.program,
                 recording.steps,
-                with_measured_host(
-                    base,
-                    host,
-                    world_size=job_rank.world_size,
-                    memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-                ),
+                base,
                 name=output.stem,
                 workspaces=recording.workspaces,
             )
@@ -109,6 +125,7 @@ def profile_program(
         noise=recording.noise,
         predicted_s=predicted_s,
         host=host,
+        disk=disk,
     )
 
 
@@ -117,6 +134,6 @@ def _meet(engine: Engine) -> None:
     engine.average(0.0)
 
 
-def _averaged(rates: MeasuredHost, engine: Engine) -> MeasuredHost:
+def _averaged(rates: Rates, engine: Engine) -> Rates:
     """The means of the ranks' rates. All ranks call this together."""
-    return MeasuredHost(**{name: engine.average(rate) for name, rate in asdict(rates).items()})
+    return replace(rates, **{name: engine.average(rate) for name, rate in asdict(rates).items()})

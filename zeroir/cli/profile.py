@@ -33,6 +33,10 @@ def profile(
     machine: Annotated[
         str, Parameter(help="The machine that gives the figures that are not measured.")
     ] = "cpu-local",
+    disk: Annotated[
+        Path | None,
+        Parameter(help="Measure the disk of this folder, too. [default: no disk is measured]"),
+    ] = None,
     rounds: Annotated[
         int,
         Parameter(
@@ -60,10 +64,13 @@ def profile(
         require_writable(output, MACHINE)
         if output.suffix != ".toml":
             raise UserError(f"The name of a machine file must end in .toml, unlike '{output}'.")
+    if disk is not None and not disk.is_dir():
+        raise UserError(f"'{disk}' is no folder: name one on the disk that is to be measured.")
     if nproc is not None and not is_rank:
         arguments = ["profile", str(program), "--output", str(output), "--machine", machine]
         arguments += ["--rounds", str(rounds), "--seed", str(seed), "--kernels", kernels]
         arguments += [] if model is None else ["--model", model]
+        arguments += [] if disk is None else ["--disk", str(disk)]
         arguments += ["--allow-model-change"] if allow_model_change else []
         return launch(nproc, [*arguments, *(["--json"] if as_json else [])])
     result = profile_program(
@@ -75,6 +82,7 @@ def profile(
         model=model,
         allow_model_change=allow_model_change,
         kernels=kernels,
+        disk_folder=disk,
     )
     if result is None:
         return 0
@@ -102,5 +110,11 @@ def profile(
         f"{format_bytes(round(host.update_bytes_per_s))}/s in an update, on each rank",
         markup=False,
     )
+    if result.disk is not None:
+        out.print(
+            f"disk       {format_bytes(round(result.disk.read_bytes_per_s))}/s read, "
+            f"{format_bytes(round(result.disk.write_bytes_per_s))}/s written, on each rank",
+            markup=False,
+        )
     out.print(f"Wrote {output}.", markup=False)
     return 0

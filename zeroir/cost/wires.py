@@ -69,15 +69,18 @@ def flow(
 ) -> FlowCost:
     """The cost of a flow that would occupy each wire for ``busy_s`` seconds.
 
-    ``measured`` are the seconds of its latency and of its transfer, in the place of the computed ones.
+    ``measured`` are the seconds of its latency and of its transfer, in the place of the computed ones. It was measured
+    beside what else flows in a step, so nothing slows it down again.
     """
     slowest_s = max(busy_s.values(), default=0.0)
-    latency_s, transfer_s = (latency_s, slowest_s) if measured is None else measured
+    demand = {wire: time / slowest_s for wire, time in busy_s.items() if slowest_s}
+    if measured is not None:
+        latency_s, slowest_s, demand = *measured, {}
     return FlowCost(
         latency_s=latency_s,
-        transfer_s=transfer_s,
+        transfer_s=slowest_s,
         bytes_by_wire=bytes_by_wire,
-        demand_by_wire={wire: time / slowest_s for wire, time in busy_s.items() if slowest_s},
+        demand_by_wire=demand,
         is_measured=measured is not None,
     )
 

@@ -38,7 +38,8 @@ class BoundKind(StrEnum):
     * ``activations``: values on the device that compute ops hand to each other, among them those that a forward saves
       for its backward. A group are those that one op is the first to write.
     * ``device_staging``, ``host_staging``: buffers of the role ``staging`` in that space which a transfer fills or
-      empties. A group are those that one op is the first to use, apart from the transfers that fill them.
+      empties; ``disk_staging``: those on the host which a load fills or a store empties. A group are those that one op
+      is the first to use, apart from the transfers that fill them.
     * ``pages``: buffers of the role ``page``. Each is a group.
     """
 
@@ -47,6 +48,7 @@ class BoundKind(StrEnum):
     ACTIVATIONS = "activations"
     DEVICE_STAGING = "device_staging"
     HOST_STAGING = "host_staging"
+    DISK_STAGING = "disk_staging"
     PAGES = "pages"
 
 
@@ -54,7 +56,9 @@ _STAGING: Final = {
     Space.DEVICE: BoundKind.DEVICE_STAGING,
     Space.HOST: BoundKind.HOST_STAGING,
 }
-_OF_FIRST_READER: Final = frozenset({BoundKind.FULL_PARAMETERS, *_STAGING.values()})
+_OF_FIRST_READER: Final = frozenset(
+    {BoundKind.FULL_PARAMETERS, BoundKind.DISK_STAGING, *_STAGING.values()}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +118,11 @@ def bounded_buffers(buffers: Iterable[Buffer], body: Iterable[Op]) -> Mapping[st
                     moved = temporary.get(name)
                     if moved is None or moved.role is not Role.STAGING:
                         continue
-                    if (staging := _STAGING.get(moved.space)) is not None:
-                        kinds[name] = staging
+                    staging = _STAGING.get(moved.space)
+                    if staging is BoundKind.HOST_STAGING and isinstance(op, ops.Load | ops.Store):
+                        kinds[name] = BoundKind.DISK_STAGING
+                    elif staging is not None:
+                        kinds.setdefault(name, staging)
             case _:
                 pass
     return kinds
@@ -156,7 +163,7 @@ def _note_makers(
                 makers[region.buffer] = index
             case BoundKind.ACTIVATIONS:
                 makers.setdefault(region.buffer, index)
-            case BoundKind.DEVICE_STAGING | BoundKind.HOST_STAGING:
+            case BoundKind.DEVICE_STAGING | BoundKind.HOST_STAGING | BoundKind.DISK_STAGING:
                 if not isinstance(op, ops.Transfer):
                     makers.setdefault(region.buffer, index)
             case _:

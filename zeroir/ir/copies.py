@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from zeroir.ir import ops
-from zeroir.ir.buffers import Region, Space
+from zeroir.ir.buffers import Region, Space, part_of
 from zeroir.ir.ops import Op
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ _DISTANCE: Final = {Space.DEVICE: 0, Space.HOST: 1, Space.DISK: 2}
 
 
 def _copy_of(own: Region, other: Region, numel: int) -> CopyOf | None:
-    if own.shard == other.shard:
+    if (own.shard, own.part) == (other.shard, other.part):
         return CopyOf(buffer=other.buffer, shift=other.offset - own.offset)
-    if own.shard is None and (own.offset, own.numel) == (0, numel):
+    if _is_plain(own) and (own.offset, own.numel) == (0, numel):
         return CopyOf(buffer=other.buffer, slice=other)
     return None
 
@@ -72,7 +72,7 @@ def _copy_of(own: Region, other: Region, numel: int) -> CopyOf | None:
 def at_rest(program: Program, region: Region) -> Region | None:
     """The region of a persistent buffer whose elements a region stands for: itself, or what it is a copy of.
 
-    It has as many elements on each rank. None where the region is no copy, or stands for a part of a slice.
+    It has as many elements on each rank. None where the region is no copy, or a slice of a copy of a slice.
     """
     while not program.buffer_by_name[region.buffer].is_persistent:
         copy = program.copies.get(region.buffer)
@@ -80,8 +80,14 @@ def at_rest(program: Program, region: Region) -> Region | None:
             return None
         if copy.slice is None:
             region = replace(region, buffer=copy.buffer, offset=region.offset + copy.shift)
-        elif region.shard is None and region.numel == copy.slice.local_numel(program.mesh):
+        elif not _is_plain(region):
+            return None
+        elif region.numel == copy.slice.local_numel(program.mesh):
             region = copy.slice
         else:
-            return None
+            region = part_of(copy.slice, region.offset, region.stop)
     return region
+
+
+def _is_plain(region: Region) -> bool:
+    return region.shard is None and region.part is None

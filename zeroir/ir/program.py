@@ -18,7 +18,7 @@ from zeroir.ir.buffers import Buffer, Region
 from zeroir.ir.contents import Content
 from zeroir.ir.copies import CopyOf, copies
 from zeroir.ir.dtypes import DType
-from zeroir.ir.mesh import STREAMS, Communicator, Mesh, Stream
+from zeroir.ir.mesh import STREAMS, Communicator, Executor, Mesh, Stream
 from zeroir.ir.ops import Algorithm, Op
 from zeroir.ir.segment import Segment
 
@@ -265,6 +265,11 @@ class Program:
     def copies(self) -> Mapping[str, CopyOf]:
         """What each temporary buffer stands for that is a copy of elements of one other buffer, by name."""
         return copies(self.ops(), {b.name: b.numel for b in self.buffers if not b.is_persistent})
+
+    @cached_property
+    def streams_off_device(self) -> frozenset[str]:
+        """The names of the streams that the host or a disk carries out."""
+        return frozenset(s.name for s in self.streams if s.executor is not Executor.DEVICE)
 
     @cached_property
     def segment_by_name(self) -> Mapping[str, Segment]:

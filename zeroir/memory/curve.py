@@ -13,7 +13,7 @@ from itertools import accumulate
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.effects import effects
 from zeroir.ir.program import SECTION_NAMES, Program, Section
-from zeroir.workspace.op_scratch import scratch_bytes, scratch_space
+from zeroir.workspace.op_scratch import scratch_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +68,7 @@ def live_bytes(
             change(name, at, 1)
         for name in effect.frees:
             change(name, at, -1)
-        size_bytes = scratch_bytes(program, op, kernels=kernels)
-        if size_bytes and scratch_space(program, op) is space:
-            workspace[at] = size_bytes
+        workspace[at] = scratch_bytes(program, op, kernels=kernels, space=space)
     curves = {role: list(accumulate(changes[role])) for role in Role if role in changes}
     return LiveBytes(
         section=section.name,

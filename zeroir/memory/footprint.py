@@ -19,7 +19,7 @@ from zeroir.ir.segment import Segment
 from zeroir.memory.lifetimes import Lifetimes
 from zeroir.memory.most_live import most_live
 from zeroir.memory.placement import Placement, placements
-from zeroir.workspace.op_scratch import scratch_bytes, scratch_space
+from zeroir.workspace.op_scratch import scratch_bytes
 
 WORKSPACE: Final = "workspace"
 """The name that scratch memory has among the roles."""
@@ -91,8 +91,7 @@ def footprint(
     names = program.buffer_by_name
 
     def has_scratch(op: Op) -> bool:
-        has_some = scratch_bytes(program, op, kernels=kernels) > 0
-        return has_some and scratch_space(program, op) is space
+        return scratch_bytes(program, op, kernels=kernels, space=space) > 0
 
     lifetimes = Lifetimes.of(program, has_scratch)
     sizes: list[int] = []
@@ -101,7 +100,8 @@ def footprint(
             sizes.append(names[name].size_bytes if names[name].space is space else 0)
         else:
             section, index = lifetimes.place(program, lifetimes.firsts[life])
-            sizes.append(scratch_bytes(program, section.body[index], kernels=kernels))
+            op = section.body[index]
+            sizes.append(scratch_bytes(program, op, kernels=kernels, space=space))
     used = [life for life, size in enumerate(sizes) if size]
     scratch_lives = [life for life in used if not lifetimes.buffers[life]]
     most = most_live(lifetimes, used, sizes)

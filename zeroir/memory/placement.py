@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Final
 
 from zeroir.ir.buffers import Space
@@ -17,8 +18,10 @@ from zeroir.ir.program import Program
 from zeroir.memory.lifetimes import Lifetimes
 from zeroir.memory.most_live import most_live
 
-ALIGNMENT_BYTES: Final = 512
-"""Every buffer starts on a multiple of this, as with CUDA's allocator."""
+ALIGNMENT_BYTES: Final[Mapping[Space, int]] = MappingProxyType(
+    {Space.DEVICE: 512, Space.HOST: 4096, Space.DISK: 4096}
+)
+"""Every buffer starts on a multiple of this: of 512 as with CUDA's allocator, of a page as disks transfer them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +62,7 @@ def planned(program: Program) -> Mapping[Space, Placement] | None:
         if buffer.offset is None:
             return None
         offsets.setdefault(buffer.space, {})[buffer.name] = buffer.offset
-        stop = buffer.offset + rounded(buffer.size_bytes)
+        stop = buffer.offset + rounded(buffer.size_bytes, buffer.space)
         sizes[buffer.space] = max(sizes.get(buffer.space, 0), stop)
     return {
         space: Placement(offsets=offsets[space], size_bytes=size) for space, size in sizes.items()
@@ -122,7 +125,7 @@ def place_all(program: Program, *, is_searched: bool = True) -> Mapping[Space, P
         space: Placement(
             offsets=places,
             size_bytes=max(
-                place + rounded(names[name].size_bytes) for name, place in places.items()
+                place + rounded(names[name].size_bytes, space) for name, place in places.items()
             ),
             live_bytes=live_bytes.get(space, 0),
         )
@@ -131,9 +134,10 @@ def place_all(program: Program, *, is_searched: bool = True) -> Mapping[Space, P
     }
 
 
-def rounded(size_bytes: int) -> int:
-    """The bytes that a buffer takes in a block."""
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def rounded(size_bytes: int, space: Space) -> int:
+    """The bytes that a buffer takes in the block of a space."""
+    alignment = ALIGNMENT_BYTES[space]
+    return -(-size_bytes // alignment) * alignment
 
 
 def _spaces(
@@ -141,7 +145,7 @@ def _spaces(
 ) -> Iterator[tuple[Space, Sequence[int], Sequence[int]]]:
     """Each space whose buffers live, the numbers of their lives, and the bytes that every life of the program takes."""
     buffers = [program.buffer_by_name[name] for name in lifetimes.buffers]
-    sizes = [rounded(buffer.size_bytes) for buffer in buffers]
+    sizes = [rounded(buffer.size_bytes, buffer.space) for buffer in buffers]
     for space in Space:
         lives = [life for life, buffer in enumerate(buffers) if buffer.space is space]
         if lives:

@@ -60,7 +60,7 @@ def _address_map(program: Program, space: Space, device: int) -> _AddressMap:
     for buffer in program.buffers:
         if buffer.space is space and buffer.is_persistent and buffer.size_bytes:
             addresses[buffer.name] = address
-            address += rounded(buffer.size_bytes)
+            address += rounded(buffer.size_bytes, buffer.space)
     if placed is not None:
         buffers = program.buffer_by_name
         addresses |= {

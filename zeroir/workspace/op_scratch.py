@@ -13,7 +13,6 @@ from zeroir.ir.contents import FlatContent
 from zeroir.ir.copies import at_rest
 from zeroir.ir.dtypes import DType
 from zeroir.ir.effects import effects
-from zeroir.ir.mesh import Executor
 from zeroir.ir.ops import Algorithm, Mode, Op
 from zeroir.ir.program import Program, Slot
 from zeroir.workspace.scratch.allowance import SLACK_BYTES, product_allowance_bytes
@@ -38,12 +37,17 @@ SCALAR_BYTES: Final = 32
 """No op that decides over scalars has more of them at once than this."""
 
 
-def scratch_bytes(program: Program, op: Op, *, kernels: str = EAGER) -> int:
+def scratch_bytes(
+    program: Program, op: Op, *, kernels: str = EAGER, space: Space | None = None
+) -> int:
     """The most bytes that an op holds at once beside its buffers, on any rank.
 
-    For ops over scalars the figure is a bound, ``SCALAR_BYTES``, and for ``compute`` what its segment declares for
-    these kernels, 0 where it declares nothing.
+    It holds them in the memory of whoever carries its stream out, the device or the host; with a ``space`` only what it
+    holds there counts. For ops over scalars the figure is a bound, ``SCALAR_BYTES``, and for ``compute`` what its
+    segment declares for these kernels, 0 where it declares nothing.
     """
+    if space is not None and scratch_space(program, op) is not space:
+        return 0
     match op:
         case ops.Compute():
             return dict(program.segment_by_name[op.segment].workspace_bytes).get(kernels, 0)
@@ -72,9 +76,7 @@ def scratch_bytes(program: Program, op: Op, *, kernels: str = EAGER) -> int:
 
 def scratch_space(program: Program, op: Op) -> Space:
     """The memory in which an op has its scratch: the device's on a stream of the device, the host's on any other."""
-    stream = effects(op).stream
-    is_on_device = any(s.name == stream and s.executor is Executor.DEVICE for s in program.streams)
-    return Space.DEVICE if is_on_device else Space.HOST
+    return Space.HOST if effects(op).stream in program.streams_off_device else Space.DEVICE
 
 
 def _direction_bytes(program: Program, op: ops.Direction) -> int:

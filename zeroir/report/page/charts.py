@@ -47,6 +47,7 @@ ROLE_COLOURS: Final = {
     "staging": "#2aa198",
     "workspace": "#c4566e",
     "snapshot": "#5f7c8a",
+    "page": "#e0a458",
 }
 
 

@@ -167,6 +167,11 @@ def _headline(
             else "",
             False,
         ),
+        *(
+            [("exposed transfers", _time(round(simulation.exposed_transfers_s * 1e9)), "", False)]
+            if any(summary["transfer_bytes"].values())
+            else []
+        ),
         ("MFU", _percent(simulation.mfu), "of the dense peak", False),
         ("peak memory", format_bytes(curve.peak_bytes), share or "with workspaces", is_over),
         (

@@ -1,0 +1,28 @@
+"""Elements of a buffer on disk, for those that take them chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from zeroir.runtime.rank_memory import RankMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElementsOnDisk:
+    """Elements ``[start, stop)`` of a buffer on disk, which are read chunk by chunk when they are written."""
+
+    memory: RankMemory
+    buffer: str
+    start: int
+    stop: int
+
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.stop - self.start
+
+    def chunks(self) -> Iterator[Tensor]:
+        """Copies of the elements in order."""
+        return self.memory.read_in_chunks(self.buffer, self.start, self.stop)

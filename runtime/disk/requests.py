@@ -1,0 +1,186 @@
+"""Reads and writes of a scratch file: cut into requests of some MiB, several of which are under way at once.
+
+Direct requests need offsets, sizes and addresses that are multiples of a page. A request that is not of this kind, such
+as the end of a shard, goes by way of an aligned block that each thread has. Where it changes a part of a page that has
+other bytes in use, the page is read before. So elements may begin and end anywhere; only the speed depends on it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from zeroir.runtime.disk.disk_errors import stuck, truncated, unreadable, unwritable
+from zeroir.runtime.disk.scratch_file import PAGE_BYTES, ScratchFile, whole_pages
+
+REQUEST_BYTES: Final = 2 << 20
+"""The bytes of a request: so many that the time of Python for each is short beside that of the disk."""
+
+REQUESTS_AT_ONCE: Final = 8
+"""The requests under way at once, so that the disk always has the next ones."""
+
+_ATTEMPTS: Final = 16
+"""The requests in a row without progress after which the disk is given up."""
+
+PreparedTransfer = Callable[[], None]
+"""A transfer that is ready to be carried out, any number of times. It returns when all its bytes are transferred."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """Bytes at an offset of the file, and their memory. Bytes behind them are unused up to ``limit``."""
+
+    offset: int
+    memory: memoryview
+    address: int
+    limit: int
+
+    @property
+    def stop(self) -> int:
+        return self.offset + len(self.memory)
+
+    @property
+    def is_aligned(self) -> bool:
+        return all(n % PAGE_BYTES == 0 for n in (self.offset, len(self.memory), self.address))
+
+
+class Requests:
+    """Carries out reads and writes of a file for any thread.
+
+    ``read_bytes`` and ``written_bytes`` count what was asked of the system.
+    """
+
+    def __init__(self, file: ScratchFile) -> None:
+        self._file = file
+        self._pool = ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="zeroir-disk")
+        self._own = threading.local()
+        self._changing_parts = threading.Lock()
+        self._counting = threading.Lock()
+        self.read_bytes = 0
+        self.written_bytes = 0
+
+    def reading(self, offset: int, memory: Tensor) -> PreparedTransfer:
+        """A function that reads bytes at an offset of the file into a flat tensor on the CPU.
+
+        It raises a UserError where the disk fails.
+        """
+        return partial(self._all, self._read, list(self._requests(offset, memory, offset)))
+
+    def writing(self, offset: int, memory: Tensor, *, limit: int) -> PreparedTransfer:
+        """A function that writes a flat tensor on the CPU at an offset of the file.
+
+        Bytes behind the tensor's are unused up to ``limit``, an offset of the file: they may change. The function
+        raises a UserError where the disk fails.
+        """
+        return partial(self._all, self._write, list(self._requests(offset, memory, limit)))
+
+    def _requests(self, offset: int, memory: Tensor, limit: int) -> Iterator[_Request]:
+        """Pieces that end at multiples of a request's size; direct ones have whole pages alone, or parts of one."""
+        octets = memory.detach().view(torch.uint8)
+        stop = offset + octets.numel()
+        last_page = stop // PAGE_BYTES * PAGE_BYTES
+        start = offset
+        while start < stop:
+            end = min(stop, (start // REQUEST_BYTES + 1) * REQUEST_BYTES)
+            if self._file.is_direct and start % PAGE_BYTES:
+                end = min(end, whole_pages(start))
+            elif self._file.is_direct and start < last_page < end:
+                end = last_page
+            piece = octets[start - offset : end - offset]
+            yield _Request(
+                offset=start,
+                memory=piece.numpy().data,
+                address=piece.data_ptr(),
+                limit=max(limit, end),
+            )
+            start = end
+
+    def _all(self, run: Callable[[_Request], None], requests: Sequence[_Request]) -> None:
+        """Carry out requests. A failure is raised when none of them touches the memory any more."""
+        if len(requests) == 1:
+            run(requests[0])
+            return
+        futures = [self._pool.submit(run, request) for request in requests]
+        wait(futures)
+        for future in futures:
+            future.result()
+
+    def _read(self, request: _Request) -> None:
+        if not self._file.is_direct or request.is_aligned:
+            self._transfer_in(request.offset, request.memory)
+            return
+        first = request.offset // PAGE_BYTES * PAGE_BYTES
+        start = request.offset - first
+        pages = self._block()[: whole_pages(request.stop) - first]
+        self._transfer_in(first, pages)
+        request.memory[:] = pages[start : start + len(request.memory)]
+
+    def _write(self, request: _Request) -> None:
+        if not self._file.is_direct or request.is_aligned:
+            self._transfer_out(request.offset, request.memory)
+            return
+        first, last = request.offset // PAGE_BYTES * PAGE_BYTES, whole_pages(request.stop)
+        start = request.offset - first
+        pages = self._block()[: last - first]
+        own = slice(start, start + len(request.memory))
+        if start == 0 and last <= request.limit:
+            pages[own] = request.memory
+            self._transfer_out(first, pages)
+            return
+        with self._changing_parts:  # Another thread may change another part of the page.
+            self._transfer_in(first, pages)
+            pages[own] = request.memory
+            self._transfer_out(first, pages)
+
+    def _block(self) -> memoryview:
+        """This thread's block for one request; it begins at a page."""
+        block: memoryview | None = getattr(self._own, "block", None)
+        if block is None:
+            block = self._own.block = memoryview(mmap.mmap(-1, REQUEST_BYTES + PAGE_BYTES))
+        return block
+
+    def _transfer_in(self, offset: int, target: memoryview) -> None:
+        file, done, idle = self._file, 0, 0
+        while done < len(target):
+            try:
+                count = os.preadv(file.descriptor, [target[done:]], offset + done)
+            except OSError as error:
+                raise unreadable(file.folder, file.rank, error) from error
+            progress = self._progress(done, count, len(target))
+            idle = 0 if progress > done else idle + 1
+            if count == 0 or idle == _ATTEMPTS:
+                raise truncated(file.folder, file.rank)
+            done = progress
+        with self._counting:
+            self.read_bytes += len(target)
+
+    def _transfer_out(self, offset: int, source: memoryview) -> None:
+        file, done, idle = self._file, 0, 0
+        while done < len(source):
+            try:
+                count = os.pwritev(file.descriptor, [source[done:]], offset + done)
+            except OSError as error:
+                raise unwritable(file.folder, file.rank, error) from error
+            progress = self._progress(done, count, len(source))
+            idle = 0 if progress > done else idle + 1
+            if idle == _ATTEMPTS:
+                raise stuck(file.folder, file.rank)
+            done = progress
+        with self._counting:
+            self.written_bytes += len(source)
+
+    def _progress(self, done: int, count: int, size_bytes: int) -> int:
+        """The bytes that are transferred, in whole pages until all are, because the next request begins there."""
+        done += count
+        if done < size_bytes and self._file.is_direct:
+            done -= done % PAGE_BYTES
+        return done

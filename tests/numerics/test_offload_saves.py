@@ -1,0 +1,104 @@
+"""Checkpoints of an optimizer on the host: saved, resumed, and moved to and from programs without offload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.passes.numbers import initial, inputs
+from tests.support.lowering import applied
+from tests.support.programs import mlp
+from zeroir.ir.program import Program
+from zeroir.passes.base import Pass
+from zeroir.passes.offload_gradients import OffloadGradients
+from zeroir.passes.offload_optimizer import OffloadOptimizer
+from zeroir.passes.pipelines import for_stage
+from zeroir.passes.plan_memory import PlanMemory
+from zeroir.passes.save_state import SaveState
+from zeroir.runtime.lockstep import Lockstep
+
+RANKS = 3
+OFFLOAD: tuple[Pass, ...] = (OffloadOptimizer(), OffloadGradients())
+
+
+def program(stage: int, precision: str, *, is_offloaded: bool) -> Program:
+    logical = mlp(precision=precision, micro_steps=2, clip=1.0, ema=0.9)
+    further = OFFLOAD if is_offloaded else ()
+    return applied(logical, (*for_stage(stage, RANKS), *further, SaveState(), PlanMemory()))
+
+
+@pytest.mark.parametrize(
+    ("saving", "resuming"), [(True, True), (True, False), (False, True), (False, False)]
+)
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [
+        (3, "fp32"),
+        (1, "fp16"),
+        *(
+            pytest.param(stage, precision, marks=pytest.mark.slow)
+            for stage, precision in ((0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "fp16"))
+        ),
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(
+    tmp_path: Path, stage: int, precision: str, saving: bool, resuming: bool
+) -> None:
+    plain = program(stage, precision, is_offloaded=False)
+    batches = inputs(plain, RANKS, 2)
+    expected = Lockstep(plain)
+    expected.initialise_flats(initial(plain))
+    for step in batches:
+        expected.step(step)
+
+    first = program(stage, precision, is_offloaded=saving)
+    run = Lockstep(first, schedule_seed=1)
+    run.initialise_flats(initial(first))
+    run.step(batches[0])
+    run.save(str(tmp_path / "saved"))
+    second = Lockstep(program(stage, precision, is_offloaded=resuming), schedule_seed=2)
+    second.load(str(tmp_path / "saved"))
+    for step in batches[1:]:
+        second.step(step)
+    states, wanted = second.full_state(), expected.full_state()
+    assert states.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(states[key], value), key
+
+
+def test_what_is_saved_beside_the_next_step_is_the_state_of_the_joint() -> None:
+    for late_streams in ((), ("optimizer",)):
+        offloaded = program(3, "fp32", is_offloaded=True)
+        batches = inputs(offloaded, RANKS, 2)
+        run = Lockstep(offloaded, schedule_seed=3, late_streams=late_streams)
+        run.initialise_flats(initial(offloaded))
+        run.step(batches[0])
+        saved = run.save_state()
+        expected = [{n: t.clone() for n, t in run.buffers(r).items()} for r in range(RANKS)]
+        run.step(batches[1])
+        for of_rank, buffers in zip(saved, expected, strict=True):
+            of_rank.wait()
+            assert any(name.endswith(".param.host") for name in of_rank.tensors)
+            for name, copy in of_rank.tensors.items():
+                assert torch.equal(copy.tensor, buffers[name][copy.start : copy.stop]), name
+            of_rank.release()
+
+
+def test_a_new_learning_rate_counts_from_the_next_update() -> None:
+    """The host reads a copy of it, which each update makes anew."""
+    plain, offloaded = (
+        program(2, "bf16", is_offloaded=is_offloaded) for is_offloaded in (False, True)
+    )
+    batches = inputs(plain, RANKS, 2)
+    states = []
+    for each in (plain, offloaded):
+        run = Lockstep(each)
+        run.initialise_flats(initial(each))
+        run.step(batches[0])
+        run.optimizer.param_groups[0]["lr"] = 0.5
+        run.step(batches[1])
+        states.append(run.full_state())
+    for key, value in states[0].items():
+        assert torch.equal(states[1][key], value), key

@@ -1,0 +1,75 @@
+"""One rank with its state on disk: ``python -m tests.runtime.disk_workers NAME PRECISION STAGE``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from tests.runtime.support import initial_flats, random_batches
+from tests.support.lowering import applied
+from tests.support.programs import mlp
+from zeroir.ir.program import Program
+from zeroir.passes.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload_parameters import OffloadParameters
+from zeroir.passes.offload_to_disk import OffloadToDisk
+from zeroir.passes.pipelines import for_stage
+from zeroir.passes.plan_memory import PlanMemory
+from zeroir.passes.save_state import SaveState
+from zeroir.runtime.engine import Engine
+
+STEPS = 4
+TO_DISK = (OffloadOptimizer(), OffloadParameters(), OffloadToDisk(piece_numel=4096))
+
+
+def logical(precision: str) -> Program:
+    return mlp(dim=96, precision=precision, clip=0.5, ema=0.9, micro_steps=2)
+
+
+def plain(precision: str, stage: int, world_size: int) -> Program:
+    """A program that keeps everything on the device."""
+    return applied(logical(precision), for_stage(stage, world_size))
+
+
+def on_disk(precision: str, stage: int, world_size: int) -> Program:
+    """The same with its optimizer and parameters on disk."""
+    end = (*TO_DISK, SaveState(), PlanMemory())
+    return applied(logical(precision), (*for_stage(stage, world_size), *end))
+
+
+def main(name: str, precision: str, stage: str) -> None:
+    """Train, save, and go on with another engine."""
+    folder = Path(os.environ["TEST_FOLDER"])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/{name}.store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    program = on_disk(precision, int(stage), world_size)
+    batches = random_batches(STEPS, world_size, micro_steps=2)
+    losses: list[float] = []
+    engine = Engine(program, disk_folder=folder / "disk")
+    engine.initialise_flats(initial_flats(program))
+    losses += [engine.step(ranks[rank]).loss for ranks in batches[: STEPS // 2]]
+    engine.save(folder / f"{name}.saved", wait=False)
+    engine.close()
+    engine = Engine(program, disk_folder=folder / "disk")
+    engine.load(folder / f"{name}.saved")
+    losses += [engine.step(ranks[rank]).loss for ranks in batches[STEPS // 2 :]]
+    tensors = {f"{flat}/{quantity}": t for (flat, quantity), t in engine.full_state().items()}
+    tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
+    if rank == 0:
+        save_file({k: t.contiguous() for k, t in tensors.items()}, folder / f"{name}.safetensors")
+    engine.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

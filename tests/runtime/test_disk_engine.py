@@ -1,0 +1,128 @@
+"""Engines whose optimizer and parameters are on disk: every value is that of an engine without a disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.runtime.constructors import Mlp
+from tests.runtime.disk_workers import STEPS, TO_DISK, plain
+from tests.runtime.support import Ranks, initial_flats, lowered, random_batches, require_success
+from tests.support.programs import mlp
+from zeroir.ir.buffers import Space
+from zeroir.passes.manager import apply
+from zeroir.runtime.engine import Engine
+from zeroir.runtime.lockstep import Lockstep
+
+MODULE = "tests.runtime.disk_workers"
+DIM = 96
+
+
+def engines(folder: Path, precision: str = "bf16") -> tuple[Engine, Engine]:
+    """One without a disk, and one with everything there, initialised alike."""
+    program = lowered(mlp(dim=DIM, precision=precision, ema=0.9), 3, 1)
+    moved = program
+    for step in TO_DISK:
+        moved = apply(step, moved)
+    assert {b.name for b in moved.buffers if b.space is Space.DISK}
+    found = Engine(program), Engine(moved, disk_folder=folder)
+    for engine in found:
+        engine.initialise(lambda: Mlp(dim=DIM), seed=3)
+    return found
+
+
+def require_equal(found: object, expected: object) -> None:
+    match found, expected:
+        case Tensor(), Tensor():
+            assert torch.equal(found, expected)
+        case Mapping(), Mapping():
+            assert found.keys() == expected.keys()
+            for key, value in found.items():
+                require_equal(value, expected[key])
+        case _:
+            assert found == expected
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_whoever_asks_for_values_gets_the_same(tmp_path: Path, precision: str) -> None:
+    without, with_disk = engines(tmp_path, precision)
+    batches = random_batches(3, 1)
+    for number in range(2):
+        for batch in batches[number]:
+            assert with_disk.step(batch).loss == without.step(batch).loss
+        for method in ("state_dict", "optimizer_state_dict", "full_parameters", "full_state"):
+            require_equal(getattr(with_disk, method)(), getattr(without, method)())
+        require_equal(with_disk.full_parameters(ema=True), without.full_parameters(ema=True))
+        require_equal(dict(with_disk.parameters()), dict(without.parameters()))
+        with with_disk.gathered() as module, without.gathered() as expected:
+            require_equal(dict(module.named_parameters()), dict(expected.named_parameters()))
+        other = {name: value * 0.5 for name, value in without.state_dict().items()}
+        for engine in (with_disk, without):
+            engine.load_state_dict(other)
+    assert with_disk.step(batches[2][0]).loss == without.step(batches[2][0]).loss
+    for buffer in without.program.buffers:
+        if buffer.is_persistent:
+            require_equal(with_disk.buffer(buffer.name), without.buffer(buffer.name))
+
+
+def test_checkpoints_are_the_same(tmp_path: Path) -> None:
+    """Each engine goes on with what the other saved; training waits for the one on disk."""
+    without, with_disk = engines(tmp_path)
+    batches = random_batches(3, 1)
+    for engine, name in ((without, "device"), (with_disk, "disk")):
+        engine.step(batches[0][0])
+        assert engine.save(tmp_path / name).path == str(tmp_path / name)
+    pending = with_disk.save(tmp_path / "again", wait=False)
+    assert pending.is_done
+    with_disk.step(batches[1][0])
+    without.load(tmp_path / "again")
+    with_disk.load(tmp_path / "device")
+    require_equal(with_disk.full_state(), without.full_state())
+    assert with_disk.step(batches[2][0]).loss == without.step(batches[2][0]).loss
+
+
+def test_a_program_for_several_batches_takes_over_what_is_on_disk(tmp_path: Path) -> None:
+    found: list[list[float]] = []
+    for moves in (False, True):
+        programs = []
+        for micro_steps in (1, 2):
+            program = lowered(mlp(dim=DIM, precision="bf16", micro_steps=micro_steps), 2, 1)
+            for step in TO_DISK if moves else ():
+                program = apply(step, program)
+            programs.append(program)
+        engine = Engine(programs[0], accumulating=programs[1:].pop, disk_folder=tmp_path)
+        engine.initialise(lambda: Mlp(dim=DIM), seed=3)
+        first, second = random_batches(2, 1, micro_steps=2)
+        losses = [engine.step(first[0][0]).loss, engine.step(second[0]).loss]
+        losses.append(engine.step(second[0]).loss)
+        found.append(losses)
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_two_jobs_share_a_folder_and_leave_nothing_there(tmp_path: Path) -> None:
+    """Three ranks, and another job of one rank, save and resume at once; each computes what lockstep does."""
+    (tmp_path / "disk").mkdir()
+    jobs = {"three": (3, "fp16", 2), "one": (1, "fp32", 3)}
+    running = [
+        Ranks(world_size, tmp_path, name, precision, str(stage), module=MODULE)
+        for name, (world_size, precision, stage) in jobs.items()
+    ]
+    for ranks in running:
+        require_success(ranks.wait())
+    assert list((tmp_path / "disk").iterdir()) == []
+    for name, (world_size, precision, stage) in jobs.items():
+        lockstep = Lockstep(plain(precision, stage, world_size))
+        lockstep.initialise_flats(initial_flats(lockstep.program))
+        batches = random_batches(STEPS, world_size, micro_steps=2)
+        losses = [float(lockstep.step(ranks)[0].loss) for ranks in batches]
+        end = load_file(tmp_path / f"{name}.safetensors")
+        assert end.pop("losses").tolist() == losses
+        expected = {f"{f}/{quantity}": t for (f, quantity), t in lockstep.full_state().items()}
+        require_equal({key: end[key] for key in expected}, expected)
