@@ -7,15 +7,23 @@ them wait in host memory, and only what the next layers need is on the device.
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import gpt
-from gpt import init
 from torch import Tensor, nn
 
-__all__ = ["batch", "batches", "init", "model"]
+if TYPE_CHECKING:
+    from examples import gpt
+else:
+    # A model file imports its neighbours by name.
+    import gpt
 
 LAYERS = 48
 BATCH = 4
+
+
+def init(module: nn.Module) -> None:
+    """Initialise in place the parameters that `module` itself holds."""
+    gpt.init(module)
 
 
 def model() -> nn.Module:
