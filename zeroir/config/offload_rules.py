@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zeroir.config.offload_fields import ADAPTIVE, HOST, OPTIMIZER
+from zeroir.config.offload_fields import ADAPTIVE, HOST, KEPT_ON_DISK, OPTIMIZER
 from zeroir.ir.ops import Algorithm
 
 if TYPE_CHECKING:
@@ -18,6 +18,11 @@ def offload_problem(options: CompileOptions) -> str | None:
         return _adaptive_problem(options)
     if not kinds and options.offload_to != HOST:
         return f"--offload-to {options.offload_to} needs --offload, which says what is kept there"
+    if options.is_offloaded_to_disk and not set(KEPT_ON_DISK) & set(kinds):
+        return (
+            f"--offload-to {options.offload_to} is for the optimizer and parameters, but --offload has "
+            f"{', '.join(kinds)}, which host memory keeps"
+        )
     if not kinds and options.offload_units:
         return (
             f"--offload-units {','.join(options.offload_units)} needs --offload, which says what is kept "
