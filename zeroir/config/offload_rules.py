@@ -92,3 +92,8 @@ def _bits_problem(options: CompileOptions) -> str | None:
     if not any(optimizer.has_states_of_elements for optimizer in optimizers):
         return f"--optimizer-bits {options.optimizer_bits} has no effect: {options.optimizer} keeps no states"
     return None
+
+
+def _algorithms(options: CompileOptions) -> tuple[Algorithm, ...]:
+    """The optimizers of all parameters."""
+    return (options.optimizer, *(options.of_group(spec).optimizer for spec in options.groups))
