@@ -363,6 +363,7 @@ def open_engine(
         self_check=self_check,
         weight=source.weight,
         accumulating=None if compiled.accumulates else accumulating,
+        disk_folder=compiled.artifact.offload_folder,
     )
     options = compiled.options
     engine.initialise(
