@@ -118,10 +118,11 @@ def test_parts_of_slices_are_updated_where_they_stand(stage: int) -> None:
         )
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_it_pages_in_the_backward(stage: int) -> None:
-    logical = mlp(blocks=3, dim=48, precision="bf16", tied=True, micro_steps=2)
-    after = check_equal(logical, for_stage(stage, 3, overlap_update=True), 3, 2, seed=stage)
+@pytest.mark.parametrize(("stage", "micro_steps"), [(0, 2), (1, 4), (2, 1), (3, 8)])
+def test_it_pages_in_the_backward(stage: int, micro_steps: int) -> None:
+    logical = mlp(blocks=3, dim=48, precision="bf16", tied=True, micro_steps=micro_steps)
+    base = for_stage(stage, 3, overlap_update=True)
+    after = check_equal(logical, base, 3, micro_steps, seed=stage)
     body = after.section_by_name[LAST_MICRO_STEP].body
     pages = {buffer.name for buffer in after.buffers if buffer.role is Role.PAGE}
     arrivals = [

@@ -48,6 +48,7 @@ class Case:
     has_parameters_on_host: bool = False
     paging: PageOptimizer | None = None
     blocks: int = field(default=2)
+    dim: int = 4
 
     @property
     def logical(self) -> Program:
@@ -62,7 +63,7 @@ class Case:
 def _logical(case: Case) -> Program:
     program = mlp(
         blocks=case.blocks,
-        dim=4,
+        dim=case.dim,
         features=4,
         batch=2,
         precision=case.precision,
