@@ -23,6 +23,7 @@ from zeroir.ir.buffers import Space
 from zeroir.passes import manager
 from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
+from zeroir.runtime import rank_memory
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.lockstep import Lockstep
 
@@ -109,6 +110,27 @@ def test_checkpoints_are_the_same(tmp_path: Path) -> None:
     with_disk.load(tmp_path / "device")
     require_equal(with_disk.full_state(), without.full_state())
     assert with_disk.step(batches[2][0]).loss == without.step(batches[2][0]).loss
+
+
+def test_values_between_steps_go_through_memory_in_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_memory, "CHUNK_BYTES", 8192)
+    without, with_disk = engines(tmp_path)
+    batch = random_batches(1, 1)[0][0]
+    for engine, name in ((without, "device"), (with_disk, "disk")):
+        engine.step(batch)
+        engine.save(tmp_path / name)
+    memory = with_disk._memory
+    largest = max(
+        (b for b in with_disk.program.buffers if b.space is Space.DISK), key=lambda b: b.size_bytes
+    )
+    chunks = [chunk.clone() for chunk in memory.read_in_chunks(largest.name, 3)]
+    assert max(chunk.nbytes for chunk in chunks) == 8192
+    require_equal(torch.cat(chunks), memory.read(largest.name)[3:])
+    with_disk.load(tmp_path / "device")
+    without.load(tmp_path / "disk")
+    require_equal(with_disk.full_state(), without.full_state())
 
 
 def test_a_program_for_several_batches_takes_over_what_is_on_disk(tmp_path: Path) -> None:
