@@ -41,7 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, count, islice
+from itertools import chain, cycle, islice
 from typing import ClassVar, Final, assert_never
 
 from zeroir.errors import UserError
@@ -50,6 +50,7 @@ from zeroir.ir.bounds import BoundKind, LiveBound, with_bound
 from zeroir.ir.buffers import Buffer, Region, Role, Space, part_of, whole
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.dtypes import DType
+from zeroir.ir.layout import round_up
 from zeroir.ir.mesh import COPY_IN, COPY_OUT
 from zeroir.ir.ops import Op
 from zeroir.ir.program import (
@@ -155,14 +156,15 @@ class PageOptimizer(Pass):
         )
 
     def _page_numel(self, states: StepStates) -> int:
-        """The elements of a flat in a page of these states."""
+        """The elements of a flat in a page of these states: the pages of a flat are about equal."""
         most = self.page_bytes // states.aligned_bytes * SHARD_ALIGNMENT_NUMEL
         if not most:
             raise UserError(
                 f"`{self.spec()}` has pages of {self.page_bytes} bytes, but {SHARD_ALIGNMENT_NUMEL} elements of "
                 f"{listed(f'%{name}' for name in states.buffers)} have {states.aligned_bytes}: raise page_bytes."
             )
-        return min(states.numel, most)
+        count = -(-states.numel // most)
+        return round_up(-(-states.numel // count), SHARD_ALIGNMENT_NUMEL)
 
 
 # ----------------------------------------------------------------------------------------------- what is paged
@@ -308,14 +310,14 @@ def _paged(section: Section, indices: frozenset[int], paging: _Paging) -> Iterat
 
 def _pages(section: Section, indices: frozenset[int], paging: _Paging) -> Iterator[_Page]:
     """The pages of a section in the order of their use."""
-    numbers = count()
+    slots = cycle(paging.slots)
     for index in sorted(indices):
         op = section.body[index]
         assert isinstance(op, _Step)
         names = tuple(region.buffer for region in _regions(op))
         paged = paging.of_step[names]
         for start, stop in paged.pages():
-            slot = paging.slots[next(numbers) % len(paging.slots)]
+            slot = next(slots)
             by_dtype = {buffer.dtype: buffer for buffer in slot}
             used: dict[DType, int] = {}
             homes: list[Region] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zeroir.config import CompileOptions
+from zeroir.config.offload_fields import KEPT_ON_DISK
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.program import Program
 from zeroir.passes.all_reduce_gradients import AllReduceGradients
@@ -22,7 +23,9 @@ from zeroir.passes.offload_activations import OffloadActivations
 from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
+from zeroir.passes.offload_to_disk import OffloadToDisk
 from zeroir.passes.overlap_update import OverlapUpdate
+from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.prefetch import PrefetchGathers
 from zeroir.passes.recompute import Recompute
@@ -150,8 +153,10 @@ def _offload(options: CompileOptions) -> tuple[Pass, ...]:
         UserError: where an option asks for a pass that there is not yet.
     """
     made: list[Pass] = []
-    if options.page_optimizer is not None:
-        raise UserError("--page-optimizer cannot be compiled yet; leave it out.")
+    if options.page_optimizer_bytes is not None:
+        made.append(
+            PageOptimizer(device_bytes=options.page_optimizer_bytes, page_bytes=options.page_bytes)
+        )
     for kind in options.offload:
         units = options.offloaded_units(kind) or None
         match kind:
@@ -166,7 +171,9 @@ def _offload(options: CompileOptions) -> tuple[Pass, ...]:
             case _:
                 raise InternalError(f"There is no pass that offloads {kind}.")
     if options.is_offloaded_to_disk:
-        raise UserError("--offload-to disk cannot be compiled yet; leave it out.")
+        # What the next step reads at once, the gradients, stays in host memory.
+        kept = tuple(kind for kind in options.offload if kind in KEPT_ON_DISK)
+        made.append(OffloadToDisk(what=kept))
     return tuple(made)
 
 

@@ -42,6 +42,19 @@ ELSEWHERE: Final[Mapping[str, Mapping[str, object]]] = {
         "offload_units": "optimizer:blocks.*",
     },
     "everything": {"offload": "optimizer,gradients,parameters,activations"},
+    "everything-on-disk": {
+        "offload": "optimizer,gradients,parameters,activations",
+        "offload_to": "disk",
+    },
+    "optimizer-on-disk": {"offload": "optimizer", "offload_to": "disk"},
+    "pages": {"page_optimizer": "8192", "page_bytes": 4096},
+    "pages-parameters": {"page_optimizer": "8192", "page_bytes": 4096, "offload": "parameters"},
+    "pages-parameters-on-disk": {
+        "page_optimizer": "8192",
+        "page_bytes": 4096,
+        "offload": "parameters",
+        "offload_to": "disk",
+    },
 }
 """What a case keeps outside device memory: options by the name of the case."""
 

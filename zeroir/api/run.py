@@ -362,6 +362,7 @@ def open_engine(
         cuda_graphs=cuda_graphs,
         self_check=self_check,
         weight=source.weight,
+        disk_folder=compiled.artifact.offload_folder,
         accumulating=None if compiled.accumulates else accumulating,
     )
     options = compiled.options
