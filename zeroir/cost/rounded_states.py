@@ -15,8 +15,8 @@ _WIDENING_BYTES: Final = (1 + 4) + (4 + 4) + (4 + 4)
 """Bytes of an element that its codes as indices, their values and the product with the scale read and write."""
 
 _ROUNDING_BYTES: Final = (4 + 4) + 4 + (4 + 4) + (4 + 4) + (4 + 4) + (4 + 4) + 9 + 5 + 3 + 2
-"""The same of the absolute value, the largest one, the quotient, the upper half of the bits in two steps, the bound, the
-comparison, the code, its successor, and the copy."""
+"""The same of the absolute value, the largest one, the quotient, the upper half of the bits in two steps, its bound,
+the comparison, the code, its successor, and the copy."""
 
 _KERNELS: Final = 3 + 13
 """The kernels of one state; two of them are for the scales alone."""
