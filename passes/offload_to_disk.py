@@ -41,7 +41,8 @@ from zeroir.passes.common.visits import DISK_TO_HOST, with_visits
 OPTIMIZER: Final = "optimizer"
 PARAMETERS: Final = "parameters"
 ACTIVATIONS: Final = "activations"
-_KINDS: Final = (OPTIMIZER, PARAMETERS, ACTIVATIONS)
+KINDS: Final = (OPTIMIZER, PARAMETERS, ACTIVATIONS)
+"""What may be on disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ class OffloadToDisk(Pass):
         {Fact.ONE_DEVICE, Fact.ONE_AXIS, Fact.UPDATE_APART}
     )
 
-    what: tuple[str, ...] = _KINDS
+    what: tuple[str, ...] = KINDS
     piece_numel: int = 8 << 20
 
     def __call__(self, program: Program) -> Program:
@@ -75,9 +76,9 @@ class OffloadToDisk(Pass):
 
     def _check_options(self) -> None:
         for kind in self.what:
-            if kind not in _KINDS:
+            if kind not in KINDS:
                 raise UserError(
-                    f"The option `what` of `{self.name}` has {listed(_KINDS)}, separated by |, not `{kind}`."
+                    f"The option `what` of `{self.name}` has {listed(KINDS)}, separated by |, not `{kind}`."
                 )
         if self.piece_numel <= 0 or self.piece_numel % PIECE_ALIGNMENT_NUMEL:
             raise UserError(

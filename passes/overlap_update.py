@@ -215,7 +215,7 @@ def _results(op: Op, program: Program) -> Iterator[tuple[Region, Content]]:
                 yield from _advanced(region, program)
         case ops.OptimizerStep():
             factors = () if op.factors is None else (op.factors,)
-            for region in (op.param, *op.states, *factors):
+            for region in (op.param, *op.states, *op.scales, *factors):
                 yield from _advanced(region, program)
         case ops.Average():
             yield from _advanced(op.average, program)

@@ -41,7 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, count, islice
+from itertools import chain, cycle, islice
 from typing import ClassVar, Final, assert_never
 
 from zeroir.errors import UserError
@@ -50,6 +50,7 @@ from zeroir.ir.bounds import BoundKind, LiveBound, with_bound
 from zeroir.ir.buffers import Buffer, Region, Role, Space, part_of, whole
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.dtypes import DType
+from zeroir.ir.layout import round_up
 from zeroir.ir.mesh import COPY_IN, COPY_OUT
 from zeroir.ir.ops import Op
 from zeroir.ir.program import (
@@ -155,14 +156,15 @@ class PageOptimizer(Pass):
         )
 
     def _page_numel(self, states: StepStates) -> int:
-        """The elements of a flat in a page of these states."""
+        """The elements of a flat in a page of these states: the pages of a flat are about equal."""
         most = self.page_bytes // states.aligned_bytes * SHARD_ALIGNMENT_NUMEL
         if not most:
             raise UserError(
                 f"`{self.spec()}` has pages of {self.page_bytes} bytes, but {SHARD_ALIGNMENT_NUMEL} elements of "
                 f"{listed(f'%{name}' for name in states.buffers)} have {states.aligned_bytes}: raise page_bytes."
             )
-        return min(states.numel, most)
+        count = -(-states.numel // most)
+        return round_up(-(-states.numel // count), SHARD_ALIGNMENT_NUMEL)
 
 
 # ----------------------------------------------------------------------------------------------- what is paged
@@ -202,9 +204,14 @@ def _steps(program: Program) -> Iterator[tuple[Section, int, StepStates]]:
                 yield section, index, _states(op, program)
 
 
+def _regions(op: _Step) -> tuple[Region, ...]:
+    """The states that a step changes, and the scales of their blocks where they have 8 bits."""
+    return (*op.states, *(op.scales if isinstance(op, ops.OptimizerStep) else ()))
+
+
 def _states(op: _Step, program: Program) -> StepStates:
-    names = tuple(region.buffer for region in op.states)
-    for region in op.states:
+    names = tuple(region.buffer for region in _regions(op))
+    for region in _regions(op):
         if not rewrite.is_whole(region, program) or region.shard is not None:
             raise UserError(
                 f"%{region.buffer} is updated in parts; `{PageOptimizer.name}` pages states that one op updates."
@@ -289,7 +296,7 @@ def _paged(section: Section, indices: frozenset[int], paging: _Paging) -> Iterat
         if index not in indices or not isinstance(op, _Step):
             yield op
             continue
-        paged = paging.of_step[tuple(region.buffer for region in op.states)]
+        paged = paging.of_step[tuple(region.buffer for region in _regions(op))]
         for _ in paged.pages():
             page = next(following)
             yield _on_part(op, page.start, page.stop, page.places)
@@ -297,20 +304,20 @@ def _paged(section: Section, indices: frozenset[int], paging: _Paging) -> Iterat
             for later in islice(arriving, 1):
                 yield from later.arrive()
         if paged.host_numel < paged.states.numel:
-            resident = tuple(paged.resident_region(i) for i in range(len(op.states)))
+            resident = tuple(paged.resident_region(i) for i in range(len(_regions(op))))
             yield _on_part(op, paged.host_numel, paged.states.numel, resident)
 
 
 def _pages(section: Section, indices: frozenset[int], paging: _Paging) -> Iterator[_Page]:
     """The pages of a section in the order of their use."""
-    numbers = count()
+    slots = cycle(paging.slots)
     for index in sorted(indices):
         op = section.body[index]
         assert isinstance(op, _Step)
-        names = tuple(region.buffer for region in op.states)
+        names = tuple(region.buffer for region in _regions(op))
         paged = paging.of_step[names]
         for start, stop in paged.pages():
-            slot = paging.slots[next(numbers) % len(paging.slots)]
+            slot = next(slots)
             by_dtype = {buffer.dtype: buffer for buffer in slot}
             used: dict[DType, int] = {}
             homes: list[Region] = []
@@ -327,14 +334,15 @@ def _pages(section: Section, indices: frozenset[int], paging: _Paging) -> Iterat
 
 
 def _on_part(op: _Step, start: int, stop: int, states: tuple[Region, ...]) -> Op:
-    """The step of elements ``[start, stop)``, whose states are in these regions."""
+    """The step of elements ``[start, stop)``, whose states, and then scales, are in these regions."""
     grad = part_of(op.grad, start, stop)
     match op:
         case ops.Direction():
             direction = part_of(op.direction, start, stop)
             return replace(op, grad=grad, states=states, direction=direction)
         case ops.OptimizerStep():
-            return replace(op, param=part_of(op.param, start, stop), grad=grad, states=states)
+            param, count = part_of(op.param, start, stop), len(op.states)
+            return replace(op, param=param, grad=grad, states=states[:count], scales=states[count:])
         case _:
             assert_never(op)
 

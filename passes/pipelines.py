@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zeroir.config import CompileOptions
-from zeroir.config.offload_fields import KEPT_ON_DISK
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.program import Program
 from zeroir.passes.all_reduce_gradients import AllReduceGradients
@@ -23,7 +22,7 @@ from zeroir.passes.offload_activations import OffloadActivations
 from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
-from zeroir.passes.offload_to_disk import OffloadToDisk
+from zeroir.passes.offload_to_disk import KINDS, OffloadToDisk
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.plan_memory import PlanMemory
@@ -157,8 +156,6 @@ def _offload(options: CompileOptions) -> tuple[Pass, ...]:
         made.append(
             PageOptimizer(device_bytes=options.page_optimizer_bytes, page_bytes=options.page_bytes)
         )
-    if options.optimizer_bits != 32:
-        raise UserError("--optimizer-bits 8 cannot be compiled yet; leave it out.")
     for kind in options.offload:
         units = options.offloaded_units(kind) or None
         match kind:
@@ -173,9 +170,8 @@ def _offload(options: CompileOptions) -> tuple[Pass, ...]:
             case _:
                 raise InternalError(f"There is no pass that offloads {kind}.")
     if options.is_offloaded_to_disk:
-        made.append(
-            OffloadToDisk(what=tuple(kind for kind in options.offload if kind in KEPT_ON_DISK))
-        )
+        # What the next step reads at once, the gradients, stays in host memory.
+        made.append(OffloadToDisk(what=tuple(kind for kind in options.offload if kind in KINDS)))
     return tuple(made)
 
 

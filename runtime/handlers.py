@@ -19,10 +19,12 @@ from zeroir.ir.buffers import Region
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.copies import at_rest
 from zeroir.ir.effects import effects
+from zeroir.ir.eight_bit_states import is_signed
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Program
 from zeroir.runtime import numerics, optim
 from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
+from zeroir.runtime.eight_bit_update import CodedState, CodedUpdate, GroupPieces
 from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.kernels.declared import misdeclared
 from zeroir.runtime.prepared_op import PreparedOp, one_after_the_other
@@ -237,6 +239,8 @@ def _prepare_locally(
         case ops.OptimizerStep():
             if op.algorithm.direction_dtype is not None:
                 return prepare_whole_step(op, memory, local_ranks.program)
+            if op.scales:
+                return _prepare_coded_update(op, memory, local_ranks.program)
             return _prepare_update(op, memory, local_ranks.program)
         case ops.Average():
             return partial(
@@ -296,6 +300,46 @@ def _prepare_update(op: ops.OptimizerStep, memory: RankMemory, program: Program)
         if pieces:
             updates.append(partial(optim.update, op.algorithm, operands))
     return one_after_the_other(updates)
+
+
+def _prepare_coded_update(
+    op: ops.OptimizerStep, memory: RankMemory, program: Program
+) -> PreparedOp:
+    """One step for all groups, because the states are widened and rounded once for all of them."""
+    groups = [
+        GroupPieces(
+            pieces=_pieces(op.param, settings.group, memory, program),
+            operands=optim.Operands(
+                params=(),
+                grads=(),
+                states=(),
+                step=memory.region(op.step),
+                lr=memory.region(settings.lr),
+                hyper=memory.region(settings.hyper),
+                divisor=memory.region(op.gradient_divisor),
+                skip=_region(memory, op.skip),
+                padding=_padding(op.param, memory, program),
+            ),
+        )
+        for settings in op.settings
+    ]
+    update = CodedUpdate(
+        algorithm=op.algorithm,
+        param=memory.region(op.param),
+        grad=memory.region(op.grad),
+        states=[
+            CodedState(
+                codes=memory.region(codes), absmax=memory.region(absmax), signed=is_signed(name)
+            )
+            for name, codes, absmax in zip(
+                op.algorithm.state_names, op.states, op.scales, strict=True
+            )
+        ],
+        groups=groups,
+        skip=_region(memory, op.skip),
+    )
+    update.prepare()
+    return update
 
 
 def _prepare_directions(op: ops.Direction, memory: RankMemory, program: Program) -> PreparedOp:

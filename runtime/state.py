@@ -11,7 +11,7 @@ from zeroir.errors import InternalError, UserError
 from zeroir.ir.buffers import Buffer
 from zeroir.ir.contents import EMA, GRAD, MASTER, OWN_COORDINATES, PARAM, FlatContent
 from zeroir.ir.factors import own_numel
-from zeroir.ir.held_elements import held_elements
+from zeroir.ir.held_elements import held_by_all, held_elements
 from zeroir.ir.layout import used_numel
 from zeroir.ir.program import Flat, Program, State
 from zeroir.runtime.comm.base import Comm
@@ -101,9 +101,7 @@ def full_flat(
     numel = flat.padded_numel
     if quantity in OWN_COORDINATES:
         numel = max(
-            content.offset
-            + buffer.numel * (1 if content.shard is None else program.mesh.size(content.shard))
-            for buffer, content in buffers
+            held_by_all(content, buffer.numel, program.mesh)[-1].stop for buffer, content in buffers
         )
     return flat_part(program, ranks, comm, buffers, dtype, range(numel))
 

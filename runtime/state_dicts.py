@@ -15,12 +15,23 @@ from torch import Tensor
 
 from zeroir.errors import UserError
 from zeroir.ir.algorithms import Algorithm
-from zeroir.ir.contents import EMA, FACTORS, MASTER, PARAM, PRECONDITIONERS, FlatContent
+from zeroir.ir.contents import (
+    ABSMAX,
+    CODES,
+    EMA,
+    FACTORS,
+    MASTER,
+    PARAM,
+    PRECONDITIONERS,
+    FlatContent,
+)
+from zeroir.ir.eight_bit_states import is_signed
 from zeroir.ir.factors import Factor, factors
 from zeroir.ir.program import Program
 from zeroir.runtime.checkpoint.model_facts import ModelFacts
 from zeroir.runtime.checkpoint.parts import elements_on, kept_scalars, state_quantities
 from zeroir.runtime.comm.base import Comm
+from zeroir.runtime.eight_bit_states import Scratch, widen
 from zeroir.runtime.live_optimizer import LiveOptimizer
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.state import full_flat
@@ -28,6 +39,10 @@ from zeroir.runtime.tensors import common
 from zeroir.runtime.whole_parameters import whole_parameters
 
 _NO_SETTINGS: Final = frozenset({"params", "param_names", "name"})
+_NO_STATES: Final = frozenset({PRECONDITIONERS, *ABSMAX.values()})
+"""Quantities that no optimizer of torch has by themselves."""
+
+_STATE_OF_CODES: Final = {codes: state for state, codes in CODES.items()}
 _COUNTING: Final = (Algorithm.ADAM, Algorithm.ADAMW, Algorithm.ADAFACTOR)
 """torch's optimizers of these names count their steps for each parameter."""
 
@@ -137,23 +152,29 @@ def optimizer_state(
 ) -> dict[str, dict[str, object] | list[dict[str, object]]]:
     """The states of the optimizer by parameter, whole, copied to the CPU, and the settings of its groups.
 
-    Names of states are those of torch's optimizers; Shampoo's sums, which torch does not know, are left out. All ranks
-    call this together; without ``is_kept`` this one takes part, and its result is empty.
+    Names of states are those of torch's optimizers; Shampoo's sums, which torch does not know, are left out, and states
+    of 8 bits are widened to FP32. All ranks call this together; without ``is_kept`` this one takes part, and its result
+    is empty.
     """
     states: dict[str, dict[str, object]] = {}
     for flat in program.flats:
-        for quantity in sorted(state_quantities(program)[flat.name] - {PRECONDITIONERS}):
+        for quantity in sorted(state_quantities(program)[flat.name] - _NO_STATES):
             whole = full_flat(program, [memory], comm, flat, quantity)
+            name = _STATE_OF_CODES.get(quantity, quantity)
+            is_coded = name != quantity
+            scales = full_flat(program, [memory], comm, flat, ABSMAX[name]) if is_coded else None
             if not is_kept or whole is None:
                 continue
             values = whole[0].cpu()
+            if scales is not None:
+                values = _widened(values, scales[0].cpu(), name)
             if quantity == FACTORS:
                 for factor in factors(flat):
                     states.setdefault(factor.slot.name, {}).update(_moments(factor, values))
                 continue
             for slot in flat.slots:
                 own = values[slot.offset : slot.offset + slot.numel].clone().view(slot.shape)
-                states.setdefault(slot.name, {})[quantity] = own
+                states.setdefault(slot.name, {})[name] = own
     if not is_kept:
         return {}
     groups: list[dict[str, object]] = []
@@ -166,6 +187,13 @@ def optimizer_state(
             for name in names:
                 states.setdefault(name, {})["step"] = steps.clone()
     return {"state": dict(states), "param_groups": groups}
+
+
+def _widened(codes: Tensor, scales: Tensor, state: str) -> Tensor:
+    """The FP32 values of a state of a whole flat."""
+    values = torch.empty(codes.numel())
+    widen(codes, scales, values, Scratch(codes.numel(), codes.device), signed=is_signed(state))
+    return values
 
 
 def _moments(factor: Factor, values: Tensor) -> dict[str, Tensor]:

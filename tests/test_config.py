@@ -147,8 +147,8 @@ IN_VAIN: list[tuple[dict[str, object], str]] = [
     ({"d": 2.0}, "--d 2.0 needs --optimizer adafactor"),
     ({"offload_to": "disk"}, "--offload-to disk needs --offload, which says"),
     (
-        {"offload": "activations,gradients", "offload_to": "disk:/x"},
-        "--offload-to disk:/x is for the optimizer and parameters, but --offload has gradients, acti",
+        {"offload": "gradients", "offload_to": "disk:/x"},
+        "--offload-to disk:/x is for optimizer, parameters and activations, and --offload has gradien",
     ),
     ({"offload_units": "a.*"}, "--offload-units a.* needs --offload, which says"),
     ({"offload_fraction": 0.5}, "--offload-fraction 0.5 needs --offload optimizer"),
@@ -177,10 +177,6 @@ IN_VAIN: list[tuple[dict[str, object], str]] = [
     (
         {"optimizer": "muon", "optimizer_bits": 8},
         "--optimizer-bits 8 is for states of single elements",
-    ),
-    (
-        {"group": "a:optimizer=shampoo", "optimizer_bits": 8},
-        "lion), but shampoo works on whole parameters",
     ),
     ({"optimizer": "sgd", "optimizer_bits": 8}, "--optimizer-bits 8 has no effect: sgd keeps no"),
 ]
@@ -323,6 +319,14 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"page_bytes": 4097}, "--page-bytes is 4097, but should be a multiple of 4096."),
     ({"optimizer_bits": 16}, "--optimizer-bits is 16, but should be 32 or 8."),
     ({"optimizer_bits": [8]}, "--optimizer-bits is [8], but should be 32 or 8."),
+    (
+        {"group": "a:optimizer=shampoo,optimizer_bits=8"},
+        "--group a:optimizer=shampoo,optimizer_bits=8: --optimizer-bits 8 is for states of single",
+    ),
+    (
+        {"group": "a:optimizer_bits=4"},
+        "a:optimizer_bits=4: optimizer_bits is 4, but should be 32 or 8.",
+    ),
 ]
 
 
@@ -333,6 +337,18 @@ def test_a_wrong_value_is_named_with_what_it_should_be(
     with pytest.raises(UserError) as caught:
         make_options({"world_size": 2, **values})
     assert words in str(caught.value)
+
+
+def test_groups_take_over_the_bits_of_states_that_can_have_them() -> None:
+    options = make_options(
+        {
+            "world_size": 2,
+            "optimizer_bits": 8,
+            "group": "a:lr=1;b:optimizer=lion;c:optimizer=muon;d:optimizer_bits=32",
+        }
+    )
+    assert [options.of_group(spec).optimizer_bits for spec in options.groups] == [8, 8, 32, 32]
+    assert options_from_pairs(options.to_pairs()) == options
 
 
 def test_what_is_offloaded_has_one_order() -> None:

@@ -48,7 +48,9 @@ def page_bytes_by_page(program: Program, page_bytes: int) -> Mapping[Page, int]:
         if isinstance(op, ops.OptimizerStep) and op.states:
             numel = program.buffer_by_name[op.states[0].buffer].numel
             element_bytes = 4 * len(op.states)
-            page_numel = page_bytes // (256 * element_bytes) * 256
+            most = page_bytes // (256 * element_bytes)
+            count = -(-numel // (256 * most))
+            page_numel = -(-numel // (256 * count)) * 256
             for start in range(0, numel, page_numel):
                 size_bytes = element_bytes * min(page_numel, numel - start)
                 pages[op.states[0].buffer, start] = size_bytes

@@ -130,6 +130,8 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "flip-checkpoint": _rows,
     "bench-checkpoint": _rows,
     "paging": _rows,
+    "fault-offload": _rows,
+    "disk": _rows,
     **{f"bench-offload {part}": _part(part) for part in ("traffic", "rates", "paper", "published")},
     "conformance": _outcomes,
     "conformance refused": _refusals,

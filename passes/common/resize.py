@@ -26,12 +26,17 @@ def resize(program: Program, axis: Axis) -> Program:
     }
     before = program.flat_by_name
     homes = {buffer: flats[flat.name] for buffer, flat in rewrite.flat_of_buffer(program).items()}
+    buffers = {
+        name: replace(buffer, numel=rewrite.full_numel(buffer, homes[name]))
+        if name in homes
+        else buffer
+        for name, buffer in program.buffer_by_name.items()
+    }
 
     def grown(region: Region) -> Region:
-        home = homes.get(region.buffer)
-        if home is None or region.stop != before[home.name].padded_numel:
+        if region.stop != program.buffer_by_name[region.buffer].numel:
             return region
-        return replace(region, numel=home.padded_numel - region.offset)
+        return replace(region, numel=buffers[region.buffer].numel - region.offset)
 
     def rewritten(section: Section) -> Section:
         body = tuple(
@@ -49,12 +54,7 @@ def resize(program: Program, axis: Axis) -> Program:
         rewrite.map_sections(program, rewritten),
         mesh=Mesh(axes=(axis,)),
         flats=tuple(flats.values()),
-        buffers=tuple(
-            replace(buffer, numel=homes[buffer.name].padded_numel)
-            if buffer.name in homes
-            else buffer
-            for buffer in program.buffers
-        ),
+        buffers=tuple(buffers.values()),
         groups=tuple(
             replace(
                 group,

@@ -15,8 +15,9 @@ import networkx
 from zeroir.errors import InternalError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, View
-from zeroir.ir.contents import OWN_COORDINATES, PARAM, FlatContent, Micro
+from zeroir.ir.contents import ABSMAX, FACTORS, PARAM, PRECONDITIONERS, FlatContent, Micro
 from zeroir.ir.effects import effects
+from zeroir.ir.eight_bit_states import blocks_numel
 from zeroir.ir.mesh import STREAMS, Stream
 from zeroir.ir.op_fields import op_fields, operands
 from zeroir.ir.ops import Op
@@ -204,12 +205,13 @@ def flat_of_buffer(program: Program) -> Mapping[str, Flat]:
 
     Sections say what parameters compute ops read and what gradients they contribute; casts, transfers and optimizer
     steps carry one element to the element of the same number. So temporaries need no naming convention. A buffer that
-    is linked to several flats, such as a slot that they use in turn, has no home.
+    is linked to several flats, such as a slot that they use in turn, has no home. Scales of a flat's blocks count as
+    full-sized, although they are fewer: they are cut as the flat is, whose shards cut no block.
     """
     stated: dict[str, Flat] = {
         buffer.name: program.flat_by_name[buffer.holds.flat]
         for buffer in program.buffers
-        if isinstance(buffer.holds, FlatContent) and buffer.holds.quantity not in OWN_COORDINATES
+        if isinstance(buffer.holds, FlatContent) and buffer.holds.quantity not in _WITHOUT_HOME
     }
     stated.update(contributed_buffers(program))
     links = networkx.Graph()
@@ -226,8 +228,18 @@ def flat_of_buffer(program: Program) -> Mapping[str, Flat]:
     return {
         buffer.name: flats[buffer.name]
         for buffer in program.buffers
-        if buffer.name in flats and buffer.numel == flats[buffer.name].padded_numel
+        if buffer.name in flats and buffer.numel == full_numel(buffer, flats[buffer.name])
     }
+
+
+_WITHOUT_HOME = (FACTORS, PRECONDITIONERS)
+"""Quantities of whole parameters, which are not cut as the flat is."""
+
+
+def full_numel(buffer: Buffer, flat: Flat) -> int:
+    """The elements of a buffer for all of a flat: one for each element of the flat, or for each block of them."""
+    is_scale = isinstance(buffer.holds, FlatContent) and buffer.holds.quantity in ABSMAX.values()
+    return blocks_numel(flat.padded_numel) if is_scale else flat.padded_numel
 
 
 def _linked(op: Op) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Final
 
@@ -206,10 +206,11 @@ def find_visits(
         uses: dict[str, _Use] = {}
         for region in (*effect.reads, *effect.accumulates):
             if region.buffer in homes:
-                uses.setdefault(region.buffer, _Use([], [])).read.append(region)
+                uses.setdefault(region.buffer, _Use()).read.append(region)
         for region in (*effect.writes, *effect.accumulates):
-            if region.buffer in homes and not is_used_up(op, region):
-                uses.setdefault(region.buffer, _Use([], [])).written.append(region)
+            if region.buffer in homes:
+                use = uses.setdefault(region.buffer, _Use())
+                (use.used_up if is_used_up(op, region) else use.written).append(region)
         if is_at_home(op):
             end(uses.keys() & runs.keys())
             continue
@@ -223,10 +224,11 @@ def find_visits(
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """The regions of one home that an op reads, and those that it writes."""
+    """The regions of one home that an op reads, those that it writes, and those that it leaves without use."""
 
-    read: list[Region]
-    written: list[Region]
+    read: list[Region] = field(default_factory=list)
+    written: list[Region] = field(default_factory=list)
+    used_up: list[Region] = field(default_factory=list)
 
 
 class _Run:
@@ -252,6 +254,9 @@ class _Run:
             self._regions[region] = None
             if not any(_covers(written, region) for written in self._written):
                 self._arriving[region] = None
+        for region in use.used_up:
+            for written in [each for each in self._written if _overlap(each, region)]:
+                del self._written[written]
         for region in use.written:
             self._regions[region] = None
             self._written[region] = None

@@ -9,7 +9,7 @@ from zeroir.checkpoint.manifest import MASTER as TRAINED
 from zeroir.checkpoint.manifest import StoredBuffer
 from zeroir.errors import UserError
 from zeroir.ir import ops
-from zeroir.ir.contents import EMA
+from zeroir.ir.contents import ABSMAX, CODES, EMA
 from zeroir.ir.effects import effects
 from zeroir.ir.program import ModuleBufferBinding, Program, Slot
 from zeroir.runtime.checkpoint.mapping import StoredParameters
@@ -39,7 +39,7 @@ def require_loadable(
             if flat.is_trainable
             for slot in flat.slots
             for quantity in state_quantities(program)[flat.name]
-            if slot.numel and stored.place(slot, quantity) is None
+            if slot.numel and not stored.has(slot, quantity)
         ]
         if missing:
             notes.append("has weights alone: the optimizer begins anew")
@@ -126,10 +126,12 @@ def _require_algorithms(program: Program, stored: StoredParameters) -> None:
 
 
 def _check_states(program: Program, stored: StoredParameters) -> Iterator[str]:
-    """Refuse states that do not fit; a sentence on the parameters that had none because they were frozen."""
+    """Refuse states that do not fit; sentences on those of other bits, and on parameters that were frozen."""
     algorithms = _algorithms(program)
     states = state_quantities(program)
     thawed: list[str] = []
+    rounded: list[str] = []
+    widened: list[str] = []
     for flat in program.flats:
         for slot in flat.slots if flat.is_trainable else ():
             home = stored.home(slot)
@@ -139,15 +141,28 @@ def _check_states(program: Program, stored: StoredParameters) -> Iterator[str]:
                 thawed.append(slot.name)
                 continue
             saved = stored.quantities(home[0]) - {TRAINED, EMA}
-            if saved != states[flat.name]:
+            own = states[flat.name]
+            if saved != own and _states_of(saved) == _states_of(own):
+                (widened if len(saved) > len(own) else rounded).append(slot.name)
+            elif saved != own:
                 raise _another_optimizer(
                     stored,
                     slot.name,
                     f"an optimizer with {_listed(saved)}",
                     f"{algorithms.get(slot.name, 'one')} with {_listed(states[flat.name])}",
                 )
+    if rounded:
+        yield f"has states of 32 bits of '{rounded[0]}': they are rounded to 8 bits"
+    if widened:
+        yield f"has states of 8 bits of '{widened[0]}': they are widened to 32 bits"
     if thawed:
         yield f"was saved with '{thawed[0]}' frozen: its optimizer state begins anew"
+
+
+def _states_of(quantities: frozenset[str]) -> frozenset[str]:
+    """The states that are kept, be it as codes and scales."""
+    codes = {quantity: state for state, quantity in CODES.items()}
+    return frozenset(codes.get(q, q) for q in quantities) - {*ABSMAX.values()}
 
 
 def _algorithms(program: Program) -> Mapping[str, str]:

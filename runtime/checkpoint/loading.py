@@ -6,7 +6,7 @@ the buffers, or by way of a small block of memory where their dtype or device di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -23,10 +23,11 @@ from zeroir.ir.buffers import Role
 from zeroir.ir.contents import DIRECTION, GRAD, FlatContent
 from zeroir.ir.program import Program
 from zeroir.runtime.checkpoint.compatibility import stored_buffer
-from zeroir.runtime.checkpoint.mapping import StoredParameters
+from zeroir.runtime.checkpoint.mapping import StoredElements, StoredParameters
 from zeroir.runtime.checkpoint.parts import kept_scalars
 from zeroir.runtime.checkpoint.rounds import Rounds
 from zeroir.runtime.checkpoint.snapshots import WEIGHT_SUM
+from zeroir.runtime.checkpoint.state_bits import fill_states_of_other_bits
 from zeroir.runtime.checkpoint.torch_trees import TorchTensors
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.state import fill_scalars
@@ -127,6 +128,14 @@ def fill_memory(program: Program, memory: RankMemory, stored: StoredParameters) 
     bindings = {binding.buffer: binding for binding in program.module_buffers}
     copied = _Copier()
     with CheckpointFiles(path=stored.path, manifest=stored.manifest) as files, torch.no_grad():
+
+        def fill(elements: Iterable[StoredElements], target: Tensor) -> None:
+            for part in elements:
+                read = partial(files.read_into, part.file, part.tensor)
+                stop = part.offset + part.stop - part.start
+                dtype = TORCH_DTYPE[part.dtype]
+                copied.copy(read, dtype, part.start, target[part.offset : stop])
+
         for buffer in program.buffers:
             if not buffer.is_persistent or buffer.role in _UNTOUCHED:
                 continue
@@ -159,6 +168,7 @@ def fill_memory(program: Program, memory: RankMemory, stored: StoredParameters) 
                 else:
                     target = memory.buffer(buffer.name)[elements.offset : stop]
                     copied.copy(read, dtype, elements.start, target)
+        fill_states_of_other_bits(program, memory, stored, fill)
     fill_scalars(program, [memory])
 
 

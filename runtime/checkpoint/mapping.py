@@ -9,13 +9,24 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from zeroir.checkpoint.manifest import MASTER as TRAINED
 from zeroir.checkpoint.manifest import Manifest, Piece, StoredBuffer, StoredFlat
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Buffer
-from zeroir.ir.contents import EMA, FACTORS, MASTER, PARAM, PRECONDITIONERS, FlatContent
+from zeroir.ir.contents import (
+    ABSMAX,
+    CODES,
+    EMA,
+    FACTORS,
+    MASTER,
+    PARAM,
+    PRECONDITIONERS,
+    FlatContent,
+)
 from zeroir.ir.dtypes import DType
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel
 from zeroir.ir.factors import factors, preconditioners
 from zeroir.ir.program import Flat, Program, Slot
 from zeroir.runtime.checkpoint.parts import elements_on, quantity_numel
@@ -64,6 +75,14 @@ class _Run:
             and start - self.start == offset - self.offset
             and start >= self.stop
         )
+
+
+_OF_OTHER_BITS: Final = {
+    **{state: (codes, ABSMAX[state]) for state, codes in CODES.items()},
+    **{codes: (state,) for state, codes in CODES.items()},
+    **{absmax: (state,) for state, absmax in ABSMAX.items()},
+}
+"""For states in FP32 the quantities of 8 bits that they can be made of, and for these the states in FP32."""
 
 
 class StoredParameters:
@@ -137,6 +156,32 @@ class StoredParameters:
         return StoredPlace(
             flat=flat.name, quantity=quantity, index=index, start=self._starts[key][index]
         )
+
+    def has(self, slot: Slot, quantity: str) -> bool:
+        """Whether the checkpoint has a quantity of a program's parameter, be it a state of other bits."""
+        return self.place(slot, quantity) is not None or any(
+            self.place(slot, other) is not None for other in _OF_OTHER_BITS.get(quantity, ())
+        )
+
+    def of_parameter(self, slot: Slot, quantity: str, wanted: range) -> Iterator[StoredElements]:
+        """Elements of a parameter, counted from its first one in a quantity; ``offset`` counts from ``wanted``'s first.
+
+        Nothing where the checkpoint lacks the quantity.
+
+        Raises:
+            UserError: where its manifest leaves out elements of a quantity that it has.
+        """
+        place = self.place(slot, quantity)
+        if place is not None and wanted:
+            run = _Run(
+                flat=place.flat,
+                quantity=place.quantity,
+                last=place.index,
+                start=place.start + wanted.start,
+                stop=place.start + wanted.stop,
+                offset=0,
+            )
+            yield from self._stored(run)
 
     def elements(
         self, program: Program, buffer: Buffer, content: FlatContent, rank: int
@@ -219,6 +264,8 @@ def extents(flat: Flat, quantity: str) -> Sequence[tuple[Slot, int, int]]:
     """The parameters of a flat in order, each with its first element in a quantity and the number of its elements."""
     if quantity == FACTORS:
         return [(factor.slot, factor.offset, factor.numel) for factor in factors(flat)]
+    if quantity in ABSMAX.values():
+        return [(s, s.offset // BLOCK_NUMEL, blocks_numel(s.numel)) for s in flat.slots]
     if quantity == PRECONDITIONERS:
         first = list(preconditioners(flat))
         stops = [*(start for _, start in first[1:]), quantity_numel(flat, quantity)]

@@ -137,25 +137,31 @@ def test_whole_parameters_are_gathered_from_stage_1_on(optimizer: Optimizer, gat
         ({"optimizer": "adam-fp32-master", "precision": "fp32"}, 12),
         ({"optimizer": "adafactor"}, 8),
         ({"optimizer": "shampoo"}, 28),
+        ({"optimizer": "adamw", "optimizer_bits": 8}, 4 + 2 + 2 / 64),
+        ({"optimizer": "lion", "optimizer_bits": 8, "ema": True}, 8 + 1 + 1 / 64),
+        ({"optimizer": "adam", "optimizer_bits": 8, "precision": "fp32"}, 2 + 2 / 64),
     ],
 )
-def test_the_state_of_each_optimizer(options: dict[str, object], expected: int) -> None:
+def test_the_state_of_each_optimizer(options: dict[str, object], expected: float) -> None:
     estimated = EstimateOptions.model_validate({"params": 1e9, **options})
     assert optimizer_bytes_per_parameter(estimated) == expected
 
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
-def test_an_estimate_equals_a_program(stage: int, precision: str, optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "bits"), [("sgd", 32), ("momentum", 32), ("adamw", 32), ("adamw", 8)]
+)
+def test_an_estimate_equals_a_program(
+    stage: int, precision: str, optimizer: str, bits: int
+) -> None:
     """In padded elements, without eliding a gather."""
-    program = mlp(blocks=2, dim=16, precision=precision, optimizer=optimizer)
+    program = mlp(blocks=2, dim=16, precision=precision, optimizer=optimizer, has_codes=bits == 8)
     for step in for_stage(stage, 4, elide=False):
         program = apply(step, program)
     count = sum(flat.padded_numel for flat in program.flats)
-    estimated = of(params=count, world_size=4, precision=precision, optimizer=optimizer).stages[
-        stage
-    ]
+    options = {"precision": precision, "optimizer": optimizer, "optimizer_bits": bits}
+    estimated = of(params=count, world_size=4, **options).stages[stage]
     assert estimated.model_states_bytes == sum(model_state_bytes(program).values())
     traffic = collective_bytes(program)
     total = traffic["all_gather"] + traffic["reduce_scatter"] + 2 * traffic["all_reduce"]

@@ -17,6 +17,7 @@ buffer %home : f32[512] host master = master a
 buffer %host : f32[512] host staging
 buffer %device : f32[512] device staging
 buffer %slice : f32[256] device staging
+buffer %small : f32[256] host staging
 buffer %lone : f32[512] device staging
 section update {
 """
@@ -62,6 +63,18 @@ def test_copies_of_copies_stand_for_what_rests_on_disk() -> None:
     assert rests(body, "device", 0, 64) == Region(buffer="disk", offset=0, numel=64)
 
 
+def test_a_slice_passes_through_a_buffer_of_its_own() -> None:
+    """A slice arrives by one host buffer, and the whole departs by another: both stand where the slice is at rest."""
+    body = (
+        "load %disk[0:512]@dp -> %small; to_device %small -> %device[0:512]@dp; "
+        "to_host %device -> %host; store %host -> %disk"
+    )
+    expected = Region(buffer="disk", offset=0, numel=512, shard="dp")
+    assert rests(body, "device", 0, 512, "dp") == expected
+    assert rests(body, "small", 0, 256) == expected
+    assert rests(body, "device", 64, 64) == Region(buffer="disk", offset=64, numel=64)
+
+
 def test_what_stands_for_several_stands_for_none() -> None:
     """A slot that pages use in turn."""
     body = "to_device %home[0:128] -> %device[0:128]; to_device %home[128:256] -> %device[0:128]"
@@ -72,5 +85,5 @@ def test_what_nothing_fills_stands_for_nothing() -> None:
     assert rests("to_device %home -> %device", "lone", 0, 512) is None
 
 
-def test_buffers_that_stand_for_each_other_stand_for_nothing() -> None:
+def test_a_copy_of_what_stands_for_nothing_stands_for_nothing() -> None:
     assert rests("to_device %host -> %device", "device", 0, 512) is None

@@ -25,6 +25,7 @@ from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
 from zeroir.runtime.allocations import AllocatorEvent, allocations, by_range, left_bytes
+from zeroir.runtime.disk.scratch_file import PAGE_BYTES
 from zeroir.runtime.rank_memory import RankMemory, allocation_range
 from zeroir.workspace.op_scratch import scratch_space
 from zeroir.workspace.segments import declared
@@ -44,10 +45,19 @@ def planned(stage: int, offload: str) -> Program:
 
 
 def held_bytes(program: Program, space: Space) -> int:
-    """The bytes that a rank has in a space before its first save, as the program says."""
+    """The bytes that a rank has in a space before its first save, as the program says.
+
+    Where buffers are on disk, each allocation on the host has a page more, so that it can begin at a page.
+    """
     planned_bytes = footprint(program, space=space)
-    unsaved = snapshot_bytes(program) if space is Space.HOST else 0
-    return planned_bytes.resting_bytes + planned_bytes.arena_bytes - unsaved
+    held = planned_bytes.resting_bytes + planned_bytes.arena_bytes
+    if space is Space.HOST:
+        held -= snapshot_bytes(program)
+        if any(buffer.space is Space.DISK for buffer in program.buffers):
+            resting = [b for b in program.buffers if b.is_persistent and b.space is Space.HOST]
+            pages = sum(b.role is not Role.SNAPSHOT for b in resting) + 1
+            held += pages * PAGE_BYTES
+    return held
 
 
 @EACH_OFFLOAD
@@ -70,7 +80,7 @@ def test_the_storages_of_the_buffers_of_each_space_are_as_large(offload: str) ->
     memory = RankMemory(program, 1, CPU)
     storages: dict[Space, dict[int, int]] = {space: {} for space in IN_MEMORY}
     for buffer in program.buffers:
-        if buffer.role is Role.SNAPSHOT:
+        if buffer.role is Role.SNAPSHOT or buffer.space not in IN_MEMORY:
             continue
         storage = memory.region(whole(buffer)).untyped_storage()
         storages[buffer.space][storage.data_ptr()] = storage.nbytes()

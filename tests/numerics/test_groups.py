@@ -9,6 +9,7 @@ import pytest
 from zeroir.api.check import check_model
 from zeroir.api.compiled import compile_with
 from zeroir.config import make_options
+from zeroir.ir.contents import CODES, FlatContent
 from zeroir.ir.ops import Algorithm
 
 MODEL = """
@@ -40,6 +41,16 @@ MOMENTUM = {
     "weight_decay": 0.1,
     "group": ("*.bias:momentum=0.5,weight_decay=0", "head:lr=0.1,nesterov=true"),
 }
+EIGHT_BIT = {
+    "optimizer_bits": 8,
+    "weight_decay": 0.1,
+    "no_decay": True,
+    "group": (
+        "head:optimizer_bits=32",
+        "norm:optimizer=lion,lr=0.01",
+        "*.bias:optimizer=momentum,momentum=0.7",
+    ),
+}
 MIXED = {"group": ("norm:optimizer=sgd,lr=0.1", "*.bias:optimizer=momentum,momentum=0.7")}
 
 
@@ -51,7 +62,11 @@ def model(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("groups", [ADAMW, MOMENTUM, MIXED], ids=["adamw", "momentum", "mixed"])
+@pytest.mark.parametrize(
+    "groups",
+    [ADAMW, MOMENTUM, MIXED, EIGHT_BIT],
+    ids=["adamw", "momentum", "mixed", "8 bits"],
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -90,7 +105,7 @@ def test_each_setting_of_a_group_counts(model: str) -> None:
 
 
 @pytest.mark.slow
-def test_flats_are_split_by_algorithm_alone(model: str) -> None:
+def test_flats_are_split_by_algorithm_and_bits_alone(model: str) -> None:
     whole = compile_with(model, make_options({"world_size": 2}))
     grouped = compile_with(model, make_options({"world_size": 2, **ADAMW}))
     assert [f.name for f in grouped.program.flats] == [f.name for f in whole.program.flats]
@@ -112,3 +127,19 @@ def test_flats_are_split_by_algorithm_alone(model: str) -> None:
         "norm": Algorithm.SGD,
         "bias": Algorithm.MOMENTUM,
     }
+    coded = compile_with(model, make_options({"world_size": 2, **EIGHT_BIT}))
+    assert {f.name for f in coded.program.flats} == {
+        "blocks.0",
+        "blocks.0.momentum",
+        "blocks.1",
+        "blocks.1.momentum",
+        "root.post.lion",
+        "root.post.32bit",
+    }
+    kept = {
+        buffer.holds.quantity
+        for buffer in coded.program.buffers
+        if isinstance(buffer.holds, FlatContent) and buffer.holds.flat == "root.post.32bit"
+    }
+    assert kept >= {"exp_avg", "exp_avg_sq"}
+    assert not kept & {*CODES.values()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -22,6 +23,7 @@ from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.contents import FlatContent
+from zeroir.ir.mesh import IO, OPTIMIZER
 from zeroir.ir.ops import Op
 from zeroir.ir.program import SAVE, UPDATE, Program
 from zeroir.memory.lifetimes import Lifetimes
@@ -36,6 +38,7 @@ from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
 from zeroir.runtime.lockstep import Lockstep
+from zeroir.verify import verify
 
 PIECE_NUMEL = 4096
 TO_DISK = OffloadToDisk(piece_numel=PIECE_NUMEL)
@@ -250,3 +253,30 @@ def test_only_what_is_asked_for_moves() -> None:
 def test_options_that_make_no_sense(what: tuple[str, ...], piece_numel: int, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         OffloadToDisk(what=what, piece_numel=piece_numel)(mlp())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_damaged_programs_are_rejected(precision: str) -> None:
+    """Each load, store and wait for one left out, or carried out by another stream."""
+    logical = mlp(blocks=1, dim=96, precision=precision)
+    program = applied(logical, (*for_stage(2, 1), OffloadOptimizer(), TO_DISK))
+    assert verify(program, reference=logical).is_valid
+    count = 0
+    for section in program.sections:
+        for index, op in enumerate(section.body):
+            match op:
+                case ops.Load() | ops.Store():
+                    changes: list[list[Op]] = [[], [replace(op, stream="compute")]]
+                case ops.Wait() if op.on in (IO, OPTIMIZER):
+                    changes = [[]]
+                case _:
+                    continue
+            for change in changes:
+                body = (*section.body[:index], *change, *section.body[index + 1 :])
+                sections = tuple(
+                    replace(s, body=body) if s.name == section.name else s for s in program.sections
+                )
+                mutant = replace(program, sections=sections)
+                count += 1
+                assert not verify(mutant, reference=logical).is_valid, f"{index} {op} -> {change}"
+    assert count > 30

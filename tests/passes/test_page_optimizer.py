@@ -31,6 +31,9 @@ from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Flat, Program, Section
 from zeroir.memory.footprint import footprint
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
+from zeroir.passes.offload_activations import OffloadActivations
+from zeroir.passes.offload_gradients import OffloadGradients
+from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
@@ -142,6 +145,21 @@ def test_a_skipped_step_leaves_pages_as_they_were(overflowing: tuple[int, ...]) 
     result = run(after, batches, 5)
     assert result.skipped[1] is bool(overflowing)
     assert_equal(result, run(applied(logical, base), batches), range(3), str(overflowing))
+
+
+@pytest.mark.parametrize("stage", [3, *(pytest.param(s, marks=pytest.mark.slow) for s in range(3))])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_other_parts_of_the_state_are_offloaded_beside_pages(stage: int, precision: str) -> None:
+    logical = mlp(blocks=2, dim=64, precision=precision, clip=1.0, micro_steps=2)
+    base = for_stage(stage, 3)
+    before = applied(logical, base)
+    device_bytes = int(0.6 * state_bytes(before, Space.DEVICE))
+    offload = (OffloadGradients(), OffloadParameters(), OffloadActivations())
+    paging = PageOptimizer(device_bytes=device_bytes, page_bytes=2048)
+    after = proved(logical, (*base, paging, *offload, SaveState(), PlanMemory()))
+    batches = inputs(logical, 3, 2)
+    assert_equal(run(after, batches, stage), run(before, batches), range(3), str(stage))
+    assert state_bytes(after, Space.DEVICE) + page_bytes(after) <= device_bytes
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])

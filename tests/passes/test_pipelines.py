@@ -6,7 +6,6 @@ import pytest
 
 from tests.support.programs import mlp
 from zeroir.config import make_options, options_from_pairs
-from zeroir.errors import UserError
 from zeroir.passes.bound_gradients import BoundGradients
 from zeroir.passes.pipelines import for_options, for_stage, lower
 from zeroir.passes.plan_memory import PlanMemory
@@ -64,8 +63,3 @@ def test_lowering_is_for_the_world_size_and_says_so(world_size: int) -> None:
 def test_lowering_twice_gives_equal_programs() -> None:
     options = make_options({"stage": 3, "world_size": 4})
     assert lower(mlp(), options) == lower(mlp(), options)
-
-
-def test_what_no_pass_does_yet_is_refused() -> None:
-    with pytest.raises(UserError, match="cannot be compiled yet"):
-        for_options(make_options({"world_size": 2, "optimizer_bits": 8}))

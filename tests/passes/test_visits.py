@@ -157,6 +157,16 @@ def test_only_changed_elements_depart() -> None:
     assert (visit.arriving, visit.departing) == ((region("a"),), (region("a[64:192]"),))
 
 
+def test_what_is_used_up_stays_away() -> None:
+    """Neither what the op leaves goes home, nor what an op before it has written there."""
+    sums = add("x", "a")
+    body = [sums, add("y", "a")]
+    (visit,) = find_visits(body, HOMES, _is_at_home, lambda op, _: op is not sums)
+    assert (visit.arriving, visit.departing) == ((region("a"),), ())
+    (visit,) = find_visits([*body, sums], HOMES, _is_at_home, lambda op, _: op is body[1])
+    assert visit.departing == (region("a"),)
+
+
 def test_gaps_arrive_with_what_is_around_them() -> None:
     one = compute("a[0:64]")
     assert isinstance(one, ops.Compute)

@@ -138,6 +138,13 @@ def test_an_estimate_fits_a_terminal() -> None:
     assert printed(render_estimate(estimate(options)), is_coloured=False, width=80) == wide
 
 
+def test_an_estimate_says_that_states_have_8_bits() -> None:
+    options = EstimateOptions(params=1e9, optimizer_bits=8)
+    text = printed(render_estimate(estimate(options)), is_coloured=False)
+    assert "2 numbers of 8 bits a parameter, and the FP32 master weight" in text
+    assert "2 + 2 + 6.031 bytes" in text
+
+
 @pytest.mark.parametrize(
     ("block", "live", "expected"),
     [

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
+from tests.support.process_bytes import disk_bytes
 from zeroir.errors import UserError
 from zeroir.runtime.disk.disk_buffers import DiskBuffers
 from zeroir.runtime.disk.disk_rates import measure_disk
@@ -109,20 +110,13 @@ def test_the_page_cache_is_left_out_and_every_byte_counted(tmp_path: Path) -> No
     size_bytes = 4 * REQUEST_BYTES
     disk.add({"a": size_bytes})
     content = memory(size_bytes, 0).random_(255)
-    before = process_bytes()
+    before = disk_bytes()
     disk.writing("a", 0, content)()
     for _ in range(2):
         disk.reading("a", 0, content)()
-    after = process_bytes()
+    after = disk_bytes()
     assert [b - a for a, b in zip(before, after, strict=True)] == [2 * size_bytes, size_bytes]
     assert (disk.read_bytes, disk.written_bytes) == (2 * size_bytes, size_bytes)
-
-
-def process_bytes() -> tuple[int, int]:
-    """The bytes that this process has read from disks and written to them, as Linux counts them."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    counts = {name: int(value) for name, _, value in (line.partition(": ") for line in lines)}
-    return counts["read_bytes"], counts["write_bytes"]
 
 
 def test_parts_of_a_page_may_change_at_once(tmp_path: Path) -> None:

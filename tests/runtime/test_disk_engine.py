@@ -10,10 +10,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.passes.test_offload_to_disk import whole_page_bytes
 from tests.runtime.constructors import Mlp
 from tests.runtime.disk_workers import STEPS, TO_DISK, plain
 from tests.runtime.support import Ranks, initial_flats, lowered, random_batches, require_success
+from tests.support.process_bytes import disk_bytes
 from tests.support.programs import mlp
+from zeroir.ir import ops
 from zeroir.ir.buffers import Space
 from zeroir.passes.manager import apply
 from zeroir.runtime.engine import Engine
@@ -68,6 +71,24 @@ def test_whoever_asks_for_values_gets_the_same(tmp_path: Path, precision: str) -
     for buffer in without.program.buffers:
         if buffer.is_persistent:
             require_equal(with_disk.buffer(buffer.name), without.buffer(buffer.name))
+
+
+def test_linux_counts_the_bytes_of_the_program(tmp_path: Path) -> None:
+    _, engine = engines(tmp_path)
+    disk = engine._memory.disk
+    if not disk.is_direct:
+        pytest.skip("this file system has no direct reads and writes")
+    first, second, _ = random_batches(3, 1)
+    engine.step(first[0])
+    engine.finish()
+    before = disk_bytes()
+    engine.step(second[0])
+    engine.finish()
+    moved = [after - earlier for after, earlier in zip(disk_bytes(), before, strict=True)]
+    for kind, found in zip((ops.Load, ops.Store), moved, strict=True):
+        transfers = [op for op in engine.program.step_ops() if isinstance(op, kind)]
+        assert len(transfers) > 10
+        assert found == sum(whole_page_bytes(engine.program, op) for op in transfers)
 
 
 def test_checkpoints_are_the_same(tmp_path: Path) -> None:

@@ -68,6 +68,11 @@ def _tell(program: Program, chance: Random) -> Program | None:
         replace(op, param=like.param),
         replace(op, factors=like.factors),
         replace(op, whole=like.whole),
+        replace(op, scales=like.scales),
+        replace(op, scales=op.scales[::-1]),
+        replace(op, scales=()),
+        replace(op, states=op.states[::-1], scales=op.scales[::-1]),
+        replace(op, states=like.states, scales=like.scales),
     ]
     return put(program, one, chance.choice(choices))
 

@@ -13,6 +13,7 @@ from zeroir.passes.offload_activations import OffloadActivations
 from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
+from zeroir.passes.offload_to_disk import OffloadToDisk
 from zeroir.passes.page_optimizer import PageOptimizer
 
 PAGED: Final = PageOptimizer(device_bytes=14_000, page_bytes=4096)
@@ -29,6 +30,14 @@ OFFLOADS: Final[Mapping[str, tuple[Pass, ...]]] = {
         OffloadGradients(),
         OffloadParameters(),
         OffloadActivations(smallest=0),
+    ),
+    "activations to disk": (OffloadActivations(smallest=0), OffloadToDisk(what=("activations",))),
+    "everything to disk": (
+        OffloadOptimizer(),
+        OffloadGradients(),
+        OffloadParameters(),
+        OffloadActivations(smallest=0),
+        OffloadToDisk(piece_numel=4096),
     ),
     "everything, paged": (
         PAGED,

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.support.pieces import SegmentBuilder, flat, tensor
 from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import FlatContent, Micro, NamedContent
+from zeroir.ir.contents import ABSMAX, CODES, FlatContent, Micro, NamedContent
 from zeroir.ir.dtypes import DType
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel
 from zeroir.ir.factors import factors_numel
+from zeroir.ir.layout import Parameter, layout
 from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import Flat
 from zeroir.ir.segment import Ref, Segment
+
+
+def _in_blocks(home: Flat) -> Flat:
+    """The flat with parameters that begin at blocks, as 8-bit states ask for."""
+    parameters = [Parameter(name=s.name, shape=s.shape, aliases=s.aliases) for s in home.slots]
+    slots, padded_numel = layout(parameters, 1, alignment_numel=BLOCK_NUMEL)
+    return replace(home, slots=slots, padded_numel=padded_numel)
 
 
 @dataclass
@@ -30,6 +39,7 @@ class Perceptron:
     keep_fp32: bool
     has_scaling: bool
     ema: float | None
+    has_codes: bool
 
     def flats(self) -> tuple[Flat, ...]:
         aliases = {"pre.weight": ("post.weight",)} if self.tied else {}
@@ -67,7 +77,7 @@ class Perceptron:
                     {},
                 )
             )
-        return tuple(found)
+        return tuple(map(_in_blocks, found)) if self.has_codes else tuple(found)
 
     # ---------------------------------------------------------------------------------------------- segments
 
@@ -197,7 +207,15 @@ class Perceptron:
             if self.algorithm.direction_dtype is not None:
                 add(f"{name}.direction", self.algorithm.direction_dtype, numel, Role.STAGING)
             averages = () if self.ema is None else ("ema",)
-            for state in (*self.algorithm.state_names, *averages):
+            states = self.algorithm.state_names
+            for state in states if self.has_codes else ():
+                for quantity, dtype, count in (
+                    (CODES[state], DType.U8, numel),
+                    (ABSMAX[state], DType.F32, blocks_numel(numel)),
+                ):
+                    content = FlatContent(quantity=quantity, flat=name)
+                    add(f"{name}.{quantity}", dtype, count, Role.STATE, holds=content)
+            for state in (*(() if self.has_codes else states), *averages):
                 add(
                     f"{name}.{state}",
                     DType.F32,

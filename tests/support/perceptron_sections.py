@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from tests.support.perceptron import Perceptron
 from tests.support.pieces import alloc, dense, fill, one, release
 from zeroir.ir.buffers import Region, View
+from zeroir.ir.contents import ABSMAX, CODES
+from zeroir.ir.eight_bit_states import blocks_numel
 from zeroir.ir.factors import factors_numel
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import (
@@ -219,9 +221,22 @@ def update_body(made: Perceptron, flats: tuple[Flat, ...]) -> list[Op]:
                 Cast(source=gradient, destination=grad32, stream=COMPUTE),
             ]
         complete = grad32 if is_cast else gradient
+        names = made.algorithm.state_names
         states = tuple(
-            Region(buffer=f"{home.name}.{state}", offset=0, numel=home.padded_numel)
-            for state in made.algorithm.state_names
+            Region(
+                buffer=f"{home.name}.{CODES[state] if made.has_codes else state}",
+                offset=0,
+                numel=home.padded_numel,
+            )
+            for state in names
+        )
+        scales = tuple(
+            Region(
+                buffer=f"{home.name}.{ABSMAX[state]}",
+                offset=0,
+                numel=blocks_numel(home.padded_numel),
+            )
+            for state in (names if made.has_codes else ())
         )
         direction = Region(buffer=f"{home.name}.direction", offset=0, numel=home.padded_numel)
         factors = Region(buffer=f"{home.name}.factors", offset=0, numel=factors_numel(home))
@@ -254,6 +269,7 @@ def update_body(made: Perceptron, flats: tuple[Flat, ...]) -> list[Op]:
                 gradient_divisor=one("gradient_divisor"),
                 skip=skip,
                 factors=factors if made.algorithm is Algorithm.ADAFACTOR else None,
+                scales=scales,
                 stream=COMPUTE,
             )
         )

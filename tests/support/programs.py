@@ -63,10 +63,12 @@ def mlp(
     ema: float | None = None,
     is_weighted: bool = False,
     has_fixed_divisor: bool = False,
+    has_codes: bool = False,
 ) -> Program:
     """The logical program of the module's docstring; x is f32[batch, features] on every rank.
 
     With ``has_fixed_divisor`` the number of micro-steps is in the divisor, as in programs of earlier versions.
+    With ``has_codes`` the optimizer's states have 8 bits.
     """
     if is_weighted or (micro_steps > 1 and not has_fixed_divisor):
         program = mlp(
@@ -80,6 +82,7 @@ def mlp(
             tied=tied,
             keep_fp32=keep_fp32,
             ema=ema,
+            has_codes=has_codes,
         )
         program = weigh(program) if is_weighted else program
         program = accumulate(program) if micro_steps > 1 else program
@@ -98,6 +101,7 @@ def mlp(
         keep_fp32=keep_fp32,
         has_scaling=precision == "fp16",
         ema=ema,
+        has_codes=has_codes,
     )
     flats = made.flats()
     sum_name = "grad_sum" if micro_steps > 1 else "grad"

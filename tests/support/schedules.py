@@ -44,6 +44,7 @@ class Case:
     is_weighted: bool = False
     has_fixed_divisor: bool = False
     is_grouped: bool = False
+    has_codes: bool = False
     has_parameters_on_host: bool = False
     paging: PageOptimizer | None = None
     blocks: int = field(default=2)
@@ -73,6 +74,7 @@ def _logical(case: Case) -> Program:
         optimizer=case.optimizer,
         is_weighted=case.is_weighted,
         has_fixed_divisor=case.has_fixed_divisor,
+        has_codes=case.has_codes,
     )
     return in_groups(program) if case.is_grouped else program
 

@@ -42,6 +42,7 @@ CASES: Mapping[str, Case] = {
     ),
     "stage 3, in groups": Case(stage=3, precision="bf16", overlap_update=True, is_grouped=True),
     "stage 1, averaged": Case(stage=1, precision="fp16", ema=0.5),
+    "stage 2, 8 bits": Case(stage=2, precision="fp16", has_codes=True, is_grouped=True),
     "stage 1, parameters on the host": Case(stage=1, clip=1.0, has_parameters_on_host=True),
     "stage 3, parameters on the host": Case(
         stage=3, precision="bf16", overlap_update=True, has_parameters_on_host=True

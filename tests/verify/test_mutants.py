@@ -33,8 +33,9 @@ ANY_CASE = st.builds(
     ema=st.sampled_from([None, None, 0.5]),
     optimizer=st.sampled_from(["adamw", "adamw", "adafactor"]),
     is_grouped=st.booleans(),
+    has_codes=st.sampled_from([False, False, True]),
     has_parameters_on_host=st.sampled_from([False, False, True]),
-)
+).filter(lambda case: not case.has_codes or case.optimizer == "adamw")
 CHECKS = [HealthCheck.filter_too_much, HealthCheck.too_slow]
 SETTINGS = settings(deadline=None, suppress_health_check=CHECKS)
 

@@ -4,7 +4,7 @@ The replicas share their parameters and each runs forward and backward in eager 
 follow one rounding rule: added in FP32 in rank order, rounded once to the gradient's dtype (on a mesh of two axes
 once within each group and once over the groups), divided once in FP32 by loss scale × world size × micro-steps. Where
 batches have weights, the backward begins with loss scale × weight, and the divisor is loss scale × the sum of all
-weights. The update is torch.optim's, fused, on FP32 master weights.
+weights. The update is torch.optim's, fused, on FP32 master weights; states of 8 bits are rounded between updates.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from zeroir.api.plain_eight_bit_states import WithRoundedStates
 from zeroir.api.plain_lion import Lion
 from zeroir.api.plain_shampoo import Shampoo
 from zeroir.config import CompileOptions
 from zeroir.frontend.module_tensors import put_back_buffers, substitute_buffers
-from zeroir.frontend.parameter_groups import ParameterGroup, parameter_groups
+from zeroir.frontend.parameter_groups import ParameterGroup, parameter_groups, states_of
 from zeroir.frontend.precision import apply_precision, compute_dtype, with_floats_cast
 from zeroir.frontend.results import evaluated, loss_of
 from zeroir.frontend.source import ModelSource
@@ -31,6 +32,7 @@ from zeroir.torch_ops import neutral_ops
 from zeroir.torch_ops.batches import Batch
 
 _ALIGNMENT_NUMEL = 64
+PlainOptimizer = torch.optim.Optimizer | Lion | Shampoo | WithRoundedStates
 Seeds = Callable[[int, int, int], Tensor]
 """From (step, micro-step, rank) to the i64 seeds of that forward's random operators."""
 
@@ -73,7 +75,7 @@ class EagerReplicas:
                 if parameter.dtype == torch.float32:
                     parameter.data = self._master(name)
         self._parameters: dict[str, nn.Parameter] = {}
-        self._optimizers: list[torch.optim.Optimizer | Lion | Shampoo] = []
+        self._optimizers: list[PlainOptimizer] = []
         self._scheduler: Scheduler | None = None
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[float]:
@@ -276,15 +278,22 @@ def _make_optimizers(
     groups: Sequence[ParameterGroup],
     parameters: Mapping[str, nn.Parameter],
     shapes: Mapping[str, torch.Size],
-) -> list[torch.optim.Optimizer | Lion | Shampoo]:
-    """One optimizer of torch for each group; those that work on whole parameters take them in their shape."""
-    optimizers: list[torch.optim.Optimizer | Lion | Shampoo] = []
+) -> list[PlainOptimizer]:
+    """One optimizer of torch for each group; those that work on whole parameters take them in their shape.
+
+    States of 8 bits are rounded after each step.
+    """
+    optimizers: list[PlainOptimizer] = []
     for group in groups:
         own = [parameters[name] for name in group.parameters]
         if group.options.optimizer.direction_dtype is not None:
             for name, parameter in zip(group.parameters, own, strict=True):
                 parameter.data = parameter.data[: shapes[name].numel()].view(shapes[name])
-        optimizers.append(_make_optimizer(own, group.options))
+        optimizer = _make_optimizer(own, group.options)
+        if states_of(group.options).are_codes and not isinstance(optimizer, Shampoo):
+            optimizers.append(WithRoundedStates(optimizer))
+        else:
+            optimizers.append(optimizer)
     return optimizers
 
 

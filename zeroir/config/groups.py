@@ -16,6 +16,7 @@ from typing import Final
 
 GROUP_KEYS: Final = (
     "optimizer",
+    "optimizer_bits",
     "lr",
     "momentum",
     "dampening",

@@ -22,8 +22,8 @@ ADAPTIVE: Final = "adaptive"
 OFFLOADED: Final = (OPTIMIZER, GRADIENTS, PARAMETERS, ACTIVATIONS)
 """What can be kept outside device memory, in the order in which options list it."""
 
-KEPT_ON_DISK: Final = (OPTIMIZER, PARAMETERS)
-"""What a disk can keep; gradients and activations, which a step makes and uses up, stay in host memory."""
+KEPT_ON_DISK: Final = (OPTIMIZER, PARAMETERS, ACTIVATIONS)
+"""What a disk can keep; gradients, which the update reads at once, stay in host memory."""
 
 HOST: Final = "host"
 DISK: Final = "disk"
@@ -71,8 +71,8 @@ Offload = Annotated[
 OffloadTo = Annotated[
     str,
     Field(
-        description="Where it is kept: host (memory of the CPU), or disk:FOLDER, which keeps the optimizer and the "
-        "parameters, with host memory as its cache."
+        description="Where it is kept: host (memory of the CPU), or disk:FOLDER, with host memory as the cache of the "
+        "disk; gradients stay in host memory."
     ),
     AfterValidator(_is_a_place),
 ]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zeroir.config.offload_fields import ADAPTIVE, HOST, KEPT_ON_DISK, OPTIMIZER
-from zeroir.ir.ops import Algorithm
+from zeroir.config.offload_fields import ADAPTIVE, GRADIENTS, HOST, OPTIMIZER
 
 if TYPE_CHECKING:
     from zeroir.config.options import CompileOptions
@@ -18,10 +17,10 @@ def offload_problem(options: CompileOptions) -> str | None:
         return _adaptive_problem(options)
     if not kinds and options.offload_to != HOST:
         return f"--offload-to {options.offload_to} needs --offload, which says what is kept there"
-    if options.is_offloaded_to_disk and not set(KEPT_ON_DISK) & set(kinds):
+    if kinds == (GRADIENTS,) and options.offload_to != HOST:
         return (
-            f"--offload-to {options.offload_to} is for the optimizer and parameters, but --offload has "
-            f"{', '.join(kinds)}, which host memory keeps"
+            f"--offload-to {options.offload_to} is for optimizer, parameters and activations, and --offload has "
+            "gradients alone, which stay in host memory"
         )
     if not kinds and options.offload_units:
         return (
@@ -77,17 +76,12 @@ def _page_problem(options: CompileOptions) -> str | None:
 def _bits_problem(options: CompileOptions) -> str | None:
     if options.optimizer_bits == 32:
         return None
-    for algorithm in dict.fromkeys(_algorithms(options)):
-        if algorithm.direction_dtype is not None:
-            return (
-                f"--optimizer-bits {options.optimizer_bits} is for states of single elements (momentum, adam, adamw, "
-                f"lion), but {algorithm} works on whole parameters"
-            )
-    if not any(algorithm.state_names for algorithm in _algorithms(options)):
+    if options.optimizer.direction_dtype is not None:
+        return (
+            f"--optimizer-bits {options.optimizer_bits} is for states of single elements (momentum, adam, adamw, "
+            f"lion), but {options.optimizer} works on whole parameters"
+        )
+    optimizers = (options.optimizer, *(options.of_group(spec).optimizer for spec in options.groups))
+    if not any(optimizer.has_states_of_elements for optimizer in optimizers):
         return f"--optimizer-bits {options.optimizer_bits} has no effect: {options.optimizer} keeps no states"
     return None
-
-
-def _algorithms(options: CompileOptions) -> tuple[Algorithm, ...]:
-    """The optimizers of all parameters."""
-    return (options.optimizer, *(options.of_group(spec).optimizer for spec in options.groups))

@@ -181,7 +181,8 @@ class CompileOptions(OptionFields):
     def of_group(self, spec: GroupSpec) -> CompileOptions:
         """The options of a group's parameters.
 
-        A group with another optimizer takes over the learning rate and the weight decay alone.
+        A group with another optimizer takes over the learning rate, the weight decay, and the bits of its states alone,
+        and these only where its states are those of single elements.
         """
         return self._of_group(spec, _IS_WRITTEN)
 
@@ -198,10 +199,13 @@ class CompileOptions(OptionFields):
         return self.model_copy(update={"weight_decay": 0.0})
 
     def _of_group(self, spec: GroupSpec, context: Mapping[str, bool] | None) -> CompileOptions:
-        names = ("optimizer", "lr", *hyper_parameters.NAMES)
+        names = ("optimizer", "optimizer_bits", "lr", *hyper_parameters.NAMES)
         values = {name: getattr(self, name) for name in names}
-        if spec.settings.get("optimizer", self.optimizer) != self.optimizer:
+        optimizer = spec.settings.get("optimizer", self.optimizer)
+        if optimizer != self.optimizer:
             values = {name: values[name] for name in ("lr", "weight_decay")}
+            if optimizer in _EIGHT_BIT_OPTIMIZERS:
+                values["optimizer_bits"] = self.optimizer_bits
         update = {**values, **spec.settings, "world_size": 1}
         return CompileOptions.model_validate(update, context=context)
 
@@ -221,6 +225,9 @@ class CompileOptions(OptionFields):
         are_set = (value not in (None, ()) for _, value in values)
         return tuple(compress(texts, are_set))
 
+
+_EIGHT_BIT_OPTIMIZERS: Final = frozenset(a for a in Algorithm if a.has_states_of_elements)
+"""The optimizers whose states can have 8 bits."""
 
 _SEPARATORS: Final = {"group": SEPARATOR}
 """Separators of options that are lists, where commas are part of an item."""

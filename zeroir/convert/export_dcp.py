@@ -80,7 +80,7 @@ def export_dcp(
         state_dict["optim"] = _optimizer(stored, groups)
     with folder_written_whole(output, DISTRIBUTED) as folder:
         _write(folder, state_dict)
-    return notes_on_states(groups)
+    return notes_on_states(stored, groups)
 
 
 def _optimizer(stored: StoredTensors, groups: Iterable[OptimizerGroupInFiles]) -> dict[str, object]:

@@ -31,6 +31,7 @@ from zeroir.convert.stored_tensors import ParameterInFiles, StoredTensors, Tenso
 from zeroir.convert.torch_optimizer_states import (
     STEP,
     OptimizerGroupInFiles,
+    notes_on_codes,
     optimizer_groups,
     states,
 )
@@ -71,7 +72,7 @@ def export_deepspeed(stored: StoredTensors, output: Path) -> list[str]:
         ):
             torch.save(_model_states(stored), folder / tag / name)
         (folder / "latest_universal").write_text(tag)
-    notes = []
+    notes = notes_on_codes(stored)
     if len(groups) > 1:
         notes.append(
             "DeepSpeed's stage 3 gives the settings of the first group to all groups: set those of the others after "

@@ -12,6 +12,8 @@ from functools import cached_property
 from math import prod
 from typing import Final
 
+import numpy as np
+
 from zeroir.checkpoint.manifest import (
     MASTER,
     Manifest,
@@ -23,6 +25,8 @@ from zeroir.checkpoint.manifest import (
 from zeroir.checkpoint.reading import CheckpointFiles, VerifyItem, read_manifest, verify_items
 from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES
 from zeroir.errors import UserError
+from zeroir.ir.contents import ABSMAX, CODES
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel, code_values, is_signed
 
 SLICE_BYTES: Final = 32 << 20
 """The most bytes of a tensor that are read at once."""
@@ -42,12 +46,29 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockScales:
+    """The scales of a state of 8 bits: where those of all blocks stand, and the first block of the tensor's elements.
+
+    ``skipped_numel`` elements of that block come before the first element of the tensor.
+    """
+
+    scales: TensorInFiles
+    first_block: int
+    skipped_numel: int
+    signed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInFiles:
-    """A tensor of a model or an optimizer: its dtype as in manifests, its shape, and where its elements stand."""
+    """A tensor of a model or an optimizer: its dtype as in manifests, its shape, and where its elements stand.
+
+    With ``scales`` the extents are those of u8 codes, and the tensor is the f32 one that they and the scales stand for.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     extents: tuple[Extent, ...]
+    scales: BlockScales | None = None
 
     @property
     def numel(self) -> int:
@@ -71,7 +92,13 @@ class TensorInFiles:
                     replace(extent, start=extent.start + first, stop=extent.start + last)
                 )
             position += extent.stop - extent.start
-        return TensorInFiles(dtype=self.dtype, shape=shape, extents=tuple(extents))
+        scales = self.scales
+        if scales is not None:
+            blocks, skipped_numel = divmod(scales.skipped_numel + start, BLOCK_NUMEL)
+            scales = replace(
+                scales, first_block=scales.first_block + blocks, skipped_numel=skipped_numel
+            )
+        return replace(self, shape=shape, extents=tuple(extents), scales=scales)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +209,22 @@ class StoredTensors:
         stored = quantity_of(parameter.flat, quantity)
         if stored is None:
             return None
-        return self.elements(stored, parameter.slot.offset, parameter.slot.shape, parameter.name)
+        slot = parameter.slot
+        if quantity in ABSMAX.values():
+            shape = (blocks_numel(prod(slot.shape)),)
+            return self.elements(stored, slot.offset // BLOCK_NUMEL, shape, parameter.name)
+        return self.elements(stored, slot.offset, slot.shape, parameter.name)
+
+    def widened(self, parameter: ParameterInFiles, state: str) -> TensorInFiles | None:
+        """A state of 8 bits of a parameter as the FP32 tensor that it stands for; None if the checkpoint lacks it."""
+        codes = self.state(parameter, CODES[state])
+        scales = self.state(parameter, ABSMAX[state])
+        if codes is None or scales is None:
+            return None
+        of_blocks = BlockScales(
+            scales=scales, first_block=0, skipped_numel=0, signed=is_signed(state)
+        )
+        return replace(codes, dtype="f32", scales=of_blocks)
 
     def elements(
         self, quantity: StoredQuantity, offset: int, shape: tuple[int, ...], owner: str
@@ -212,12 +254,32 @@ class StoredTensors:
         Raises:
             UserError: if a file is damaged.
         """
+        if tensor.scales is not None:
+            yield from self._widened(tensor, tensor.scales)
+            return
         size = ITEMSIZE_BYTES[tensor.dtype]
         for extent in tensor.extents:
             self._check(extent)
             for start in range(extent.start, extent.stop, SLICE_BYTES // size):
                 stop = min(start + SLICE_BYTES // size, extent.stop)
                 yield self._files.bytes(extent.file, extent.tensor, start, stop)
+
+    def _widened(self, tensor: TensorInFiles, scales: BlockScales) -> Iterator[memoryview]:
+        """The FP32 elements of a state of 8 bits, in parts of whole blocks but for the first and the last."""
+        codes = replace(tensor, dtype="u8", scales=None)
+        values = np.array(code_values(signed=scales.signed), dtype=np.float32)
+        most = SLICE_BYTES // ITEMSIZE_BYTES["f32"]
+        start = 0
+        while start < tensor.numel:
+            blocks, skipped_numel = divmod(scales.skipped_numel + start, BLOCK_NUMEL)
+            count = min(most - skipped_numel, tensor.numel - start)
+            part = np.frombuffer(b"".join(self.slices(codes.elements(start, (count,)))), np.uint8)
+            count_blocks = blocks_numel(skipped_numel + count)
+            own = scales.scales.elements(scales.first_block + blocks, (count_blocks,))
+            of_blocks = np.frombuffer(b"".join(self.slices(own)), "<f4")
+            of_elements = np.repeat(of_blocks, BLOCK_NUMEL)[skipped_numel : skipped_numel + count]
+            yield memoryview(values[part] * of_elements).cast("B")
+            start += count
 
     def _check(self, extent: Extent) -> None:
         """Compare the checksum of a tensor of a file before its elements are first used."""

@@ -24,7 +24,7 @@ from zeroir.convert.stored_tensors import (
 )
 from zeroir.errors import UserError
 from zeroir.ir.algorithms import Algorithm
-from zeroir.ir.contents import EMA, FACTORS, OWN_COORDINATES
+from zeroir.ir.contents import CODES, EMA, FACTORS, OWN_COORDINATES
 
 STEP: Final = "step"
 
@@ -33,6 +33,8 @@ _OWN_KEYS: Final = frozenset({"params", "param_names", "name"})
 
 _NO_STATES: Final = frozenset({MASTER, EMA, *OWN_COORDINATES})
 """Quantities that are not states with the elements of parameters."""
+
+_STATE_OF_CODES: Final = {codes: state for state, codes in CODES.items()}
 
 _COUNTING: Final = (Algorithm.ADAM, Algorithm.ADAMW, Algorithm.ADAFACTOR)
 """torch's optimizers of these names count their steps for each parameter."""
@@ -64,11 +66,15 @@ def optimizer_groups(stored: StoredTensors) -> list[OptimizerGroupInFiles]:
 
 
 def states(stored: StoredTensors, parameter: ParameterInFiles) -> dict[str, TensorInFiles]:
-    """The states of a parameter by torch's names, without the count of steps."""
+    """The states of a parameter by torch's names, without the count of steps; those of 8 bits are widened to FP32."""
     tensors: dict[str, TensorInFiles] = {}
     for quantity in parameter.flat.quantities:
+        state = _STATE_OF_CODES.get(quantity.name)
+        widened = None if state is None else stored.widened(parameter, state)
         if quantity.name == FACTORS:
             tensors |= _factors(stored, parameter)
+        elif state is not None and widened is not None:
+            tensors[state] = widened
         elif quantity.name not in _NO_STATES:
             tensors[quantity.name] = stored.elements(
                 quantity, parameter.slot.offset, parameter.slot.shape, parameter.name
@@ -76,10 +82,20 @@ def states(stored: StoredTensors, parameter: ParameterInFiles) -> dict[str, Tens
     return tensors
 
 
-def notes_on_states(groups: list[OptimizerGroupInFiles]) -> list[str]:
-    """One sentence where states cannot be exported."""
+def notes_on_states(stored: StoredTensors, groups: list[OptimizerGroupInFiles]) -> list[str]:
+    """Sentences on states that cannot be exported, or not as they are."""
+    notes = []
     if any(group.algorithm is Algorithm.SHAMPOO for group in groups):
-        return ["The states of Shampoo were left out: torch has no optimizer that could load them."]
+        notes.append(
+            "The states of Shampoo were left out: torch has no optimizer that could load them."
+        )
+    return notes + notes_on_codes(stored)
+
+
+def notes_on_codes(stored: StoredTensors) -> list[str]:
+    """One sentence where states have 8 bits."""
+    if any(q.name in _STATE_OF_CODES for flat in stored.manifest.flats for q in flat.quantities):
+        return ["The optimizer's states of 8 bits were written as FP32."]
     return []
 
 

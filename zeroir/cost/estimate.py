@@ -24,6 +24,7 @@ from zeroir.config.offload_fields import (
     OffloadFraction,
     OptimizerBits,
 )
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL
 
 Optimizer = Literal[
     "sgd",
@@ -47,8 +48,8 @@ _STATE_BYTES: Final = 4
 _QUANTISED: Final = ("momentum", "adam", "adamw", "lion")
 """Optimizers whose states can have 8 bits."""
 
-_QUANTISED_BYTES: Final = 1 + 4 / 256
-"""Bytes of a state of 8 bits: blocks of 256 elements have one FP32 scale."""
+_QUANTISED_BYTES: Final = 1 + _STATE_BYTES / BLOCK_NUMEL
+"""Bytes of a state of 8 bits: each block of elements has one FP32 scale."""
 
 _UNITS_HELD: Final = 2
 """Units with gathered parameters, and units with full gradients, at once: the defaults of the compiler."""

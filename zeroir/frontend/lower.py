@@ -11,19 +11,26 @@ from zeroir.frontend.capture import CapturedModel
 from zeroir.frontend.joint_graph import JointGraph
 from zeroir.frontend.micro_step import SegmentCallsBuilder, output_buffers
 from zeroir.frontend.module_tensors import TensorInfo
-from zeroir.frontend.parameter_groups import algorithms, declared_groups, parameter_groups
+from zeroir.frontend.parameter_groups import (
+    KeptStates,
+    declared_groups,
+    kept_states,
+    parameter_groups,
+    states_of,
+)
 from zeroir.frontend.segment_calls import GradientSink, SegmentCall
 from zeroir.frontend.update import EVAL_LOSS, LOSS, scalars, update_body
 from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import DIRECTION, EMA, FlatContent, Micro
+from zeroir.ir.contents import ABSMAX, CODES, DIRECTION, EMA, FlatContent, Micro
 from zeroir.ir.dtypes import DType
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel
 from zeroir.ir.factors import own_numel
 from zeroir.ir.layout import Parameter, layout
 from zeroir.ir.mesh import Axis, Mesh
-from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import (
     EVALUATE,
     LAST_MICRO_STEP,
+    PARAMETER_ALIGNMENT_NUMEL,
     UPDATE,
     Flat,
     Holding,
@@ -31,7 +38,6 @@ from zeroir.ir.program import (
     OutputBinding,
     Program,
     Section,
-    Slot,
     State,
 )
 
@@ -56,8 +62,8 @@ def lower(
     groups = parameter_groups(
         (_parameter(info) for info in captured.parameters if info.name in trained), options
     )
-    algorithm_of = algorithms(groups)
-    flats = _flats(captured, calls, owners, options, algorithm_of)
+    states_by_name = kept_states(groups)
+    flats = _flats(captured, calls, owners, options, states_by_name)
     trainable = tuple(flat for flat in flats if flat.is_trainable)
     if not trainable:
         raise UserError("The model's loss does not depend on any trainable parameter.")
@@ -97,7 +103,7 @@ def lower(
         mesh=Mesh(axes=(Axis(name="dp", size=1),)),
         flats=flats,
         buffers=(
-            *_state_buffers(flats, options, algorithm_of),
+            *_state_buffers(flats, options, states_by_name),
             *scalar_buffers,
             *micro_step.buffers.values(),
         ),
@@ -139,12 +145,12 @@ def _flats(
     calls: Sequence[SegmentCall],
     owners: Mapping[str, str],
     options: CompileOptions,
-    algorithm_of: Mapping[str, Algorithm],
+    states_by_name: Mapping[str, KeptStates],
 ) -> tuple[Flat, ...]:
     """The flats in the order of the units' first forwards; in each, parameters in the order of first use.
 
-    ``algorithm_of`` are the optimizers of the trained parameters. Parameters with different ones have different states,
-    and so stand in different flats.
+    ``states_by_name`` says what the optimizer keeps of each trained parameter. Parameters of which it keeps different
+    states stand in different flats.
     """
     infos = {info.name: info for info in captured.parameters}
     unit_of: dict[str, str] = {}
@@ -158,28 +164,33 @@ def _flats(
     for name, unit in unit_of.items():
         names_of.setdefault(unit, []).append(name)
     compute = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16}[options.precision]
+    usual = states_of(options)
     flats: list[Flat] = []
     for unit, names in names_of.items():
-        members: dict[tuple[bool, bool, DType, bool, Algorithm], list[TensorInfo]] = {}
+        members: dict[tuple[bool, bool, DType, bool, KeptStates], list[TensorInfo]] = {}
         for name in names:
             info = infos[name]
-            algorithm = algorithm_of.get(name, options.optimizer)
+            states = states_by_name.get(name, usual)
             key = (
-                name not in algorithm_of,
+                name not in states_by_name,
                 info.dtype is not compute,
                 info.dtype,
-                algorithm is not options.optimizer,
-                algorithm,
+                states != usual,
+                states,
             )
             members.setdefault(key, []).append(info)
-        for (is_frozen, has_other_dtype, dtype, has_other_algorithm, algorithm), group in sorted(
+        for (is_frozen, has_other_dtype, dtype, _, states), group in sorted(
             members.items(), key=lambda item: item[0]
         ):
             suffix = "fp32" if dtype is DType.F32 else str(dtype)
             name = f"{unit}.frozen" if is_frozen else unit
             name += f".{suffix}" if has_other_dtype else ""
-            name += f".{algorithm}" if has_other_algorithm else ""
-            slots, padded_numel = _slots(group)
+            name += _states_suffix(states, usual)
+            slots, padded_numel = layout(
+                [_parameter(info) for info in group],
+                world_size=1,
+                alignment_numel=BLOCK_NUMEL if states.are_codes else PARAMETER_ALIGNMENT_NUMEL,
+            )
             flats.append(
                 Flat(
                     name=name,
@@ -193,8 +204,12 @@ def _flats(
     return tuple(flats)
 
 
-def _slots(group: Sequence[TensorInfo]) -> tuple[tuple[Slot, ...], int]:
-    return layout([_parameter(info) for info in group], world_size=1)
+def _states_suffix(states: KeptStates, usual: KeptStates) -> str:
+    """What the name of a flat says of its states where they are not the usual ones."""
+    suffix = f".{states.algorithm}" if states.algorithm is not usual.algorithm else ""
+    if states.are_codes != usual.are_codes and states.algorithm.has_states_of_elements:
+        suffix += ".8bit" if states.are_codes else ".32bit"
+    return suffix
 
 
 def _parameter(info: TensorInfo) -> Parameter:
@@ -202,7 +217,7 @@ def _parameter(info: TensorInfo) -> Parameter:
 
 
 def _state_buffers(
-    flats: Sequence[Flat], options: CompileOptions, algorithm_of: Mapping[str, Algorithm]
+    flats: Sequence[Flat], options: CompileOptions, states_by_name: Mapping[str, KeptStates]
 ) -> list[Buffer]:
     """Parameters, gradients, master weights, optimizer states and averages of one device."""
     buffers: list[Buffer] = []
@@ -238,9 +253,16 @@ def _state_buffers(
         if is_low:
             add(flat, "master", DType.F32, Role.MASTER, holds(flat, "master"))
             add(flat, "grad32", DType.F32, Role.STAGING, None)
-        algorithm = algorithm_of[flat.slots[0].name]
+        states = states_by_name[flat.slots[0].name]
+        algorithm = states.algorithm
         for state in algorithm.state_names:
-            add(flat, state, DType.F32, Role.STATE, holds(flat, state))
+            if not states.are_codes:
+                add(flat, state, DType.F32, Role.STATE, holds(flat, state))
+                continue
+            codes, absmax = CODES[state], ABSMAX[state]
+            add(flat, codes, DType.U8, Role.STATE, holds(flat, codes))
+            scales_numel = blocks_numel(flat.padded_numel)
+            add(flat, absmax, DType.F32, Role.STATE, holds(flat, absmax), scales_numel)
         factors = algorithm.factors_name
         if factors is not None:
             content = holds(flat, factors)

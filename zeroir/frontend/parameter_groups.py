@@ -13,6 +13,9 @@ from zeroir.ir.layout import Parameter
 from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import Flat, OptimizerGroup
 
+EIGHT_BITS = 8
+"""The ``optimizer_bits`` of states that are codes."""
+
 MATRIX_DIMENSIONS = 2
 """Muon and Shampoo take matrices alone."""
 
@@ -120,9 +123,23 @@ def _empty(text: str, parameters: Sequence[Parameter], *, is_matched: bool) -> s
     return f"--group {text} matches no trained parameter or module with trained parameters; names look like {example}."
 
 
-def algorithms(groups: Iterable[ParameterGroup]) -> Mapping[str, Algorithm]:
-    """The optimizer of each parameter."""
-    return {name: group.options.optimizer for group in groups for name in group.parameters}
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class KeptStates:
+    """What the optimizer keeps of a parameter: the states of its algorithm, in FP32 or as codes of 8 bits."""
+
+    algorithm: Algorithm
+    are_codes: bool
+
+
+def kept_states(groups: Iterable[ParameterGroup]) -> Mapping[str, KeptStates]:
+    """What the optimizer keeps of each parameter."""
+    return {name: states_of(group.options) for group in groups for name in group.parameters}
+
+
+def states_of(options: CompileOptions) -> KeptStates:
+    """What the optimizer of these options keeps."""
+    are_codes = options.optimizer_bits == EIGHT_BITS and options.optimizer.has_states_of_elements
+    return KeptStates(algorithm=options.optimizer, are_codes=are_codes)
 
 
 def declared_groups(

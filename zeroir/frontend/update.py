@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from zeroir.config import CompileOptions
-from zeroir.frontend.parameter_groups import ParameterGroup
+from zeroir.frontend.parameter_groups import ParameterGroup, states_of
 from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import DIRECTION, EMA, MASTER, PARAM, NamedContent
+from zeroir.ir.contents import ABSMAX, CODES, DIRECTION, EMA, MASTER, PARAM, NamedContent
 from zeroir.ir.dtypes import DType
+from zeroir.ir.eight_bit_states import blocks_numel
 from zeroir.ir.factors import own_numel
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import (
@@ -146,9 +147,12 @@ def _update(
         )
         for group in groups
     )
-    algorithm = groups[0].options.optimizer
+    kept = states_of(groups[0].options)
+    algorithm = kept.algorithm
     complete = wide if is_low else gradient
-    states = tuple(_whole(flat, state) for state in algorithm.state_names)
+    names = algorithm.state_names
+    states = tuple(_whole(flat, CODES[name] if kept.are_codes else name) for name in names)
+    scales = tuple(_scales(flat, ABSMAX[name]) for name in names if kept.are_codes)
     direction = _whole(flat, DIRECTION)
     if algorithm.direction_dtype is not None:
         ops += [
@@ -183,6 +187,7 @@ def _update(
             group=first.group,
             others=tuple(others),
             factors=_factors(flat, algorithm.factors_name),
+            scales=scales,
             stream=COMPUTE,
         )
     )
@@ -208,6 +213,11 @@ def _update(
 
 def _whole(flat: Flat, suffix: str) -> Region:
     return Region(buffer=f"{flat.name}.{suffix}", offset=0, numel=flat.padded_numel)
+
+
+def _scales(flat: Flat, name: str) -> Region:
+    numel = blocks_numel(flat.padded_numel)
+    return Region(buffer=f"{flat.name}.{name}", offset=0, numel=numel)
 
 
 def _factors(flat: Flat, name: str | None) -> Region | None:

@@ -38,6 +38,11 @@ class Algorithm(StrEnum):
         return _DIRECTION_DTYPES.get(self)
 
     @property
+    def has_states_of_elements(self) -> bool:
+        """Whether its step needs nothing but an element and that element's states, of which it keeps some."""
+        return bool(self.state_names) and self.direction_dtype is None
+
+    @property
     def factors_name(self) -> str | None:
         """The FP32 state of whole parameters, in coordinates of its own (``zeroir/ir/factors.py``), if it keeps one."""
         return _FACTORS.get(self)

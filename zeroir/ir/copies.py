@@ -7,13 +7,13 @@ belong, not what they hold: whoever relies on their values proves them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from zeroir.ir import ops
-from zeroir.ir.buffers import Region, Space, part_of
-from zeroir.ir.ops import Op
+from zeroir.ir.buffers import Region, Space, part_of, whole
+from zeroir.ir.mesh import Mesh
 
 if TYPE_CHECKING:
     from zeroir.ir.program import Program
@@ -21,37 +21,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOf:
-    """The elements of another buffer that a buffer stands for.
+    """The elements of a persistent buffer that a temporary one stands for.
 
-    Element ``i`` stands for element ``i + shift`` of ``buffer``. With ``slice`` the buffer's elements are instead those
-    of this rank's slice of that region, in order.
+    Element ``i`` stands for element ``i + shift`` of ``buffer``. With ``slice`` the elements are instead those of that
+    region of the buffer on this rank, in order.
     """
 
     buffer: str
     shift: int = 0
     slice: Region | None = None
 
+    def region(self, region: Region, mesh: Mesh) -> Region | None:
+        """The region of the persistent buffer that a region of the temporary one stands for.
 
-def copies(body: Iterable[Op], temporary: Mapping[str, int]) -> Mapping[str, CopyOf]:
-    """For each temporary buffer what it is a copy of; ``temporary`` has their numbers of elements.
+        None for a slice of a copy of a slice, which no region spells.
+        """
+        if self.slice is None:
+            return replace(region, buffer=self.buffer, offset=region.offset + self.shift)
+        if not _is_plain(region):
+            return None
+        if region.numel == self.slice.local_numel(mesh):
+            return self.slice
+        return part_of(self.slice, region.offset, region.stop)
+
+
+def copies(program: Program) -> Mapping[str, CopyOf]:
+    """For each temporary buffer what it is a copy of.
 
     Each transfer of a buffer must say the same; a buffer that stands for different elements in turn is left out.
     """
+    buffers = program.buffer_by_name
     copy_of: dict[str, CopyOf | None] = {}
-    for op in body:
-        if not isinstance(op, ops.Transfer):
-            continue
-        near, far = op.source, op.destination
-        if _DISTANCE[op.from_space] > _DISTANCE[op.to_space]:
-            near, far = far, near
-        # Of two temporary buffers, the one nearer to the device stands for the other.
-        if near.buffer in temporary:
-            own, other = near, far
-        elif far.buffer in temporary:
-            own, other = far, near
-        else:
-            continue
-        copy = _copy_of(own, other, temporary[own.buffer])
+    for own, other in _pairs(program):
+        resting: Region | None = other
+        if not buffers[other.buffer].is_persistent:
+            known = copy_of.get(other.buffer)
+            resting = None if known is None else known.region(other, program.mesh)
+        own_buffer = buffers[own.buffer]
+        copy = None if resting is None else _copy_of(own, resting, own == whole(own_buffer))
         if copy_of.setdefault(own.buffer, copy) != copy:
             copy_of[own.buffer] = None
     return {name: copy for name, copy in copy_of.items() if copy is not None}
@@ -61,12 +68,27 @@ _DISTANCE: Final = {Space.DEVICE: 0, Space.HOST: 1, Space.DISK: 2}
 """The number of transfers that a space is away from the device."""
 
 
-def _copy_of(own: Region, other: Region, numel: int) -> CopyOf | None:
-    if (own.shard, own.part) == (other.shard, other.part):
+def _pairs(program: Program) -> Iterator[tuple[Region, Region]]:
+    """The regions of temporary buffers that transfers fill and empty, each with the region that it stands for.
+
+    Of two temporary buffers, the one nearer to the device stands for the other, which comes first.
+    """
+    buffers = program.buffer_by_name
+    transfers = [op for op in program.ops() if isinstance(op, ops.Transfer)]
+    for op in sorted(transfers, key=lambda op: -_DISTANCE[op.from_space] - _DISTANCE[op.to_space]):
+        near, far = op.source, op.destination
+        if _DISTANCE[op.from_space] > _DISTANCE[op.to_space]:
+            near, far = far, near
+        if not buffers[near.buffer].is_persistent:
+            yield near, far
+        elif not buffers[far.buffer].is_persistent:
+            yield far, near
+
+
+def _copy_of(own: Region, other: Region, is_whole: bool) -> CopyOf | None:
+    if (own.shard, own.part) == (other.shard, other.part) and own.numel == other.numel:
         return CopyOf(buffer=other.buffer, shift=other.offset - own.offset)
-    if _is_plain(own) and (own.offset, own.numel) == (0, numel):
-        return CopyOf(buffer=other.buffer, slice=other)
-    return None
+    return CopyOf(buffer=other.buffer, slice=other) if is_whole else None
 
 
 def at_rest(program: Program, region: Region) -> Region | None:
@@ -74,19 +96,10 @@ def at_rest(program: Program, region: Region) -> Region | None:
 
     It has as many elements on each rank. None where the region is no copy, or a slice of a copy of a slice.
     """
-    while not program.buffer_by_name[region.buffer].is_persistent:
-        copy = program.copies.get(region.buffer)
-        if copy is None:
-            return None
-        if copy.slice is None:
-            region = replace(region, buffer=copy.buffer, offset=region.offset + copy.shift)
-        elif not _is_plain(region):
-            return None
-        elif region.numel == copy.slice.local_numel(program.mesh):
-            region = copy.slice
-        else:
-            region = part_of(copy.slice, region.offset, region.stop)
-    return region
+    if program.buffer_by_name[region.buffer].is_persistent:
+        return region
+    copy = program.copies.get(region.buffer)
+    return None if copy is None else copy.region(region, program.mesh)
 
 
 def _is_plain(region: Region) -> bool:

@@ -13,7 +13,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zeroir.ir.contents import FACTORS
+from zeroir.ir.contents import FACTORS, PRECONDITIONERS
+from zeroir.ir.eight_bit_states import blocks_numel
+from zeroir.ir.layout import used_numel
 from zeroir.ir.program import Flat, Slot
 
 
@@ -83,4 +85,8 @@ def _sides(flat: Flat) -> Iterator[tuple[int, int]]:
 
 def own_numel(quantity: str, flat: Flat) -> int:
     """The number of elements of a quantity with coordinates of its own, without padding."""
-    return factors_numel(flat) if quantity == FACTORS else preconditioners_numel(flat)
+    if quantity == FACTORS:
+        return factors_numel(flat)
+    if quantity == PRECONDITIONERS:
+        return preconditioners_numel(flat)
+    return blocks_numel(used_numel(flat))

@@ -2,7 +2,8 @@
 
 Offsets do not depend on the world size, so re-lowering for another one moves no parameter; only the padding at the
 end grows. The 256 keeps every rank's slice on a 16-byte boundary and on a multiple of 8 elements, which the fused
-optimizers need to be bitwise independent of how a flat is cut.
+optimizers need to be bitwise independent of how a flat is cut. Where the optimizer's states have 8 bits, parameters
+begin at multiples of 256, so that a block of elements with one scale belongs to one parameter and to one rank.
 """
 
 from __future__ import annotations
@@ -22,8 +23,15 @@ class Parameter:
     aliases: tuple[str, ...] = ()
 
 
-def layout(parameters: Sequence[Parameter], world_size: int) -> tuple[tuple[Slot, ...], int]:
+def layout(
+    parameters: Sequence[Parameter],
+    world_size: int,
+    *,
+    alignment_numel: int = PARAMETER_ALIGNMENT_NUMEL,
+) -> tuple[tuple[Slot, ...], int]:
     """Place parameters in the order given; return their slots and the padded number of elements of the flat.
+
+    Each begins at a multiple of ``alignment_numel``, itself a multiple of 64.
 
     Raises:
         ValueError: where the world size is below 1.
@@ -33,7 +41,7 @@ def layout(parameters: Sequence[Parameter], world_size: int) -> tuple[tuple[Slot
     for parameter in parameters:
         slot = Slot(
             name=parameter.name,
-            offset=round_up(stop, PARAMETER_ALIGNMENT_NUMEL),
+            offset=round_up(stop, alignment_numel),
             shape=parameter.shape,
             aliases=parameter.aliases,
         )

@@ -263,8 +263,8 @@ class Program:
 
     @cached_property
     def copies(self) -> Mapping[str, CopyOf]:
-        """What each temporary buffer stands for that is a copy of elements of one other buffer, by name."""
-        return copies(self.ops(), {b.name: b.numel for b in self.buffers if not b.is_persistent})
+        """What each temporary buffer stands for that is a copy of elements of one persistent buffer, by name."""
+        return copies(self)
 
     @cached_property
     def streams_off_device(self) -> frozenset[str]:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from zeroir.ir.algorithms import Algorithm
 from zeroir.ir.buffers import Region
+from zeroir.ir.contents import ABSMAX, CODES
 from zeroir.ir.op_fields import (
     Accumulated,
     Attribute,
@@ -150,7 +151,7 @@ class Direction(Update):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStep(Update):
-    """Update ``param`` (and ``states``) in place with ``grad`` / gradient_divisor, all of one numel and dtype.
+    """Update ``param`` (and ``states``) in place with ``grad`` / gradient_divisor, all f32 and of one numel.
 
     ``grad`` is used up: torch's fused kernels store the divided gradient there, and nothing may read it afterwards.
 
@@ -163,6 +164,10 @@ class OptimizerStep(Update):
     element in no group, such as padding between parameters, may stay as it is. Groups, parameters and padding are found
     by their places in the buffer at rest, so ``param`` must hold the elements that rest there, where any do.
 
+    With ``scales`` the states are kept in 8 bits (``zeroir/ir/eight_bit_states.py``): ``states`` are u8 codes, and
+    ``scales``, in the same order, the f32 scales of their blocks of 256 elements. Each state is widened to FP32 for the
+    update, which uses the new FP32 values, and these are rounded to new codes and scales.
+
     With an optimizer that works on whole parameters (``algorithm.direction_dtype``) ``grad`` are the directions of the
     whole flat, although ``param`` may be a slice, and ``states`` are those of ``direction``, so none are here. Each
     rank computes the steps of the parameters that meet its slice. Adafactor also reads the parameters as they were:
@@ -171,8 +176,8 @@ class OptimizerStep(Update):
     """
 
     syntax = (
-        "{algorithm} param={param} grad={grad} states=({states}) step={step} lr={lr} hyper={hyper}"
-        " gradient_divisor={gradient_divisor} [skip={skip}] [whole={whole}] [factors={factors}]"
+        "{algorithm} param={param} grad={grad} states=({states}) [scales=({scales})] step={step} lr={lr}"
+        " hyper={hyper} gradient_divisor={gradient_divisor} [skip={skip}] [whole={whole}] [factors={factors}]"
         " | group={group} [others=({others})]"
     )
     participle = "updated"
@@ -192,7 +197,19 @@ class OptimizerStep(Update):
     others: tuple[GroupSettings, ...] = ()
     whole: Read[Region] | None = None
     factors: Accumulated[Region] | None = None
+    scales: tuple[Accumulated[Region], ...] = ()
     event: Signalled[str] | None = None
+
+    @property
+    def state_quantities(self) -> tuple[str, ...]:
+        """What ``states`` hold, in order: the states of the algorithm, or the codes of these."""
+        names = () if self.algorithm.direction_dtype is not None else self.algorithm.state_names
+        return tuple(CODES[name] for name in names) if self.scales else names
+
+    @property
+    def scale_quantities(self) -> tuple[str, ...]:
+        """What ``scales`` hold, in order."""
+        return tuple(ABSMAX[name] for name in self.algorithm.state_names) if self.scales else ()
 
     @property
     def settings(self) -> tuple[GroupSettings, ...]:

@@ -12,6 +12,8 @@ from zeroir.ir.allowlist import refusal
 from zeroir.ir.bounds import AheadBound, BehindBound, LiveBound
 from zeroir.ir.buffers import Buffer, Region, whole
 from zeroir.ir.contents import (
+    ABSMAX,
+    CODES,
     DIRECTION,
     EMA,
     FACTORS,
@@ -19,11 +21,13 @@ from zeroir.ir.contents import (
     MASTER,
     OWN_COORDINATES,
     PARAM,
+    PRECONDITIONERS,
     Content,
     FlatContent,
     Micro,
     WeightContent,
 )
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel
 from zeroir.ir.factors import own_numel
 from zeroir.ir.mesh import HOST
 from zeroir.ir.program import (
@@ -117,19 +121,35 @@ def _mesh(program: Program) -> Problems:
 
 
 def _flats(program: Program) -> Problems:
+    in_blocks = _in_blocks(program)
     for flat in program.flats:
         stop = 0
         for slot in sorted(flat.slots, key=lambda slot: slot.offset):
             where = f"parameter {slot.name}"
+            start = f"{where} begins at element {slot.offset} of flat {flat.name}"
             if slot.offset % PARAMETER_ALIGNMENT_NUMEL:
-                start = f"{where} begins at element {slot.offset} of flat {flat.name}"
                 yield "Z008", f"{start}, which is not a multiple of {PARAMETER_ALIGNMENT_NUMEL}"
+            elif flat.name in in_blocks and slot.offset % BLOCK_NUMEL:
+                yield (
+                    "Z008",
+                    f"{start}, within one of the blocks of {BLOCK_NUMEL} elements whose states share a scale",
+                )
             if slot.offset < stop:
                 yield "Z008", f"{where} overlaps its neighbour in flat {flat.name}"
             stop = max(stop, slot.offset + slot.numel)
         if stop > flat.padded_numel:
             what = f"flat {flat.name} has {flat.padded_numel} elements"
             yield "Z008", f"{what}, its parameters need {stop}"
+
+
+def _in_blocks(program: Program) -> frozenset[str]:
+    """The flats of which states are kept in blocks with a scale each."""
+    quantities = {*CODES.values(), *ABSMAX.values()}
+    return frozenset(
+        buffer.holds.flat
+        for buffer in program.buffers
+        if isinstance(buffer.holds, FlatContent) and buffer.holds.quantity in quantities
+    )
 
 
 def _buffers(program: Program) -> Problems:
@@ -183,7 +203,9 @@ def _content_problem(program: Program, content: Content, numel: int) -> str | No
             return sentence
     stop = content.offset + (content.stride or numel) * (count - 1) + numel
     length = flat.padded_numel
-    if content.quantity in OWN_COORDINATES:
+    if content.quantity in ABSMAX.values():
+        length = blocks_numel(flat.padded_numel)
+    elif content.quantity in OWN_COORDINATES:
         # Shards may be padded; what is behind the last element is never read.
         length = -(-own_numel(content.quantity, flat) // (count * SHARD_ALIGNMENT_NUMEL)) * (
             count * SHARD_ALIGNMENT_NUMEL
@@ -209,7 +231,7 @@ def _stride_problem(content: FlatContent, stride: int, numel: int) -> str | None
     """Why a region of ``numel`` local elements cannot hold parts of slices that begin so many elements apart."""
     if content.shard is None:
         return "has a stride, but is not cut along an axis"
-    if content.quantity in (PARAM, MASTER, GRAD, EMA, DIRECTION, *OWN_COORDINATES):
+    if content.quantity in (PARAM, MASTER, GRAD, EMA, DIRECTION, FACTORS, PRECONDITIONERS):
         return f"holds {content.quantity} with a stride, which only an optimizer state has"
     if stride <= numel:
         return f"has the stride {stride} and {numel} elements: each rank's part must be less than its slice"
@@ -268,6 +290,7 @@ def _bindings(program: Program) -> Problems:
 def _groups(program: Program) -> Problems:
     """The intervals and the settings of optimizer groups."""
     intervals: list[tuple[str, int, int, str]] = []
+    in_blocks = _in_blocks(program)
     for group in program.groups:
         for buffer in (group.lr, group.hyper):
             if buffer is not None and buffer not in program.buffer_by_name:
@@ -283,6 +306,9 @@ def _groups(program: Program) -> Problems:
                 numel = PARAMETER_ALIGNMENT_NUMEL
                 what = f"{cut} {numel} elements that kernels take at a time"
                 yield "Z003", f"{what}, which changes the rounding"
+            elif name in in_blocks and (start % BLOCK_NUMEL or stop % BLOCK_NUMEL):
+                cut = f"group {group.name} cuts {name}[{start}:{stop}] off the"
+                yield "Z003", f"{cut} {BLOCK_NUMEL} elements whose states share a scale"
             else:
                 yield from _cut_parameters(group, flat, start, stop)
             intervals.append((name, start, stop, group.name))

@@ -14,6 +14,7 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, copied_region, whole
 from zeroir.ir.contents import (
     GRAD,
+    OWN_COORDINATES,
     PARAM,
     Content,
     FlatContent,
@@ -191,6 +192,8 @@ def _check_flat(run: SectionRun, region: Region, pieces: PieceList, content: Fla
 
 
 def _is_padding(run: SectionRun, content: FlatContent, start: int, stop: int) -> bool:
+    if content.quantity in OWN_COORDINATES:
+        return False
     cuts = run.layout.between(content.flat, content.offset + start, content.offset + stop)
     return all(slot is None for _, _, slot in cuts)
 

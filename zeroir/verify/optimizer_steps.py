@@ -9,6 +9,7 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Region, whole
 from zeroir.ir.contents import DIRECTION, MASTER, PARAM, FlatContent, NamedContent
 from zeroir.ir.copies import at_rest
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL
 from zeroir.ir.program import Slot
 from zeroir.verify import algebra, whole_steps
 from zeroir.verify.abstract_memory import AbstractMemory
@@ -59,9 +60,9 @@ def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
     _check_scalars(run, op)
     settings = _settings(run, op)
     is_whole = op.algorithm.direction_dtype is not None
-    state_names = () if is_whole else op.algorithm.state_names
     resting = _resting(run, op.param, is_needed=is_whole or bool(op.others))
     states = [run.take(region, "Z403") for region in op.states]
+    scales = [run.take(region, "Z403") for region in op.scales]
     gradient = run.take(op.grad, "Z402")
     written: list[list[tuple[int, int, Value]]] = [[] for _ in (op.param, *op.states)]
     for a, b, value in run.take(op.param, "Z403"):
@@ -93,18 +94,19 @@ def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
                 f"optimizer_step updates {key.quantity} of flat {key.flat} a second time",
                 op.param.buffer,
             )
-        for name, pieces in zip(state_names, states, strict=True):
+        for name, region, pieces in zip(op.state_quantities, op.states, states, strict=True):
             expected = Elements(FlatKey(name, key.flat, key.version), value.shift, value.strides)
-            _check_state(run, op, name, pieces, (a, b), expected)
-        for quantity, updated in zip((key.quantity, *state_names), written, strict=True):
+            _check_state(run, op, (name, region), pieces, (a, b), expected)
+        _check_scales(run, op, scales, (a, b), value, key)
+        for quantity, updated in zip((key.quantity, *op.state_quantities), written, strict=True):
             new = FlatKey(quantity, key.flat, key.version + 1)
             updated.append((a, b, Elements(new, value.shift, value.strides)))
         if is_whole:
             whole_steps.check_operands(run, op, gradient, key, elements)
         else:
             _check_gradient(run, op, gradient, (a, b), value, key.flat)
-    if op.factors is not None:
-        whole_steps.advance_factors(run, op.factors)
+    for region in (*op.scales, *(() if op.factors is None else (op.factors,))):
+        whole_steps.advance(run, region)
     run.memory.write(op.grad, [(a, b, algebra.spent(value)) for a, b, value in gradient])
     for region, updated in zip((op.param, *op.states), written, strict=True):
         run.memory.write(region, updated)
@@ -138,7 +140,7 @@ def direction(run: SectionRun, op: ops.Direction) -> None:
         _check_places(run, op, op.states[0], (0, numel), moved, flat, resting)
     for name, region, pieces in zip(op.algorithm.state_names, op.states, states, strict=True):
         expected = Elements(FlatKey(name, flat, 0), shift, strides)
-        _check_state(run, op, name, pieces, (0, numel), expected)
+        _check_state(run, op, (name, region), pieces, (0, numel), expected)
         new = Elements(FlatKey(name, flat, 1), shift, strides)
         run.memory.write(region, [(0, numel, new)])
     run.memory.write(op.direction, [(0, numel, moved)])
@@ -174,6 +176,7 @@ def _settings(run: SectionRun, op: _Step) -> Mapping[str, Hashable]:
                 _check_declared(run, op, group.name, region, declared)
         values[settings.group] = (
             op.algorithm,
+            isinstance(op, ops.OptimizerStep) and bool(op.scales),
             held_value(run, op.step),
             held_value(run, settings.lr),
             held_value(run, settings.hyper),
@@ -281,14 +284,15 @@ def stepped(run: SectionRun, slot: Slot, start: int, stop: int, setting: Hashabl
 def _check_state(
     run: SectionRun,
     op: _Step,
-    name: str,
+    state_of: tuple[str, Region],
     pieces: PieceList,
     interval: tuple[int, int],
     expected: Elements,
 ) -> None:
+    """The region must hold this quantity of the same elements, at the same version."""
+    name, state = state_of
     for _, _, value in cut(pieces, *interval):
         if value != expected and not algebra.is_poisoned(value):
-            state = op.states[op.algorithm.state_names.index(name)]
             run.fail(
                 "Z501" if state.buffer in run.shared.pages else "Z403",
                 f"{_name(op)} of {spell(changed_region(op), run.program)} takes {spell(state, run.program)} as its "
@@ -297,6 +301,32 @@ def _check_state(
                 state.buffer,
                 advice=f"Give it {describe(expected)}.",
             )
+
+
+def _check_scales(
+    run: SectionRun,
+    op: ops.OptimizerStep,
+    scales: Sequence[PieceList],
+    interval: tuple[int, int],
+    param: Elements,
+    key: FlatKey,
+) -> None:
+    """The scales must be those of the blocks that the elements are in, at the same version."""
+    start, stop = (position // BLOCK_NUMEL for position in interval)
+    strides = tuple((axis, stride // BLOCK_NUMEL) for axis, stride in param.strides)
+    for name, region, pieces in zip(op.scale_quantities, op.scales, scales, strict=True):
+        numbers = (*interval, param.shift, *(stride for _, stride in param.strides))
+        if any(number % BLOCK_NUMEL for number in numbers):
+            run.fail(
+                "Z403",
+                f"optimizer_step updates {spell(op.param, run.program)}, a part of the {BLOCK_NUMEL} elements that "
+                f"share a scale in {spell(region, run.program)}",
+                op.param.buffer,
+                region.buffer,
+            )
+            return
+        blocks = Elements(FlatKey(name, key.flat, key.version), param.shift // BLOCK_NUMEL, strides)
+        _check_state(run, op, (name, region), pieces, (start, stop), blocks)
 
 
 def _check_gradient(

@@ -8,6 +8,7 @@ from typing import assert_never
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.dtypes import DType
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL
 from zeroir.verify.context import title
 from zeroir.verify.operand_checks import OperandChecks, Problem
 
@@ -78,20 +79,44 @@ def _direction(operands: OperandChecks, op: ops.Direction) -> Iterator[Problem]:
 
 def _optimizer_step(operands: OperandChecks, op: ops.OptimizerStep) -> Iterator[Problem]:
     dtype = op.algorithm.direction_dtype
-    if dtype is None:
+    if dtype is not None:
+        yield from _whole_step(operands, op, dtype)
+    elif op.scales:
+        yield from _states(op)
+        yield from _coded_states(operands, op)
+    else:
         yield from _states(op)
         yield from operands.alike(op, ("Z005", "Z004", "Z006"), op.param, op.grad, *op.states)
-    else:
-        yield from _whole_step(operands, op, dtype)
     yield from _in_lanes(operands, op, op.param, op.grad, *op.states)
     yield from operands.typed(op, op.param, DType.F32)
     yield from operands.in_memory(op, op.param)
     yield from _told(operands, op)
 
 
+def _coded_states(operands: OperandChecks, op: ops.OptimizerStep) -> Iterator[Problem]:
+    """Each state is u8 codes of whole blocks, with one f32 scale for each block."""
+    yield from operands.alike(op, ("Z005", "Z004", "Z006"), op.param, op.grad)
+    yield from operands.alike(op, ("Z005", "Z006"), op.param, *op.states)
+    for region in op.states:
+        yield from operands.typed(op, region, DType.U8)
+    for region in op.scales:
+        yield from operands.typed(op, region, DType.F32)
+    if len(op.scales) != len(op.states):
+        yield "Z005", f"{title(op)} has {len(op.states)} states, but scales of {len(op.scales)}"
+    for region in (op.param, *op.states):
+        if region.offset % BLOCK_NUMEL or operands.numel(region) % BLOCK_NUMEL:
+            where = f"{operands.spell(region)} off the {BLOCK_NUMEL} elements that share a scale"
+            yield "Z003", f"{title(op)} cuts {where}"
+    for region in op.scales:
+        if operands.numel(region) * BLOCK_NUMEL != operands.numel(op.param):
+            blocks = f"{operands.numel(op.param)} elements in blocks of {BLOCK_NUMEL}"
+            what = f"{operands.numel(region)} scales in {operands.spell(region)}"
+            yield "Z005", f"{title(op)} updates {blocks}, but has {what}"
+
+
 def _whole_step(operands: OperandChecks, op: ops.OptimizerStep, dtype: DType) -> Iterator[Problem]:
     """The directions, and the parameters where they are read, are those of whole flats."""
-    if op.states:
+    if op.states or op.scales:
         yield "Z005", f"{op.algorithm} keeps its states in `direction`, optimizer_step has some"
     yield from operands.typed(op, op.grad, dtype)
     yield from operands.alike(op, ("Z006",), op.param, op.grad)

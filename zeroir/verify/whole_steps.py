@@ -122,8 +122,8 @@ def _check(
     )
 
 
-def advance_factors(run: SectionRun, region: Region) -> None:
-    """Move factors to the next version."""
+def advance(run: SectionRun, region: Region) -> None:
+    """Move the elements of a region, which are in coordinates of their own, to the next version."""
     moved: list[tuple[int, int, Value]] = []
     for a, b, value in run.memory.read(region):
         new: Value = POISON

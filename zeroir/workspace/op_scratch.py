@@ -13,6 +13,7 @@ from zeroir.ir.contents import FlatContent
 from zeroir.ir.copies import at_rest
 from zeroir.ir.dtypes import DType
 from zeroir.ir.effects import effects
+from zeroir.ir.eight_bit_states import blocks_numel
 from zeroir.ir.ops import Algorithm, Mode, Op
 from zeroir.ir.program import Program, Slot
 from zeroir.workspace.scratch.allowance import SLACK_BYTES, product_allowance_bytes
@@ -32,6 +33,15 @@ AVERAGED_CHUNK_NUMEL: Final = 1 << 20
 
 STEPPED_CHUNK_NUMEL: Final = 1 << 18
 """Elements that an optimizer of ours, rather than a kernel of torch, updates together; they fit a cache."""
+
+CODED_CHUNK_NUMEL: Final = 1 << 20
+"""The most elements whose 8-bit states are widened together: kernels on a GPU then take longer than their launches."""
+
+CODED_CPU_CHUNK_NUMEL: Final = 1 << 18
+"""The same on a CPU, where they fit a cache."""
+
+_CODED_SCRATCH_BYTES: Final = 10
+"""What rounding to codes takes for an element: the upper half of its bits, a number, a code and a comparison."""
 
 SCALAR_BYTES: Final = 32
 """No op that decides over scalars has more of them at once than this."""
@@ -91,9 +101,9 @@ def _step_bytes(program: Program, op: ops.OptimizerStep) -> int:
     chunks = 2 * 4 * min(op.param.local_numel(program.mesh), STEPPED_CHUNK_NUMEL)
     match op.algorithm:
         case Algorithm.SGD | Algorithm.MOMENTUM | Algorithm.ADAM | Algorithm.ADAMW:
-            return 0
+            return _codes_bytes(program, op)
         case Algorithm.LION:
-            return chunks + SCALAR_BYTES
+            return chunks + SCALAR_BYTES + _codes_bytes(program, op)
         case Algorithm.MUON:
             return max((_iteration_bytes(slot) for slot in _slots(program, op)), default=0) + chunks
         case Algorithm.ADAFACTOR:
@@ -103,6 +113,15 @@ def _step_bytes(program: Program, op: ops.OptimizerStep) -> int:
             return max((_roots_bytes(slot) for slot in _slots(program, op)), default=0) + chunks
         case _:
             assert_never(op.algorithm)
+
+
+def _codes_bytes(program: Program, op: ops.OptimizerStep) -> int:
+    """Of one chunk: the widened states, what rounds them, and the new scales, twice; 0 for states in FP32."""
+    if not op.scales:
+        return 0
+    numel = min(op.param.local_numel(program.mesh), CODED_CHUNK_NUMEL)
+    of_elements = numel * (4 * len(op.states) + _CODED_SCRATCH_BYTES)
+    return of_elements + 3 * 4 * blocks_numel(numel) + SCALAR_BYTES
 
 
 def _slots(program: Program, op: ops.OptimizerStep) -> tuple[Slot, ...]:

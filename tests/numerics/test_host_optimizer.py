@@ -1,4 +1,4 @@
-"""Checkpoints of an optimizer on the host: saved, resumed, and moved to and from programs without offload."""
+"""Training with an optimizer on the host, over several steps: checkpoints, learning rates, evaluations, averages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.passes.numbers import initial, inputs
+from tests.support.evaluations import with_evaluation
 from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
@@ -102,3 +103,21 @@ def test_a_new_learning_rate_counts_from_the_next_update() -> None:
         states.append(run.full_state())
     for key, value in states[0].items():
         assert torch.equal(states[1][key], value), key
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_evaluations_and_averages_between_steps_are_those_without_offload(stage: int) -> None:
+    logical = with_evaluation(mlp(precision="bf16", ema=0.9, clip=1.0))
+    batches = inputs(logical, RANKS, 1)
+    losses, averages = [], []
+    for further in ((), OFFLOAD):
+        each = applied(logical, (*for_stage(stage, RANKS), *further, SaveState(), PlanMemory()))
+        run = Lockstep(each, schedule_seed=4)
+        run.initialise_flats(initial(each))
+        for step in batches:
+            run.step(step)
+            losses.append([float(e.loss) for e in run.evaluate([own[0] for own in step])])
+        averages.append(run.full_parameters(ema=True))
+    assert losses[: len(batches)] == losses[len(batches) :]
+    for name, average in averages[0].items():
+        assert torch.equal(averages[1][name], average), name

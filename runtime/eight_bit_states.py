@@ -1,0 +1,125 @@
+"""Optimizer states of 8 bits in torch: codes and scales of blocks to FP32, and back.
+
+The definition is in ``zeroir/ir/eight_bit_states.py``. A block is widened and rounded by itself, and each operation
+rounds by itself, so the bits depend neither on the other blocks nor on how a flat is cut, and every device computes the
+same. Rounding takes no search: the upper half of the bits of an FP32 number (sign, exponent, 7 bits of the fraction)
+leaves at most two codes, and one comparison decides between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zeroir.errors import InternalError
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL, code_values
+
+_UPPER_HALVES = 1 << 16
+"""The number of upper halves of FP32 numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeMap:
+    """The tables of a map of codes on one device.
+
+    ``values`` are the FP32 values of the codes, f32[256]. For each upper half of the bits of a number, ``codes``
+    (u8[65536]) has the code of the number if it is at most the element of ``bounds`` (f32[65536]); otherwise the code
+    is the next one. So a number midway between two values gets the smaller value; without a sign no positive number
+    gets the value 0.
+    """
+
+    values: Tensor
+    codes: Tensor
+    bounds: Tensor
+
+
+@cache
+def code_map(device: torch.device, *, signed: bool) -> CodeMap:
+    """The tables of the map with or without a sign."""
+    values = np.array(code_values(signed=signed), dtype=np.float32)
+    order = np.argsort(values, kind="stable")
+    ascending = values[order].astype(np.float64)
+    middles = (ascending[:-1] + ascending[1:]) / 2
+    bounds = middles.astype(np.float32)
+    # A bound is the largest FP32 number that is not above the middle.
+    bounds = np.where(bounds > middles, np.nextafter(bounds, np.float32(-np.inf)), bounds)
+    if not signed:
+        bounds[0] = 0.0
+    halves = np.arange(_UPPER_HALVES, dtype=np.uint32) << 16
+    ends = np.stack([halves, halves | np.uint32(0xFFFF)]).view(np.float32)
+    # A half that begins NaNs leaves no choice: such a block is NaN by its scale.
+    least, most = np.sort(np.where(np.isnan(ends), ends[:1], ends), axis=0)
+    first = np.searchsorted(bounds, least, side="left")
+    last = np.searchsorted(bounds, most, side="left")
+    has_bound = last > first
+    if (last > first + 1).any():
+        raise InternalError("the upper half of a number leaves more than two codes")
+    own_bounds = np.where(has_bound, bounds[np.minimum(first, len(bounds) - 1)], np.float32(np.inf))
+    return CodeMap(
+        values=torch.from_numpy(values).to(device),
+        codes=torch.from_numpy(order[first].astype(np.uint8)).to(device),
+        bounds=torch.from_numpy(own_bounds).to(device),
+    )
+
+
+class Scratch:
+    """Memory for ``numel`` elements: ``uppers`` i32, ``numbers`` f32, ``codes`` u8 and ``answers`` bool."""
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.uppers = torch.empty(numel, dtype=torch.int32, device=device)
+        self.numbers = torch.empty(numel, dtype=torch.float32, device=device)
+        self.codes = torch.empty(numel, dtype=torch.uint8, device=device)
+        self.answers = torch.empty(numel, dtype=torch.bool, device=device)
+
+
+def widen(codes: Tensor, absmax: Tensor, out: Tensor, scratch: Scratch, *, signed: bool) -> None:
+    """Write the FP32 values of whole blocks to ``out``.
+
+    ``codes`` is u8 and ``out`` f32, of one numel; ``absmax`` is f32 with an element for each block. ``scratch`` is for
+    as many elements or more.
+    """
+    uppers = scratch.uppers[: codes.numel()]
+    uppers.copy_(codes)
+    torch.index_select(code_map(codes.device, signed=signed).values, 0, uppers, out=out)
+    out.view(-1, BLOCK_NUMEL).mul_(absmax.unsqueeze(1))
+
+
+def narrow(
+    values: Tensor,
+    codes: Tensor,
+    absmax: Tensor,
+    scratch: Scratch,
+    *,
+    signed: bool,
+    is_skipped: Tensor | None = None,
+) -> None:
+    """Round the FP32 ``values`` of whole blocks to codes and scales, and use them up.
+
+    The tensors are those of ``widen``. Where ``is_skipped`` (bool[1]) holds, codes and scales stay as they are. A block
+    with a NaN or an infinity is widened to NaN, as a whole or where it has infinities.
+    """
+    numel = codes.numel()
+    numbers, uppers = scratch.numbers[:numel], scratch.uppers[:numel]
+    new_codes, is_above = scratch.codes[:numel], scratch.answers[:numel]
+    tables = code_map(codes.device, signed=signed)
+    blocks = values.view(-1, BLOCK_NUMEL)
+    scales = torch.abs(blocks, out=numbers.view(-1, BLOCK_NUMEL)).amax(1)
+    # A block of zeros has the scale 0, by which nothing can be divided, and the code of 0.
+    blocks.div_(torch.where(scales == 0, 1.0, scales).unsqueeze(1))
+    torch.bitwise_right_shift(values.view(torch.int32), 16, out=uppers)
+    uppers.bitwise_and_(_UPPER_HALVES - 1)
+    torch.index_select(tables.bounds, 0, uppers, out=numbers)
+    torch.gt(values, numbers, out=is_above)
+    torch.index_select(tables.codes, 0, uppers, out=new_codes)
+    # Code 255 stands for the largest negative value, and the next one is code 0.
+    new_codes.add_(is_above)
+    if is_skipped is None:
+        codes.copy_(new_codes)
+        absmax.copy_(scales)
+    else:
+        torch.where(is_skipped, codes, new_codes, out=codes)
+        torch.where(is_skipped, absmax, scales, out=absmax)

@@ -1,0 +1,116 @@
+"""The optimizer on the host of a GPU: the CPU's update, pinned memory, the device's bytes, and the host's threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.support import (
+    MLP_TOLERANCE,
+    SEED,
+    held_bytes,
+    losses_of,
+    requested_bytes,
+)
+from tests.runtime.support import initial_flats, random_batches
+from tests.support.lockstep import run_lockstep
+from tests.support.lowering import applied
+from tests.support.programs import mlp
+from zeroir.ir.buffers import Role, Space
+from zeroir.ir.mesh import OPTIMIZER
+from zeroir.ir.program import Program
+from zeroir.passes.base import Pass
+from zeroir.passes.offload_gradients import OffloadGradients
+from zeroir.passes.offload_optimizer import OffloadOptimizer
+from zeroir.passes.pipelines import for_stage
+from zeroir.passes.plan_memory import PlanMemory
+from zeroir.passes.save_state import SaveState
+from zeroir.runtime.cuda import CudaStreams
+from zeroir.runtime.cuda_graphs import WARM_UP
+from zeroir.runtime.engine import Engine
+from zeroir.runtime.host_threads import update_threads
+
+pytestmark = pytest.mark.gpu
+
+WAYS: dict[str, tuple[Pass, ...]] = {
+    "optimizer": (OffloadOptimizer(),),
+    "half": (OffloadOptimizer(fraction=0.5), OffloadGradients()),
+    "both": (OffloadOptimizer(), OffloadGradients()),
+}
+
+
+def scheduled(
+    stage: int, way: str, *, precision: str, clip: float | None, micro_steps: int = 1
+) -> Program:
+    logical = mlp(precision=precision, clip=clip, micro_steps=micro_steps)
+    passes = for_stage(stage, 1, overlap_update=clip is None and precision != "fp16")
+    return applied(logical, (*passes, *WAYS[way], SaveState(), PlanMemory()))
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_it_follows_the_reference(
+    device: torch.device, stage: int, way: str, precision: str, clip: float | None
+) -> None:
+    program = scheduled(stage, way, precision=precision, clip=clip)
+    initial, batches = initial_flats(program), random_batches(WARM_UP + 6, 1)
+    expected = run_lockstep(program, initial=initial, inputs=batches)
+    engine = Engine(program, device=device, seed=SEED, cuda_graphs=True)
+    engine.initialise_flats(initial)
+    found = losses_of(engine, [batch for ((batch,),) in batches])
+    states = engine.full_state()
+    engine.close()
+    bound = MLP_TOLERANCE[precision]
+    wanted = torch.tensor([losses[0] for losses in expected.losses], dtype=found.dtype)
+    torch.testing.assert_close(found, wanted, rtol=bound, atol=bound)
+    for (flat, quantity), values in states.items():
+        if quantity == "param" and (flat, "master") not in states:
+            torch.testing.assert_close(
+                values.cpu(), expected.state[flat, quantity], rtol=bound, atol=bound
+            )
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_device_holds_what_the_plan_says_and_the_hosts_buffers_are_pinned(
+    device: torch.device, stage: int, way: str
+) -> None:
+    """The first engine lets libraries allocate what they keep; torch's allocator is the judge of the second."""
+    program = scheduled(stage, way, precision="bf16", clip=None)
+    (((batch,),),) = random_batches(1, 1)
+    for is_warm in (False, True):
+        requested = requested_bytes()
+        engine = Engine(program, device=device, seed=SEED)
+        engine.initialise_flats(initial_flats(program))
+        for _ in range(2):
+            engine.step(batch)
+            engine.finish()
+        if is_warm:
+            assert requested_bytes() - requested == sum(held_bytes(program))
+        on_host = [b for b in program.buffers if b.space is Space.HOST and b.is_persistent]
+        states = [b for b in on_host if b.role in (Role.MASTER, Role.STATE)]
+        assert states
+        assert all(engine.buffer(buffer.name).is_pinned() for buffer in states)
+        engine.close()
+
+
+def test_the_update_has_the_cores_of_the_rank_and_the_issuing_thread_goes_on(
+    device: torch.device,
+) -> None:
+    program = scheduled(3, "optimizer", precision="bf16", clip=None)
+    engine = Engine(program, device=device, seed=SEED)
+    engine.initialise_flats(initial_flats(program))
+    streams = engine._executor._streams
+    assert isinstance(streams, CudaStreams)
+    assert streams._apart == {"update_in", "update_out"}
+    used: list[int] = []
+    streams._threads.call(
+        OPTIMIZER, lambda: streams._on_host(lambda: used.append(torch.get_num_threads()))
+    )
+    (((batch,),),) = random_batches(1, 1)
+    engine.step(batch)
+    engine.finish()
+    assert used == [update_threads()]
+    engine.close()

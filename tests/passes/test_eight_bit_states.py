@@ -1,0 +1,119 @@
+"""States of 8 bits outside device memory: offloaded or in pages, with the same bits, also of their checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.runtime.support import initial_flats, random_batches
+from tests.support.groups import in_groups
+from tests.support.programs import mlp
+from zeroir.ir.buffers import Role, Space
+from zeroir.ir.contents import ABSMAX, CODES, FlatContent
+from zeroir.ir.program import Program
+from zeroir.passes.base import Pass
+from zeroir.passes.manager import apply
+from zeroir.passes.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload_parameters import OffloadParameters
+from zeroir.passes.page_optimizer import PageOptimizer
+from zeroir.passes.pipelines import for_stage
+from zeroir.passes.plan_memory import PlanMemory
+from zeroir.passes.save_state import SaveState
+from zeroir.runtime.lockstep import Lockstep
+from zeroir.verify import verify
+
+SHAPE = (4, 20)
+PAGES = PageOptimizer(device_bytes=4096, page_bytes=1024)
+FEW_PAGES = PageOptimizer(device_bytes=2048, page_bytes=1024)
+WAYS: Mapping[str, tuple[Pass, ...]] = {
+    "on the host": (OffloadOptimizer(),),
+    "in pages": (PAGES,),
+    "all in few pages": (FEW_PAGES,),
+    "in pages, parameters on the host": (FEW_PAGES, OffloadParameters()),
+}
+
+
+@cache
+def logical(precision: str) -> Program:
+    clip = 0.05 if precision == "fp16" else None
+    return in_groups(mlp(dim=24, features=20, precision=precision, clip=clip, has_codes=True))
+
+
+@cache
+def scheduled(
+    precision: str, stage: int, passes: tuple[Pass, ...], *, overlap_update: bool = False
+) -> Program:
+    program = logical(precision)
+    for step in (
+        *for_stage(stage, 2, overlap_update=overlap_update),
+        *passes,
+        SaveState(),
+        PlanMemory(),
+    ):
+        program = apply(step, program)
+    return program
+
+
+def trained(program: Program, steps: int = 3) -> Lockstep:
+    lockstep = Lockstep(program, schedule_seed=steps)
+    lockstep.initialise_flats(initial_flats(program))
+    for batches in random_batches(steps, 2, shape=SHAPE):
+        lockstep.step(batches)
+    return lockstep
+
+
+def equal(first: Lockstep, second: Lockstep) -> bool:
+    states: list[Mapping[tuple[str, str], Tensor]] = [first.full_state(), second.full_state()]
+    return states[0].keys() == states[1].keys() and all(
+        torch.equal(value, states[1][key]) for key, value in states[0].items()
+    )
+
+
+def of_states(program: Program) -> list[Space]:
+    quantities = {*CODES.values(), *ABSMAX.values()}
+    return [
+        buffer.space
+        for buffer in program.buffers
+        if isinstance(buffer.holds, FlatContent) and buffer.holds.quantity in quantities
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("precision", "stage"), [("fp32", 0), ("fp16", 1), ("bf16", 3)])
+def test_no_bit_changes(way: str, precision: str, stage: int) -> None:
+    is_overlapped = precision != "fp16"
+    program = scheduled(precision, stage, WAYS[way], overlap_update=is_overlapped)
+    report = verify(program, logical(precision))
+    assert report.is_valid, report.render()
+    assert Space.HOST in of_states(program)
+    assert equal(trained(program), trained(scheduled(precision, stage, ())))
+
+
+def test_pages_bring_codes_and_scales_together() -> None:
+    program = scheduled("fp32", 3, (PAGES,))
+    assert verify(program, logical("fp32")).is_valid
+    assert {Space.HOST, Space.DEVICE} == set(of_states(program))
+    pages = {buffer.dtype.value for buffer in program.buffers if buffer.role is Role.PAGE}
+    assert pages == {"u8", "f32"}
+    assert equal(trained(program), trained(scheduled("fp32", 3, ())))
+
+
+@pytest.mark.parametrize("way", ["on the host", "in pages"])
+def test_a_checkpoint_goes_on_there_and_elsewhere(way: str, tmp_path: Path) -> None:
+    program, plain = scheduled("fp32", 1, WAYS[way]), scheduled("fp32", 3, ())
+    source = trained(program)
+    source.save(str(tmp_path / "saved"))
+    for other in (program, plain):
+        target = Lockstep(other)
+        target.load(str(tmp_path / "saved"))
+        assert equal(source, target)
+        target.save(str(tmp_path / f"again{other is plain}"))
+        back = Lockstep(program)
+        back.load(str(tmp_path / f"again{other is plain}"))
+        assert equal(source, back)
