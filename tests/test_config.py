@@ -148,7 +148,7 @@ IN_VAIN: list[tuple[dict[str, object], str]] = [
     ({"offload_to": "disk"}, "--offload-to disk needs --offload, which says"),
     (
         {"offload": "gradients", "offload_to": "disk:/x"},
-        "--offload-to disk:/x is for optimizer, parameters and activations, and --offload has gradien",
+        "--offload-to disk:/x is for optimizer, parameters and activations, but --offload has gradien",
     ),
     ({"offload_units": "a.*"}, "--offload-units a.* needs --offload, which says"),
     ({"offload_fraction": 0.5}, "--offload-fraction 0.5 needs --offload optimizer"),

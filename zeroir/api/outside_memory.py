@@ -29,8 +29,11 @@ def outside_bytes(program: Program) -> Mapping[Space, int]:
         for buffer in program.buffers
         if buffer.space is not Space.DEVICE and buffer.role not in (Role.SCALAR, Role.SNAPSHOT)
     }
-    spaces = (space for space in (Space.HOST, Space.DISK) if space in kept)
-    sizes = {space: footprint(program, space=space).total_bytes for space in spaces}
+    sizes: dict[Space, int] = {
+        space: footprint(program, space=space).total_bytes
+        for space in (Space.HOST, Space.DISK)
+        if space in kept
+    }
     if Space.HOST in sizes:
         sizes[Space.HOST] -= snapshot_bytes(program)
     return sizes

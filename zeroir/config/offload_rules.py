@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zeroir.config.offload_fields import ADAPTIVE, GRADIENTS, HOST, OPTIMIZER
+from zeroir.config.offload_fields import ADAPTIVE, HOST, KEPT_ON_DISK, OPTIMIZER
 
 if TYPE_CHECKING:
     from zeroir.config.options import CompileOptions
@@ -17,10 +17,10 @@ def offload_problem(options: CompileOptions) -> str | None:
         return _adaptive_problem(options)
     if not kinds and options.offload_to != HOST:
         return f"--offload-to {options.offload_to} needs --offload, which says what is kept there"
-    if kinds == (GRADIENTS,) and options.offload_to != HOST:
+    if options.is_offloaded_to_disk and not set(KEPT_ON_DISK) & set(kinds):
         return (
-            f"--offload-to {options.offload_to} is for optimizer, parameters and activations, and --offload has "
-            "gradients alone, which stay in host memory"
+            f"--offload-to {options.offload_to} is for optimizer, parameters and activations, but --offload has "
+            f"{', '.join(kinds)}, which host memory keeps"
         )
     if not kinds and options.offload_units:
         return (
