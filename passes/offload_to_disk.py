@@ -28,8 +28,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import ClassVar
 
+from zeroir.config.offload_fields import ACTIVATIONS, KEPT_ON_DISK, OPTIMIZER, PARAMETERS
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Buffer, Role, Space
 from zeroir.ir.contents import GRAD, PARAM, FlatContent
@@ -37,12 +38,6 @@ from zeroir.ir.program import Program
 from zeroir.passes.base import NO_FACTS, Fact, Pass, listed
 from zeroir.passes.common.pieces import PIECE_ALIGNMENT_NUMEL, in_pieces
 from zeroir.passes.common.visits import DISK_TO_HOST, with_visits
-
-OPTIMIZER: Final = "optimizer"
-PARAMETERS: Final = "parameters"
-ACTIVATIONS: Final = "activations"
-KINDS: Final = (OPTIMIZER, PARAMETERS, ACTIVATIONS)
-"""What may be on disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +54,7 @@ class OffloadToDisk(Pass):
         {Fact.ONE_DEVICE, Fact.ONE_AXIS, Fact.UPDATE_APART}
     )
 
-    what: tuple[str, ...] = KINDS
+    what: tuple[str, ...] = KEPT_ON_DISK
     piece_numel: int = 8 << 20
 
     def __call__(self, program: Program) -> Program:
@@ -76,9 +71,9 @@ class OffloadToDisk(Pass):
 
     def _check_options(self) -> None:
         for kind in self.what:
-            if kind not in KINDS:
+            if kind not in KEPT_ON_DISK:
                 raise UserError(
-                    f"The option `what` of `{self.name}` has {listed(KINDS)}, separated by |, not `{kind}`."
+                    f"The option `what` of `{self.name}` has {listed(KEPT_ON_DISK)}, separated by |, not `{kind}`."
                 )
         if self.piece_numel <= 0 or self.piece_numel % PIECE_ALIGNMENT_NUMEL:
             raise UserError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zeroir.config import CompileOptions
+from zeroir.config.offload_fields import KEPT_ON_DISK
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.program import Program
 from zeroir.passes.all_reduce_gradients import AllReduceGradients
@@ -22,7 +23,7 @@ from zeroir.passes.offload_activations import OffloadActivations
 from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
-from zeroir.passes.offload_to_disk import KINDS, OffloadToDisk
+from zeroir.passes.offload_to_disk import OffloadToDisk
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.plan_memory import PlanMemory
@@ -171,7 +172,8 @@ def _offload(options: CompileOptions) -> tuple[Pass, ...]:
                 raise InternalError(f"There is no pass that offloads {kind}.")
     if options.is_offloaded_to_disk:
         # What the next step reads at once, the gradients, stays in host memory.
-        made.append(OffloadToDisk(what=tuple(kind for kind in options.offload if kind in KINDS)))
+        kept = tuple(kind for kind in options.offload if kind in KEPT_ON_DISK)
+        made.append(OffloadToDisk(what=kept))
     return tuple(made)
 
 

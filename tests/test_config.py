@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroir.config import CompileOptions, make_options, options_from_pairs
-from zeroir.config.offload_fields import OFFLOADED
+from zeroir.config.offload_fields import KEPT_ON_DISK, OFFLOADED
 from zeroir.errors import UserError
 from zeroir.ir.mesh import Axis, Mesh
 from zeroir.ir.ops import Algorithm
@@ -38,7 +38,11 @@ OPTIONS = st.builds(
         st.just({}),
         st.fixed_dictionaries(
             {"offload": st.sets(st.sampled_from(OFFLOADED), min_size=1).map(list)},
-            optional={"offload_to": st.sampled_from(["host", "disk"]), "offload_units": PATTERNS},
+            optional={"offload_units": PATTERNS},
+        ),
+        st.fixed_dictionaries(
+            {"offload": st.sets(st.sampled_from(KEPT_ON_DISK), min_size=1).map(list)},
+            optional={"offload_to": st.sampled_from(["host", "disk"])},
         ),
         st.fixed_dictionaries(
             {"page_optimizer": st.sampled_from(["2GiB", "1e9"])},
@@ -142,6 +146,10 @@ IN_VAIN: list[tuple[dict[str, object], str]] = [
     ({"ns_steps": 3}, "--ns-steps 3 needs --optimizer muon"),
     ({"d": 2.0}, "--d 2.0 needs --optimizer adafactor"),
     ({"offload_to": "disk"}, "--offload-to disk needs --offload, which says"),
+    (
+        {"offload": "gradients", "offload_to": "disk:/x"},
+        "--offload-to disk:/x is for optimizer, parameters and activations, but --offload has gradien",
+    ),
     ({"offload_units": "a.*"}, "--offload-units a.* needs --offload, which says"),
     ({"offload_fraction": 0.5}, "--offload-fraction 0.5 needs --offload optimizer"),
     (
@@ -152,6 +160,10 @@ IN_VAIN: list[tuple[dict[str, object], str]] = [
     (
         {"page_optimizer": "1MB"},
         "--page-optimizer 1MB is less than one page of --page-bytes 2097152",
+    ),
+    (
+        {"optimizer": "muon", "offload": "optimizer"},
+        "--offload optimizer updates shards on the host, but muon works on whole parameters",
     ),
     (
         {"page_optimizer": "1GB", "offload": ("parameters", "optimizer")},
@@ -301,7 +313,8 @@ def test_a_program_does_not_name_the_folder_of_its_disk() -> None:
 
 WRONG: list[tuple[dict[str, object], str]] = [
     ({"offload": "optimiser"}, "--offload is optimiser, but should be some of optimizer,"),
-    ({"offload": ["adaptive", "optimizer"]}, "or adaptive alone."),
+    ({"offload": ["adaptive", "optimizer"]}, "--offload is adaptive,optimizer, but should be"),
+    ({"offload": "optimizer,adaptive"}, "separated by commas, or adaptive alone."),
     ({"offload_to": "nvme"}, "--offload-to is nvme, but should be host, disk or disk:FOLDER."),
     ({"offload_to": "disk:"}, "--offload-to is disk:, but should be host, disk or disk:FOLDER."),
     ({"offload_to": "host:x"}, "--offload-to is host:x, but should be host, disk or disk:FOLDER."),

@@ -19,6 +19,7 @@ from zeroir.config.offload_fields import (
     ADAPTIVE,
     GRADIENTS,
     HOST,
+    KEPT_ON_DISK,
     OFFLOADED,
     OPTIMIZER,
     PARAMETERS,
@@ -57,17 +58,19 @@ def settled(
         raise InternalError("Options without a memory budget ask for adaptive offloading.")
     plain = options.model_copy(update={"offload": (), "offload_to": HOST})
     measurer = CandidateMeasurer(logical, plain, parse_bytes(options.memory_budget), machine)
-    place = options.offload_to
     units = movable_units(logical)
 
+    def placed(settings: Mapping[str, Value]) -> Mapping[str, Value]:
+        kinds = settings.get("offload")
+        is_placed = isinstance(kinds, tuple) and not set(kinds).isdisjoint(KEPT_ON_DISK)
+        return {**settings, "offload_to": options.offload_to} if is_placed else settings
+
     def measure(settings: Mapping[str, Value]) -> tuple[Candidate, SearchOutcome]:
-        elsewhere = {"offload_to": place} if settings.get("offload") else {}
-        return measurer.measure({**settings, **elsewhere})
+        return measurer.measure(placed(settings))
 
     movable = {kind: units[kind] for kind in possible_kinds(measure, units)}
     chosen = least_offload(measure, movable, is_timed=machine is not None)
-    elsewhere = {"offload_to": place} if chosen else {}
-    return make_options({**plain.model_dump(), **chosen, **elsewhere})
+    return make_options({**plain.model_dump(), **placed(chosen)})
 
 
 def chosen_in_words(options: CompileOptions) -> str:
@@ -179,12 +182,15 @@ def _moved_until_it_fits(
             break
     else:
         return None
+    last = next(reversed(counts))
     for kind in reversed(counts):
-        low = 0
+        # Of kinds before the last little comes back, which a stride that grows finds out at once.
+        low, stride = 0, counts[kind] if kind == last else 1
         while low < counts[kind]:
-            middle = (low + counts[kind]) // 2
-            if fits({**counts, kind: middle}):
-                counts[kind] = middle
+            tried = max((low + counts[kind]) // 2, counts[kind] - stride)
+            stride *= 2
+            if fits({**counts, kind: tried}):
+                counts[kind] = tried
             else:
-                low = middle + 1
+                low = tried + 1
     return counts

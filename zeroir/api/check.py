@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeroir.api.compiled import compile_with
@@ -133,8 +134,14 @@ def _compared(
 
     reference = EagerReplicas(source, options, seed=seed, seeds=seeds, steps=steps)
     backend = kernel_backend(kernels)
+    folder = compiled.artifact.offload_folder
     lockstep = Lockstep(
-        program, seed=seed, schedule_seed=seed, kernels=backend, weight=source.weight
+        program,
+        seed=seed,
+        schedule_seed=seed,
+        kernels=backend,
+        weight=source.weight,
+        disk_folder=None if folder is None else Path(folder),
     )
     lockstep.initialise(source.model, seed)
     scheduler: Scheduler | None = None

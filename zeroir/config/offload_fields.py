@@ -22,6 +22,9 @@ ADAPTIVE: Final = "adaptive"
 OFFLOADED: Final = (OPTIMIZER, GRADIENTS, PARAMETERS, ACTIVATIONS)
 """What can be kept outside device memory, in the order in which options list it."""
 
+KEPT_ON_DISK: Final = (OPTIMIZER, PARAMETERS, ACTIVATIONS)
+"""What a disk can keep; gradients, which the update reads at once, stay in host memory."""
+
 HOST: Final = "host"
 DISK: Final = "disk"
 
@@ -69,7 +72,7 @@ OffloadTo = Annotated[
     str,
     Field(
         description="Where it is kept: host (memory of the CPU), or disk:FOLDER, with host memory as the cache of the "
-        "disk."
+        "disk; gradients stay in host memory."
     ),
     AfterValidator(_is_a_place),
 ]

@@ -35,7 +35,10 @@ def explain_validation(error: ValidationError, *, command: str = "compile") -> s
         hint = f" did you mean --{nearest[0]}?" if nearest and command == "compile" else ""
         return f"There is no option --{name};{hint} `zeroir {command} --help` lists them."
     expected = first["msg"].removeprefix("Input should be ")
-    return f"--{name} is {first['input']!s}, but should be {expected}."
+    given = first["input"]
+    if isinstance(given, list | tuple) and all(isinstance(item, str) for item in given):
+        given = text_of(tuple(given))
+    return f"--{name} is {given!s}, but should be {expected}."
 
 
 def first_problem(error: ValidationError) -> str:

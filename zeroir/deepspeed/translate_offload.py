@@ -73,17 +73,19 @@ def translate_offload(
         notes.append(f"{parameters.key}: no meaning at stage {stage}, as in DeepSpeed.")
     elif parameters is not None:
         asked["parameters",] = parameters
+    place = _one_place(tuple(asked.values()))
     if configuration.activation_checkpointing.cpu_checkpointing:
         key = "activation_checkpointing.cpu_checkpointing"
         asked["activations",] = _Request(place="host", key=key)
+        if place is not None and place.place != "host":
+            notes.append(f"{key}: activations go to the disk, like what {place.key} names.")
     if not asked:
         return OffloadTranslation(options={}, notes=tuple(notes))
-    place = _one_place(tuple(asked.values()))
     kinds = tuple(kind for group in asked for kind in group)
     options: dict[str, tuple[object, str]] = {
         "offload": (",".join(kinds), next(iter(asked.values())).key),
     }
-    if place.place != "host":
+    if place is not None and place.place != "host":
         options["offload_to"] = (place.place, place.key)
     if 0 < ratio < 1 and "optimizer" in kinds:
         options["offload_fraction"] = (ratio, ratio_key)
@@ -104,11 +106,11 @@ def _request(
     )
 
 
-def _one_place(asked: tuple[_Request, ...]) -> _Request:
-    """The request whose place is that of all."""
-    first = asked[0]
-    for request in asked[1:]:
-        if request.place != first.place:
+def _one_place(asked: tuple[_Request, ...]) -> _Request | None:
+    """The request whose place is that of all; None without any."""
+    first = asked[0] if asked else None
+    for request in asked:
+        if first is not None and request.place != first.place:
             raise UserError(
                 f"{first.key} asks for {first.place}, and {request.key} for {request.place}, but zeroir offloads to "
                 "one place: make them equal."

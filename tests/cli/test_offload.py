@@ -1,0 +1,104 @@
+"""The options of offloading on the command line: what compiles also trains, and resumes with others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Zeroir
+from tests.cli.test_bad_input import assert_refused
+from zeroir.api import load_program
+from zeroir.ir.buffers import Role, Space
+
+MODEL = """
+import torch
+from torch import nn
+
+
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(96, 96) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return (x**2).mean()
+
+
+def batch():
+    return (torch.zeros(4, 96),)
+
+
+def batches(rank, world_size, seed, start_step=0):
+    generator = torch.Generator().manual_seed(seed * 100 + rank)
+    for _ in range(start_step):
+        torch.randn(4, 96, generator=generator)
+    while True:
+        yield (torch.randn(4, 96, generator=generator),)
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(MODEL)
+    return "net.py"
+
+
+def losses(text: str) -> list[float]:
+    documents = [json.loads(line) for line in text.splitlines()]
+    return [document["loss"] for document in documents if "loss" in document]
+
+
+def test_a_budget_that_needs_offloading(zeroir: Zeroir, model: str) -> None:
+    budget = ("--world-size", "1", "--memory-budget", "600kB")
+    assert_refused(zeroir("compile", model, *budget), "Z301", "--offload '")
+    made = zeroir("compile", model, *budget, "--offload", "adaptive", "-o", "net.zir")
+    assert made.exit_code == 0, made.err
+    assert "\nOffloaded: optimizer" in made.out
+    program = load_program("net.zir").program
+    assert {b.space for b in program.buffers if b.role is Role.STATE} >= {Space.HOST}
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_run_that_offloads_continues_one_that_does_not(zeroir: Zeroir, model: str) -> None:
+    assert zeroir("compile", model, "--world-size", "1", "-o", "net.zir").exit_code == 0
+    steps = ("--log-every", "1", "--json", "--seed", "3")
+    plain = zeroir("run", "net.zir", "--steps", "4", *steps)
+    elsewhere = ("--offload", "optimizer,gradients,parameters", "--offload-units", "blocks.*")
+    first = zeroir("run", "net.zir", "--steps", "1", *steps, "--save", "c", *elsewhere)
+    second = zeroir("run", "net.zir", "--steps", "3", *steps, "--save", "c")
+    third = zeroir("run", "net.zir", "--steps", "4", *steps, "--save", "c", *elsewhere)
+    assert first.exit_code == second.exit_code == third.exit_code == 0, third.err
+    found = losses(first.out) + losses(second.out) + losses(third.out)
+    assert [repr(loss) for loss in found] == [repr(loss) for loss in losses(plain.out)]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--offload", "optimiser"), ("--offload is optimiser, but should be some of optimizer",)),
+        (("--offload-to", "disk:x"), ("--offload-to disk:x needs --offload",)),
+        (("--offload", "optimizer", "--offload-units", "c.*"), ("names no unit with `c.*`",)),
+        (
+            ("--offload", "optimizer", "--page-optimizer", "1GB"),
+            ("--page-optimizer 1GB updates on the device",),
+        ),
+    ],
+)
+def test_options_of_a_run_are_checked(
+    zeroir: Zeroir, model: str, options: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    assert zeroir("compile", model, "--world-size", "1", "-o", "net.zir").exit_code == 0
+    assert_refused(zeroir("run", "net.zir", *options), *words)
