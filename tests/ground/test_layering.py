@@ -27,6 +27,7 @@ OF_THE_VERIFIER = {
     "zeroir.ir.definitions",
     "zeroir.ir.dtypes",
     "zeroir.ir.effects",
+    "zeroir.ir.eight_bit_states",
     "zeroir.ir.factors",
     "zeroir.ir.held_elements",
     "zeroir.ir.mesh",
