@@ -81,8 +81,8 @@ def map_state(state: State, change: Change) -> State:
 def as_shard(region: Region, size: int) -> Region:
     """The region of a full buffer, once the buffer holds only this rank's 1/``size`` of it.
 
-    Only the whole of the full buffer and this rank's slice of it have a place; both become the whole shard, and a part of
-    the slice a part of the shard.
+    Only the whole of the full buffer and this rank's slice of it have a place; both become the whole shard, and a part
+    of the slice a part of the shard.
     """
     if region.offset != 0 or region.numel % size:
         raise InternalError(
