@@ -50,6 +50,7 @@ class Case:
     paging: PageOptimizer | None = None
     offload: tuple[Pass, ...] = ()
     blocks: int = field(default=2)
+    dim: int = 4
 
     @property
     def logical(self) -> Program:
@@ -64,7 +65,7 @@ class Case:
 def _logical(case: Case) -> Program:
     program = mlp(
         blocks=case.blocks,
-        dim=4,
+        dim=case.dim,
         features=4,
         batch=2,
         precision=case.precision,

@@ -69,10 +69,12 @@ CASES: Mapping[str, Case] = {
         clip=1.0,
         paging=PageOptimizer(device_bytes=6144, page_bytes=2048),
     ),
+    # Shards of four pages, one of which rests in both memories.
     "stage 1, paged, overlapped": Case(
         stage=1,
+        dim=48,
         overlap_update=True,
-        paging=PageOptimizer(device_bytes=4096, page_bytes=2048),
+        paging=PageOptimizer(device_bytes=12_288, page_bytes=2048),
     ),
 }
 WRITTEN = ("hybrid", "paged", "offload", "evaluate", "carried", "crossing")
