@@ -122,9 +122,9 @@ def test_memory_that_nobody_declares_is_found(monkeypatch: pytest.MonkeyPatch) -
     scheduled = declared(lowered(program, 2, 2))
     has_overflow = numerics.has_overflow
 
-    def wasteful(sources: Sequence[Tensor], destination: Tensor) -> None:
+    def wasteful(sources: Sequence[Tensor], destination: Tensor, *, is_added: bool) -> None:
         torch.empty(10_000)
-        has_overflow(sources, destination)
+        has_overflow(sources, destination, is_added=is_added)
 
     monkeypatch.setattr(numerics, "has_overflow", wasteful)
     judged = judge(scheduled, random_batches(1, 1)[0][0], initial=initial_flats(program))
