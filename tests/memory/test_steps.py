@@ -51,6 +51,7 @@ OPTIONS: tuple[dict[str, object], ...] = (
     {"micro_steps": 2, "precision": "bf16", "stage": 2, "optimizer": "momentum"},
     {"mesh": "replicate=2,shard=2", "world_size": 4, "recompute": "*", "bucket": 100_000},
     {"micro_steps": 3, "precision": "bf16", "accumulate_locally": True},
+    {"offload": "optimizer,gradients,parameters,activations", "precision": "fp16", "clip": 1.0},
 )
 MORE_OPTIONS: tuple[dict[str, object], ...] = (
     {"stage": 1, "page_optimizer": "512KiB", "page_bytes": 65_536},
@@ -63,6 +64,7 @@ MORE_OPTIONS: tuple[dict[str, object], ...] = (
     {"mesh": "replicate=2,shard=2", "world_size": 4},
     {"optimizer": "momentum", "overlap_update": False, "stage": 1},
     {"keep_fp32": "*ln*", "precision": "bf16"},
+    {"offload": "optimizer,gradients", "micro_steps": 2, "precision": "bf16", "optimizer": "lion"},
 )
 TRACED = ("precision", "micro_steps", "optimizer", "keep_fp32", "clip")
 """Options that change the logical program."""
