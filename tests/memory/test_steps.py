@@ -104,6 +104,19 @@ def test_a_small_step_takes_what_its_ops_declare(
     require_right(judged, scheduled)
 
 
+@pytest.mark.parametrize(
+    ("precision", "stage", "ranks", "optimizer"),
+    [("fp32", 0, 1, "adamw"), ("fp16", 3, 2, "lion"), ("bf16", 1, 3, "momentum")],
+)
+def test_a_step_with_states_of_8_bits_takes_what_its_ops_declare(
+    precision: str, stage: int, ranks: int, optimizer: str
+) -> None:
+    program = mlp(precision=precision, dim=64, optimizer=optimizer, has_codes=True)
+    scheduled = declared(lowered(program, stage, ranks))
+    judged = judge(scheduled, random_batches(1, 1)[0][0], initial=initial_flats(program))
+    require_right(judged, scheduled)
+
+
 def test_memory_that_nobody_declares_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     program = mlp(precision="fp16", dim=64)
     scheduled = declared(lowered(program, 2, 2))

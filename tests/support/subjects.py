@@ -19,6 +19,8 @@ from zeroir.config import make_options
 from zeroir.frontend.entry import load_model_file
 from zeroir.ir.program import EVALUATE, SAVE, Program
 from zeroir.passes.manager import apply
+from zeroir.passes.offload_gradients import OffloadGradients
+from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
@@ -27,6 +29,8 @@ from zeroir.runtime.saved_state import SavedState
 from zeroir.torch_ops.batches import Batch, flatten
 
 STEPS = 2
+
+OFFLOAD = (OffloadOptimizer(), OffloadGradients())
 
 CASES: Mapping[str, Case] = {
     "stage 0": Case(stage=0, precision="bf16", micro_steps=2, clip=1.0, tied=True),
@@ -46,6 +50,18 @@ CASES: Mapping[str, Case] = {
     "stage 1, parameters on the host": Case(stage=1, clip=1.0, has_parameters_on_host=True),
     "stage 3, parameters on the host": Case(
         stage=3, precision="bf16", overlap_update=True, has_parameters_on_host=True
+    ),
+    "stage 3, updated on the host": Case(
+        stage=3, precision="bf16", overlap_update=True, ema=0.5, offload=(OffloadOptimizer(),)
+    ),
+    "stage 1, updated on the host": Case(
+        stage=1, keep_fp32=True, precision="fp16", clip=1.0, micro_steps=2, offload=OFFLOAD
+    ),
+    "stage 2, half updated on the host": Case(
+        stage=2, clip=1.0, offload=(OffloadOptimizer(fraction=0.5), OffloadGradients())
+    ),
+    "stage 0, gradients on the host": Case(
+        stage=0, precision="bf16", tied=True, offload=(OffloadGradients(),)
     ),
     "stage 3, paged": Case(
         stage=3,
@@ -75,6 +91,7 @@ SAVING = (
     "stage 3, overlapped",
     "stage 1, averaged",
     "stage 3, parameters on the host",
+    "stage 1, updated on the host",
     "stage 3, paged",
     *WRITTEN,
 )
