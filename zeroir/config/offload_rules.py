@@ -8,6 +8,7 @@ from zeroir.config.offload_fields import ADAPTIVE, HOST, KEPT_ON_DISK, OPTIMIZER
 
 if TYPE_CHECKING:
     from zeroir.config.options import CompileOptions
+    from zeroir.ir.algorithms import Algorithm
 
 
 def offload_problem(options: CompileOptions) -> str | None:
