@@ -147,8 +147,8 @@ IN_VAIN: list[tuple[dict[str, object], str]] = [
     ({"d": 2.0}, "--d 2.0 needs --optimizer adafactor"),
     ({"offload_to": "disk"}, "--offload-to disk needs --offload, which says"),
     (
-        {"offload": "activations,gradients", "offload_to": "disk:/x"},
-        "--offload-to disk:/x is for the optimizer and parameters, but --offload has gradients, acti",
+        {"offload": "gradients", "offload_to": "disk:/x"},
+        "--offload-to disk:/x is for optimizer, parameters and activations, but --offload has gradien",
     ),
     ({"offload_units": "a.*"}, "--offload-units a.* needs --offload, which says"),
     ({"offload_fraction": 0.5}, "--offload-fraction 0.5 needs --offload optimizer"),
@@ -160,6 +160,10 @@ IN_VAIN: list[tuple[dict[str, object], str]] = [
     (
         {"page_optimizer": "1MB"},
         "--page-optimizer 1MB is less than one page of --page-bytes 2097152",
+    ),
+    (
+        {"optimizer": "muon", "offload": "optimizer"},
+        "--offload optimizer updates shards on the host, but muon works on whole parameters",
     ),
     (
         {"page_optimizer": "1GB", "offload": ("parameters", "optimizer")},

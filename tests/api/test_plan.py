@@ -207,6 +207,30 @@ def test_what_fits_nowhere_else_is_offloaded() -> None:
     assert "offload" in words(chosen.settings)
 
 
+def test_what_the_host_has_no_room_for_goes_to_the_disk() -> None:
+    logical = mlp(blocks=3, dim=64)
+    resident = planner(logical, BOUND_BY_COMPUTE, offload=(), **OFFLOADING)
+    least = min(
+        resident.measurer.measure(settings)[0].needed_bytes
+        for _, settings in every_choice(resident)
+    )
+    wide = planner(logical, BOUND_BY_COMPUTE, least - 1, **OFFLOADING).search().chosen
+    assert "offload_to" not in wide.settings
+    assert wide.host_bytes > 0
+    host = BOUND_BY_COMPUTE.host
+    size = host.memory.size_bytes.model_copy(update={"value": 1.3 * wide.host_bytes})
+    memory = host.memory.model_copy(update={"size_bytes": size})
+    narrow = BOUND_BY_COMPUTE.model_copy(
+        update={"host": host.model_copy(update={"memory": memory})}
+    )
+    found = planner(logical, narrow, least - 1, **OFFLOADING)
+    chosen = found.search().chosen
+    # Two ranks share the host.
+    assert chosen.host_bytes <= 0.65 * wide.host_bytes
+    assert chosen.settings["offload_to"] == "disk"
+    assert "offload to disk" in words(chosen.settings)
+
+
 def test_where_memory_is_no_limit_nothing_is_offloaded() -> None:
     found = planner(mlp(blocks=2, dim=64), BOUND_BY_COMPUTE, **OFFLOADING)
     assert "offload" not in found.search().chosen.settings

@@ -23,6 +23,7 @@ OF_THE_VERIFIER = {
     "zeroir.ir.bounds",
     "zeroir.ir.buffers",
     "zeroir.ir.contents",
+    "zeroir.ir.copies",
     "zeroir.ir.definitions",
     "zeroir.ir.dtypes",
     "zeroir.ir.effects",

@@ -53,6 +53,7 @@ OPTIONS: tuple[dict[str, object], ...] = (
     {"micro_steps": 3, "precision": "bf16", "accumulate_locally": True},
 )
 MORE_OPTIONS: tuple[dict[str, object], ...] = (
+    {"stage": 1, "page_optimizer": "512KiB", "page_bytes": 65_536},
     {"world_size": 1},
     {"unshard": "*", "overlap_update": False},
     {"micro_steps": 2, "precision": "fp16", "clip": 1.0},

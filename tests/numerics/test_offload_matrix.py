@@ -24,6 +24,7 @@ from zeroir.config import CompileOptions, make_options
 from zeroir.ir.program import Program
 from zeroir.passes.base import Pass
 from zeroir.passes.offload_activations import OffloadActivations
+from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import for_options
 from zeroir.runtime.lockstep import Lockstep
 from zeroir.torch_ops.batches import Batch
@@ -47,11 +48,13 @@ ELSEWHERE: Final[Mapping[str, Mapping[str, object]]] = {
         "offload_to": "disk",
     },
     "optimizer-on-disk": {"offload": "optimizer", "offload_to": "disk"},
-    "pages": {"page_optimizer": "8192", "page_bytes": 4096},
-    "pages-parameters": {"page_optimizer": "8192", "page_bytes": 4096, "offload": "parameters"},
+    "pages": {"page_optimizer": "16KiB", "page_bytes": 8192},
+    "pages-parameters": {"page_optimizer": "16KiB", "page_bytes": 8192, "offload": "parameters"},
+    "eight-bit-optimizer": {"optimizer_bits": 8, "offload": "optimizer"},
+    "eight-bit-pages": {"optimizer_bits": 8, "page_optimizer": "8KiB", "page_bytes": 4096},
     "pages-parameters-on-disk": {
-        "page_optimizer": "8192",
-        "page_bytes": 4096,
+        "page_optimizer": "16KiB",
+        "page_bytes": 8192,
         "offload": "parameters",
         "offload_to": "disk",
     },
@@ -152,12 +155,19 @@ _QUICK: Final = 5
 
 
 def program(logical: Program, options: CompileOptions) -> Program:
-    """The scheduled program, in which values of any size are offloaded."""
-    return applied(logical, tuple(map(_without_least, for_options(options))))
+    """The scheduled program, in which values of any size are offloaded, and pages are a quarter as large."""
+    return applied(logical, tuple(map(_smaller, for_options(options))))
 
 
-def _without_least(step: Pass) -> Pass:
-    return replace(step, smallest=0) if isinstance(step, OffloadActivations) else step
+def _smaller(step: Pass) -> Pass:
+    match step:
+        case OffloadActivations():
+            return replace(step, smallest=0)
+        case PageOptimizer():
+            device_bytes, page_bytes = step.device_bytes // 4, step.page_bytes // 4
+            return replace(step, device_bytes=device_bytes, page_bytes=page_bytes)
+        case _:
+            return step
 
 
 @pytest.mark.parametrize(
@@ -174,6 +184,7 @@ def test_what_is_kept_elsewhere_changes_no_bit(case: Case, tmp_path: Path) -> No
         precision=case.precision,
         clip=case.clip,
         micro_steps=case.micro_steps,
+        has_codes="optimizer_bits" in without,
     )
     programs = {
         "without": program(logical, case.options(without)),

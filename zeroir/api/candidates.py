@@ -12,15 +12,19 @@ from typing import Final
 
 from zeroir.api.search_space import EARLY, Value
 from zeroir.config import CompileOptions, make_options
+from zeroir.config.offload_fields import HOST, KEPT_ON_DISK
 from zeroir.cost.bounds import compute_bound_s, wire_bound_s
 from zeroir.cost.machine import Machine
 from zeroir.cost.measured_workspaces import with_measured_workspaces
 from zeroir.cost.search import SearchOutcome
 from zeroir.cost.simulate import Measured, Simulation, simulate
 from zeroir.ir import ops
+from zeroir.ir.buffers import Role, Space
+from zeroir.ir.limits import MOST_BYTES
 from zeroir.ir.program import Program
 from zeroir.memory.footprint import FullestMoment, footprint
 from zeroir.memory.placement import unplaced
+from zeroir.memory.states import snapshot_bytes
 from zeroir.passes.base import Fact, Pass
 from zeroir.passes.common.order import derive_waits
 from zeroir.passes.pipelines import for_options
@@ -39,6 +43,9 @@ class Candidate:
     buffers of a choice that does not fit are not placed: ``needed_bytes`` is then a lower bound. ``bounded_by`` are the
     parts of the critical path, largest first, as shares of the step. ``measured`` counts the segments and collectives
     with measurements of the machine; the times of the others are computed. Without a machine no step is simulated.
+
+    ``host_bytes`` of a rank are in the memory of its host, without snapshots for checkpoints; for
+    ``missing_host_bytes`` of them the machine's hosts have no room.
     """
 
     settings: Mapping[str, Value]
@@ -49,6 +56,8 @@ class Candidate:
     exposed_ns: int = 0
     bounded_by: tuple[tuple[str, float], ...] = ()
     measured: Measured | None = None
+    host_bytes: int = 0
+    missing_host_bytes: int = 0
 
 
 class CandidateMeasurer:
@@ -78,6 +87,9 @@ class CandidateMeasurer:
             # How early is then said by the budget alone.
             del values["prefetch"]
             values["prefetch_budget"] = self._base.memory_budget
+        offloaded = settings.get("offload")
+        if isinstance(offloaded, tuple) and set(offloaded).isdisjoint(KEPT_ON_DISK):
+            values["offload_to"] = HOST
         return make_options(values)
 
     def measure(self, settings: Mapping[str, Value]) -> tuple[Candidate, SearchOutcome]:
@@ -90,14 +102,18 @@ class CandidateMeasurer:
         if needed.total_bytes <= self._budget_bytes:
             # Only what may fit is worth looking for places.
             needed = footprint(measured)
+        host_bytes = _host_bytes(program)
+        missing_host_bytes = max(0, host_bytes - self._most_host_bytes(program))
         candidate = Candidate(
             settings=settings,
             needed_bytes=needed.total_bytes,
             resting_bytes=needed.resting_bytes,
             culprit=_culprit(program, needed.fullest),
+            host_bytes=host_bytes,
+            missing_host_bytes=missing_host_bytes,
         )
         evaluation = SearchOutcome(
-            missing_bytes=max(0, needed.total_bytes - self._budget_bytes),
+            missing_bytes=max(0, needed.total_bytes - self._budget_bytes) + missing_host_bytes,
             needed_bytes=needed.total_bytes,
             is_hopeless=needed.resting_bytes > self._budget_bytes,
         )
@@ -114,6 +130,13 @@ class CandidateMeasurer:
                 bounded_by=_bounds(program, simulation),
             )
         return candidate, evaluation
+
+    def _most_host_bytes(self, program: Program) -> int:
+        """A rank's share of the memory of its host; without limit where the host's memory is the device's."""
+        if self._machine is None or self._machine.host.computes:
+            return MOST_BYTES
+        ranks = self._machine.sharing_ranks(program.mesh.world_size)
+        return int(self._machine.host.memory.size_bytes.value / ranks)
 
     def compute_bound_ns(self, settings: Mapping[str, Value], machine: Machine) -> int:
         """A lower bound of the time of the segments, which depends on the saved and recomputed values alone."""
@@ -140,6 +163,15 @@ class CandidateMeasurer:
             return self._logical
         before, last = self._after(passes[:-1]), passes[-1]
         return replace(last(before), passes=(*before.passes, last.spec()))
+
+
+def _host_bytes(program: Program) -> int:
+    """The bytes of a rank in the memory of its host, without snapshots."""
+    elsewhere = {b.role for b in program.buffers if b.space is Space.HOST}
+    if elsewhere <= {Role.SCALAR, Role.SNAPSHOT}:
+        return 0
+    needed = footprint(program, space=Space.HOST, place=unplaced)
+    return needed.total_bytes - snapshot_bytes(program)
 
 
 def _bounds(program: Program, simulation: Simulation) -> tuple[tuple[str, float], ...]:

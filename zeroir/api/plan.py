@@ -17,9 +17,9 @@ from zeroir.api.candidates import Candidate, CandidateMeasurer
 from zeroir.api.compiled import CompiledProgram, capture_source, given_source, lowered
 from zeroir.api.config_file import Config, ResolvedOptions, resolve_options
 from zeroir.api.keywords import CompileKeywords, is_torchs
-from zeroir.api.search_space import Value, regions, with_offload, words
+from zeroir.api.search_space import Value, regions, with_disk, with_offload, words
 from zeroir.config import CompileOptions, make_options
-from zeroir.config.offload_fields import ADAPTIVE, OFFLOADED
+from zeroir.config.offload_fields import ADAPTIVE, HOST, OFFLOADED
 from zeroir.cost.machine import Machine, load_machine
 from zeroir.cost.search import Found, Point, SearchOutcome, search
 from zeroir.errors import UserError
@@ -184,6 +184,9 @@ class Planner:
                 # What was tried already is tried again at no cost: as a choice that offloads nothing.
                 self.regions = with_offload(self.regions, kinds)
                 searched = self._searched(most_tried)
+            if self._is_limited_by_host:
+                self.regions = with_disk(self.regions)
+                searched = self._searched(most_tried)
         families = [region.family for region in self.regions]
         at = searched.winner, searched.best[searched.winner]
         chosen = self._with_less_offload(self._candidates[at])
@@ -220,9 +223,20 @@ class Planner:
         families = [region.family for region in self.regions]
         return search(families, self.evaluate, self.bound_ns, most_tried=most_tried)
 
+    @property
+    def _is_limited_by_host(self) -> bool:
+        """Whether a choice was tried that lacks nothing but memory of the host."""
+        return any(
+            candidate.missing_host_bytes == outcome.missing_bytes > 0
+            for candidate, outcome in self._measured.values()
+        )
+
     def _measure(self, settings: Mapping[str, Value]) -> tuple[Candidate, SearchOutcome]:
         """A choice; one that offloads nothing is the same as one that does not mention it."""
-        identity = _identity({name: value for name, value in settings.items() if value != ()})
+        has_effect = {name: value for name, value in settings.items() if value not in ((), HOST)}
+        if "offload" not in has_effect:
+            has_effect.pop("offload_to", None)
+        identity = _identity(has_effect)
         if identity not in self._measured:
             self._measured[identity] = self.measurer.measure(settings)
         candidate, outcome = self._measured[identity]
@@ -246,9 +260,10 @@ class Planner:
         """Lower a choice of a region, measure it, and simulate it."""
         settings = self.regions[number].settings(point)
         self._candidates[number, point], evaluation = self._measure(settings)
-        offloads = self.regions[number].values("offload")
-        if offloads and settings["offload"] != offloads[-1]:
-            evaluation = replace(evaluation, is_hopeless=False)
+        for name in ("offload", "offload_to"):
+            values = self.regions[number].values(name)
+            if values and settings[name] != values[-1]:
+                evaluation = replace(evaluation, is_hopeless=False)
         if point == self.regions[number].family.starts[0]:
             # Now, while its lowered program is still cached.
             self._wire_bound_ns(number)
@@ -294,6 +309,9 @@ class Planner:
         )
 
     def _lack(self, candidate: Candidate) -> str:
+        if candidate.needed_bytes <= self._budget_bytes and candidate.missing_host_bytes:
+            missing = format_bytes(candidate.missing_host_bytes)
+            return f"keeps {format_bytes(candidate.host_bytes)} of each rank on the host, {missing} too many"
         missing = format_bytes(candidate.needed_bytes - self._budget_bytes)
         needed = format_bytes(candidate.needed_bytes)
         return f"needs at least {needed}, {missing} too many, most {candidate.culprit}"

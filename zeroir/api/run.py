@@ -15,6 +15,13 @@ from typing import TYPE_CHECKING
 from zeroir.api.compiled import CompiledProgram, load_program
 from zeroir.api.job import ClosedOutputError, joined_job, watched_job
 from zeroir.api.keywords import OffloadKeywords
+from zeroir.api.outside_memory import (
+    host_memory_bytes,
+    local_ranks,
+    outside_bytes,
+    outside_note,
+    require_host_memory,
+)
 from zeroir.api.run_checkpoints import held_folder, resume, saving
 from zeroir.api.run_options import RunOptions
 from zeroir.api.sentences import say, warnings_as_sentences
@@ -105,7 +112,8 @@ def _fit_and_report(
         compiled, note = fitted(compiled, job_rank.world_size)
         compiled = compiled.with_offload(**offload)
     if job_rank.rank == 0:
-        for sentence in filter(None, (note, construction_note(compiled.program))):
+        outside = outside_note(outside_bytes(compiled.program))
+        for sentence in filter(None, (note, construction_note(compiled.program), outside)):
             say(sentence)
     return compiled
 
@@ -354,6 +362,11 @@ def open_engine(
             )
         return compiled.for_accumulation(2).program
 
+    require_host_memory(
+        outside_bytes(compiled.program),
+        ranks=local_ranks(),
+        memory_bytes=host_memory_bytes(),
+    )
     engine = Engine(
         compiled.program,
         device=job_rank.device,

@@ -10,7 +10,15 @@ from typing import Final, assert_never
 
 from zeroir.api.unit_classes import repeated_units, to_recompute, to_unshard, unit_classes
 from zeroir.config import CompileOptions
-from zeroir.config.offload_fields import ACTIVATIONS, GRADIENTS, OFFLOADED, OPTIMIZER, PARAMETERS
+from zeroir.config.offload_fields import (
+    ACTIVATIONS,
+    DISK,
+    GRADIENTS,
+    HOST,
+    OFFLOADED,
+    OPTIMIZER,
+    PARAMETERS,
+)
 from zeroir.cost.search import Family, Point
 from zeroir.ir.mesh import REPLICATE_AXIS, SHARD_AXIS
 from zeroir.ir.program import Program
@@ -173,6 +181,12 @@ def with_offload(regions: Sequence[SearchRegion], kinds: Sequence[str]) -> tuple
     return tuple(replace(region, dimensions=(*region.dimensions, dimension)) for region in regions)
 
 
+def with_disk(regions: Sequence[SearchRegion]) -> tuple[SearchRegion, ...]:
+    """The same choices, in which a disk may keep what is offloaded."""
+    dimension = Dimension(name="offload_to", values=(HOST, DISK), fast=0, usual=0, lean=1)
+    return tuple(replace(region, dimensions=(*region.dimensions, dimension)) for region in regions)
+
+
 def _offload_sets(kinds: Collection[str]) -> tuple[tuple[str, ...], ...]:
     """Useful sets of these kinds, the largest last.
 
@@ -202,6 +216,8 @@ def words(settings: Mapping[str, Value]) -> str:
             case "bucket", int() if value:
                 said.append(f"buckets of {format_bytes(value)}")
             case _, ():
+                pass
+            case "offload_to", "host":
                 pass
             case "offload", tuple():
                 said.append(f"offload {', '.join(value)}")

@@ -71,8 +71,8 @@ Offload = Annotated[
 OffloadTo = Annotated[
     str,
     Field(
-        description="Where it is kept: host (memory of the CPU), or disk:FOLDER, which keeps the optimizer and the "
-        "parameters, with host memory as its cache."
+        description="Where it is kept: host (memory of the CPU), or disk:FOLDER, with host memory as the cache of the "
+        "disk; gradients stay in host memory."
     ),
     AfterValidator(_is_a_place),
 ]

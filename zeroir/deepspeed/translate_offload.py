@@ -77,6 +77,8 @@ def translate_offload(
     if configuration.activation_checkpointing.cpu_checkpointing:
         key = "activation_checkpointing.cpu_checkpointing"
         asked["activations",] = _Request(place="host", key=key)
+        if place is not None and place.place != "host":
+            notes.append(f"{key}: activations go to the disk, like what {place.key} names.")
     if not asked:
         return OffloadTranslation(options={}, notes=tuple(notes))
     kinds = tuple(kind for group in asked for kind in group)

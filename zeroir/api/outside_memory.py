@@ -1,0 +1,85 @@
+"""What a run keeps outside device memory, in a sentence, and whether the machine has room for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from zeroir.errors import UserError
+from zeroir.ir.buffers import Role, Space
+from zeroir.ir.program import Program
+from zeroir.memory.footprint import footprint
+from zeroir.memory.states import snapshot_bytes
+from zeroir.report.names import counted, format_bytes
+
+_LIMITS: Final = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+"""Where Linux says how much memory the control group of a process may use, in its versions 2 and 1."""
+
+
+def outside_bytes(program: Program) -> Mapping[Space, int]:
+    """Bytes of a rank in host memory, without snapshots for checkpoints, and on the disk; none without offloading."""
+    kept = {
+        buffer.space
+        for buffer in program.buffers
+        if buffer.space is not Space.DEVICE and buffer.role not in (Role.SCALAR, Role.SNAPSHOT)
+    }
+    sizes: dict[Space, int] = {
+        space: footprint(program, space=space).total_bytes
+        for space in (Space.HOST, Space.DISK)
+        if space in kept
+    }
+    if Space.HOST in sizes:
+        sizes[Space.HOST] -= snapshot_bytes(program)
+    return sizes
+
+
+def outside_note(sizes: Mapping[Space, int]) -> str | None:
+    """A sentence on what each rank keeps outside device memory; None if that is nothing."""
+    places = {Space.HOST: "in host memory", Space.DISK: "on the disk"}
+    said = [f"{format_bytes(size)} {places[space]}" for space, size in sizes.items()]
+    return f"Each rank keeps {' and '.join(said)}." if said else None
+
+
+def require_host_memory(
+    sizes: Mapping[Space, int], *, ranks: int, memory_bytes: int | None
+) -> None:
+    """Fail if the ranks of a machine need more host memory than it has; ``memory_bytes`` is None where unknown.
+
+    Raises:
+        UserError: naming both amounts. Without it, the system would end a rank in the middle of training.
+    """
+    needed = sizes.get(Space.HOST, 0) * ranks
+    if memory_bytes is None or needed <= memory_bytes:
+        return
+    raise UserError(
+        f"What {counted(ranks, 'rank')} of this machine keep in host memory takes {format_bytes(needed)}, but it has "
+        f"{format_bytes(memory_bytes)}: offload less, start fewer ranks on it, or let a disk keep it with --offload-to "
+        "disk:FOLDER."
+    )
+
+
+def local_ranks() -> int:
+    """The ranks of the job on this machine, as torchrun says; 1 without it."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() else 1
+
+
+def host_memory_bytes() -> int | None:
+    """The memory of this machine, or of the control group of this process if that is less; None where unknown."""
+    amounts: list[int] = []
+    for path in _LIMITS:
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        if text.isdecimal():
+            amounts.append(int(text))
+    with suppress(OSError, ValueError):
+        amounts.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(amounts, default=None)
