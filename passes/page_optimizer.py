@@ -42,7 +42,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice
-from typing import ClassVar, Final, assert_never
+from typing import ClassVar, Final, TypeGuard, assert_never
 
 from zeroir.errors import UserError
 from zeroir.ir import ops
@@ -105,19 +105,17 @@ class PageOptimizer(Pass):
             UserError: where ``device_bytes`` has no room for two pages, a page none for 256 elements of each state, or
                 the states of a flat cannot be paged.
         """
-        stepped = {states.buffers: states for _, _, states in _steps(program)}
+        stepped = {states.buffers: states for states in _stepped_states(program)}
         if sum(states.size_bytes for states in stepped.values()) <= self.device_bytes:
             return program
         paging = self._paging(program, tuple(stepped.values()))
-        changed = {
-            name: homes
+        homes = {
+            name: buffers
             for states in paging.of_step.values()
-            for name, homes in states.homes(program).items()
+            for name, buffers in states.homes(program).items()
         }
-        program = rewrite.map_sections(
-            program, lambda section: _with_pages(section, program, paging)
-        )
-        program = rewrite.replace_buffers(program, changed)
+        program = rewrite.map_sections(program, lambda section: _with_pages(section, paging, homes))
+        program = rewrite.replace_buffers(program, homes)
         bound = LiveBound(kind=BoundKind.PAGES, live=sum(map(len, paging.slots)))
         return replace(
             program,
@@ -177,6 +175,10 @@ class _Paging:
     of_step: Mapping[tuple[str, ...], PagedStates]
     slots: tuple[tuple[Buffer, ...], ...]
 
+    def of(self, op: _Step) -> PagedStates:
+        """What is paged of the states of a step."""
+        return self.of_step[tuple(region.buffer for region in _regions(op))]
+
 
 def _slot(number: int, numels: Mapping[DType, int], taken: set[str]) -> tuple[Buffer, ...]:
     """The buffers of a slot, under names that are not ``taken``."""
@@ -192,16 +194,21 @@ def _slot(number: int, numels: Mapping[DType, int], taken: set[str]) -> tuple[Bu
     return tuple(buffers)
 
 
-def _steps(program: Program) -> Iterator[tuple[Section, int, StepStates]]:
-    """The ops that change states of elements, with their sections and indices, in the order in which they run.
+def _is_paged_step(op: Op, section: Section) -> TypeGuard[_Step]:
+    """Whether an op of a section changes states of elements in a training step."""
+    return section.name in STEP_SECTIONS and isinstance(op, _Step) and bool(op.states)
+
+
+def _stepped_states(program: Program) -> Iterator[StepStates]:
+    """The states of each op that changes states of elements, in the order of the ops.
 
     Raises:
         UserError: where an op takes only a part of a state, or settings by the places of its states.
     """
     for section in program.sections:
-        for index, op in enumerate(section.body if section.name in STEP_SECTIONS else ()):
-            if isinstance(op, _Step) and op.states:
-                yield section, index, _states(op, program)
+        for op in section.body:
+            if _is_paged_step(op, section):
+                yield _states(op, program)
 
 
 def _regions(op: _Step) -> tuple[Region, ...]:
@@ -233,25 +240,14 @@ def _states(op: _Step, program: Program) -> StepStates:
 # ------------------------------------------------------------------------------------------------------- the ops
 
 
-def _with_pages(section: Section, program: Program, paging: _Paging) -> Section:
-    """The section with its steps page by page, and its states as they rest now."""
-    indices = [
-        index
-        for index, op in enumerate(section.body)
-        if isinstance(op, _Step) and op.states and section.name in STEP_SECTIONS
-    ]
-    body = section.body
-    if indices:
-        body = tuple(_paged(section, frozenset(indices), paging))
-    homes = {
-        name: buffers
-        for states in paging.of_step.values()
-        for name, buffers in states.homes(program).items()
-    }
+def _with_pages(
+    section: Section, paging: _Paging, homes: Mapping[str, tuple[Buffer, ...]]
+) -> Section:
+    """The section with its steps page by page, and its states as they rest now, in ``homes``."""
     return replace(
         section,
         entry=_at_home(section.entry, homes),
-        body=body,
+        body=tuple(_paged(section, paging)),
         exit=_at_home(section.exit, homes),
     )
 
@@ -283,22 +279,22 @@ class _Page:
                 yield ops.Release(buffer=buffer.name, stream=COPY_OUT)
 
 
-def _paged(section: Section, indices: frozenset[int], paging: _Paging) -> Iterator[Op]:
-    """The ops of a section, with these steps page by page; each slot is filled again as soon as it is free."""
-    pages = list(_pages(section, indices, paging))
+def _paged(section: Section, paging: _Paging) -> Iterator[Op]:
+    """The ops of a section, with its steps page by page; each slot is filled again as soon as it is free."""
+    pages = list(_pages(section, paging))
     following, arriving = iter(pages), iter(pages)
+    steps = (index for index, op in enumerate(section.body) if _is_paged_step(op, section))
     # In the update itself the first pages come in beside the norm and the decision.
-    first = 0 if section.name == UPDATE else min(indices)
+    first = 0 if section.name == UPDATE else next(steps, 0)
     for index, op in enumerate(section.body):
         if index == first:
             for page in islice(arriving, len(paging.slots)):
                 yield from page.arrive()
-        if index not in indices or not isinstance(op, _Step):
+        if not _is_paged_step(op, section):
             yield op
             continue
-        paged = paging.of_step[tuple(region.buffer for region in _regions(op))]
-        for _ in paged.pages():
-            page = next(following)
+        paged = paging.of(op)
+        for page in islice(following, len(list(paged.pages()))):
             yield _on_part(op, page.start, page.stop, page.places)
             yield from page.depart()
             for later in islice(arriving, 1):
@@ -308,28 +304,26 @@ def _paged(section: Section, indices: frozenset[int], paging: _Paging) -> Iterat
             yield _on_part(op, paged.host_numel, paged.states.numel, resident)
 
 
-def _pages(section: Section, indices: frozenset[int], paging: _Paging) -> Iterator[_Page]:
-    """The pages of a section in the order of their use."""
+def _pages(section: Section, paging: _Paging) -> Iterator[_Page]:
+    """The pages of a section in the order of their use; they take the slots in turn."""
     slots = cycle(paging.slots)
-    for index in sorted(indices):
-        op = section.body[index]
-        assert isinstance(op, _Step)
-        names = tuple(region.buffer for region in _regions(op))
-        paged = paging.of_step[names]
+    for op in section.body:
+        if not _is_paged_step(op, section):
+            continue
+        paged = paging.of(op)
         for start, stop in paged.pages():
             slot = next(slots)
             by_dtype = {buffer.dtype: buffer for buffer in slot}
             used: dict[DType, int] = {}
             homes: list[Region] = []
             places: list[Region] = []
-            for i, (name, dtype) in enumerate(zip(names, paged.states.dtypes, strict=True)):
+            for i, dtype in enumerate(paged.states.dtypes):
                 first, last = paged.states.elements(i, start, stop)
-                homes.append(Region(buffer=name, offset=first, numel=last - first))
+                home = Region(buffer=paged.states.buffers[i], offset=first, numel=last - first)
+                homes.append(home)
                 offset = used.get(dtype, 0)
-                used[dtype] = offset + last - first
-                places.append(
-                    Region(buffer=by_dtype[dtype].name, offset=offset, numel=last - first)
-                )
+                used[dtype] = offset + home.numel
+                places.append(replace(home, buffer=by_dtype[dtype].name, offset=offset))
             yield _Page(start=start, stop=stop, homes=tuple(homes), places=tuple(places), slot=slot)
 
 

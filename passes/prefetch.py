@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from zeroir.errors import UserError
-from zeroir.ir.bounds import AheadBound, BehindBound, BoundKind, with_bound
+from zeroir.ir.bounds import AheadBound, BehindBound, Bound, BoundKind, with_bound
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
@@ -89,7 +89,8 @@ class PrefetchGathers(Pass):
     def __call__(self, program: Program) -> Program:
         """The program with its gathers issued ahead, and the bound that holds them back."""
         kind = BoundKind.FULL_PARAMETERS
-        in_order = with_bound(program.bounds, AheadBound(kind=kind, ahead=0))
+        bounds = _with_room_for_arrivals(program.bounds)
+        in_order = with_bound(bounds, AheadBound(kind=kind, ahead=0))
         if self.distance is not None:
             return replace(_at_distance(program, self.distance), bounds=in_order)
         if self.bytes is not None:
@@ -97,8 +98,19 @@ class PrefetchGathers(Pass):
         assert self.budget is not None  # One of the two is given.
         # How much is live depends on how far streams run ahead, so on waits.
         at_first_use = derive_waits(replace(_at_distance(program, 0), bounds=in_order))
-        behind = with_bound(program.bounds, BehindBound(kind=kind, behind=COMPUTE))
+        behind = with_bound(bounds, BehindBound(kind=kind, behind=COMPUTE))
         return replace(as_early_as_fits(at_first_use, self.budget), bounds=behind)
+
+
+def _with_room_for_arrivals(bounds: tuple[Bound, ...]) -> tuple[Bound, ...]:
+    """The bounds, with which the shard of a gather may arrive while the gather before it reads its own.
+
+    A gather moves together with the visit that it reads, which then does not begin before the one before it has ended.
+    """
+    for bound in bounds:
+        if bound == AheadBound(kind=BoundKind.DEVICE_STAGING, ahead=0):
+            return with_bound(bounds, AheadBound(kind=BoundKind.DEVICE_STAGING, ahead=1))
+    return bounds
 
 
 def _at_distance(program: Program, distance: int) -> Program:
@@ -136,6 +148,6 @@ def _moved(
         at = max(at, groups[target].first_use, *(gather.earliest for gather in group.gathers))
         for gather in group.gathers:
             issued = gather.op if at == group.first_use else ahead(gather.op)
-            before.setdefault(at, []).extend((*(body[alloc] for alloc in gather.allocs), issued))
-    moved = {i for group in groups for g in group.gathers for i in (*g.allocs, g.index)}
+            before.setdefault(at, []).extend(gather.issued(body, issued))
+    moved = {i for group in groups for gather in group.gathers for i in gather.indices}
     return replace(section, body=rewrite.insert(body, before=before, without=moved))

@@ -116,7 +116,7 @@ def narrow(
     torch.gt(values, numbers, out=is_above)
     torch.index_select(tables.codes, 0, uppers, out=new_codes)
     # Code 255 stands for the largest negative value, and the next one is code 0.
-    new_codes.add_(is_above)
+    new_codes.add_(is_above.view(torch.uint8))
     if is_skipped is None:
         codes.copy_(new_codes)
         absmax.copy_(scales)

@@ -140,7 +140,7 @@ class RankMemory:
         self.require(frozenset((name,)))
         buffer = self._buffer_by_name[name]
         numel = (buffer.numel if stop is None else stop) - start
-        elements = torch.empty(numel, dtype=TORCH_DTYPE[buffer.dtype])
+        elements = _at_page(numel, TORCH_DTYPE[buffer.dtype])
         self.disk.reading(name, start * elements.itemsize, elements)()
         return elements
 

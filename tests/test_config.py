@@ -162,6 +162,10 @@ IN_VAIN: list[tuple[dict[str, object], str]] = [
         "--page-optimizer 1MB is less than one page of --page-bytes 2097152",
     ),
     (
+        {"optimizer": "muon", "offload": "optimizer"},
+        "--offload optimizer updates shards on the host, but muon works on whole parameters",
+    ),
+    (
         {"page_optimizer": "1GB", "offload": ("parameters", "optimizer")},
         "--page-optimizer 1GB updates on the device, and --offload optimizer on the host",
     ),

@@ -23,7 +23,7 @@ from zeroir.report.names import format_bytes
 
 PAPERS = Path(__file__).parents[1] / "tests" / "data" / "offload_papers.json"
 HEAD = [
-    *("model", "on", "offloaded", "micro-steps", "device", "host", "disk"),
+    *("model", "on", "offloaded", "batch", "micro-steps", "device", "host", "disk"),
     *("step, s", "TFLOP/s per GPU", "speed kept"),
 ]
 PUBLISHED_HEAD = ["system", "result", "published TFLOP/s per GPU", "ours, simulated", "source"]
@@ -55,6 +55,8 @@ class Scenario:
 _RECOMPUTED: Mapping[str, object] = {"precision": "bf16", "recompute": "*"}
 _PUBLISHED: Mapping[str, object] = {"precision": "fp16", "recompute": "*", "stage": 2}
 
+_EIGHT_BITS: Mapping[str, object] = {"offload": "optimizer,gradients", "optimizer_bits": 8}
+
 SCENARIOS: Sequence[Scenario] = (
     Scenario(
         model="gpt_10b",
@@ -66,37 +68,40 @@ SCENARIOS: Sequence[Scenario] = (
     *(
         Scenario(
             model="llama_13b",
-            batch=4,
+            batch=batch,
             machine="1xh100-pcie",
             ranks=1,
             micro_steps=micro_steps,
             options={**_RECOMPUTED, "stage": 2, **offloaded},
         )
-        for micro_steps in (1, 8)
-        for offloaded in (
-            {"offload": "optimizer,gradients"},
-            {"offload": "optimizer,gradients", "optimizer_bits": 8},
-            {"offload": "optimizer,gradients", "offload_to": "disk"},
+        for batch, micro_steps, offloaded in (
+            (4, 1, _EIGHT_BITS),
+            (8, 1, _EIGHT_BITS),
+            (4, 8, _EIGHT_BITS),
+            (4, 8, {"offload": "optimizer", "offload_to": "disk"}),
         )
     ),
     *(
         Scenario(
             model="llama_70b",
-            batch=2,
+            batch=4,
             machine="dgx-h100",
             ranks=8,
             micro_steps=micro_steps,
             options={**_RECOMPUTED, "stage": 3, "offload": offload},
         )
-        for micro_steps in (1, 8)
-        for offload in ("optimizer,gradients", "optimizer,gradients,parameters")
+        for micro_steps, offload in (
+            (1, "optimizer,gradients"),
+            (1, "optimizer,gradients,parameters"),
+            (8, "optimizer,gradients"),
+        )
     ),
     Scenario(
         model="gpt_175b",
         batch=2,
         machine="dgx-h100",
         ranks=64,
-        options={**_RECOMPUTED, "stage": 3, "offload": "optimizer"},
+        options={**_RECOMPUTED, "stage": 3, "offload": "optimizer,gradients"},
     ),
 )
 
@@ -129,6 +134,7 @@ class PaperResult:
             scenario.model,
             f"{scenario.ranks} of {scenario.machine}",
             scenario.offloaded,
+            str(scenario.batch),
             str(scenario.micro_steps),
             *sizes,
             f"{self.simulation.step_s:.2f}",
@@ -141,7 +147,7 @@ def simulated(scenario: Scenario) -> PaperResult:
     """Compile and simulate a scenario."""
     machine = load_machine(scenario.machine)
     compiled = _compiled(scenario, scenario.options)
-    plain = {name: scenario.options[name] for name in ("precision", "recompute", "stage")}
+    plain = {name: scenario.options[name] for name in _RECOMPUTED.keys() | {"stage"}}
     return PaperResult(
         scenario=scenario,
         bytes_by_space=_bytes_by_space(compiled, machine),

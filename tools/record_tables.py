@@ -129,6 +129,7 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "power-cut": _rows,
     "flip-checkpoint": _rows,
     "bench-checkpoint": _rows,
+    "eight-bit": _rows,
     "paging": _rows,
     "fault-offload": _rows,
     "disk": _rows,

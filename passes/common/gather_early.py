@@ -100,10 +100,10 @@ def _moved(section: Section, program: Program, room: _Room, budget_bytes: int) -
     earliest = 0
     for group in find_groups(body, program):
         for gather in group.gathers:
-            begun = _begun(gather, program, room)
+            begun = _begun(gather, body, program, room)
             earliest = max(earliest, gather.earliest)
             # A gather that stands first cannot move, but later gathers may follow it directly.
-            places = range(earliest, max(min(gather.allocs), 1))
+            places = range(earliest, max(min(gather.begins), 1))
             at = _earliest(body, room, begun, places, budget_bytes)
             if at is None:
                 earliest = max(earliest, gather.index + 1)
@@ -112,22 +112,26 @@ def _moved(section: Section, program: Program, room: _Room, budget_bytes: int) -
             for begin, size in begun:
                 for index in range(at, begin):
                     room.live_bytes[index] += size
-            moved |= {*gather.allocs, gather.index}
-            passed = body[at : min(gather.allocs)]
+            moved.update(gather.indices)
+            passed = body[at : min(gather.begins)]
             is_ahead = any(isinstance(op, ops.Compute) for op in passed)
             issued = ahead(gather.op) if is_ahead else gather.op
-            before.setdefault(at, []).extend((*(body[alloc] for alloc in gather.allocs), issued))
+            before.setdefault(at, []).extend(gather.issued(body, issued))
     return replace(section, body=rewrite.insert(body, before=before, without=moved))
 
 
-def _begun(gather: PlacedGather, program: Program, room: _Room) -> list[tuple[int, int]]:
-    """For each gathered buffer, the first op at which it counts already, and its bytes on the device."""
-    names = [pair.destination.buffer for pair in gather.op.pairs]
-    buffers = [program.buffer_by_name[name] for name in names]
-    return [
-        (room.begins[alloc], buffer.size_bytes if buffer.space is Space.DEVICE else 0)
-        for alloc, buffer in zip(gather.allocs, buffers, strict=True)
-    ]
+def _begun(
+    gather: PlacedGather, body: Sequence[Op], program: Program, room: _Room
+) -> list[tuple[int, int]]:
+    """For each buffer that begins for a gather, the first op at which it counts already, and its device bytes."""
+    begun: list[tuple[int, int]] = []
+    for index in gather.begins:
+        op = body[index]
+        if isinstance(op, ops.Alloc):
+            buffer = program.buffer_by_name[op.buffer]
+            size_bytes = buffer.size_bytes if buffer.space is Space.DEVICE else 0
+            begun.append((room.begins[index], size_bytes))
+    return begun
 
 
 def _earliest(

@@ -16,6 +16,7 @@ from typing import Final
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.effects import effects
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
 from zeroir.passes.common import rewrite
@@ -142,12 +143,16 @@ def _elements(op: Divisible) -> list[Region]:
 
 
 def _piece(op: Divisible, start: int, stop: int) -> Op:
-    """The op on elements ``[start, stop)`` of its regions."""
+    """The op on elements ``[start, stop)`` of its regions, and on the scales of their blocks."""
     regions = set(_elements(op))
+    scales = set(op.scales) if isinstance(op, ops.OptimizerStep) else set()
+    first, last = start // BLOCK_NUMEL, blocks_numel(stop)
 
     def cut(region: Region) -> Region:
-        if region not in regions:
-            return region
-        return replace(region, offset=region.offset + start, numel=stop - start)
+        if region in regions:
+            return replace(region, offset=region.offset + start, numel=stop - start)
+        if region in scales:
+            return replace(region, offset=region.offset + first, numel=last - first)
+        return region
 
     return rewrite.map_regions(op, cut)

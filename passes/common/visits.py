@@ -196,20 +196,20 @@ def find_visits(
 ) -> list[Visit]:
     """The visits that the ops of a section need, in the order of their first uses."""
     visits: list[Visit] = []
-    runs: dict[str, _Run] = {}
+    runs: dict[str, _RunOfUses] = {}
 
     def end(names: Iterable[str]) -> None:
         visits.extend(runs.pop(name).visit() for name in names)
 
     for index, op in enumerate(body):
         effect = effects(op)
-        uses: dict[str, _Use] = {}
+        uses: dict[str, _UsedRegions] = {}
         for region in (*effect.reads, *effect.accumulates):
             if region.buffer in homes:
-                uses.setdefault(region.buffer, _Use()).read.append(region)
+                uses.setdefault(region.buffer, _UsedRegions()).read.append(region)
         for region in (*effect.writes, *effect.accumulates):
             if region.buffer in homes:
-                use = uses.setdefault(region.buffer, _Use())
+                use = uses.setdefault(region.buffer, _UsedRegions())
                 (use.used_up if is_used_up(op, region) else use.written).append(region)
         if is_at_home(op):
             end(uses.keys() & runs.keys())
@@ -217,13 +217,13 @@ def find_visits(
         if uses or isinstance(op, ops.Compute):
             end([name for name, run in runs.items() if not run.is_continued(uses.get(name))])
         for name, use in uses.items():
-            runs.setdefault(name, _Run(name)).add(index, use)
+            runs.setdefault(name, _RunOfUses(name)).add(index, use)
     end(list(runs))
     return sorted(visits, key=lambda visit: visit.uses[0])
 
 
 @dataclass(frozen=True, slots=True)
-class _Use:
+class _UsedRegions:
     """The regions of one home that an op reads, those that it writes, and those that it leaves without use."""
 
     read: list[Region] = field(default_factory=list)
@@ -231,7 +231,7 @@ class _Use:
     used_up: list[Region] = field(default_factory=list)
 
 
-class _Run:
+class _RunOfUses:
     """A run of uses of one home so far."""
 
     def __init__(self, home: str) -> None:
@@ -241,13 +241,13 @@ class _Run:
         self._arriving: dict[Region, None] = {}
         self._written: dict[Region, None] = {}
 
-    def is_continued(self, use: _Use | None) -> bool:
+    def is_continued(self, use: _UsedRegions | None) -> bool:
         """Whether the run goes on with an op: it uses elements that the run has used."""
         return use is not None and any(
             _overlap(region, used) for region in (*use.read, *use.written) for used in self._regions
         )
 
-    def add(self, index: int, use: _Use) -> None:
+    def add(self, index: int, use: _UsedRegions) -> None:
         """Add an op, which reads before it writes."""
         self._uses.append(index)
         for region in use.read:

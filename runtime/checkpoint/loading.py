@@ -153,14 +153,18 @@ def fill_memory(program: Program, memory: RankMemory, stored: StoredParameters) 
                     read = partial(files.read_into, saved.file, saved.tensor)
                     copied.copy(read, dtype, 0, target)
                 continue
-            memory.clear_elements(buffer.name)
             content = buffer.holds
             if not isinstance(content, FlatContent) or content.quantity in (GRAD, DIRECTION):
+                memory.clear_elements(buffer.name)
                 continue
-            for elements in stored.elements(program, buffer, content, memory.rank):
+            held = stored.elements(program, buffer, content, memory.rank)
+            filled = 0  # Everything before is loaded, or cleared.
+            for elements in sorted(held, key=lambda each: each.offset):
                 read = partial(files.read_into, elements.file, elements.tensor)
                 dtype = TORCH_DTYPE[elements.dtype]
                 stop = elements.offset + elements.stop - elements.start
+                memory.clear_elements(buffer.name, filled, max(filled, elements.offset))
+                filled = max(filled, stop)
                 if memory.is_on_disk(buffer.name):
                     write = partial(memory.write, buffer.name)
                     own = range(elements.offset, stop)
@@ -168,6 +172,7 @@ def fill_memory(program: Program, memory: RankMemory, stored: StoredParameters) 
                 else:
                     target = memory.buffer(buffer.name)[elements.offset : stop]
                     copied.copy(read, dtype, elements.start, target)
+            memory.clear_elements(buffer.name, filled)
         fill_states_of_other_bits(program, memory, stored, fill)
     fill_scalars(program, [memory])
 

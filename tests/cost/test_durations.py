@@ -65,6 +65,21 @@ def test_an_op_that_moves_elements_takes_the_time_of_their_bytes() -> None:
     assert durations.seconds(step) == pytest.approx(1.0 + (8 * 1024 + scalars) / 1e6)
 
 
+def test_states_of_8_bits_are_widened_and_rounded_by_kernels_of_their_own() -> None:
+    """They are fewer bytes at rest, but take longer: 84 bytes an element of each, and 16 launches."""
+    of = machine(memory_bytes_per_s=1e6, launch_s=1.0)
+    seconds = {}
+    for has_codes in (False, True):
+        program = mlp(blocks=1, dim=8, optimizer="lion", has_codes=has_codes)
+        step = next(op for op in program.ops() if isinstance(op, ops.OptimizerStep))
+        seconds[has_codes] = Durations(program, of).seconds(step)
+        scalars = 4 + 8 + 24 + 4  # step, lr, hyper, gradient divisor
+        at_rest = 256 * (1 if has_codes else 4) + (4 if has_codes else 0)
+        moved = 2 * (2 * 1024 + at_rest) + scalars
+        extra = 84 * 256 / 1e6 + 16 if has_codes else 0.0
+        assert seconds[has_codes] == pytest.approx(1.0 + moved / 1e6 + extra)
+
+
 def test_accumulating_adds_a_kernel() -> None:
     """The loss of a micro-step is added to those before: three times 4 bytes."""
     program = mlp(blocks=1, micro_steps=2, has_fixed_divisor=True)

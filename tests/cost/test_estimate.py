@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from decimal import Decimal
@@ -29,8 +30,10 @@ from zeroir.ir.traffic import collective_bytes, transfer_bytes
 from zeroir.memory.states import MODEL_STATE_ROLES, model_state_bytes
 from zeroir.passes.base import Pass
 from zeroir.passes.manager import apply
+from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
+from zeroir.passes.offload_to_disk import OffloadToDisk
 from zeroir.passes.pipelines import for_stage
 
 PAPER = json.loads(
@@ -242,46 +245,61 @@ def test_offloaded_bytes_leave_the_device_and_rest_elsewhere(
     for before, after in zip(plain, offloaded, strict=True):
         assert before.host_bytes == before.disk_bytes == 0
         assert set(asdict(before.moved).values()) == {0}
-        left = before.model_states_bytes - after.model_states_bytes
-        outside = (after.host_bytes, after.disk_bytes)
-        assert outside == ((left, 0) if place == "host" else (0, left))
-        assert (after.moved.load > 0) == (after.moved.store > 0) == (place == "disk")
+        left = float(before.model_states_bytes - after.model_states_bytes)
+        gradients = 2e9 / (4 if before.stage else 1) if "gradients" in offload else 0
+        # Stage 1 has whole gradients at rest, and a host a shard of them.
+        left -= 2e9 - gradients if gradients and before.stage == 1 else 0
+        on_host = left if place == "host" else gradients
+        assert (after.host_bytes, after.disk_bytes) == (on_host, left - on_host)
+        assert (after.moved.load > 0) == (after.moved.store > 0) == (after.disk_bytes > 0)
 
 
-PASSES: Mapping[str, Pass] = {"optimizer": OffloadOptimizer(), "parameters": OffloadParameters()}
+PASSES: Mapping[str, Pass] = {
+    "optimizer": OffloadOptimizer(),
+    "gradients": OffloadGradients(),
+    "parameters": OffloadParameters(),
+}
 SCALAR_BYTES = 16
 """Bytes of the step's scalars that go down with the gradients."""
 
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("offload", [("optimizer",), ("parameters",), ("optimizer", "parameters")])
+@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize("offload", OFFLOADS, ids=",".join)
 def test_an_estimate_of_what_is_offloaded_equals_a_program(
-    stage: int, precision: str, offload: tuple[str, ...]
+    offload: tuple[str, ...], place: str, precision: str, stage: int
 ) -> None:
     """In padded elements; visits of whole parameters, which stages 0 to 2 have, leave the padding out."""
     program = mlp(blocks=2, dim=16, precision=precision, optimizer="adamw")
-    for step in (*for_stage(stage, 4, elide=False), *(PASSES[kind] for kind in offload)):
+    passes = (*for_stage(stage, 4, elide=False), *(PASSES[kind] for kind in offload))
+    kinds = tuple(kind for kind in offload if kind != "gradients")
+    to_disk = (OffloadToDisk(what=kinds),) if place == "disk" and kinds else ()
+    for step in (*passes, *to_disk):
         program = apply(step, program)
     count = sum(flat.padded_numel for flat in program.flats)
     options = {"params": count, "world_size": 4, "precision": precision, "offload": offload}
-    estimated = of(**options).stages[stage]
-    on_host = (b for b in program.buffers if b.is_persistent and b.space is Space.HOST)
-    assert estimated.host_bytes == sum(b.size_bytes for b in on_host if b.role is not Role.SCALAR)
-    on_device = sum(
-        b.size_bytes
-        for b in program.buffers
-        if b.is_persistent and b.space is Space.DEVICE and b.role in MODEL_STATE_ROLES
-    )
-    assert estimated.model_states_bytes == on_device
+    estimated = of(**options, offload_to=place).stages[stage]
+    sizes: Counter[Space] = Counter()
+    for buffer in program.buffers:
+        is_state = buffer.space is not Space.DEVICE or buffer.role in MODEL_STATE_ROLES
+        if buffer.is_persistent and is_state and buffer.role is not Role.SCALAR:
+            sizes[buffer.space] += buffer.size_bytes
+    assert estimated.host_bytes == sizes[Space.HOST]
+    assert estimated.disk_bytes == sizes[Space.DISK]
+    assert estimated.model_states_bytes == sizes[Space.DEVICE]
     traffic = transfer_bytes(program)
     assert 0 <= traffic["to_host"] - estimated.moved.to_host <= SCALAR_BYTES
     padding = count - program.parameters_numel
     item = 4 if precision == "fp32" else 2
     left_out = 2 * item * padding if "parameters" in offload and stage < 3 else 0
+    unaligned = item * 64 * len(program.flats) if left_out else 0
     assert traffic["to_device"] == pytest.approx(
-        estimated.moved.to_device - left_out, abs=item * 64 * len(program.flats)
+        estimated.moved.to_device - left_out, abs=unaligned
     )
+    on_disk = left_out if place == "disk" else 0
+    assert traffic["load"] == pytest.approx(estimated.moved.load - on_disk, abs=unaligned)
+    assert traffic["store"] == estimated.moved.store
 
 
 def test_the_traffic_of_zero_offload_is_4_bytes_a_parameter() -> None:

@@ -65,7 +65,9 @@ class Verdict:
         algorithm = self.op.algorithm if isinstance(self.op, ops.OptimizerStep) else None
         if algorithm is not None and algorithm.direction_dtype is not None:
             return True  # A bound, too: its products are a library's.
-        is_ours = algorithm is Algorithm.LION
+        is_ours = algorithm is Algorithm.LION or (
+            isinstance(self.op, ops.OptimizerStep) and bool(self.op.scales)
+        )
         if is_ours or isinstance(self.op, ops.Average | ops.Direction):
             # Numbers that scale tensors are scalars of the host.
             return 0 <= self.declared.counted_bytes - self.counted_bytes <= SCALAR_BYTES

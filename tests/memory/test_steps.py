@@ -53,6 +53,7 @@ OPTIONS: tuple[dict[str, object], ...] = (
     {"micro_steps": 3, "precision": "bf16", "accumulate_locally": True},
 )
 MORE_OPTIONS: tuple[dict[str, object], ...] = (
+    {"stage": 1, "page_optimizer": "512KiB", "page_bytes": 65_536},
     {"world_size": 1},
     {"unshard": "*", "overlap_update": False},
     {"micro_steps": 2, "precision": "fp16", "clip": 1.0},
@@ -98,6 +99,19 @@ def test_a_small_step_takes_what_its_ops_declare(
     precision: str, stage: int, ranks: int, optimizer: str, ema: float | None
 ) -> None:
     program = mlp(precision=precision, dim=64, optimizer=optimizer, ema=ema)
+    scheduled = declared(lowered(program, stage, ranks))
+    judged = judge(scheduled, random_batches(1, 1)[0][0], initial=initial_flats(program))
+    require_right(judged, scheduled)
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage", "ranks", "optimizer"),
+    [("fp32", 0, 1, "adamw"), ("fp16", 3, 2, "lion"), ("bf16", 1, 3, "momentum")],
+)
+def test_a_step_with_states_of_8_bits_takes_what_its_ops_declare(
+    precision: str, stage: int, ranks: int, optimizer: str
+) -> None:
+    program = mlp(precision=precision, dim=64, optimizer=optimizer, has_codes=True)
     scheduled = declared(lowered(program, stage, ranks))
     judged = judge(scheduled, random_batches(1, 1)[0][0], initial=initial_flats(program))
     require_right(judged, scheduled)

@@ -91,6 +91,7 @@ _OTHERS: tuple[Pass, ...] = (
     OverlapUpdate(),
     OffloadActivations(smallest=0),
     parse_spec("replicate-shards{replicas=2}"),
+    parse_spec("offload-parameters"),
     parse_spec("plan-memory"),
 )
 

@@ -290,6 +290,39 @@ def test_gathers_stay_as_far_ahead_as_they_were(distance: int) -> None:
         assert happens.groups_live(after.body, program) == happens.groups_live(before.body, plain)
 
 
+@pytest.mark.parametrize("budget", [0, 70_000, 10**9])
+def test_a_gather_that_moves_takes_its_visit_along(budget: int) -> None:
+    logical = mlp(blocks=4, dim=64)
+    passes = for_stage(3, 4, budget=budget, offload=(OffloadParameters(),))
+    program = proved(logical, passes)
+    plain = applied(logical, for_stage(3, 4, budget=budget))
+    assert [_gathers(each) for each in (program, plain)] == [_gathers(plain)] * 2
+    assert max(happens.staging_live(_last_body(program), program)) <= 2
+    batches = inputs(logical, 4, 1)
+    for schedule_seed in range(2):
+        result = run(program, batches, schedule_seed)
+        assert_equal(result, run(plain, batches), range(4), f"budget {budget}")
+
+
+def _gathers(program: Program) -> list[str]:
+    """The gathers and computations of a step, by name."""
+    return [
+        op.segment if isinstance(op, ops.Compute) else ops.op_name(type(op))
+        for op in _last_body(program)
+        if isinstance(op, ops.Compute | ops.Gather)
+    ]
+
+
+def test_a_gather_from_a_visit_that_passes_through_the_host_stays() -> None:
+    """What loads the visit's elements from disk stands where it is."""
+    logical = mlp(blocks=2)
+    steps = (OffloadParameters(), parse_spec("offload-to-disk"))
+    program = proved(logical, for_stage(3, 2, budget=10**9, offload=steps))
+    batches = inputs(logical, 2, 1)
+    expected = run(applied(logical, for_stage(3, 2)), batches)
+    assert_equal(run(program, batches, 4), expected, range(2), "from disk")
+
+
 def test_a_visit_that_no_wait_bounds_is_rejected() -> None:
     """Each wait is for data, or it keeps the third visit from beginning (Z302)."""
     logical = mlp(blocks=3)

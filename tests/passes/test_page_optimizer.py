@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.strategies import Case, cases
+from tests.support.edits import put
 from tests.support.examples import examples
 from tests.support.groups import in_groups
 from tests.support.lowering import applied, proved
@@ -31,15 +32,18 @@ from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Flat, Program, Section
 from zeroir.memory.footprint import footprint
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
+from zeroir.passes.common.order import derive_waits
 from zeroir.passes.offload_activations import OffloadActivations
 from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_parameters import OffloadParameters
+from zeroir.passes.offload_to_disk import OffloadToDisk
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
 from zeroir.runtime.lockstep import Lockstep
 from zeroir.torch_ops.batches import flatten
+from zeroir.verify import verify
 
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
@@ -114,10 +118,11 @@ def test_parts_of_slices_are_updated_where_they_stand(stage: int) -> None:
         )
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_it_pages_in_the_backward(stage: int) -> None:
-    logical = mlp(blocks=3, dim=48, precision="bf16", tied=True, micro_steps=2)
-    after = check_equal(logical, for_stage(stage, 3, overlap_update=True), 3, 2, seed=stage)
+@pytest.mark.parametrize(("stage", "micro_steps"), [(0, 2), (1, 4), (2, 1), (3, 8)])
+def test_it_pages_in_the_backward(stage: int, micro_steps: int) -> None:
+    logical = mlp(blocks=3, dim=48, precision="bf16", tied=True, micro_steps=micro_steps)
+    base = for_stage(stage, 3, overlap_update=True)
+    after = check_equal(logical, base, 3, micro_steps, seed=stage)
     body = after.section_by_name[LAST_MICRO_STEP].body
     pages = {buffer.name for buffer in after.buffers if buffer.role is Role.PAGE}
     arrivals = [
@@ -160,6 +165,27 @@ def test_other_parts_of_the_state_are_offloaded_beside_pages(stage: int, precisi
     batches = inputs(logical, 3, 2)
     assert_equal(run(after, batches, stage), run(before, batches), range(3), str(stage))
     assert state_bytes(after, Space.DEVICE) + page_bytes(after) <= device_bytes
+
+
+def test_pages_may_rest_on_a_disk() -> None:
+    """Each page is loaded before it comes in, and stored after it went out: no store can be left out."""
+    logical = mlp(blocks=2, dim=64)
+    base = for_stage(1, 3, overlap_update=True)
+    paging = PageOptimizer(device_bytes=17_000, page_bytes=2048)
+    after = proved(logical, (*base, paging, OffloadToDisk()))
+    batches = inputs(logical, 3, 1)
+    assert_equal(run(after, batches, 1), run(applied(logical, base), batches), range(3), "disk")
+    number = [section.name for section in after.sections].index(LAST_MICRO_STEP)
+    stores = [
+        index
+        for index, op in enumerate(after.sections[number].body)
+        if isinstance(op, ops.Store) and "exp_avg" in op.destination.buffer
+    ]
+    assert stores
+    for index in stores[:3]:
+        mutant = derive_waits(put(after, (number, index)))
+        assert {finding.code for finding in verify(mutant).findings} <= {"Z403", "Z502"}
+        assert not verify(mutant).is_valid
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])

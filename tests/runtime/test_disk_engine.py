@@ -8,17 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
+import zeroir
 from tests.passes.test_offload_to_disk import whole_page_bytes
 from tests.runtime.constructors import Mlp
 from tests.runtime.disk_workers import STEPS, TO_DISK, plain
 from tests.runtime.support import Ranks, initial_flats, lowered, random_batches, require_success
+from tests.support.lowering import applied
 from tests.support.process_bytes import disk_bytes
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Space
+from zeroir.passes import manager
 from zeroir.passes.manager import apply
+from zeroir.passes.pipelines import for_stage
+from zeroir.runtime import rank_memory
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.lockstep import Lockstep
 
@@ -107,6 +112,27 @@ def test_checkpoints_are_the_same(tmp_path: Path) -> None:
     assert with_disk.step(batches[2][0]).loss == without.step(batches[2][0]).loss
 
 
+def test_values_between_steps_go_through_memory_in_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_memory, "CHUNK_BYTES", 8192)
+    without, with_disk = engines(tmp_path)
+    batch = random_batches(1, 1)[0][0]
+    for engine, name in ((without, "device"), (with_disk, "disk")):
+        engine.step(batch)
+        engine.save(tmp_path / name)
+    memory = with_disk._memory
+    largest = max(
+        (b for b in with_disk.program.buffers if b.space is Space.DISK), key=lambda b: b.size_bytes
+    )
+    chunks = [chunk.clone() for chunk in memory.read_in_chunks(largest.name, 3)]
+    assert max(chunk.nbytes for chunk in chunks) == 8192
+    require_equal(torch.cat(chunks), memory.read(largest.name)[3:])
+    with_disk.load(tmp_path / "device")
+    without.load(tmp_path / "disk")
+    require_equal(with_disk.full_state(), without.full_state())
+
+
 def test_a_program_for_several_batches_takes_over_what_is_on_disk(tmp_path: Path) -> None:
     found: list[list[float]] = []
     for moves in (False, True):
@@ -123,6 +149,35 @@ def test_a_program_for_several_batches_takes_over_what_is_on_disk(tmp_path: Path
         losses.append(engine.step(second[0]).loss)
         found.append(losses)
     assert found[0] == found[1]
+
+
+class Net(nn.Module):
+    """A flat of several pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 300), nn.ReLU(), nn.Linear(300, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.layers(x).square().mean()
+        return loss
+
+
+def test_states_of_8_bits_are_updated_in_pieces(tmp_path: Path) -> None:
+    batch = (torch.randn(4, 32),)
+    logical = zeroir.compile(Net(), batch, precision="bf16", optimizer_bits=8).logical
+    passes = for_stage(2, 1)
+    moved = manager.run(applied(logical, passes), TO_DISK, reference=logical)
+    scales = {op.scales[0].numel for op in moved.ops() if isinstance(op, ops.OptimizerStep)}
+    assert len(scales) == 2, "whole pieces, and the rest"
+    states = []
+    for program in (applied(logical, passes), moved):
+        torch.manual_seed(5)
+        engine = Engine(program, disk_folder=tmp_path)
+        engine.initialise(Net, seed=1)
+        states.append(([engine.step(batch).loss for _ in range(3)], engine.full_state()))
+    assert states[0][0] == states[1][0]
+    require_equal(states[1][1], states[0][1])
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from torch.profiler import ProfilerActivity, profile
 from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.support.lowering import applied
 from tests.support.programs import mlp
-from zeroir.ir.buffers import Space
+from zeroir.ir.buffers import Role, Space
 from zeroir.memory.footprint import footprint
 from zeroir.memory.placement import places_to_run
 from zeroir.memory.states import MODEL_STATE_ROLES, model_state_bytes
 from zeroir.passes.offload_parameters import OffloadParameters
+from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import for_stage
 from zeroir.runtime.lockstep import Lockstep
 from zeroir.runtime.rank_memory import RankMemory
@@ -89,3 +91,27 @@ def test_steps_leave_nothing_behind(stage: int, precision: str) -> None:
     temporary = sum(placement.size_bytes for placement in places_to_run(program).values())
     expected = 2 * (sum(b.size_bytes for b in program.buffers if b.is_persistent) + temporary)
     assert allocated_bytes(train) == expected
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_paged_states_take_the_device_memory_that_was_asked_for(stage: int) -> None:
+    """Without the pages that rest on the host, torch allocates that much less than for the program without pages."""
+    logical = mlp(precision="bf16", dim=64, blocks=4, clip=1.0)
+    base = for_stage(stage, 4)
+    before = applied(logical, base)
+    states = [buffer for buffer in before.buffers if buffer.role is Role.STATE]
+    device_bytes = sum(buffer.size_bytes for buffer in states) // 2
+    after = applied(logical, (*base, PageOptimizer(device_bytes=device_bytes, page_bytes=4096)))
+    found = []
+    for program in (before, after):
+        on_host = sum(
+            buffer.size_bytes
+            for buffer in program.buffers
+            if buffer.is_persistent and buffer.space is Space.HOST
+        )
+        arena = places_to_run(program)[Space.DEVICE].size_bytes
+        memory = partial(RankMemory, program, 1, torch.device("cpu"))
+        found.append(allocated_bytes(memory) - on_host - arena)
+    slot_bytes = sum(buffer.size_bytes for buffer in after.buffers if buffer.role is Role.PAGE)
+    taken = found[1] + slot_bytes - (found[0] - 2 * device_bytes)
+    assert device_bytes - 2048 < taken <= device_bytes

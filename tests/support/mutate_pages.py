@@ -9,11 +9,13 @@ from random import Random
 from tests.support.edits import Mutation, edit, put, with_buffers
 from zeroir.ir import ops
 from zeroir.ir.bounds import BoundKind, LiveBound
-from zeroir.ir.buffers import Role
+from zeroir.ir.buffers import Region, Role
+from zeroir.ir.contents import FlatContent
 from zeroir.ir.mesh import COPY_IN
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
 from zeroir.passes.common.order import derive_waits
+from zeroir.passes.common.rewrite import map_regions
 
 
 def _pages(program: Program) -> frozenset[str]:
@@ -146,6 +148,51 @@ def _fewer_slots(program: Program, _chance: Random) -> Program | None:
     return None if bounds == program.bounds else replace(program, bounds=bounds)
 
 
+def _other_part(program: Program, chance: Random) -> Program | None:
+    """An op takes another part of a slice."""
+    parts: list[tuple[int, int, Region]] = []
+    for number, section in enumerate(program.sections):
+        for index, op in enumerate(section.body):
+
+            def note(region: Region, number: int = number, index: int = index) -> Region:
+                if region.part is not None:
+                    parts.append((number, index, region))
+                return region
+
+            map_regions(op, note)
+    if not parts:
+        return None
+    number, index, chosen = chance.choice(parts)
+    assert chosen.part is not None
+    by = chance.choice([-256, -64, 64, 256])
+    moved = replace(chosen, part=(chosen.part[0] + by, chosen.part[1] + by))
+    op = program.sections[number].body[index]
+    return put(program, (number, index), map_regions(op, lambda r: moved if r == chosen else r))
+
+
+def _other_stride(program: Program, chance: Random) -> Program | None:
+    """A buffer is said to rest with other parts of slices."""
+    cut = [
+        buffer
+        for buffer in program.buffers
+        if isinstance(buffer.holds, FlatContent) and buffer.holds.stride is not None
+    ]
+    if not cut:
+        return None
+    chosen = chance.choice(cut)
+    holds = chosen.holds
+    assert isinstance(holds, FlatContent)
+    assert holds.stride is not None
+    contents = [
+        replace(holds, stride=None),
+        replace(holds, stride=holds.stride + 256),
+        replace(holds, offset=abs(holds.offset - 256)),
+    ]
+    changed = replace(chosen, holds=chance.choice(contents))
+    buffers = (changed if buffer is chosen else buffer for buffer in program.buffers)
+    return replace(program, buffers=tuple(buffers))
+
+
 OF_CODE: Mapping[str, Mapping[str, Mutation]] = {
     "Z501": {
         "use-page-early": _use_early,
@@ -165,5 +212,7 @@ OF_CODE: Mapping[str, Mapping[str, Mutation]] = {
 """The damages by the law that each breaks."""
 
 PAGE_MUTATIONS: Mapping[str, Mutation] = {
-    kind: mutation for mutations in OF_CODE.values() for kind, mutation in mutations.items()
+    **{kind: mutation for mutations in OF_CODE.values() for kind, mutation in mutations.items()},
+    "other-part": _other_part,
+    "other-stride": _other_stride,
 }

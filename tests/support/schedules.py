@@ -13,6 +13,7 @@ from tests.support.lockstep import LockstepResult, run_lockstep
 from tests.support.programs import mlp
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
+from zeroir.passes.base import Pass
 from zeroir.passes.manager import apply
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.page_optimizer import PageOptimizer
@@ -47,7 +48,9 @@ class Case:
     has_codes: bool = False
     has_parameters_on_host: bool = False
     paging: PageOptimizer | None = None
+    offload: tuple[Pass, ...] = ()
     blocks: int = field(default=2)
+    dim: int = 4
 
     @property
     def logical(self) -> Program:
@@ -62,7 +65,7 @@ class Case:
 def _logical(case: Case) -> Program:
     program = mlp(
         blocks=case.blocks,
-        dim=4,
+        dim=case.dim,
         features=4,
         batch=2,
         precision=case.precision,
@@ -91,7 +94,7 @@ def _scheduled(case: Case) -> Program:
         overlap_update=case.overlap_update,
     )
     passes += () if case.paging is None else (case.paging,)
-    for step in passes:
+    for step in (*passes, *case.offload):
         program = apply(step, program)
     return apply(OffloadParameters(), program) if case.has_parameters_on_host else program
 

@@ -19,6 +19,8 @@ from zeroir.config import make_options
 from zeroir.frontend.entry import load_model_file
 from zeroir.ir.program import EVALUATE, SAVE, Program
 from zeroir.passes.manager import apply
+from zeroir.passes.offload_gradients import OffloadGradients
+from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
@@ -27,6 +29,8 @@ from zeroir.runtime.saved_state import SavedState
 from zeroir.torch_ops.batches import Batch, flatten
 
 STEPS = 2
+
+OFFLOAD = (OffloadOptimizer(), OffloadGradients())
 
 CASES: Mapping[str, Case] = {
     "stage 0": Case(stage=0, precision="bf16", micro_steps=2, clip=1.0, tied=True),
@@ -47,16 +51,30 @@ CASES: Mapping[str, Case] = {
     "stage 3, parameters on the host": Case(
         stage=3, precision="bf16", overlap_update=True, has_parameters_on_host=True
     ),
+    "stage 3, updated on the host": Case(
+        stage=3, precision="bf16", overlap_update=True, ema=0.5, offload=(OffloadOptimizer(),)
+    ),
+    "stage 1, updated on the host": Case(
+        stage=1, keep_fp32=True, precision="fp16", clip=1.0, micro_steps=2, offload=OFFLOAD
+    ),
+    "stage 2, half updated on the host": Case(
+        stage=2, clip=1.0, offload=(OffloadOptimizer(fraction=0.5), OffloadGradients())
+    ),
+    "stage 0, gradients on the host": Case(
+        stage=0, precision="bf16", tied=True, offload=(OffloadGradients(),)
+    ),
     "stage 3, paged": Case(
         stage=3,
         precision="bf16",
         clip=1.0,
         paging=PageOptimizer(device_bytes=6144, page_bytes=2048),
     ),
+    # Shards of four pages, one of which rests in both memories.
     "stage 1, paged, overlapped": Case(
         stage=1,
+        dim=48,
         overlap_update=True,
-        paging=PageOptimizer(device_bytes=4096, page_bytes=2048),
+        paging=PageOptimizer(device_bytes=12_288, page_bytes=2048),
     ),
 }
 WRITTEN = ("hybrid", "paged", "offload", "evaluate", "carried", "crossing")
@@ -73,6 +91,7 @@ SAVING = (
     "stage 3, overlapped",
     "stage 1, averaged",
     "stage 3, parameters on the host",
+    "stage 1, updated on the host",
     "stage 3, paged",
     *WRITTEN,
 )

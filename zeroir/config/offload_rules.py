@@ -8,6 +8,7 @@ from zeroir.config.offload_fields import ADAPTIVE, HOST, KEPT_ON_DISK, OPTIMIZER
 
 if TYPE_CHECKING:
     from zeroir.config.options import CompileOptions
+    from zeroir.ir.algorithms import Algorithm
 
 
 def offload_problem(options: CompileOptions) -> str | None:
@@ -35,6 +36,13 @@ def offload_problem(options: CompileOptions) -> str | None:
             )
     if options.offload_fraction is not None and OPTIMIZER not in kinds:
         return f"--offload-fraction {options.offload_fraction:g} needs --offload optimizer"
+    if OPTIMIZER in kinds and not options.offload_units:
+        for algorithm in dict.fromkeys(_algorithms(options)):
+            if algorithm.direction_dtype is not None:
+                return (
+                    f"--offload optimizer updates shards on the host, but {algorithm} works on whole parameters, which "
+                    "only devices gather; name units with another optimizer by --offload-units"
+                )
     if options.page_optimizer is not None and OPTIMIZER in kinds:
         return (
             f"--page-optimizer {options.page_optimizer} updates on the device, and --offload optimizer on the host; "
@@ -85,3 +93,8 @@ def _bits_problem(options: CompileOptions) -> str | None:
     if not any(optimizer.has_states_of_elements for optimizer in optimizers):
         return f"--optimizer-bits {options.optimizer_bits} has no effect: {options.optimizer} keeps no states"
     return None
+
+
+def _algorithms(options: CompileOptions) -> tuple[Algorithm, ...]:
+    """The optimizers of all parameters."""
+    return (options.optimizer, *(options.of_group(spec).optimizer for spec in options.groups))

@@ -15,6 +15,7 @@ from typing import Final, assert_never
 
 from zeroir.cost.collectives import Ring, transfer
 from zeroir.cost.machine import CollectiveKind, Machine
+from zeroir.cost.rounded_states import rounding_bytes, rounding_kernels
 from zeroir.cost.update_flops import update_flops
 from zeroir.cost.wires import FlowCost, host_rates
 from zeroir.ir import ops
@@ -167,7 +168,8 @@ class Durations:
                 # A measured time includes the addition of results.
                 return cost.seconds + (0.0 if cost.is_measured else self._added_s(op))
             case ops.Elementwise() | ops.Update():
-                return self._kernel_s(self.traffic_bytes(op)) + self._products_s(op)
+                launches = 1 + rounding_kernels(self._program, op)
+                return self._kernel_s(self.traffic_bytes(op), launches) + self._products_s(op)
             case ops.Transfer():
                 raise ValueError("a transfer is a flow")
             case _:
@@ -195,11 +197,11 @@ class Durations:
         return sum(self._kernel_s(3 * self._bytes(region)) for region in added)
 
     def traffic_bytes(self, op: ops.Op) -> int:
-        """Bytes that an op reads and writes."""
+        """Bytes that an op reads and writes, with its own scratch memory where it consists of many kernels."""
         effect = effects(op)
         once = sum(self._bytes(region) for region in (*effect.reads, *effect.writes))
         twice = sum(self._bytes(region) for region in effect.accumulates)
-        return once + 2 * twice
+        return once + 2 * twice + rounding_bytes(self._program, op)
 
     def _products_s(self, op: ops.Op) -> float:
         """Seconds of the matrix products of an update."""
@@ -209,9 +211,9 @@ class Durations:
         dtype = op.algorithm.direction_dtype or DType.F32
         return flops / self._machine.compute.flops_per_s(dtype)
 
-    def _kernel_s(self, traffic_bytes: int) -> float:
+    def _kernel_s(self, traffic_bytes: int, launches: int = 1) -> float:
         machine = self._machine
-        launch_s = machine.compute.kernel_launch_s.value
+        launch_s = launches * machine.compute.kernel_launch_s.value
         return launch_s + traffic_bytes / machine.memory.achieved_bytes_per_s
 
     def _bytes(self, region: Region) -> int:

@@ -89,7 +89,7 @@ class EstimateOptions(BaseModel):
     offload: Offload = ()
     offload_to: Annotated[
         Literal["host", "disk"],
-        Field(description="Where it is kept. The activations are kept in host memory."),
+        Field(description="Where it is kept; gradients are always kept in host memory."),
     ] = "host"
     offload_fraction: OffloadFraction = None
     optimizer_bits: OptimizerBits = 32
@@ -352,9 +352,8 @@ def _outside(stage: int, options: EstimateOptions, activations: Activations | No
     """
     count, ranks, item = options.params, options.world_size, options.itemsize_bytes
     owned = count / (ranks if stage >= 1 else 1)
-    gradient_shard = count / (ranks if stage >= 2 else 1)
     held = count / (ranks if stage >= 3 else 1)
-    kept = down = up = states = load = store = 0.0
+    gradients = kept = down = up = states = load = store = 0.0
     updated = 0.0
     if OPTIMIZER in options.offload:
         updated = owned * (1.0 if options.offload_fraction is None else options.offload_fraction)
@@ -368,30 +367,30 @@ def _outside(stage: int, options: EstimateOptions, activations: Activations | No
         if PARAMETERS not in options.offload or stage in (1, 2):
             up += item * updated
     if GRADIENTS in options.offload:
-        kept += item * gradient_shard
-        down += item * (gradient_shard - updated)
+        gradients = item * owned
+        down += item * (owned - updated)
         up += item * (owned - updated)
-        load += item * gradient_shard
-        store += item * gradient_shard
     if PARAMETERS in options.offload:
         kept += item * held
         # Without master weights the device's update needs them once more.
         up += 2 * item * held + (0.0 if has_master(options) else item * (owned - updated))
         down += item * (held if stage in (1, 2) else held - updated)
-        load += 2 * item * held
-        store += item * held
+        # So does the host's, and in stages 1 and 2 the new parameters are gathered from their home.
+        again = (0 if has_master(options) else owned) + (updated if stage in (1, 2) else 0)
+        load += item * (2 * held + again)
+        store += item * (held + (updated if stage in (1, 2) else 0))
     is_disk = options.offload_to == "disk"
     saved = 0
     if ACTIVATIONS in options.offload and activations is not None:
         saved = activations.layers_bytes
     return _Outside(
-        host=saved + (0.0 if is_disk else kept),
-        disk=kept if is_disk else 0.0,
+        host=gradients + (0.0 if is_disk else kept + saved),
+        disk=kept + saved if is_disk else 0.0,
         states=states,
         moved=MovedBytes(
             to_host=round(down + saved),
             to_device=round(up + saved),
-            load=round(load) if is_disk else 0,
-            store=round(store) if is_disk else 0,
+            load=round(load + saved) if is_disk else 0,
+            store=round(store + saved) if is_disk else 0,
         ),
     )

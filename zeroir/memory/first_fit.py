@@ -225,6 +225,8 @@ def _orders(buffers: BuffersToPlace) -> Iterator[list[int]]:
         lambda at: (-spans[at].bit_length(),),
         lambda at: (-sizes[at] * spans[at], -sizes[at]),
         lambda at: (at,),
+        # Full parameters and gradients in turn, where they are few and far larger than the values between them.
+        lambda at: (-(sizes[at].bit_length() // 3), -ends[at]),
     )
     left = np.flatnonzero(buffers.stacked == _NOWHERE).tolist()
     for key in keys:

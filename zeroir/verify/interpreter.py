@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from zeroir.ir import ops
-from zeroir.ir.buffers import Buffer, Region, whole
+from zeroir.ir.buffers import Buffer, Region, Role, whole
 from zeroir.ir.contents import GRAD, PARAM, FlatContent, NamedContent, WeightContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode, Op
@@ -82,6 +82,7 @@ class Shared:
         self.groups = {group.name: group for group in program.groups}
         self.may_repeat = may_repeat
         self.pages = pages.page_names(program)
+        self.staging = [b for b in program.buffers if b.role is Role.STAGING and self.pages]
         self.resting: dict[tuple[str, str], list[tuple[Buffer, FlatContent]]] = {}
         for buffer in program.buffers:
             if isinstance(buffer.holds, FlatContent):

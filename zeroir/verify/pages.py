@@ -10,12 +10,11 @@ changed elements are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, whole
-from zeroir.ir.contents import FlatContent
 from zeroir.ir.effects import effects
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
@@ -60,40 +59,41 @@ def check_dropped(run: SectionRun, op: Op) -> None:
         dropped.append(whole(run.program.buffer_by_name[op.buffer]))
     for region in dropped:
         for start, stop, value in run.memory.read(region):
-            if not isinstance(value, Elements) or not isinstance(value.key, FlatKey):
-                continue
-            homes = list(_homes(run, value))
-            kept = IntervalMap(stop - start, False)
-            for home, content in homes:
-                for a, b, there in run.memory.read(whole(home)):
-                    if there == _at(value, content.offset):
-                        first = a + content.offset - value.shift - start
-                        low, high = max(first, 0), min(first + b - a, stop - start)
-                        if low < high:
-                            kept.write(low, high, True)
-            if all(is_kept for _, _, is_kept in kept.read(0, stop - start)):
-                continue
-            run.fail(
-                "Z502",
-                f"{title(op)} drops {describe(value)} in {spell(region, run.program)}, which no other buffer holds",
-                region.buffer,
-                *(home.name for home, _ in homes),
-            )
-            for home, content in homes:
-                _poison(run, home, content.offset, value.shift + start, value.shift + stop)
+            if isinstance(value, Elements) and isinstance(value.key, FlatKey):
+                _check_kept(run, op, region, (start, stop), value, value.key)
 
 
-def _homes(run: SectionRun, value: Elements) -> Iterator[tuple[Buffer, FlatContent]]:
-    """The buffers at rest with elements of the same quantity, cut among the ranks in the same way."""
-    key = value.key
-    assert isinstance(key, FlatKey)
-    for buffer, content in run.shared.resting.get((key.quantity, key.flat), ()):
-        if run.layout.strides(content, buffer.numel) == value.strides:
-            yield buffer, content
-
-
-def _at(value: Elements, shift: int) -> Elements:
-    return Elements(value.key, shift, value.strides)
+def _check_kept(
+    run: SectionRun,
+    op: Op,
+    region: Region,
+    interval: tuple[int, int],
+    value: Elements,
+    key: FlatKey,
+) -> None:
+    """Elements of a page that an op drops must stand in a buffer at rest, or in one that is on the way to it."""
+    first, last = (at + value.shift for at in interval)
+    homes = [
+        (buffer, content)
+        for buffer, content in run.shared.resting.get((key.quantity, key.flat), ())
+        if run.layout.strides(content, buffer.numel) == value.strides
+    ]
+    kept = IntervalMap(last - first, False)
+    for buffer in (*(buffer for buffer, _ in homes), *run.shared.staging):
+        for start, stop, there in run.memory.read(whole(buffer)):
+            if isinstance(there, Elements) and replace(there, shift=value.shift) == value:
+                low, high = max(start + there.shift, first), min(stop + there.shift, last)
+                kept.write(low - first, max(high, low) - first, True)
+        if all(is_kept for _, _, is_kept in kept.read(0, last - first)):
+            return
+    run.fail(
+        "Z502",
+        f"{title(op)} drops {describe(value)} in {spell(region, run.program)}, which no other buffer holds",
+        region.buffer,
+        *(buffer.name for buffer, _ in homes),
+    )
+    for buffer, content in homes:
+        _poison(run, buffer, content.offset, first, last)
 
 
 def _poison(run: SectionRun, home: Buffer, offset: int, start: int, stop: int) -> None:

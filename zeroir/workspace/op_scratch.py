@@ -43,6 +43,9 @@ CODED_CPU_CHUNK_NUMEL: Final = 1 << 18
 _CODED_SCRATCH_BYTES: Final = 10
 """What rounding to codes takes for an element: the upper half of its bits, a number, a code and a comparison."""
 
+_SCALE_SCRATCH_BYTES: Final = 9
+"""Two FP32 numbers and a comparison for the scale of each block."""
+
 SCALAR_BYTES: Final = 32
 """No op that decides over scalars has more of them at once than this."""
 
@@ -101,9 +104,9 @@ def _step_bytes(program: Program, op: ops.OptimizerStep) -> int:
     chunks = 2 * 4 * min(op.param.local_numel(program.mesh), STEPPED_CHUNK_NUMEL)
     match op.algorithm:
         case Algorithm.SGD | Algorithm.MOMENTUM | Algorithm.ADAM | Algorithm.ADAMW:
-            return _codes_bytes(program, op)
+            return _codes_bytes(program, op, 0) if op.scales else 0
         case Algorithm.LION:
-            return chunks + SCALAR_BYTES + _codes_bytes(program, op)
+            return _codes_bytes(program, op, chunks) if op.scales else chunks + SCALAR_BYTES
         case Algorithm.MUON:
             return max((_iteration_bytes(slot) for slot in _slots(program, op)), default=0) + chunks
         case Algorithm.ADAFACTOR:
@@ -115,13 +118,16 @@ def _step_bytes(program: Program, op: ops.OptimizerStep) -> int:
             assert_never(op.algorithm)
 
 
-def _codes_bytes(program: Program, op: ops.OptimizerStep) -> int:
-    """Of one chunk: the widened states, what rounds them, and the new scales, twice; 0 for states in FP32."""
-    if not op.scales:
-        return 0
+def _codes_bytes(program: Program, op: ops.OptimizerStep, update_bytes: int) -> int:
+    """Of one chunk: the widened states, what rounds them, and then the update or the new scales and their zeros.
+
+    On a CPU chunks are smaller, where the figure is a bound for large regions.
+    """
     numel = min(op.param.local_numel(program.mesh), CODED_CHUNK_NUMEL)
     of_elements = numel * (4 * len(op.states) + _CODED_SCRATCH_BYTES)
-    return of_elements + 3 * 4 * blocks_numel(numel) + SCALAR_BYTES
+    return (
+        of_elements + max(update_bytes, _SCALE_SCRATCH_BYTES * blocks_numel(numel)) + SCALAR_BYTES
+    )
 
 
 def _slots(program: Program, op: ops.OptimizerStep) -> tuple[Slot, ...]:

@@ -1,0 +1,38 @@
+"""The kernels with which an update widens states of 8 bits and rounds them again, beside the update itself.
+
+``runtime/eight_bit_states.py`` runs them for each chunk of elements, one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from zeroir.ir import ops
+from zeroir.ir.program import Program
+from zeroir.workspace.op_scratch import CODED_CHUNK_NUMEL
+
+_WIDENING_BYTES: Final = (1 + 4) + (4 + 4) + (4 + 4)
+"""Bytes of an element that its codes as indices, their values and the product with the scale read and write."""
+
+_ROUNDING_BYTES: Final = (4 + 4) + 4 + (4 + 4) + (4 + 4) + (4 + 4) + (4 + 4) + 9 + 5 + 3 + 2
+"""The same of the absolute value, the largest one, the quotient, the upper half of the bits in two steps, its bound,
+the comparison, the code, its successor, and the copy."""
+
+_KERNELS: Final = 3 + 13
+"""The kernels of one state; two of them are for the scales alone."""
+
+
+def rounding_bytes(program: Program, op: ops.Op) -> int:
+    """Bytes that an op reads and writes to widen its states and to round them; 0 where they have 32 bits."""
+    if not isinstance(op, ops.OptimizerStep) or not op.scales:
+        return 0
+    numel = op.param.local_numel(program.mesh)
+    return len(op.states) * numel * (_WIDENING_BYTES + _ROUNDING_BYTES)
+
+
+def rounding_kernels(program: Program, op: ops.Op) -> int:
+    """Kernels that an op launches beyond one; 0 where its states have 32 bits."""
+    if not isinstance(op, ops.OptimizerStep) or not op.scales:
+        return 0
+    chunks = -(-op.param.local_numel(program.mesh) // CODED_CHUNK_NUMEL)
+    return chunks * (len(op.states) * _KERNELS + 1) - 1
