@@ -21,6 +21,16 @@ def test_every_recorded_prediction_is_near_what_was_measured() -> None:
         assert abs(float(row["error"].rstrip("%"))) <= 100 * MOST_ERROR, row
 
 
+def test_a_training_with_states_of_8_bits_ends_with_the_loss_of_one_with_32() -> None:
+    record = json.loads((RECORDS / "eight-bit.json").read_text())
+    assert record["about"]["steps"] >= 2000
+    rows = [dict(zip(record["head"], row, strict=True)) for row in record["rows"]]
+    assert {row["bits"] for row in rows} == {"32", "8"}
+    for row in rows:
+        assert abs(float(row["difference"].rstrip(" %"))) <= 1.0, row
+        assert row["bits"] == "32" or float(row["bytes of states a parameter"]) <= 2.1
+
+
 def table(record: str, part: str) -> list[dict[str, str]]:
     content = json.loads((RECORDS / record).read_text())[part]
     return [dict(zip(content["head"], row, strict=True)) for row in content["rows"]]
