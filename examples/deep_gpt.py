@@ -1,8 +1,8 @@
-"""The GPT of `gpt.py` with 48 layers: its training state is ten times as large as the device memory that it gets.
+"""The GPT of `gpt.py` with 32 layers: its training state is ten times as large as the device memory that it gets.
 
-    zeroir compile examples/deep_gpt.py --memory-budget 15MB --offload adaptive --recompute '*'
+    zeroir compile examples/deep_gpt.py --memory-budget 10MB --offload adaptive --recompute '*'
 
-Parameters, gradients and the two moments of AdamW take 153 MB in FP32. With a budget of 15 MB, most of
+Parameters, gradients and the two moments of AdamW take 102 MB in FP32. With a budget of 10 MB, most of
 them wait in host memory, and only what the next layers need is on the device.
 """
 
@@ -17,7 +17,7 @@ else:
     # A model file imports its neighbours by name.
     import gpt
 
-LAYERS = 48
+LAYERS = 32
 BATCH = 4
 
 

@@ -85,6 +85,21 @@ def test_a_run_that_offloads_continues_one_that_does_not(zeroir: Zeroir, model: 
 
 @pytest.mark.slow
 @pytest.mark.dist
+def test_a_run_with_other_bits_is_what_compiling_with_them_makes(
+    zeroir: Zeroir, model: str
+) -> None:
+    assert zeroir("compile", model, "--world-size", "1", "-o", "32.zir").exit_code == 0
+    eight = zeroir("compile", model, "--world-size", "1", "--optimizer-bits", "8", "-o", "8.zir")
+    assert eight.exit_code == 0, eight.err
+    steps = ("--log-every", "1", "--json", "--steps", "4")
+    compiled = zeroir("run", "8.zir", *steps)
+    traced = zeroir("run", "32.zir", *steps, "--optimizer-bits", "8")
+    assert traced.exit_code == 0, traced.err
+    assert losses(traced.out) == losses(compiled.out) != losses(zeroir("run", "32.zir", *steps).out)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -61,7 +61,7 @@ class CompiledProgram:
         return options_from_pairs(self.program.options)
 
     @property
-    def _as_requested(self) -> CompileOptions:
+    def as_requested(self) -> CompileOptions:
         """The options with ``--offload adaptive`` where that was asked for, instead of what it came to."""
         requested = self.logical.option
         if requested.get("offload") != ADAPTIVE:
@@ -120,7 +120,7 @@ class CompiledProgram:
         Raises:
             UserError: where the groups of its mesh do not divide the world size.
         """
-        options = self._as_requested.for_world_size(world_size)
+        options = self.as_requested.for_world_size(world_size)
         compiled = _with_proof(self.artifact, _lower(self.logical, options), self.path)
         return replace(compiled, source=self.source)
 
@@ -132,7 +132,7 @@ class CompiledProgram:
         Raises:
             UserError: where the options do not go together.
         """
-        requested = self._as_requested
+        requested = self.as_requested
         options = make_options({**requested.model_dump(), **given})
         folder = options.offload_folder or self.artifact.offload_folder
         artifact = replace(self.artifact, offload_folder=folder)
@@ -154,7 +154,7 @@ class CompiledProgram:
         from zeroir.frontend.accumulate import accumulate
         from zeroir.workspace.segments import declared
 
-        options = self._as_requested.for_micro_steps(micro_steps)
+        options = self.as_requested.for_micro_steps(micro_steps)
         logical = declared(replace(accumulate(self.logical), options=options.to_pairs()))
         artifact = replace(self.artifact, logical=logical)
         compiled = _with_proof(artifact, _lower(logical, options), self.path)

@@ -8,11 +8,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zeroir.api.compiled import CompiledProgram, load_program
+from zeroir.api.compiled import CompiledProgram, compile_source, load_program
 from zeroir.api.job import ClosedOutputError, joined_job, watched_job
 from zeroir.api.keywords import OffloadKeywords
 from zeroir.api.outside_memory import (
@@ -27,6 +28,7 @@ from zeroir.api.run_options import RunOptions
 from zeroir.api.sentences import say, warnings_as_sentences
 from zeroir.artifact import Artifact
 from zeroir.artifact.outputs import TIMELINE, require_writable, write_whole
+from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.report.names import counted, format_bytes
 
@@ -62,6 +64,8 @@ def run_program(path: Path, options: RunOptions) -> None:
             compiled, model=options.model, allow_model_change=options.allow_model_change
         )
         with joined_job() as job_rank, held_folder(options.save, job_rank.rank):
+            with _same_on_all_ranks(job_rank):
+                compiled = with_optimizer_bits(compiled, source, options.optimizer_bits)
             compiled = _fit_and_report(compiled, job_rank, options.offload)
             evaluations = _evaluations(compiled, source, job_rank, options)
             if (options.micro_steps or 1) > 1 and not compiled.accumulates:
@@ -102,6 +106,21 @@ def _training(
         scheduler=engine.scheduler(options.steps) if is_scheduled else None,
         seed=options.seed,
     )
+
+
+def with_optimizer_bits(
+    compiled: CompiledProgram, source: ModelSource, bits: int | None
+) -> CompiledProgram:
+    """The program with states of so many bits; traced again where it has others, as it is with None.
+
+    Raises:
+        UserError: where its optimizer cannot have them.
+    """
+    if bits in (None, compiled.options.optimizer_bits):
+        return compiled
+    options = make_options({**compiled.as_requested.model_dump(), "optimizer_bits": bits})
+    traced = compile_source(source, options, compiled.config)
+    return replace(traced, path=compiled.path)
 
 
 def _fit_and_report(

@@ -34,12 +34,13 @@ class RunOptions:
 
     ``steps`` counts from the beginning of training, so a resumed run takes those that are left. ``micro_steps`` is None
     for as many as the program was compiled with. ``offload`` are the options of what is kept outside device memory that
-    replace the program's own.
+    replace the program's own; ``optimizer_bits`` does, too, but the model is traced again for it.
     """
 
     steps: int
     micro_steps: int | None = None
     offload: OffloadKeywords = field(default_factory=OffloadKeywords)
+    optimizer_bits: int | None = None
     seed: int = 0
     log_every: int = 10
     eval_every: int | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from cyclopts import Parameter
 
@@ -46,6 +46,12 @@ def run(
         GivenOffload | None,
         Parameter(
             name="*", show_default=False, help="As in `zeroir compile`, whose options they replace."
+        ),
+    ] = None,
+    optimizer_bits: Annotated[
+        Literal[32, 8] | None,
+        Parameter(
+            help="Bits of an element of the optimizer's states, as in `zeroir compile`. [default: as compiled]"
         ),
     ] = None,
     seed: Seed = 0,
@@ -128,6 +134,7 @@ def run(
         values: dict[str, object | None] = {
             "--steps": steps,
             "--micro-steps": micro_steps,
+            "--optimizer-bits": optimizer_bits,
             "--seed": seed,
             "--log-every": log_every,
             "--eval-every": eval_every,
@@ -157,6 +164,7 @@ def run(
             steps=steps,
             micro_steps=micro_steps,
             offload=cast("OffloadKeywords", given),
+            optimizer_bits=optimizer_bits,
             seed=seed,
             log_every=log_every,
             eval_every=eval_every,

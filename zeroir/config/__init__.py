@@ -1,8 +1,8 @@
 """The options of a compilation, validated once and stored in the program as text.
 
-``option_fields`` declares each option by itself. ``options`` states the rules between them, with those of ``effects``,
-and reads and stores them. ``groups`` and ``meshes`` read what these options mean; ``hyper_parameters`` has the defaults
-of each optimizer.
+``option_fields`` declares each option by itself, ``offload_fields`` those of what is kept outside device memory.
+``options`` states the rules between them, with those of ``effects`` and ``offload_rules``, and reads and stores them.
+``groups`` and ``meshes`` read what these options mean; ``hyper_parameters`` has the defaults of each optimizer.
 """
 
 from zeroir.config.meshes import default_world_size

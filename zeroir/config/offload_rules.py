@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zeroir.config.offload_fields import ADAPTIVE, HOST, KEPT_ON_DISK, OPTIMIZER
+from zeroir.ir.ops import Algorithm
 
 if TYPE_CHECKING:
     from zeroir.config.options import CompileOptions
