@@ -1,6 +1,7 @@
 """Measure offloading on this machine, and simulate it for models of published sizes.
 
-    python -m tools.bench_offload [--parts traffic rates paper] [--steps 10] [--folder DIR] [--record FILE]
+    python -m tools.bench_offload [--parts traffic rates paper] [--models gpt_10b …] [--steps 10]
+                                  [--folder DIR] [--record FILE]
 
 * ``traffic``: `tools/peers/gpt.py` on one rank, on a CPU, where device and host are arenas that are counted apart. The
   bytes that a step copied, by its recorded ops, against the plan's; the share of the copies and of the host's updates
@@ -8,7 +9,7 @@
 * ``rates``: an update on the host against a plain copy in memory, and the disk against fio on the same folder.
 * ``paper``: simulated steps of models whose states exceed the memory of their GPUs, and published results beside them.
 
-Parts that are left out keep what the record has. Nothing else should run on the machine.
+Parts and models that are left out keep what the record has. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from statistics import median
 import torch
 
 import zeroir
-from tools import bench_disk, offload_on_paper, record_file
+from tools import bench_disk, offload_models, offload_on_paper, record_file
 from tools.peers import gpt
 from zeroir.api import CompiledProgram
 from zeroir.cost.durations import Durations
@@ -203,19 +204,27 @@ def _rate_cells(what: str, rate: float, against: str, other: float) -> list[str]
     return [what, f"{rate / 1e9:.2f}", against, f"{other / 1e9:.2f}", f"{rate / other:.0%}"]
 
 
-def paper() -> tuple[list[list[str]], list[list[str]]]:
-    """The rows of the simulated table, and of the published one."""
-    results: list[offload_on_paper.PaperResult] = []
-    for result in offload_on_paper.simulated(offload_on_paper.SCENARIOS):
-        results.append(result)
-        print(" | ".join(results[-1].cells()), file=sys.stderr)
-    return [result.cells() for result in results], offload_on_paper.published_rows(results)
+def paper(models: Sequence[str], known: Sequence[list[str]]) -> list[list[str]]:
+    """The rows of the simulated table; those of other models than ``models`` are the ``known`` ones."""
+    scenarios = offload_on_paper.SCENARIOS
+    results = offload_on_paper.simulated(s for s in scenarios if s.model in models)
+    rows: list[list[str]] = []
+    for model in dict.fromkeys(scenario.model for scenario in scenarios):
+        if model not in models:
+            rows += [row for row in known if row[0] == model]
+            continue
+        for _ in range(sum(scenario.model == model for scenario in scenarios)):
+            rows.append(next(results).cells())
+            print(" | ".join(rows[-1]), file=sys.stderr)
+    return rows
 
 
 def main() -> int:
     """Measure and simulate the parts that were asked for; print and record their tables."""
     parser = record_file.parser(__doc__)
+    models = list(offload_models.LENGTHS)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--models", nargs="+", choices=models, default=models)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     arguments = parser.parse_args()
@@ -229,10 +238,12 @@ def main() -> int:
         rows = rates(arguments.steps, arguments.folder)
         tables["rates"] = {"head": RATES_HEAD, "rows": rows}
     if "paper" in arguments.parts:
-        simulated, published = paper()
-        tables["paper"] = {"head": offload_on_paper.HEAD, "rows": simulated}
+        known = tables.get("paper", {"rows": []})
+        assert isinstance(known, dict)
+        rows = paper(arguments.models, known["rows"])
+        tables["paper"] = {"head": offload_on_paper.HEAD, "rows": rows}
         head = offload_on_paper.PUBLISHED_HEAD
-        tables["published"] = {"head": head, "rows": published}
+        tables["published"] = {"head": head, "rows": offload_on_paper.published_rows(rows)}
     for table in tables.values():
         assert isinstance(table, dict)
         record_file.print_table(table["head"], table["rows"])

@@ -97,6 +97,13 @@ def test_an_update_on_the_host_and_copies_share_its_memory() -> None:
     assert seconds(fill(OPTIMIZER), on=four) == pytest.approx(0.25)
 
 
+def test_work_in_a_cache_takes_the_cores_and_not_the_memory() -> None:
+    rates = host_rates(host_machine({"memory": 1e3, "core": 2e3}), 1)
+    plain, cached = rates.work(1000, 0, 0), rates.work(1000, 3000, 0)
+    assert (plain.seconds, cached.seconds) == (1.0, 2.0)
+    assert cached.demand_by_wire == {Wire.HOST_MEMORY: 0.5, Wire.CORES: 1.0}
+
+
 def test_ranks_of_a_node_share_its_host_and_its_disk() -> None:
     on = host_machine(
         {"to_device": 1e3, "memory": 8e3, "read": 8e3, "core": 1e3},

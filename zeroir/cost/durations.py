@@ -146,7 +146,10 @@ class Durations:
                 return self._host.transfer(op, self._bytes(op.source), self._measured_s(op))
             case ops.Elementwise() | ops.Update() if self._is_of_host(op.stream):
                 flops = update_flops(self._program, op)
-                return self._host.work(self.traffic_bytes(op), flops, self._measured_s(op))
+                # States of 8 bits are widened and rounded in chunks that fit a cache.
+                cached = rounding_bytes(self._program, op)
+                traffic = self.traffic_bytes(op) - cached
+                return self._host.work(traffic, cached, flops, self._measured_s(op))
             case _:
                 return None
 

@@ -103,12 +103,17 @@ class HostRates:
         return flow(self.latency_s[link], busy_s, {link: size_bytes}, measured=measured)
 
     def work(
-        self, traffic_bytes: int, flops: int, measured: tuple[float, float] | None = None
+        self,
+        traffic_bytes: int,
+        cached_bytes: int,
+        flops: int,
+        measured: tuple[float, float] | None = None,
     ) -> FlowCost:
-        """The cost of work on the host that reads and writes so many bytes, beside products of so many operations."""
+        """The cost of work on the host: bytes that it reads and writes in memory, and in caches, and its products."""
+        core_bytes = traffic_bytes + cached_bytes
         busy_s = {
             Wire.HOST_MEMORY: traffic_bytes / self.bytes_per_s[Wire.HOST_MEMORY],
-            Wire.CORES: traffic_bytes / self.bytes_per_s[Wire.CORES] + flops / self.flops_per_s,
+            Wire.CORES: core_bytes / self.bytes_per_s[Wire.CORES] + flops / self.flops_per_s,
         }
         return flow(0.0, busy_s, {}, measured=measured)
 
