@@ -55,6 +55,8 @@ bench: setup  ## measure everything on docs/performance.md anew, on an idle mach
 	$(BIN)/python -m tools.bench_first_step --record docs/records/first-step.json
 	$(BIN)/python -m tools.bench_predict --record docs/records/predict.json
 	$(BIN)/python -m tools.bench_checkpoint --record docs/records/bench-checkpoint.json
+	$(BIN)/python -m tools.bench_eight_bit --record docs/records/eight-bit.json
+	$(BIN)/python -m tools.bench_eight_bit --update --record docs/records/eight-bit-update.json
 	$(BIN)/python -m tools.bench_offload --record docs/records/bench-offload.json
 	$(BIN)/python -m tools.record_tables
 

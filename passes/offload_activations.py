@@ -65,7 +65,7 @@ from zeroir.passes.common.units import check_patterns, matching
 
 _SMALLEST_BYTES: Final = 64 * 1024
 _FEWEST_TURNS: Final = 2
-"""A value that is away for fewer turns would still stand on the device when its backward begins to ask for memory."""
+"""A value that is away for the last turn of the forward alone would be back when the backward begins to take memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class OffloadActivations(Pass):
             section.name: {
                 value.buffer.name: value
                 for value in _saved_values(program, section)
-                if value.buffer.size_bytes >= self.smallest
+                if value.buffer.size_bytes >= max(self.smallest, 1)
                 and (units is None or value.unit in units)
             }
             for section in program.sections
@@ -165,7 +165,7 @@ class _Turns:
 
 
 def _saved_values(program: Program, section: Section) -> Iterator[_SavedValue]:
-    """The values of a section that can be away for at least one turn, in the order of their allocs."""
+    """The values of a section that can be away for long enough, in the order of their allocs."""
     view = SectionView(program, section.body)
     loss = view.loss
     if loss is None:

@@ -34,8 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import ClassVar, Final
+from typing import ClassVar
 
 from zeroir.errors import UserError
 from zeroir.ir import ops
@@ -49,14 +48,6 @@ from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.units import check_patterns, matching
 from zeroir.passes.common.update_streams import UPDATE_IN, UPDATE_OUT, with_update_streams
-
-_COPIES_UP_BEHIND: Final = 1
-"""The updates between that of a 16-bit flat and the copy up of its parameters.
-
-A device cannot wait for a thread, so the thread that issues ops waits for an update before it issues what follows it on
-the device. By then it has issued the backward of another unit. What rests on the host is copied up at once: a disk, if
-it becomes its home, would have to load it again.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +238,6 @@ class _Offload:
             (index for index, op in enumerate(section.body) if self._is_scaled(op)), default=-1
         )
         body: list[Op] = []
-        copies_up: list[list[Op]] = []
         gathers: list[Op] = []
         stepped: set[str] = set()
         for index, op in enumerate(section.body):
@@ -258,13 +248,7 @@ class _Offload:
             if last_use >= 0 and isinstance(op, ops.Gather) and self._is_of_new_parameters(op):
                 gathers.append(op)
                 continue
-            own = list(self._op(op))
-            late = [made for made in own if self._is_of_rounded_copy(made)]
-            body += [made for made in own if made not in late]
-            if late:
-                copies_up.append(late)
-            if len(copies_up) > _COPIES_UP_BEHIND:
-                body += copies_up.pop(0)
+            body += self._op(op)
             if isinstance(op, ops.OptimizerStep):
                 stepped.add(op.grad.buffer)
             if isinstance(op, ops.Decide) and last_use > index:
@@ -277,20 +261,9 @@ class _Offload:
             section,
             entry=self._with_copies(section.entry),
             # Whoever issues a collective waits until the copy up before it is issued: at the end that delays nothing.
-            body=(*body, *chain(*copies_up), *gathers),
+            body=(*body, *gathers),
             exit=self._with_copies(section.exit),
         )
-
-    def _is_of_rounded_copy(self, op: Op) -> bool:
-        """Whether the op copies rounded parameters up, or ends their buffer behind that."""
-        match op:
-            case ops.ToDevice():
-                name = op.source.buffer
-            case ops.Release() if op.stream == UPDATE_IN:
-                name = op.buffer
-            case _:
-                return False
-        return any(copy.name == name and not copy.is_persistent for copy in self.copies.values())
 
     def _is_of_new_parameters(self, op: ops.Gather) -> bool:
         """Whether the op gathers parameters at rest in place, all of them of flats that the host updates."""

@@ -23,6 +23,7 @@ from typing import assert_never
 import torch
 
 from zeroir.ir.effects import effects
+from zeroir.ir.issuing import issued_apart
 from zeroir.ir.mesh import COMPUTE, HOST, Executor
 from zeroir.ir.ops import IssuedOp, Op, Wait
 from zeroir.ir.program import Program
@@ -30,7 +31,6 @@ from zeroir.runtime.cuda_events import (
     Crossing,
     Event,
     LateEvent,
-    issued_apart,
     recorded,
     synchronize,
     under_way,

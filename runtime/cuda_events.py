@@ -1,4 +1,4 @@
-"""Events of a CUDA device that threads record, and which streams have such threads."""
+"""Events of a CUDA device that threads record."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-
-from zeroir.ir import ops
-from zeroir.ir.mesh import COMPUTE, Executor
-from zeroir.ir.ops import Wait
-from zeroir.ir.program import Program
 
 
 @dataclass(slots=True, eq=False)
@@ -21,9 +16,6 @@ class LateEvent:
 
 
 Event = torch.cuda.Event | LateEvent
-
-_Copying = ops.Transfer | ops.Memory | ops.Fill
-"""The kinds of ops on streams that threads issue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,27 +34,6 @@ def under_way(last: Sequence[Crossing], pending: Collection[str]) -> list[Crossi
         first -= 1
         left.remove(last[first].event)
     return list(last[first:])
-
-
-def issued_apart(program: Program) -> frozenset[str]:
-    """The device streams whose ops threads issue: streams of copies that wait, at once or in turn, for a thread."""
-    of_host = {s.name for s in program.streams if s.executor is not Executor.DEVICE}
-    copying = {s.name for s in program.streams} - of_host - {COMPUTE}
-    awaited: set[tuple[str, str]] = set()
-    for section in program.sections:
-        signallers = {pending.event: pending.stream for pending in section.entry.pending}
-        for op in section.body:
-            if isinstance(op, Wait):
-                awaited.add((op.on, signallers.get(op.waited, "")))
-                continue
-            if op.event is not None:
-                signallers[op.event] = op.stream
-            if not isinstance(op, _Copying):
-                copying.discard(op.stream)
-    apart: set[str] = set()
-    while more := {on for on, of in awaited if on in copying and of in of_host | apart} - apart:
-        apart |= more
-    return frozenset(apart)
 
 
 def recorded(event: Event | None) -> torch.cuda.Event | None:

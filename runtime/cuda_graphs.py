@@ -29,10 +29,10 @@ from zeroir.errors import GraphWarning, ZeroirError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Role, Space
 from zeroir.ir.effects import effects
+from zeroir.ir.issuing import issued_apart
 from zeroir.ir.mesh import HOST, Executor
 from zeroir.ir.program import SAVE, Program, Section
 from zeroir.runtime.comm.job import Backend, Job
-from zeroir.runtime.cuda_events import issued_apart
 from zeroir.runtime.rank_memory import RankMemory
 
 WARM_UP: Final = 2

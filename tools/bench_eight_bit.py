@@ -1,17 +1,20 @@
 """The loss of a training with optimizer states of 8 bits relative to that with FP32 states.
 
     python -m tools.bench_eight_bit [--model examples/gpt.py] [--steps 2000] [--optimizer adamw] [--seeds 0]
+    python -m tools.bench_eight_bit --update
 
 Both trainings take the same batches from the same first values, at a learning rate that rises for 5 % of the steps and
-falls along a cosine. The final loss is the mean over the last 100 steps. The bytes of the states and the seconds of a
-step are measured, too.
+falls along a cosine to a tenth. The final loss is the mean over the last 100 steps. With ``--update`` the processor
+time of AdamW's update is measured instead, for an element of a flat that is larger than the caches.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean
 from typing import Literal
 
@@ -22,7 +25,10 @@ from tools import record_file
 from zeroir.errors import UserError
 from zeroir.frontend.entry import load_model_file
 from zeroir.ir.buffers import Role
+from zeroir.ir.eight_bit_states import blocks_numel, is_signed
 from zeroir.ir.ops import Algorithm
+from zeroir.runtime import optim
+from zeroir.runtime.eight_bit_update import CodedState, CodedUpdate, GroupPieces
 
 Bits = Literal[32, 8]
 BITS: tuple[Bits, ...] = (32, 8)
@@ -33,11 +39,10 @@ LAST = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """One training: its losses step by step, the bytes of its states for each parameter, and its seconds of a step."""
+    """One training: its losses step by step, and the bytes of its states for each parameter."""
 
     losses: list[float]
     state_bytes_per_parameter: float
-    seconds_per_step: float
 
     @property
     def final_loss(self) -> float:
@@ -71,29 +76,80 @@ def train(
         engine.optimizer, lambda step: learning_rate_factor(step, steps)
     )
     losses: list[float] = []
-    start = time.perf_counter()
     for _ in range(steps):
         losses.append(float(engine.step(next(batches)).loss))
         scheduler.step()
-    seconds = (time.perf_counter() - start) / steps
     engine.close()
     return Training(
-        losses=losses,
-        state_bytes_per_parameter=states_bytes / program.parameters_numel,
-        seconds_per_step=seconds,
+        losses=losses, state_bytes_per_parameter=states_bytes / program.parameters_numel
     )
 
 
+UPDATED_NUMEL = 1 << 24
+"""The elements of the flat whose update is timed."""
+
+
+def update_rows() -> list[list[str]]:
+    """The least processor time of an element in five updates, of each kind of states."""
+    generator = torch.Generator().manual_seed(0)
+    param, grad = (torch.randn(UPDATED_NUMEL, generator=generator) for _ in range(2))
+    operands = optim.Operands(
+        params=[param],
+        grads=[grad],
+        states=[[torch.zeros(UPDATED_NUMEL)] for _ in range(2)],
+        step=torch.ones(1),
+        lr=torch.tensor([1e-3], dtype=torch.float64),
+        hyper=torch.tensor([0.9, 0.999, 1e-8, 0.01], dtype=torch.float64),
+        divisor=torch.ones(1),
+        skip=None,
+    )
+    coded = CodedUpdate(
+        algorithm=Algorithm.ADAMW,
+        param=param,
+        grad=grad,
+        states=[
+            CodedState(
+                codes=torch.zeros(UPDATED_NUMEL, dtype=torch.uint8),
+                absmax=torch.zeros(blocks_numel(UPDATED_NUMEL)),
+                signed=is_signed(name),
+            )
+            for name in Algorithm.ADAMW.state_names
+        ],
+        groups=[GroupPieces(pieces=[slice(0, UPDATED_NUMEL)], operands=operands)],
+        skip=None,
+    )
+    updates: dict[Bits, Callable[[], None]] = {
+        32: partial(optim.update, Algorithm.ADAMW, operands),
+        8: coded,
+    }
+    return [
+        [str(bits), f"{min(processor_seconds(update) for _ in range(5)) / UPDATED_NUMEL * 1e9:.1f}"]
+        for bits, update in updates.items()
+    ]
+
+
+def processor_seconds(update: Callable[[], None]) -> float:
+    """The processor seconds of one update."""
+    start = time.process_time()
+    update()
+    return time.process_time() - start
+
+
 def main() -> None:
-    """Print the final losses, and the difference."""
+    """Print the final losses and the difference, or the time of an update."""
     parser = record_file.parser(__doc__)
     parser.add_argument("--model", default="examples/gpt.py")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--optimizer", type=Algorithm, default=Algorithm.ADAMW)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--update", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.update:
+        head, about = ["bits", "ns an element"], {"elements": UPDATED_NUMEL}
+        record_file.publish(arguments.record, "bench_eight_bit", head, update_rows(), about)
+        return
     rows = []
     for seed in arguments.seeds:
         trainings = {
@@ -116,10 +172,9 @@ def main() -> None:
                     f"{training.final_loss:.4f}",
                     f"{100 * difference:+.2f} %",
                     f"{training.state_bytes_per_parameter:.3f}",
-                    f"{1000 * training.seconds_per_step:.1f}",
                 ]
             )
-    head = ["seed", "bits", "final loss", "difference", "bytes of states a parameter", "ms a step"]
+    head = ["seed", "bits", "final loss", "difference", "bytes of states a parameter"]
     about = {
         "model": arguments.model,
         "steps": arguments.steps,

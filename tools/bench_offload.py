@@ -206,8 +206,8 @@ def _rate_cells(what: str, rate: float, against: str, other: float) -> list[str]
 def paper() -> tuple[list[list[str]], list[list[str]]]:
     """The rows of the simulated table, and of the published one."""
     results: list[offload_on_paper.PaperResult] = []
-    for scenario in offload_on_paper.SCENARIOS:
-        results.append(offload_on_paper.simulated(scenario))
+    for result in offload_on_paper.simulated(offload_on_paper.SCENARIOS):
+        results.append(result)
         print(" | ".join(results[-1].cells()), file=sys.stderr)
     return [result.cells() for result in results], offload_on_paper.published_rows(results)
 

@@ -130,6 +130,7 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "flip-checkpoint": _rows,
     "bench-checkpoint": _rows,
     "eight-bit": _rows,
+    "eight-bit-update": _rows,
     "paging": _rows,
     "fault-offload": _rows,
     "disk": _rows,

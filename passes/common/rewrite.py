@@ -81,14 +81,16 @@ def map_state(state: State, change: Change) -> State:
 def as_shard(region: Region, size: int) -> Region:
     """The region of a full buffer, once the buffer holds only this rank's 1/``size`` of it.
 
-    Only the whole of the full buffer and this rank's slice of it have a place; both become the whole shard.
+    Only the whole of the full buffer and this rank's slice of it have a place; both become the whole shard, and a part
+    of the slice a part of the shard.
     """
     if region.offset != 0 or region.numel % size:
         raise InternalError(
             f"%{region.buffer}[{region.offset}:{region.stop}] names a part of a flat, "
             "which has no place in one rank's shard of it"
         )
-    return Region(buffer=region.buffer, offset=0, numel=region.numel // size)
+    first, stop = region.part or (0, region.numel // size)
+    return Region(buffer=region.buffer, offset=first, numel=stop - first)
 
 
 def is_whole(region: Region, program: Program) -> bool:

@@ -51,6 +51,7 @@ OPTIONS: tuple[dict[str, object], ...] = (
     {"micro_steps": 2, "precision": "bf16", "stage": 2, "optimizer": "momentum"},
     {"mesh": "replicate=2,shard=2", "world_size": 4, "recompute": "*", "bucket": 100_000},
     {"micro_steps": 3, "precision": "bf16", "accumulate_locally": True},
+    {"offload": "optimizer,gradients,parameters,activations", "precision": "fp16", "clip": 1.0},
 )
 MORE_OPTIONS: tuple[dict[str, object], ...] = (
     {"stage": 1, "page_optimizer": "512KiB", "page_bytes": 65_536},
@@ -63,6 +64,7 @@ MORE_OPTIONS: tuple[dict[str, object], ...] = (
     {"mesh": "replicate=2,shard=2", "world_size": 4},
     {"optimizer": "momentum", "overlap_update": False, "stage": 1},
     {"keep_fp32": "*ln*", "precision": "bf16"},
+    {"offload": "optimizer,gradients", "micro_steps": 2, "precision": "bf16", "optimizer": "lion"},
 )
 TRACED = ("precision", "micro_steps", "optimizer", "keep_fp32", "clip")
 """Options that change the logical program."""
@@ -122,9 +124,9 @@ def test_memory_that_nobody_declares_is_found(monkeypatch: pytest.MonkeyPatch) -
     scheduled = declared(lowered(program, 2, 2))
     has_overflow = numerics.has_overflow
 
-    def wasteful(sources: Sequence[Tensor], destination: Tensor) -> None:
+    def wasteful(sources: Sequence[Tensor], destination: Tensor, *, is_added: bool) -> None:
         torch.empty(10_000)
-        has_overflow(sources, destination)
+        has_overflow(sources, destination, is_added=is_added)
 
     monkeypatch.setattr(numerics, "has_overflow", wasteful)
     judged = judge(scheduled, random_batches(1, 1)[0][0], initial=initial_flats(program))

@@ -19,6 +19,7 @@ from tests.runtime.support import (
 )
 from tests.runtime.workers_cases import (
     CASES,
+    CODED,
     MODEL_STEPS,
     STEPS,
     micro_batches,
@@ -38,7 +39,7 @@ from zeroir.runtime.lockstep import Lockstep
     ("world_size", "precisions", "backend"),
     [
         pytest.param(2, "fp32", "gloo", marks=pytest.mark.slow),
-        pytest.param(3, "fp32,bf16,fp16", "gloo", marks=pytest.mark.slow),
+        pytest.param(3, "fp32,bf16,fp16,8-bit", "gloo", marks=pytest.mark.slow),
         pytest.param(3, "fp32,bf16,fp16", "peer-memory", marks=pytest.mark.slow),
         pytest.param(4, "fp32", "peer-memory", marks=pytest.mark.slow),
     ],
@@ -49,7 +50,7 @@ def test_all_stages_equal_lockstep_bit_for_bit(
     require_success(Ranks(world_size, tmp_path, "stages", precisions, backend).wait())
     for name in precisions.split(","):
         precision, clip = CASES[name]
-        logical = mlp(precision=precision, clip=clip)
+        logical = mlp(precision=precision, clip=clip, has_codes=name in CODED)
         expected = run_lockstep(
             lowered(logical, 0, world_size),
             initial=initial_flats(logical),

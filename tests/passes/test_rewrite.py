@@ -1,4 +1,4 @@
-"""Which flat a buffer belongs to, found by what the ops say and not by its name."""
+"""Which flat a buffer belongs to, found by what the ops say and not by its name; regions of shards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.support.programs import mlp
 from zeroir.ir import ops
-from zeroir.ir.buffers import Buffer, Role, Space, whole
+from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import UPDATE, Program
 from zeroir.passes.common import rewrite
@@ -51,3 +51,11 @@ def test_a_slot_that_flats_use_in_turn_has_no_home() -> None:
     assert "slot" not in homes
     assert homes[f"{first.name}.grad"] == first
     assert homes[f"{second.name}.grad"] == second
+
+
+def test_a_part_of_a_slice_is_a_part_of_the_shard() -> None:
+    region = Region(buffer="f.grad", offset=0, numel=1024, shard="dp", part=(64, 128))
+    assert rewrite.as_shard(region, 4) == Region(buffer="f.grad", offset=64, numel=64)
+    assert rewrite.as_shard(replace(region, part=None), 4) == Region(
+        buffer="f.grad", offset=0, numel=256
+    )

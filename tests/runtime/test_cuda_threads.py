@@ -16,6 +16,7 @@ from tests.support.clocks import Clocks
 from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.ir import ops
+from zeroir.ir.issuing import issued_apart
 from zeroir.ir.mesh import HOST, OPTIMIZER
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
@@ -25,7 +26,6 @@ from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.pipelines import for_stage
 from zeroir.passes.save_state import SaveState
 from zeroir.runtime.cuda import CudaStreams
-from zeroir.runtime.cuda_events import issued_apart
 
 CUDA = torch.device("cuda")
 PATIENCE_S = 20.0

@@ -23,6 +23,7 @@ from tests.runtime.constructors import CONSTRUCTORS, DIM, Mlp
 from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.runtime.workers_cases import (
     CASES,
+    CODED,
     MODEL_STEPS,
     STEPS,
     micro_batches,
@@ -64,7 +65,7 @@ def stages(precisions: str, backend: str) -> None:
     """Twenty AdamW steps at every stage; rank 0 writes losses and states."""
     for name in precisions.split(","):
         precision, clip = CASES[name]
-        logical = mlp(precision=precision, clip=clip)
+        logical = mlp(precision=precision, clip=clip, has_codes=name in CODED)
         batches = random_batches(STEPS, WORLD_SIZE)
         for stage in range(4):
             engine = Engine(lowered(logical, stage, WORLD_SIZE), backend=Backend(backend))

@@ -16,8 +16,12 @@ CASES: dict[str, tuple[str, float | None]] = {
     "fp32": ("fp32", None),
     "bf16": ("bf16", None),
     "fp16": ("fp16", 0.5),
+    "8-bit": ("fp16", 0.5),
 }
 """Precision and clipping by name."""
+
+CODED = frozenset({"8-bit"})
+"""The cases whose optimizer states have 8 bits."""
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:

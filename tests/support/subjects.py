@@ -19,6 +19,7 @@ from zeroir.config import make_options
 from zeroir.frontend.entry import load_model_file
 from zeroir.ir.program import EVALUATE, SAVE, Program
 from zeroir.passes.manager import apply
+from zeroir.passes.offload_activations import OffloadActivations
 from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.page_optimizer import PageOptimizer
@@ -63,6 +64,14 @@ CASES: Mapping[str, Case] = {
     "stage 0, gradients on the host": Case(
         stage=0, precision="bf16", tied=True, offload=(OffloadGradients(),)
     ),
+    "stage 3, activations on the host": Case(
+        stage=3,
+        blocks=3,
+        precision="bf16",
+        micro_steps=2,
+        tied=True,
+        offload=(OffloadActivations(smallest=0),),
+    ),
     "stage 3, paged": Case(
         stage=3,
         precision="bf16",
@@ -92,6 +101,7 @@ SAVING = (
     "stage 1, averaged",
     "stage 3, parameters on the host",
     "stage 1, updated on the host",
+    "stage 3, activations on the host",
     "stage 3, paged",
     *WRITTEN,
 )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tools.bench_offload import OFFLOADS
 from tools.bench_predict import MODELS, MOST_ERROR, STAGES
+from zeroir.ir.amounts import parse_bytes
 
 RECORDS = Path(__file__).parents[2] / "docs" / "records"
 
@@ -17,3 +19,45 @@ def test_every_recorded_prediction_is_near_what_was_measured() -> None:
     assert {(row["model"], row["stage"]) for row in rows} == expected
     for row in rows:
         assert abs(float(row["error"].rstrip("%"))) <= 100 * MOST_ERROR, row
+
+
+def test_a_training_with_states_of_8_bits_ends_with_the_loss_of_one_with_32() -> None:
+    record = json.loads((RECORDS / "eight-bit.json").read_text())
+    assert record["about"]["steps"] >= 2000
+    rows = [dict(zip(record["head"], row, strict=True)) for row in record["rows"]]
+    assert {row["bits"] for row in rows} == {"32", "8"}
+    for row in rows:
+        assert abs(float(row["difference"].rstrip(" %"))) <= 1.0, row
+        assert row["bits"] == "32" or float(row["bytes of states a parameter"]) <= 2.1
+
+
+def table(record: str, part: str) -> list[dict[str, str]]:
+    content = json.loads((RECORDS / record).read_text())[part]
+    return [dict(zip(content["head"], row, strict=True)) for row in content["rows"]]
+
+
+def test_offloading_copied_what_was_planned_and_beside_segments() -> None:
+    rows = {row["offloaded"]: row for row in table("bench-offload.json", "traffic")}
+    assert set(rows) == {"nothing", *OFFLOADS}
+    plain = rows.pop("nothing")
+    for row in rows.values():
+        assert row["as planned"] == "every step"
+        assert float(row["beside segments"].rstrip("%")) >= 50
+        assert parse_bytes(row["device"]) < parse_bytes(plain["device"])
+
+
+def test_updates_and_disks_reached_their_shares() -> None:
+    content = json.loads((RECORDS / "bench-offload.json").read_text())["rates"]
+    shares = {row[0]: float(row[-1].rstrip("%")) for row in content["rows"]}
+    least = {"an update in a step": 70, "reading a disk": 80, "writing a disk": 80}
+    for what, share in least.items():
+        assert shares[what] >= share, what
+
+
+def test_models_on_paper_fit_their_machines() -> None:
+    rows = table("bench-offload.json", "paper")
+    assert {row["model"] for row in rows} == {"gpt_10b", "llama_13b", "llama_70b", "gpt_175b"}
+    for row in rows:
+        for space in ("device", "host", "disk"):
+            needed, _, limit = row[space].partition(" of ")
+            assert needed == "0" or parse_bytes(needed) <= parse_bytes(limit), row

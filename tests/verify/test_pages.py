@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from random import Random
 
@@ -13,8 +14,10 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.effects import effects
 from zeroir.ir.program import UPDATE, Program
+from zeroir.ir.text import parse
 from zeroir.passes.common.order import derive_waits
 from zeroir.verify import verify
+from zeroir.verify.explain import explain
 
 PAGED = ("paged", "stage 3, paged", "stage 1, paged, overlapped")
 KINDS = [(code, kind) for code, mutations in OF_CODE.items() for kind in mutations]
@@ -88,3 +91,13 @@ def test_the_laws_of_pages_are_asked_where_there_are_pages() -> None:
     paged = verify(subject("paged").scheduled)
     assert {"Z501", "Z502", "Z503"} <= paged.laws.keys()
     assert not {"Z501", "Z502", "Z503"} & verify(subject("stage 3").scheduled).laws.keys()
+
+
+@pytest.mark.parametrize("code", ["Z501", "Z502", "Z503"])
+def test_derived_waits_mend_the_order_of_pages(code: str) -> None:
+    """The programs of the explanations lack a wait, for data or for the bound."""
+    (text,) = re.findall(r"```zir\n(.*?)```", explain(code), re.DOTALL)
+    program = parse(text)
+    assert {finding.code for finding in verify(program).findings} == {code}
+    mended = verify(derive_waits(program))
+    assert mended.is_valid, mended.render()

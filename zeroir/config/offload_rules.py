@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zeroir.config.offload_fields import ADAPTIVE, HOST, KEPT_ON_DISK, OPTIMIZER
+from zeroir.ir.ops import Algorithm
 
 if TYPE_CHECKING:
     from zeroir.config.options import CompileOptions
-    from zeroir.ir.algorithms import Algorithm
+    from zeroir.ir.ops import Algorithm
 
 
 def offload_problem(options: CompileOptions) -> str | None:
@@ -89,8 +90,7 @@ def _bits_problem(options: CompileOptions) -> str | None:
             f"--optimizer-bits {options.optimizer_bits} is for states of single elements (momentum, adam, adamw, "
             f"lion), but {options.optimizer} works on whole parameters"
         )
-    optimizers = (options.optimizer, *(options.of_group(spec).optimizer for spec in options.groups))
-    if not any(optimizer.has_states_of_elements for optimizer in optimizers):
+    if not any(algorithm.has_states_of_elements for algorithm in _algorithms(options)):
         return f"--optimizer-bits {options.optimizer_bits} has no effect: {options.optimizer} keeps no states"
     return None
 

@@ -15,6 +15,7 @@ from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.effects import effects
 from zeroir.ir.happens_before import Position, StreamClocks
+from zeroir.ir.issuing import issued_apart
 from zeroir.ir.mesh import COMPUTE, HOST, Executor
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program, Section
@@ -91,6 +92,8 @@ def section_tasks(
     With ``is_issuing`` the host takes time to issue an op. With ``host_computes`` it issues nothing while it carries
     out an op of the stream ``compute``, or while it waits at a joint. Without it the issuing thread waits where a
     device stream, or a joint, waits for a stream of the host or a disk, because a device cannot wait for a thread.
+    Copies that wait for one are issued by threads (``zeroir.ir.issuing``), so the issuing thread waits only where
+    another stream waits for such a copy, and until it is issued.
     """
     tasks = _TaskList(program, is_issuing=is_issuing, host_computes=host_computes)
     for number, section in enumerate(sections):
@@ -115,6 +118,12 @@ class _TaskList:
             for stream, number in self._clocks.numbers.items()
             if stream in {s.name for s in program.streams if s.executor is not Executor.DEVICE}
         )
+        apart = frozenset() if host_computes else issued_apart(program)
+        self._apart = frozenset(self._clocks.numbers[stream] for stream in apart)
+        self._awaited_apart: dict[int, tuple[int, ...]] = dict.fromkeys(self._apart, ())
+        """For each stream that a thread issues, the tasks of threads that its next op is issued after."""
+        self._issued_after: dict[int, tuple[int, ...]] = {}
+        """The same for each of its tasks so far."""
         self._host: tuple[int, ...] = ()
         self._joint: int | None = None
         self._joined: set[int] = set()
@@ -162,6 +171,9 @@ class _TaskList:
         is_waited_for_by_host = isinstance(op, ops.Wait) and op.on == HOST
         if is_waited_for_by_host or (self._host_computes and effect.stream == COMPUTE):
             self._host = (number,)
+        elif stream in self._apart:
+            awaited = (*self._awaited_apart[stream], *self._of_threads(signallers))
+            self._awaited_apart[stream] = self._issued_after[number] = tuple(dict.fromkeys(awaited))
         elif not self._host_computes and stream not in self._on_threads:
             self._wait_for_threads(signallers)
 
@@ -184,9 +196,20 @@ class _TaskList:
             self._wait_for_threads(last)
 
     def _wait_for_threads(self, positions: Iterable[Position | None]) -> None:
-        """Let the issuing thread wait for those of these ops that are on streams of the host or a disk."""
-        awaited = [p for p in positions if p is not None and p[0] in self._on_threads]
-        self._host = _present(*self._host, *map(self._task_at, awaited))
+        """Let the issuing thread wait until threads have carried these ops out, or issued them."""
+        self._host = _present(*self._host, *self._of_threads(positions))
+
+    def _of_threads(self, positions: Iterable[Position | None]) -> list[int]:
+        """The tasks of threads that are done once threads have carried these ops out, or issued them."""
+        awaited: list[int] = []
+        for position in positions:
+            number = self._task_at(position)
+            if number is None or position is None:
+                continue
+            if position[0] in self._on_threads:
+                awaited.append(number)
+            awaited += self._issued_after.get(number, ())
+        return awaited
 
     def _task_at(self, position: Position | None) -> int | None:
         if position is None:
