@@ -44,7 +44,7 @@ from zeroir.ir.contents import (
     SnapshotContent,
 )
 from zeroir.ir.effects import effects
-from zeroir.ir.held_elements import held_by_all, is_within
+from zeroir.ir.held_elements import held_by_all, is_within, save_order
 from zeroir.ir.mesh import COMPUTE, COPY_OUT, OPTIMIZER
 from zeroir.ir.program import (
     PARAMETER_ALIGNMENT_NUMEL,
@@ -171,17 +171,12 @@ def _covering(program: Program) -> Iterator[Buffer]:
     """
     flats = [(b, b.holds) for b in program.buffers if isinstance(b.holds, FlatContent)]
     covered: dict[tuple[str, str], list[tuple[range, ...]]] = {}
-    for buffer, content in sorted(flats, key=_preference):
+    for buffer, content in sorted(flats, key=save_order):
         coverings = covered.setdefault((content.flat, content.quantity), [])
         elements = held_by_all(content, buffer.numel, program.mesh)
         if not any(is_within(elements, covering) for covering in coverings):
             coverings.append(elements)
             yield buffer
-
-
-def _preference(held: tuple[Buffer, FlatContent]) -> tuple[bool, bool]:
-    buffer, content = held
-    return content.shard is None, buffer.space is not Space.HOST
 
 
 def _first_writes(program: Program) -> dict[str, int]:

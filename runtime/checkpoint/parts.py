@@ -11,7 +11,7 @@ from typing import Final
 
 from zeroir.checkpoint.manifest import MASTER as TRAINED
 from zeroir.ir import ops
-from zeroir.ir.buffers import Buffer, Space
+from zeroir.ir.buffers import Buffer
 from zeroir.ir.contents import (
     DIRECTION,
     EMA,
@@ -23,7 +23,7 @@ from zeroir.ir.contents import (
 )
 from zeroir.ir.dtypes import DType
 from zeroir.ir.factors import own_numel
-from zeroir.ir.held_elements import held_by_all, held_elements, is_within
+from zeroir.ir.held_elements import held_by_all, held_elements, is_within, save_order
 from zeroir.ir.layout import round_up, used_numel
 from zeroir.ir.program import PARAMETER_ALIGNMENT_NUMEL, Flat, Program
 
@@ -152,14 +152,9 @@ def _covering(
     """
     covering: list[tuple[Buffer, FlatContent]] = []
     covered: list[tuple[range, ...]] = []
-    for buffer, content in sorted(buffers, key=_preference):
+    for buffer, content in sorted(buffers, key=save_order):
         elements = held_by_all(content, buffer.numel, program.mesh)
         if not any(is_within(elements, others) for others in covered):
             covered.append(elements)
             covering.append((buffer, content))
     return covering
-
-
-def _preference(held: tuple[Buffer, FlatContent]) -> tuple[bool, bool]:
-    buffer, content = held
-    return content.shard is None, buffer.space is not Space.HOST

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -21,13 +22,16 @@ from zeroir.api.adaptive import (
     settled,
 )
 from zeroir.api.candidates import Candidate
+from zeroir.api.compiled import load_program
 from zeroir.api.search_space import Value
+from zeroir.artifact import Artifact, save
 from zeroir.config import CompileOptions, make_options
 from zeroir.config.offload_fields import OFFLOADED
 from zeroir.cost.machine import load_machine
 from zeroir.cost.search import SearchOutcome
+from zeroir.ir.amounts import parse_bytes
 from zeroir.memory.footprint import footprint
-from zeroir.passes.pipelines import for_options
+from zeroir.passes.pipelines import for_options, lower
 
 UNITS = {kind: tuple(f"u.{number}" for number in range(4)) for kind in OFFLOADED}
 SETTINGS = {
@@ -175,3 +179,36 @@ def test_what_was_chosen_is_said_in_a_sentence() -> None:
     units = ("activations:blocks.10", "activations:blocks.9", "activations:blocks.11")
     some = base.model_copy(update={"offload": offloaded, "offload_units": units})
     assert chosen_in_words(some) == "Offloaded: optimizer, activations of blocks.9-11."
+
+
+def test_for_another_world_size_the_choice_is_made_anew(tmp_path: Path) -> None:
+    """A rank of more ranks has less to keep, so less of it is moved."""
+    plain = make_options({"world_size": 2})
+    budget = {"memory_budget": str(int(needed_bytes(plain) * 0.8))}
+    asked = make_options({"world_size": 2, "offload": "adaptive", **budget})
+    logical = replace(LOGICAL, options=asked.to_pairs())
+    artifact = Artifact(
+        logical=logical,
+        scheduled=lower(LOGICAL, settled(LOGICAL, asked)),
+        model_path="model.py",
+        model_sha256="0" * 64,
+        torch_version="2.13.0",
+        zeroir_version="0",
+    )
+    save(artifact, tmp_path / "a.zir")
+    compiled = load_program(tmp_path / "a.zir")
+    assert compiled.options.offload
+    assert "adaptive" not in compiled.options.offload
+    alone = compiled.for_world_size(1)
+    assert len(moved(alone.options)) > len(moved(compiled.options))
+    assert needed_bytes(alone.options) <= parse_bytes(budget["memory_budget"])
+
+
+def moved(options: CompileOptions) -> set[str]:
+    """What is moved of which units."""
+    return {
+        f"{kind}:{unit}"
+        for kind in options.offload
+        for unit in movable_units(LOGICAL)[kind]
+        if not options.offloaded_units(kind) or unit in options.offloaded_units(kind)
+    }

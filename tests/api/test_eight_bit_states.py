@@ -46,17 +46,17 @@ def net() -> Net:
 
 
 def codes_by_parameter(engine: Engine, program: Program) -> Mapping[tuple[str, str], Tensor]:
-    found: dict[tuple[str, str], Tensor] = {}
+    by_parameter: dict[tuple[str, str], Tensor] = {}
     state = engine.full_state()
     for flat in program.flats:
         for slot in flat.slots:
             first, blocks = slot.offset // BLOCK_NUMEL, blocks_numel(slot.numel)
             for name in ("exp_avg", "exp_avg_sq"):
                 codes = state[flat.name, CODES[name]][slot.offset : slot.offset + slot.numel]
-                found[slot.name, CODES[name]] = codes.clone()
+                by_parameter[slot.name, CODES[name]] = codes.clone()
                 scales = state[flat.name, ABSMAX[name]][first : first + blocks]
-                found[slot.name, ABSMAX[name]] = scales.clone()
-    return found
+                by_parameter[slot.name, ABSMAX[name]] = scales.clone()
+    return by_parameter
 
 
 @pytest.mark.slow

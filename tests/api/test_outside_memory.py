@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from zeroir.api.outside_memory import (
     host_memory_bytes,
     outside_bytes,
     outside_note,
+    require_disk_folder,
     require_host_memory,
 )
 from zeroir.config import make_options
@@ -60,6 +62,15 @@ def test_ranks_that_need_more_than_the_machine_has_are_refused() -> None:
         "What 2 ranks of this machine keep in host memory takes 1.2 kB"
     )
     assert "--offload-to disk:FOLDER" in str(caught.value)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing")
+    require_disk_folder({Space.HOST: 1}, missing)
+    require_disk_folder({Space.DISK: 1}, None)
+    require_disk_folder({Space.DISK: 1}, str(tmp_path))
+    with pytest.raises(UserError, match=r"There is no folder '.*missing' for what the disk keeps"):
+        require_disk_folder({Space.DISK: 1}, missing)
 
 
 def test_a_machine_has_some_memory() -> None:

@@ -120,7 +120,7 @@ def test_where_nothing_fits_nothing_is_written(zeroir: Zeroir, model: Path, tmp_
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--machine", "abacus"], ["abacus", "choose 8x4090-pcie"]),
+        (["--machine", "abacus"], ["abacus", "choose 1xh100-pcie"]),
         (["--memory", "lots"], ["'lots'", "80GB"]),
         (["--most-tried", "0"], ["--most-tried", "0"]),
         (["--stage", "7"], ["--stage is 7"]),

@@ -80,8 +80,8 @@ def test_parts_of_a_widened_tensor_begin_within_blocks(tmp_path: Path) -> None:
                     part = tensor.elements(2, (flat.numel() - 2,)) if start > 2 else tensor
                     first = start - 2 if start > 2 else start
                     bits = b"".join(stored.slices(part.elements(first, (count,))))
-                    found = torch.frombuffer(bytearray(bits), dtype=torch.float32)
-                    assert torch.equal(found, flat[start : start + count])
+                    exported = torch.frombuffer(bytearray(bits), dtype=torch.float32)
+                    assert torch.equal(exported, flat[start : start + count])
 
 
 def test_checkpoints_of_other_layouts_are_compared_by_parameter(tmp_path: Path) -> None:

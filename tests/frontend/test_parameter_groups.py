@@ -118,7 +118,10 @@ def test_a_group_with_another_optimizer_has_its_defaults() -> None:
         ({"group": ":lr=1"}, "--group should be written like"),
         ({"group": "*:lr"}, "--group should be written like"),
         ({"group": "*:weight-decay=0"}, "did you mean weight_decay?"),
-        ({"group": "*:stage=2"}, "sets stage, which is no setting of a group: optimizer, lr,"),
+        (
+            {"group": "*:stage=2"},
+            "sets stage, which is no setting of a group: optimizer, optimizer_bits",
+        ),
         ({"group": "*:lr=1,lr=2"}, "sets lr twice"),
         ({"group": "*:lr=fast"}, "--group *:lr=fast: lr is fast, but should be"),
         (

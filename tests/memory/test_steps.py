@@ -64,6 +64,8 @@ MORE_OPTIONS: tuple[dict[str, object], ...] = (
     {"mesh": "replicate=2,shard=2", "world_size": 4},
     {"optimizer": "momentum", "overlap_update": False, "stage": 1},
     {"keep_fp32": "*ln*", "precision": "bf16"},
+    {"optimizer_bits": 8, "offload": "optimizer", "precision": "bf16"},
+    {"optimizer_bits": 8, "page_optimizer": "256KB", "page_bytes": 16384, "clip": 1.0},
     {"offload": "optimizer,gradients", "micro_steps": 2, "precision": "bf16", "optimizer": "lion"},
 )
 TRACED = ("precision", "micro_steps", "optimizer", "keep_fp32", "clip")

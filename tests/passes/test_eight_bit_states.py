@@ -109,11 +109,11 @@ def test_a_checkpoint_goes_on_there_and_elsewhere(way: str, tmp_path: Path) -> N
     program, plain = scheduled("fp32", 1, WAYS[way]), scheduled("fp32", 3, ())
     source = trained(program)
     source.save(str(tmp_path / "saved"))
-    for other in (program, plain):
-        target = Lockstep(other)
+    for number, loading in enumerate((program, plain)):
+        target = Lockstep(loading)
         target.load(str(tmp_path / "saved"))
         assert equal(source, target)
-        target.save(str(tmp_path / f"again{other is plain}"))
+        target.save(str(tmp_path / f"again{number}"))
         back = Lockstep(program)
-        back.load(str(tmp_path / f"again{other is plain}"))
+        back.load(str(tmp_path / f"again{number}"))
         assert equal(source, back)

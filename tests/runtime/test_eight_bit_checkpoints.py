@@ -86,7 +86,7 @@ def test_any_layout_goes_on_with_the_same_bytes(
 
 def rounded(states: Mapping[tuple[str, str], Tensor]) -> Mapping[tuple[str, str], Tensor]:
     """What FP32 states are to become, parameter by parameter."""
-    found: dict[tuple[str, str], Tensor] = {}
+    coded: dict[tuple[str, str], Tensor] = {}
     for (name, state), values in states.items():
         count = blocks_numel(values.numel())
         padded = torch.zeros(count * BLOCK_NUMEL)
@@ -95,20 +95,20 @@ def rounded(states: Mapping[tuple[str, str], Tensor]) -> Mapping[tuple[str, str]
         narrow(
             padded, codes, scales, Scratch(padded.numel(), codes.device), signed=is_signed(state)
         )
-        found[name, CODES[state]] = codes[: values.numel()]
-        found[name, ABSMAX[state]] = scales
-    return found
+        coded[name, CODES[state]] = codes[: values.numel()]
+        coded[name, ABSMAX[state]] = scales
+    return coded
 
 
 def widened(states: Mapping[tuple[str, str], Tensor]) -> Mapping[tuple[str, str], Tensor]:
-    found: dict[tuple[str, str], Tensor] = {}
+    wide: dict[tuple[str, str], Tensor] = {}
     for state, quantity in CODES.items():
         table = torch.tensor(code_values(signed=is_signed(state)))
         for (name, own), codes in states.items():
             if own == quantity:
                 scales = states[name, ABSMAX[state]].repeat_interleave(BLOCK_NUMEL)
-                found[name, state] = table[codes.int()] * scales[: codes.numel()]
-    return found
+                wide[name, state] = table[codes.int()] * scales[: codes.numel()]
+    return wide
 
 
 @pytest.mark.parametrize("layouts", [((3, 3), (2, 4)), ((0, 1), (3, 2)), ((1, 4), (0, 2))])

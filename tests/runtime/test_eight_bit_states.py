@@ -106,8 +106,8 @@ def test_every_code_comes_back_and_order_is_kept(signed: bool) -> None:
     # One scale for all blocks, so that the blocks can be compared.
     blocks = ascending.view(100, -1).clone()
     blocks[:, 0] = 1.0
-    found = widened(*narrowed(blocks.view(-1), signed=signed), signed=signed).view(100, -1)[:, 1:]
-    assert (found.reshape(-1).diff() >= 0).all()
+    back = widened(*narrowed(blocks.view(-1), signed=signed), signed=signed).view(100, -1)[:, 1:]
+    assert (back.reshape(-1).diff() >= 0).all()
 
 
 def test_blocks_do_not_know_each_other() -> None:

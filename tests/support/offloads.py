@@ -16,7 +16,7 @@ from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
 from zeroir.passes.page_optimizer import PageOptimizer
 
-PAGED: Final = PageOptimizer(device_bytes=14_000, page_bytes=4096)
+PAGED: Final = PageOptimizer(device_bytes=6144, page_bytes=2048)
 """Room for three pages of the small programs' states."""
 
 OFFLOADS: Final[Mapping[str, tuple[Pass, ...]]] = {

@@ -64,6 +64,19 @@ def require_host_memory(
     )
 
 
+def require_disk_folder(sizes: Mapping[Space, int], folder: str | None) -> None:
+    """Fail if a disk keeps something and its folder is not there; without one it is that for temporary files.
+
+    Raises:
+        UserError: naming the folder. Every rank would find that out by itself, and say so.
+    """
+    if Space.DISK in sizes and folder is not None and not Path(folder).is_dir():
+        raise UserError(
+            f"There is no folder '{folder}' for what the disk keeps: make it, or name another with --offload-to "
+            "disk:FOLDER."
+        )
+
+
 def local_ranks() -> int:
     """The ranks of the job on this machine, as torchrun says; 1 without it."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")

@@ -21,6 +21,7 @@ from zeroir.api.outside_memory import (
     local_ranks,
     outside_bytes,
     outside_note,
+    require_disk_folder,
     require_host_memory,
 )
 from zeroir.api.run_checkpoints import held_folder, resume, saving
@@ -130,9 +131,11 @@ def _fit_and_report(
     with _same_on_all_ranks(job_rank):
         compiled, note = fitted(compiled, job_rank.world_size)
         compiled = compiled.with_offload(**offload)
+        outside = outside_bytes(compiled.program)
+        require_disk_folder(outside, compiled.artifact.offload_folder)
     if job_rank.rank == 0:
-        outside = outside_note(outside_bytes(compiled.program))
-        for sentence in filter(None, (note, construction_note(compiled.program), outside)):
+        notes = note, construction_note(compiled.program), outside_note(outside)
+        for sentence in filter(None, notes):
             say(sentence)
     return compiled
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from zeroir.ir.buffers import Buffer, Space
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.mesh import Mesh
 
@@ -32,6 +33,15 @@ def is_within(elements: Sequence[range], others: Sequence[range]) -> bool:
         any(other.start <= part.start and part.stop <= other.stop for other in others)
         for part in elements
     )
+
+
+def save_order(held: tuple[Buffer, FlatContent]) -> tuple[bool, bool]:
+    """The key by which buffers with the same elements are sorted: a checkpoint is made of the first of them.
+
+    Slices come before copies of the whole, and of these buffers in host memory before others.
+    """
+    buffer, content = held
+    return content.shard is None, buffer.space is not Space.HOST
 
 
 def _stride(content: FlatContent, numel: int) -> int:
