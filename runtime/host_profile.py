@@ -30,7 +30,7 @@ UPDATE_TRAFFIC_BYTES: Final = 32
 
 def measure_host(device: torch.device, meet: Callable[[], None]) -> MeasuredHost:
     """The rates of this rank. ``meet`` returns on all ranks at once; all of them call this together."""
-    rounds = _Rounds(device, meet)
+    rounds = _TimedRounds(device, meet)
     host, other = (_host_tensor(_COPIED_BYTES, device) for _ in range(2))
     near, far = (torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     small = slice(_SMALL_BYTES)
@@ -51,7 +51,7 @@ def measure_host(device: torch.device, meet: Callable[[], None]) -> MeasuredHost
     )
 
 
-class _Rounds:
+class _TimedRounds:
     """Times tasks that run at once, each on a stream or a thread of its own as in a step."""
 
     def __init__(self, device: torch.device, meet: Callable[[], None]) -> None:

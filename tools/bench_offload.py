@@ -59,7 +59,7 @@ DISK_BYTES = 1 << 30
 
 
 @dataclass(slots=True, kw_only=True)
-class Contestant:
+class OffloadedEngine:
     """An engine of a program, its step times, and the spans of recorded steps."""
 
     offloaded: str
@@ -83,7 +83,7 @@ class Contestant:
 
 def traffic(steps: int) -> list[list[str]]:
     """The rows of the first table."""
-    contestants = [_contestant("")] + [_contestant(what) for what in OFFLOADS]
+    contestants = [_engine_of("")] + [_engine_of(what) for what in OFFLOADS]
     for contestant in contestants:
         for _ in range(WARM_UP):
             contestant.step()
@@ -102,13 +102,15 @@ def traffic(steps: int) -> list[list[str]]:
     return rows
 
 
-def _contestant(offload: str) -> Contestant:
+def _engine_of(offload: str) -> OffloadedEngine:
     options = {"offload": offload} if offload else {}
     compiled = zeroir.compile(MODEL, stage=3, world_size=1, precision="fp32", **options)  # type: ignore[arg-type]
-    return Contestant(offloaded=offload or "nothing", compiled=compiled, engine=compiled.engine())
+    return OffloadedEngine(
+        offloaded=offload or "nothing", compiled=compiled, engine=compiled.engine()
+    )
 
 
-def _traffic_cells(contestant: Contestant, plain: Contestant) -> list[str]:
+def _traffic_cells(contestant: OffloadedEngine, plain: OffloadedEngine) -> list[str]:
     program, summary = contestant.program, contestant.compiled.summary()
     planned = transfer_bytes(program)
     copied = [copied_bytes(program, step) for step in contestant.steps]
@@ -168,7 +170,7 @@ def beside_segments(program: Program, spans: Iterable[Span]) -> float:
 
 def rates(steps: int, folder: Path) -> list[list[str]]:
     """The rows of the second table."""
-    contestant = _contestant("optimizer")
+    contestant = _engine_of("optimizer")
     for _ in range(WARM_UP):
         contestant.step()
     for _ in range(steps):

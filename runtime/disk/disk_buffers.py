@@ -13,7 +13,7 @@ from zeroir.runtime.disk.scratch_file import ScratchFile, whole_pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class _PlaceInFile:
     """The offset of a buffer in the file and its size; up to the offset ``limit`` the bytes behind it are unused."""
 
     offset: int
@@ -31,7 +31,7 @@ class DiskBuffers:
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._file = ScratchFile(folder, rank)
         self._requests = Requests(self._file)
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _PlaceInFile] = {}
 
     @property
     def is_direct(self) -> bool:
@@ -54,7 +54,7 @@ class DiskBuffers:
         offset = self._file.reserve(sum(map(whole_pages, sizes.values())))
         for name, size_bytes in sizes.items():
             limit = offset + whole_pages(size_bytes)
-            self._places[name] = _Place(offset=offset, size_bytes=size_bytes, limit=limit)
+            self._places[name] = _PlaceInFile(offset=offset, size_bytes=size_bytes, limit=limit)
             offset = limit
 
     def add_parts(self, size_bytes: int, parts: Mapping[str, range]) -> None:
@@ -62,7 +62,7 @@ class DiskBuffers:
         start = self._file.reserve(size_bytes)
         for name, part in parts.items():
             stop = start + part.stop
-            place = _Place(offset=start + part.start, size_bytes=len(part), limit=stop)
+            place = _PlaceInFile(offset=start + part.start, size_bytes=len(part), limit=stop)
             self._places[name] = place
 
     def keep(self, names: Collection[str]) -> None:

@@ -36,7 +36,7 @@ PreparedTransfer = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
+class _DiskRequest:
     """Bytes at an offset of the file, and their memory. Bytes behind them are unused up to ``limit``."""
 
     offset: int
@@ -83,7 +83,7 @@ class Requests:
         """
         return partial(self._all, self._write, list(self._requests(offset, memory, limit)))
 
-    def _requests(self, offset: int, memory: Tensor, limit: int) -> Iterator[_Request]:
+    def _requests(self, offset: int, memory: Tensor, limit: int) -> Iterator[_DiskRequest]:
         """Pieces that end at multiples of a request's size; direct ones have whole pages alone, or parts of one."""
         octets = memory.detach().view(torch.uint8)
         stop = offset + octets.numel()
@@ -96,7 +96,7 @@ class Requests:
             elif self._file.is_direct and start < last_page < end:
                 end = last_page
             piece = octets[start - offset : end - offset]
-            yield _Request(
+            yield _DiskRequest(
                 offset=start,
                 memory=piece.numpy().data,
                 address=piece.data_ptr(),
@@ -104,7 +104,7 @@ class Requests:
             )
             start = end
 
-    def _all(self, run: Callable[[_Request], None], requests: Sequence[_Request]) -> None:
+    def _all(self, run: Callable[[_DiskRequest], None], requests: Sequence[_DiskRequest]) -> None:
         """Carry out requests. A failure is raised when none of them touches the memory any more."""
         if len(requests) == 1:
             run(requests[0])
@@ -114,7 +114,7 @@ class Requests:
         for future in futures:
             future.result()
 
-    def _read(self, request: _Request) -> None:
+    def _read(self, request: _DiskRequest) -> None:
         if not self._file.is_direct or request.is_aligned:
             self._transfer_in(request.offset, request.memory)
             return
@@ -124,7 +124,7 @@ class Requests:
         self._transfer_in(first, pages)
         request.memory[:] = pages[start : start + len(request.memory)]
 
-    def _write(self, request: _Request) -> None:
+    def _write(self, request: _DiskRequest) -> None:
         if not self._file.is_direct or request.is_aligned:
             self._transfer_out(request.offset, request.memory)
             return

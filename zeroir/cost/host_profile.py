@@ -16,7 +16,7 @@ def with_measured_host(
 
     ``memory_bytes`` is the size of the host's memory. The number of cores stays that of ``base``.
     """
-    ranks, figure = base.sharing_ranks(world_size), _Measured(world_size)
+    ranks, figure = base.sharing_ranks(world_size), _MeasuredFigure(world_size)
     on_link = min(int(base.host_link.accelerators.value), ranks)
     one_way = max(rates.to_device_bytes_per_s, rates.to_host_bytes_per_s)
     link = base.host_link.model_copy(
@@ -45,7 +45,7 @@ def with_measured_host(
 
 def with_measured_disk(base: Machine, rates: MeasuredDisk, *, world_size: int) -> Machine:
     """The machine ``base`` with measured figures of its disk; its size stays."""
-    ranks, figure = base.sharing_ranks(world_size), _Measured(world_size)
+    ranks, figure = base.sharing_ranks(world_size), _MeasuredFigure(world_size)
     one_way = max(rates.read_bytes_per_s, rates.write_bytes_per_s)
     disk = base.disk.model_copy(
         update={
@@ -58,7 +58,7 @@ def with_measured_disk(base: Machine, rates: MeasuredDisk, *, world_size: int) -
     return base.model_copy(update={"disk": disk})
 
 
-class _Measured:
+class _MeasuredFigure:
     """Makes figures that were measured by a number of ranks."""
 
     def __init__(self, world_size: int) -> None:

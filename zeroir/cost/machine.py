@@ -103,7 +103,7 @@ class Arithmetic(_Table):
         return self.peak_flops_per_s(dtype) * self.fraction.value
 
 
-class Memory(_Table):
+class MemoryFigures(_Table):
     """The memory of an accelerator or of a node's host. ``fraction`` is the achieved share of its bandwidth."""
 
     size_bytes: Size
@@ -159,7 +159,7 @@ class Host(_Table):
     accelerator is then a share of the host.
     """
 
-    memory: Memory
+    memory: MemoryFigures
     cores: Count
     core_bytes_per_s: Positive
     core_flops_per_s: Positive
@@ -227,7 +227,7 @@ class Machine(_Table):
     accelerator: Text
     accelerators_per_node: Count
     compute: Arithmetic
-    memory: Memory
+    memory: MemoryFigures
     node_link: Link
     network: Link | None = None
     host_link: HostLink

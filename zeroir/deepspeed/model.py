@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from zeroir.deepspeed.json_types import BLOCK, Count, Free, Whole
-from zeroir.deepspeed.offload_blocks import OffloadOptimizer, OffloadParam
+from zeroir.deepspeed.offload_blocks import OffloadOptimizerBlock, OffloadParamBlock
 from zeroir.deepspeed.treatment import (
     differs_from,
     honoured,
@@ -140,8 +140,8 @@ class ZeroOptimization(JsonBlock):
     load_from_fp32_weights: Annotated[bool, _NO_CHECKPOINTS] = True
     grad_hooks: Annotated[bool, _INTERNAL] = True
     elastic_checkpoint: Annotated[bool, _NO_CHECKPOINTS] = False
-    offload_param: Annotated[OffloadParam | None, honoured("see below")] = None
-    offload_optimizer: Annotated[OffloadOptimizer | None, honoured("see below")] = None
+    offload_param: Annotated[OffloadParamBlock | None, honoured("see below")] = None
+    offload_optimizer: Annotated[OffloadOptimizerBlock | None, honoured("see below")] = None
     zenflow: Annotated[Free | None, refused("zeroir has no ZenFlow", is_given)] = None
     sub_group_size: Annotated[
         Whole, meaningless("the update runs unit by unit, in chunks of a fixed size")

@@ -20,7 +20,7 @@ _STATED = meaningless("the program states how many copies may be under way, and 
 _OVERLAPPED = meaningless("reads and writes of the disk always run beside the update")
 
 
-class OffloadParam(BaseModel):
+class OffloadParamBlock(BaseModel):
     """``zero_optimization.offload_param``."""
 
     model_config = BLOCK
@@ -36,7 +36,7 @@ class OffloadParam(BaseModel):
     pin_memory: Annotated[bool, _PINNED] = False
 
 
-class OffloadOptimizer(BaseModel):
+class OffloadOptimizerBlock(BaseModel):
     """``zero_optimization.offload_optimizer``."""
 
     model_config = BLOCK

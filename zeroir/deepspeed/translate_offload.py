@@ -25,7 +25,7 @@ class OffloadTranslation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
+class _RequestedBlock:
     """What one block asks for: the value of ``offload_to``, and the key that says so."""
 
     place: str
@@ -41,7 +41,7 @@ def translate_offload(
         UserError: where the blocks name different places: there is one.
     """
     notes: list[str] = []
-    asked: dict[tuple[str, ...], _Request] = {}
+    asked: dict[tuple[str, ...], _RequestedBlock] = {}
     ratio_key = f"{_BLOCK}.offload_optimizer.ratio"
     block = zero.offload_optimizer
     ratio = 1.0 if block is None else block.ratio
@@ -76,7 +76,7 @@ def translate_offload(
     place = _one_place(tuple(asked.values()))
     if configuration.activation_checkpointing.cpu_checkpointing:
         key = "activation_checkpointing.cpu_checkpointing"
-        asked["activations",] = _Request(place="host", key=key)
+        asked["activations",] = _RequestedBlock(place="host", key=key)
         if place is not None and place.place != "host":
             notes.append(f"{key}: activations go to the disk, like what {place.key} names.")
     if not asked:
@@ -94,19 +94,19 @@ def translate_offload(
 
 def _request(
     block: str, device: str, nvme_path: str | None, *, old: str | None, notes: list[str]
-) -> _Request | None:
+) -> _RequestedBlock | None:
     """What a block asks for, or the key ``old``, which versions before the blocks had; None if neither asks."""
     if nvme_path is not None and device != "nvme":
         notes.append(f"{_BLOCK}.{block}.nvme_path: no meaning with the device {device}.")
     if device == "none":
-        return None if old is None else _Request(place="host", key=f"{_BLOCK}.{old}")
+        return None if old is None else _RequestedBlock(place="host", key=f"{_BLOCK}.{old}")
     folder = "" if nvme_path is None else f":{nvme_path}"
-    return _Request(
+    return _RequestedBlock(
         place="host" if device == "cpu" else f"disk{folder}", key=f"{_BLOCK}.{block}.device"
     )
 
 
-def _one_place(asked: tuple[_Request, ...]) -> _Request | None:
+def _one_place(asked: tuple[_RequestedBlock, ...]) -> _RequestedBlock | None:
     """The request whose place is that of all; None without any."""
     first = asked[0] if asked else None
     for request in asked:
