@@ -119,6 +119,7 @@ def needed_bytes(options: CompileOptions) -> int:
     return footprint(applied(program, for_options(options))).total_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("share", [0.95, 0.85, 0.75])
 def test_a_program_fits_its_budget_and_would_not_with_a_unit_less(stage: int, share: float) -> None:
@@ -161,6 +162,7 @@ def test_a_budget_that_fits_offloads_nothing() -> None:
     assert (options.offload, options.offload_to) == ((), "host")
 
 
+@pytest.mark.slow
 def test_on_a_machine_the_choice_is_of_several_orders() -> None:
     plain = make_options({"world_size": 2})
     budget_bytes = int(needed_bytes(plain) * 0.8)
@@ -181,6 +183,7 @@ def test_what_was_chosen_is_said_in_a_sentence() -> None:
     assert chosen_in_words(some) == "Offloaded: optimizer, activations of blocks.9-11."
 
 
+@pytest.mark.slow
 def test_for_another_world_size_the_choice_is_made_anew(tmp_path: Path) -> None:
     """A rank of more ranks has less to keep, so less of it is moved."""
     plain = make_options({"world_size": 2})

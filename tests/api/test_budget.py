@@ -198,6 +198,7 @@ def test_on_a_machine_the_fastest_that_fits_comes_first() -> None:
     assert " a step" in said
 
 
+@pytest.mark.slow
 def test_no_more_ranks_are_proposed_than_a_machine_takes() -> None:
     machine = load_machine("cpu-local")
     (closest,) = alternatives(LOGICAL, options(), 1, machine)

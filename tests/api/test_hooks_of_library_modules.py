@@ -46,6 +46,7 @@ REGISTERED: dict[str, Callable[[nn.Linear], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", REGISTERED)
 def test_a_hook_that_fills_a_list_of_its_file_is_refused(kind: str) -> None:
     line = nn.Linear(4, 1)

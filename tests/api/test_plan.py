@@ -191,6 +191,7 @@ def test_a_plan_is_close_to_the_best_where_it_may_offload() -> None:
     require_close_to_the_best(found)
 
 
+@pytest.mark.slow
 def test_what_fits_nowhere_else_is_offloaded() -> None:
     logical = mlp(blocks=3, dim=64)
     resident = planner(logical, BOUND_BY_COMPUTE, offload=(), **OFFLOADING)
@@ -207,6 +208,7 @@ def test_what_fits_nowhere_else_is_offloaded() -> None:
     assert "offload" in words(chosen.settings)
 
 
+@pytest.mark.slow
 def test_what_the_host_has_no_room_for_goes_to_the_disk() -> None:
     logical = mlp(blocks=3, dim=64)
     resident = planner(logical, BOUND_BY_COMPUTE, offload=(), **OFFLOADING)

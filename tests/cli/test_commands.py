@@ -96,6 +96,7 @@ def test_a_pipe_gets_one_row_a_line(zeroir: Zeroir, programs: dict[int, Path]) -
 COMMANDS = ("compile", "show", "diff", "verify", "explain", "check", "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_helps_with_an_example(zeroir: Zeroir, command: str) -> None:
     answer = zeroir(command, "--help")

@@ -58,6 +58,7 @@ def losses(text: str) -> list[float]:
     return [document["loss"] for document in documents if "loss" in document]
 
 
+@pytest.mark.slow
 def test_a_budget_that_needs_offloading(zeroir: Zeroir, model: str) -> None:
     budget = ("--world-size", "1", "--memory-budget", "600kB")
     assert_refused(zeroir("compile", model, *budget), "Z301", "--offload '")

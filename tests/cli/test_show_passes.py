@@ -55,6 +55,7 @@ def test_a_program_is_shown_after_any_pass(zeroir: Zeroir, programs: dict[int, P
     assert f"{last} passes made the program" in refused.err
 
 
+@pytest.mark.slow
 def test_rows_are_unfolded_where_that_is_asked_for(
     zeroir: Zeroir, programs: dict[int, Path]
 ) -> None:

@@ -403,7 +403,7 @@ STACKS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "penalised": (lambda: Penalised(lambda _: Block()), names(*range(LAYERS))),
     "noting": (lambda: Noting(lambda _: Notebook()), names(1, 2, 3, 4)),
 }
-FAST = {"counting", "own gradient between", "rescaled"}
+FAST = {"rescaled"}
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ def test_tracing_again_gives_the_same_program() -> None:
     assert tracing.program_of(again, options) == program_of(GPT, "fp32", 1)
 
 
+@pytest.mark.slow
 def test_temporaries_begin_and_end_once(program: Program) -> None:
     for section in program.sections:
         allocs = [op.buffer for op in section.body if isinstance(op, Alloc)]

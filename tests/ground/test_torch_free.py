@@ -64,6 +64,7 @@ def _exists(name: str) -> bool:
     return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zeroir", "zeroir.api"])
 def test_the_public_api_is_light(name: str) -> None:
     _python(f"import sys, {name}; assert 'torch' not in sys.modules")

@@ -60,6 +60,7 @@ def held_bytes(program: Program, space: Space) -> int:
     return held
 
 
+@pytest.mark.slow
 @EACH_OFFLOAD
 @EACH_STAGE
 def test_torchs_allocator_counts_what_the_footprint_of_each_space_says(
@@ -103,6 +104,7 @@ def test_a_step_takes_no_more_in_either_space_than_its_scratch(stage: int, offlo
         assert most <= footprint(program, space=space).scratch_bytes, space
 
 
+@pytest.mark.slow
 @EACH_STAGE
 def test_the_device_is_relieved_of_what_the_host_takes(stage: int) -> None:
     """The bytes by which torch's allocator is asked for less on the device are those that the plans differ by."""

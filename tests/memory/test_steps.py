@@ -108,6 +108,7 @@ def test_a_small_step_takes_what_its_ops_declare(
     require_right(judged, scheduled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "stage", "ranks", "optimizer"),
     [("fp32", 0, 1, "adamw"), ("fp16", 3, 2, "lion"), ("bf16", 1, 3, "momentum")],

@@ -20,8 +20,9 @@ from tests.runtime.support import (
 from tests.support.lockstep import run_lockstep
 
 
+@pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("peer-memory", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["gloo", "peer-memory"])
 def test_offload_equals_lockstep_without_it_bit_for_bit(tmp_path: Path, backend: str) -> None:
     ranks = Ranks(3, tmp_path, backend, module="tests.numerics.host_optimizer_workers")
     require_success(ranks.wait())

@@ -52,6 +52,7 @@ def test_all_stages_equal_lockstep_bit_for_bit(tmp_path: Path) -> None:
                 assert torch.equal(tensor, states[key]), f"stage {stage}: {key}"
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_checkpoint_continues_in_other_pages_and_without(tmp_path: Path) -> None:
     program = scheduled(logical(), STAGE, RANKS, SMALL)

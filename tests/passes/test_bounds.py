@@ -135,6 +135,7 @@ def _without_wait(program: Program, number: int, index: int) -> Program:
     return replace(program, sections=tuple(sections))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("specs", ["distance=0", "distance=2", "budget=0", "budget=9000"])
 def test_a_program_without_a_wait_that_bounds_it_is_rejected(specs: str) -> None:
     """Each wait is for data, and then another law notices, or for a bound, and then Z302 does."""

@@ -143,6 +143,7 @@ def calls(program: Program, section: str) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_selecting_and_recomputing_leave_it_alone() -> None:
     options = make_options({"stage": 0, "world_size": 1, "recompute": "*"})
     program = logical(options)

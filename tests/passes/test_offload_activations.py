@@ -77,6 +77,7 @@ def test_no_bit_changes(case: Case, before: tuple[Pass, ...], schedule_seed: int
     assert_equal(result, expected, range(case.world_size), "offloaded")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [(COPY_OUT,), (COPY_IN,), (COMPUTE,), (COPY_IN, COPY_OUT)])
 def test_a_slow_stream_changes_nothing(late: tuple[str, ...]) -> None:
     logical = mlp(blocks=4)
@@ -104,11 +105,8 @@ CHOICES: tuple[tuple[str, dict[str, object]], ...] = (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "choices"),
-    [CHOICES[0], *(pytest.param(*choice, marks=pytest.mark.slow) for choice in CHOICES[1:])],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "choices"), CHOICES, ids=str)
 def test_a_model_trains_and_is_evaluated_as_without(name: str, choices: dict[str, object]) -> None:
     """Dropout, batch norm, attention: losses, evaluations and the whole state, running statistics included."""
     path = MODELS / f"{name}.py"

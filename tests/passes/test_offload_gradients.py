@@ -45,6 +45,7 @@ DOWN = (COPY_OUT, UPDATE_OUT)
 # ---------------------------------------------------------------------------------------------------------- numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "precision", "micro_steps", "clip", "overlap_update", "replicas"),
     [pytest.param(*case, marks=() if case in SAMPLED else pytest.mark.slow) for case in POSSIBLE],
@@ -112,6 +113,7 @@ def test_gradients_that_one_launch_reduces_go_down_together(stage: int, bucket: 
 # ----------------------------------------------------------------------------------------------------------- memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("way", ["alone", "with-optimizer"])
@@ -231,6 +233,7 @@ def _without(program: Program, section_name: str, index: int) -> Program:
     return replace(program, sections=sections)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_damaged_programs_are_rejected(way: str, micro_steps: int) -> None:

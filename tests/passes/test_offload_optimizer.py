@@ -52,7 +52,7 @@ def _is_possible(case: tuple[int, str, int, float | None, bool, int | None]) -> 
 
 
 POSSIBLE = [case for case in CASES if _is_possible(case)]
-SAMPLED = Random(16).sample(POSSIBLE, 12)
+SAMPLED = Random(16).sample(POSSIBLE, 6)
 
 
 # ---------------------------------------------------------------------------------------------------------- numbers

@@ -60,6 +60,7 @@ def transfer_bytes(program: Program, section: str, kind: type[Op]) -> int:
 # ------------------------------------------------------------------------------------------------------ the numbers
 
 
+@pytest.mark.slow
 @examples(20)
 @given(cases(world_sizes=(1, 4)), st.booleans(), st.booleans(), st.integers(0, 2**16))
 def test_no_bit_changes(case: Case, is_overlapped: bool, is_grouped: bool, seed: int) -> None:
@@ -90,6 +91,7 @@ def test_no_bit_changes_with_any_optimizer(stage: int, optimizer: str) -> None:
         assert_equal(run(offloaded, batches, schedule_seed), expected, range(3), optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_bit_changes_in_groups_of_ranks(stage: int) -> None:
     logical = mlp(precision="bf16", micro_steps=2)
@@ -99,6 +101,7 @@ def test_no_bit_changes_in_groups_of_ranks(stage: int) -> None:
     assert_equal(run(offloaded, batches, 5), run(plain, batches), range(4), f"stage {stage}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step", [Unshard(), parse_spec("bucket{bytes=4096}"), parse_spec("prefetch{bytes=4096}")]
 )
@@ -111,6 +114,7 @@ def test_no_bit_changes_however_parameters_are_gathered(step: Pass) -> None:
     assert_equal(run(offloaded, batches, 1), run(plain, batches), range(3), step.spec())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_was_saved_goes_on_with_or_without_it(stage: int, tmp_path: Path) -> None:
     """Section ``save`` copies parameters from their home beside the next step, which changes them there."""
@@ -153,6 +157,7 @@ def test_no_bit_of_a_captured_model_changes(name: str) -> None:
 # --------------------------------------------------------------------------------------------- an update on the host
 
 
+@pytest.mark.slow
 @examples(15)
 @given(cases(world_sizes=(1, 4)), st.booleans(), st.integers(0, 2**16))
 def test_an_update_on_the_host_changes_no_bit(case: Case, is_overlapped: bool, seed: int) -> None:
@@ -290,6 +295,7 @@ def test_gathers_stay_as_far_ahead_as_they_were(distance: int) -> None:
         assert happens.groups_live(after.body, program) == happens.groups_live(before.body, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [0, 70_000, 10**9])
 def test_a_gather_that_moves_takes_its_visit_along(budget: int) -> None:
     logical = mlp(blocks=4, dim=64)
@@ -348,6 +354,7 @@ def _sizes(program: Program, role: Role, space: Space) -> Mapping[str, int]:
     return {b.name: b.size_bytes for b in program.buffers if (b.role, b.space) == (role, space)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_memory_moves_to_the_host(stage: int, precision: str) -> None:
@@ -394,6 +401,7 @@ def test_only_the_named_units_move() -> None:
             assert sum(at < i < user for i in computes) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_tied_parameters_and_those_kept_in_fp32_move_too(stage: int) -> None:
     logical = mlp(blocks=3, tied=True, keep_fp32=True, precision="bf16")

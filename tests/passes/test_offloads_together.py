@@ -20,6 +20,7 @@ from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
 
 
+@pytest.mark.slow
 @examples(12)
 @given(
     case=cases(world_sizes=(1, 4)),

@@ -19,6 +19,7 @@ _NAMES = st.from_regex(r"[a-z*][a-z0-9_.*]{0,9}", fullmatch=True)
 _VALUES: Mapping[object, st.SearchStrategy[OptionValue | None]] = {
     int: st.integers(1, 10**18 - 1),
     int | None: st.none() | st.integers(0, 10**18 - 1),
+    float | None: st.none() | st.floats(0, 1, exclude_min=True),
     bool: st.booleans(),
     tuple[str, ...]: st.lists(_NAMES, min_size=1, max_size=3).map(tuple),
     tuple[str, ...] | None: st.none() | st.lists(_NAMES, min_size=1, max_size=3).map(tuple),

@@ -62,6 +62,7 @@ def page_of(made: Program, name: str, *, budget_bytes: int | None = BUDGET_BYTES
     )
 
 
+@pytest.mark.slow
 def test_transfers_and_the_hosts_update_have_lanes_of_their_own() -> None:
     made = gate("offload")
     page = page_of(made, "offload.zir")

@@ -109,6 +109,7 @@ def test_folding_loses_no_row_and_changes_none(rows: list[Row]) -> None:
     assert all(row in (None, real) for row, real in zip(shown, numbered, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap_update", [False, True])
 def test_a_deep_model_is_as_short_as_a_shallow_one(overlap_update: bool) -> None:
     items = [

@@ -140,6 +140,7 @@ def offloaded(stage: int, *, clip: float | None, gradients: bool) -> Program:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("stage", range(4))

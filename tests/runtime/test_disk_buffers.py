@@ -119,6 +119,7 @@ def test_the_page_cache_is_left_out_and_every_byte_counted(tmp_path: Path) -> No
     assert (disk.read_bytes, disk.written_bytes) == (2 * size_bytes, size_bytes)
 
 
+@pytest.mark.slow
 def test_parts_of_a_page_may_change_at_once(tmp_path: Path) -> None:
     """Two threads that write neighbouring elements do not undo what the other has written."""
     disk = DiskBuffers(tmp_path, 0)
@@ -217,6 +218,7 @@ def naming(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, "open", without)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("naming")
 def test_nothing_is_in_the_folder_and_its_space_returns(tmp_path: Path) -> None:
     size_bytes = 64 << 20

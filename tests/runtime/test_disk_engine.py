@@ -56,6 +56,7 @@ def require_equal(found: object, expected: object) -> None:
             assert found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_whoever_asks_for_values_gets_the_same(tmp_path: Path, precision: str) -> None:
     without, with_disk = engines(tmp_path, precision)
@@ -133,6 +134,7 @@ def test_values_between_steps_go_through_memory_in_chunks(
     require_equal(with_disk.full_state(), without.full_state())
 
 
+@pytest.mark.slow
 def test_a_program_for_several_batches_takes_over_what_is_on_disk(tmp_path: Path) -> None:
     found: list[list[float]] = []
     for moves in (False, True):

@@ -79,6 +79,7 @@ def test_a_limit_of_file_sizes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_a_folder_of_another_user(tmp_path: Path) -> None:
     as_nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+import pytest
 import torch
 
 from zeroir.runtime.host_profile import measure_host
 
 
+@pytest.mark.slow
 def test_the_host_at_hand_is_measured() -> None:
     meetings: list[None] = []
     rates = measure_host(torch.device("cpu"), lambda: meetings.append(None))

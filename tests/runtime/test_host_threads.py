@@ -99,6 +99,7 @@ class Cudart:
         return 0
 
 
+@pytest.mark.slow
 def test_large_pinned_tensors_have_exactly_their_bytes_until_they_are_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -53,6 +53,7 @@ def test_at_rest_a_rank_holds_its_persistent_buffers_and_a_place_for_temporary_o
     assert found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_on_the_host_are_counted_there(stage: int) -> None:
     """Without the host's part, torch allocates for the device what its footprint says, less than without offload."""
@@ -93,6 +94,7 @@ def test_steps_leave_nothing_behind(stage: int, precision: str) -> None:
     assert allocated_bytes(train) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_paged_states_take_the_device_memory_that_was_asked_for(stage: int) -> None:
     """Without the pages that rest on the host, torch allocates that much less than for the program without pages."""

@@ -81,5 +81,6 @@ def test_a_rank_of_an_earlier_attempt_counts_for_nothing() -> None:
     assert attempt(store, [1, 2], 3, shorter) == {1: 0, 2: 0}
 
 
+@pytest.mark.slow
 def test_one_rank_waits_for_nobody() -> None:
     assert isinstance(call_roll(Store(), 0, 1, timedelta(0)), str)

@@ -74,6 +74,7 @@ def test_nothing_but_an_evaluation_writes_its_results(section: str, name: str) -
     assert codes(appended(program, section, fill(program, name))) == {"Z103"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eval_loss", "output.logits", "output.loss"])
 def test_results_are_of_one_rank(name: str) -> None:
     """A sum over ranks would go unnoticed by the comparison with the logical program."""

@@ -99,6 +99,7 @@ def test_a_reference_is_proved_once_and_is_its_own_proof() -> None:
     assert "Z406" in reference.report.laws
 
 
+@pytest.mark.slow
 def test_an_op_of_very_many_operands_is_told_of_quickly() -> None:
     update = PROGRAM.section_by_name["update"]
     step = next(op for op in update.body if isinstance(op, OptimizerStep))

@@ -76,6 +76,7 @@ def check_mutants(case: Case, mutants: Mutants, schedule_seeds: range) -> None:
             )
 
 
+@pytest.mark.slow
 @examples(30, suppress_health_check=CHECKS)
 @given(case=ANY_CASE, mutants=MUTANTS)
 def test_a_mutant_that_differs_is_rejected(case: Case, mutants: Mutants) -> None:

@@ -105,6 +105,7 @@ def test_every_damage_to_the_copies_is_rejected() -> None:
     assert {"Z103", "Z105", "Z302"} <= codes["unawaited"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(MUTATIONS))
 def test_a_mutant_that_is_proved_computes_the_same(kind: str) -> None:
     program = applied(AWAY, (*for_stage(3, 2), ALL))

@@ -42,6 +42,7 @@ def test_no_wait_of_a_visit_can_be_left_out(name: str) -> None:
         assert verify(put(program, place), logical).findings, place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["early-release", "half-transfer", "other-slice"])
 @pytest.mark.parametrize("name", CASES)
 def test_damages_that_never_pass(name: str, kind: str) -> None:
