@@ -2,9 +2,9 @@
 
     python -m tools.mutants --count 20000 --record docs/records/mutants.json
 
-Fourteen proved programs are damaged in turn, each time in another way that chance chooses. What the verifier accepts
-runs under several interleavings, and must come to the very bits of the undamaged program. Exits with 1 where one does
-not.
+The proved programs of ``tests/support/subjects.py`` are damaged in turn, each time in another way that chance chooses.
+What the verifier accepts runs under several interleavings, and must come to the very bits of the undamaged program.
+Exits with 1 where one does not.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ WRONG = (
     ('zeroir.plan("model.py", budget="80GB")', "call-arg"),
     ('zeroir.plan("model.py", stage=None)', "arg-type"),
     ("zeroir.estimate(7.5e9, stage=3)", "call-arg"),
-    ('zeroir.estimate(7.5e9, offload="disk")', "arg-type"),
+    ("zeroir.estimate(7.5e9, offload=3)", "arg-type"),
 )
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.passes import happens
 from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.strategies import Case, cases
-from tests.passes.test_offload_optimizer import POSSIBLE, SAMPLED
+from tests.passes.test_offload_optimizer import POSSIBLE
 from tests.passes.variants import called_twice, frozen
 from tests.support.examples import examples
 from tests.support.lowering import applied, proved
@@ -48,7 +48,7 @@ DOWN = (COPY_OUT, UPDATE_OUT)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "precision", "micro_steps", "clip", "overlap_update", "replicas"),
-    [pytest.param(*case, marks=() if case in SAMPLED else pytest.mark.slow) for case in POSSIBLE],
+    POSSIBLE,
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_it_computes_the_same(

@@ -22,12 +22,16 @@ _LIMITS: Final = (
 """Where Linux says how much memory the control group of a process may use, in its versions 2 and 1."""
 
 
+_NOT_OFFLOADED: Final = (Role.SCALAR, Role.RNG, Role.SNAPSHOT)
+"""Roles of buffers that are in host memory without offloading, too."""
+
+
 def outside_bytes(program: Program) -> Mapping[Space, int]:
     """Bytes of a rank in host memory, without snapshots for checkpoints, and on the disk; none without offloading."""
     kept = {
         buffer.space
         for buffer in program.buffers
-        if buffer.space is not Space.DEVICE and buffer.role not in (Role.SCALAR, Role.SNAPSHOT)
+        if buffer.space is not Space.DEVICE and buffer.role not in _NOT_OFFLOADED
     }
     sizes: dict[Space, int] = {
         space: footprint(program, space=space).total_bytes

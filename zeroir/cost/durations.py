@@ -142,7 +142,7 @@ class Durations:
     def flow(self, op: ops.Op) -> FlowCost | None:
         """The cost of a transfer, or of an op that the host carries out; None for any other op."""
         match op:
-            case ops.Transfer():
+            case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
                 return self._host.transfer(op, self._bytes(op.source), self._measured_s(op))
             case ops.Elementwise() | ops.Update() if self._is_of_host(op.stream):
                 flops = update_flops(self._program, op)
@@ -173,7 +173,7 @@ class Durations:
             case ops.Elementwise() | ops.Update():
                 launches = 1 + rounding_kernels(self._program, op)
                 return self._kernel_s(self.traffic_bytes(op), launches) + self._products_s(op)
-            case ops.Transfer():
+            case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
                 raise ValueError("a transfer is a flow")
             case _:
                 assert_never(op)

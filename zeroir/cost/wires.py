@@ -35,6 +35,9 @@ class Wire(StrEnum):
     CORES = "cores"
 
 
+HostTransferOp = ops.ToHost | ops.ToDevice | ops.Load | ops.Store
+"""The transfers that cross a link of the host."""
+
 HOST_WIRES: Final = (Wire.TO_DEVICE, Wire.TO_HOST, Wire.DISK_READ, Wire.DISK_WRITE)
 """The links of transfers, by which their bytes are counted."""
 
@@ -94,7 +97,7 @@ class HostRates:
     flops_per_s: float
 
     def transfer(
-        self, op: ops.TransferOp, size_bytes: int, measured: tuple[float, float] | None = None
+        self, op: HostTransferOp, size_bytes: int, measured: tuple[float, float] | None = None
     ) -> FlowCost:
         """The cost of a transfer: it takes its link, a share of both directions of it, and the host's memory."""
         link, both = _links(op)
@@ -118,7 +121,7 @@ class HostRates:
         return flow(0.0, busy_s, {}, measured=measured)
 
 
-def _links(op: ops.TransferOp) -> tuple[Wire, Wire]:
+def _links(op: HostTransferOp) -> tuple[Wire, Wire]:
     """The link of a transfer, and the limit that both directions of it have in common."""
     match op:
         case ops.ToDevice():
