@@ -79,6 +79,7 @@ def test_offloading_is_proposed_before_more_ranks() -> None:
     )
 
 
+@pytest.mark.slow
 def test_more_ranks_where_nothing_else_helps() -> None:
     lean = {"stage": 3, "live_gradients": 1, "prefetch": 0, "recompute": ("*",)}
     least = needed(**lean, offload=ELSEWHERE)
@@ -144,6 +145,7 @@ def test_computing_again_is_proposed_where_it_helps() -> None:
     assert "--recompute '*' needs" in advice(LOGICAL, options(), needed(**bare) - 1)
 
 
+@pytest.mark.slow
 def test_a_program_that_breaks_its_budget_is_refused_with_names(tmp_path: Path) -> None:
     program = lower(LOGICAL, options(memory_budget="64kB"))
     path = saved(program, tmp_path / "a.zir")

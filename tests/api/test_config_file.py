@@ -240,6 +240,7 @@ def test_a_script_follows_the_schedule_of_its_configuration(model: str) -> None:
     plain.close()
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_what_the_configuration_sets(model: str) -> None:
     config = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 64}, "gradient_clipping": 0}
     result = plan(model, config=config, world_size=4, most_tried=20)

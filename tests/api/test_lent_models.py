@@ -177,6 +177,7 @@ def test_a_saved_program_takes_a_module_and_a_state(tmp_path: Path) -> None:
     assert not kept.first.weight.is_meta
 
 
+@pytest.mark.slow
 def test_two_loans_of_one_module_in_hand_do_not_touch_it() -> None:
     module = Net()
     engine = zeroir.compile(module, BATCH, stage=3, evaluate=False).engine()

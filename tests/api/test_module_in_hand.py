@@ -386,6 +386,7 @@ def test_functions_with_a_cache_keep_no_tensor_of_the_trace() -> None:
 LAST = {"output": torch.zeros(3)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_traceable", [True, False])
 def test_the_users_variables_stay_as_they_are(is_traceable: bool) -> None:
     first = latest = torch.ones(2)
@@ -433,6 +434,7 @@ def test_a_module_in_evaluation_mode_gives_a_warning() -> None:
         compiled(made(lambda net: net.eval()))
 
 
+@pytest.mark.slow
 def test_parameters_in_another_dtype_than_the_programs_give_a_warning() -> None:
     batch, loss = (torch.ones(4, 8),), lambda module, batch: module(*batch).sum()
     net = nn.Linear(8, 1).bfloat16()
@@ -476,6 +478,7 @@ def test_a_bad_loss_function_is_refused(loss: Callable[..., object], sentence: s
         zeroir.compile(made(unchanged), BATCH, loss=loss, world_size=1)
 
 
+@pytest.mark.slow
 def test_a_program_without_a_file_runs_with_a_module_alone(tmp_path: Path) -> None:
     path = tmp_path / "net.zir"
     net = made(unchanged)
@@ -527,6 +530,7 @@ def test_constants_of_a_batch_are_a_part_of_the_program() -> None:
     engine.step({**fields, "weights": batch.weights})
 
 
+@pytest.mark.slow
 def test_a_loss_function_may_call_the_module_as_it_likes() -> None:
     net = made(unchanged)
 

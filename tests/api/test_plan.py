@@ -326,6 +326,7 @@ def test_a_choice_is_measured_as_what_it_compiles_to() -> None:
         assert needed_bytes // 2 < candidate.needed_bytes <= needed_bytes
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_closest_is_named() -> None:
     """The one that needs least; and where too much rests on a rank, whatever is chosen, how much that is."""
     logical = mlp(blocks=2)

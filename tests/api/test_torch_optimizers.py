@@ -200,6 +200,7 @@ def test_what_the_instance_does_not_hold_is_not_trained() -> None:
     } == {"head.weight", "head.bias"}
 
 
+@pytest.mark.slow
 def test_several_instances_are_the_groups_of_one_program() -> None:
     module = a_module()
     compiled = compile_model(module, BATCH, optimizer=muon_and_adamw(module), world_size=1)
@@ -383,6 +384,7 @@ def test_an_instance_needs_its_module_and_no_further_settings() -> None:
             compile_it(module, **given)
 
 
+@pytest.mark.slow
 def test_a_plan_takes_a_class_and_no_instance() -> None:
     path = Path(__file__).parents[2] / "examples" / "gpt.py"
     planned = plan(path, "cpu-local", optimizer=torch.optim.SGD, world_size=2, most_tried=1)

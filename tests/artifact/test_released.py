@@ -75,6 +75,7 @@ def released() -> list[Path]:
     return sorted({PRESENT, *DATA.glob("schema_*_*.zir")})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", released(), ids=lambda path: path.stem)
 def test_a_released_schema_is_read_as_it_was_meant(path: Path, update_golden: bool) -> None:
     text = path.with_suffix(".txt")

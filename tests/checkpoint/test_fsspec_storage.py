@@ -55,6 +55,7 @@ def test_a_checkpoint_goes_there_and_back(root: str) -> None:
         assert [entry.name for entry in open_storage(root).entries(root)] == ["step-00000002-2"]
 
 
+@pytest.mark.slow
 def test_slices_are_read_by_ranges(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsspec_storage, "PART_BYTES", 5 << 20)
     monkeypatch.setattr(fsspec_storage, "RANGE_BYTES", 1 << 10)

@@ -20,6 +20,7 @@ PATH = "runs/step-00000001/manifest.json"
 Edit = dict[str, JsonValue]
 
 
+@pytest.mark.slow
 @given(manifests())
 def test_manifests_come_back(manifest: Manifest) -> None:
     data = manifest_bytes(manifest)

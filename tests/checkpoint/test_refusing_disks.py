@@ -57,6 +57,7 @@ def test_a_limit_of_file_sizes(tmp_path: Path) -> None:
     assert "the file is larger than its file system or your limits allow" in refusal
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_a_folder_of_another_user(tmp_path: Path) -> None:
     for folder in (tmp_path, *tmp_path.parents[:3]):

@@ -75,6 +75,7 @@ def test_a_constructor_takes_more_memory_than_there_is(zeroir: Zeroir, tmp_path:
     assert answer.err == f"Error: model() failed at {path}:11, because memory ran out: {REMEDY}"
 
 
+@pytest.mark.slow
 def test_parameters_take_more_memory_than_there_is(zeroir: Zeroir, tmp_path: Path) -> None:
     path, program = write(tmp_path / "model.py", size=2**23), tmp_path / "model.zir"
     assert zeroir("compile", path, "--world-size", "1", "-o", program).exit_code == 0

@@ -210,6 +210,7 @@ def test_changed_model_file(zeroir: Zeroir, tmp_path: Path) -> None:
     package.load(program).engine(allow_model_change=True).close()
 
 
+@pytest.mark.slow
 def test_a_model_file_that_moved(
     zeroir: Zeroir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

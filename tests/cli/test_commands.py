@@ -125,6 +125,7 @@ def test_show_one_unit_and_one_section(zeroir: Zeroir, programs: dict[int, Path]
     assert all(row["units"] == ["blocks.1"] for row in facts["schedule"]["last_micro_step"])
 
 
+@pytest.mark.slow
 def test_shown_text_is_the_program(zeroir: Zeroir, programs: dict[int, Path]) -> None:
     text = zeroir("show", programs[3], "--text").out
     assert parse(text) == package.load(programs[3]).program

@@ -54,6 +54,7 @@ def test_compile_prints_what_the_file_sets(zeroir: Zeroir) -> None:
     assert zeroir("show", "net.zir", "--json").json["options"] == facts["options"]
 
 
+@pytest.mark.slow
 def test_a_run_follows_the_schedule(zeroir: Zeroir, folder: Path) -> None:
     (folder / "ds.json").write_text(json.dumps({**DEEPSPEED, "train_batch_size": 2}))
     arguments = ("net.py", "--config", "ds.json", "--world-size", "1")
@@ -70,6 +71,7 @@ def test_a_run_follows_the_schedule(zeroir: Zeroir, folder: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_the_total_of_a_schedule_is_that_of_the_run(zeroir: Zeroir) -> None:
     schedule = ("--schedule", "linear", "--lr", "0.5", "--optimizer", "sgd")

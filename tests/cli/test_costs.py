@@ -27,6 +27,7 @@ def test_a_step_is_simulated(zeroir: Zeroir, programs: dict[int, Path], tmp_path
     assert {event["ph"] for event in json.loads(trace.read_text())["traceEvents"]} >= {"X", "M"}
 
 
+@pytest.mark.slow
 def test_a_simulation_as_json_is_the_apis(zeroir: Zeroir, programs: dict[int, Path]) -> None:
     simulated = zeroir("simulate", programs[3], "--straggler", "1.5", "--json").json
     same = package.simulate(programs[3], straggler=1.5)

@@ -105,6 +105,7 @@ def test_the_plan_in_words(zeroir: Zeroir, model: Path, tmp_path: Path) -> None:
     assert list(tmp_path.glob("*.zir")) == []
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_nothing_is_written(zeroir: Zeroir, model: Path, tmp_path: Path) -> None:
     path = tmp_path / "best.zir"
     answer = zeroir("plan", model, *FIXED, "--memory", "1kB", "-o", path)

@@ -48,6 +48,7 @@ def saved(path: Path, world_size: int = 3, steps: int = 2) -> tuple[Program, Sta
     return program, states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slice_bytes", [None, 4 * (BLOCK_NUMEL + 1)])
 def test_an_export_has_fp32_states(
     tmp_path: Path, slice_bytes: int | None, monkeypatch: pytest.MonkeyPatch
@@ -84,6 +85,7 @@ def test_parts_of_a_widened_tensor_begin_within_blocks(tmp_path: Path) -> None:
                     assert torch.equal(exported, flat[start : start + count])
 
 
+@pytest.mark.slow
 def test_checkpoints_of_other_layouts_are_compared_by_parameter(tmp_path: Path) -> None:
     program, _ = saved(tmp_path / "three", world_size=3)
     engine = Lockstep(lowered(mlp(dim=24, features=20, has_codes=True), 0, 2))

@@ -103,6 +103,7 @@ def test_equal_blocks_are_traced_once_with_the_same_result(path: Path) -> None:
     assert computation(reused.joint) == computation(traced.joint)
 
 
+@pytest.mark.slow
 def test_the_users_module_stays_as_it_is() -> None:
     module = Net()
     module.kept.eval()
@@ -116,6 +117,7 @@ def test_the_users_module_stays_as_it_is() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_it_begins_before_training_and_goes_on_between_steps() -> None:
     module, twin = Net(), Net()
     twin.load_state_dict(module.state_dict())
@@ -135,6 +137,7 @@ def test_it_begins_before_training_and_goes_on_between_steps() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_outputs_keep_their_structure() -> None:
     def loss(module: nn.Module, x: object) -> tuple[Tensor, Found]:
         hidden = module(x)["hidden"]
@@ -180,6 +183,7 @@ class Draws(Net):
         return super().forward(x if self.training else x[x > 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "reason"), [(NoEval, "it only trains"), (Draws, "uses the values of a tensor")]
 )

@@ -135,6 +135,7 @@ def test_an_unsupported_model_is_refused(init: str, tmp_path: Path) -> None:
         zeroir.compile(write(tmp_path, init=init), world_size=1)
 
 
+@pytest.mark.slow
 def test_a_buffer_in_the_memory_of_a_parameter_is_refused_where_it_is_read(tmp_path: Path) -> None:
     init, forward = "self.register_buffer('view', self.pre.weight.data[:1])", "x = x * self.view"
     sentence = r"pre\.weight and view of the model share memory, and training changes pre\.weight"

@@ -83,6 +83,7 @@ def test_temporaries_begin_and_end_once(program: Program) -> None:
         assert set(allocs) <= temporary
 
 
+@pytest.mark.slow
 def test_parameters_are_bound_by_name_to_their_slot(program: Program) -> None:
     for op in computes(program):
         for argument in op.arguments:

@@ -136,6 +136,7 @@ def test_a_model_without_repetition_is_one_unit(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_parameters_between_encoder_and_decoder_are_a_part_of_the_root(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(

@@ -111,6 +111,7 @@ def calls(draw: st.DrawFn) -> tuple[str, Tensor, tuple[NodeArg, ...]]:
     return name, x, draw(ARGUMENTS[name])
 
 
+@pytest.mark.slow
 @examples(1000)
 @given(call=calls())
 def test_a_view_sees_what_torch_lets_it_see(

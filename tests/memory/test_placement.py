@@ -139,6 +139,7 @@ def test_the_judge_sees_an_overlap() -> None:
     assert list(meetings(program, Placement(offsets=offsets, size_bytes=placement.size_bytes)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_little_more_is_taken_than_is_live_at_the_fullest_moment(stage: int) -> None:
     program = manager.run(mlp(blocks=12, dim=64, batch=64), for_stage(stage, 2))

@@ -75,6 +75,7 @@ def test_torchs_allocator_counts_what_the_footprint_of_each_space_says(
     assert left_bytes(found.get("", ())) == 0, "nothing is allocated for no space"
 
 
+@pytest.mark.slow
 @EACH_OFFLOAD
 def test_the_storages_of_the_buffers_of_each_space_are_as_large(offload: str) -> None:
     program = planned(3, offload)

@@ -96,6 +96,7 @@ def test_the_order_of_sums_is_that_of_the_mesh(model: str) -> None:
         assert losses == pytest.approx(found[0], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_replicas_begin_and_stay_alike_and_know_the_mean_loss(model: str) -> None:
     compiled = compile_model(model, mesh="replicate=2,shard=2", precision="bf16")
     program = compiled.program

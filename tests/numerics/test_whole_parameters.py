@@ -146,6 +146,7 @@ def compiled(model: str, optimizer: str, **options: object) -> Program:
     return compile_with(model, make_options({"optimizer": optimizer, **options})).program
 
 
+@pytest.mark.slow
 def test_muon_leaves_what_is_no_matrix_to_adamw(model: str) -> None:
     program = compiled(model, "muon", world_size=2, no_decay=True)
     groups = {group.name: group.algorithm for group in program.groups}

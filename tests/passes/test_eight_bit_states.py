@@ -104,6 +104,7 @@ def test_pages_bring_codes_and_scales_together() -> None:
     assert equal(trained(program), trained(scheduled("fp32", 3, ())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["on the host", "in pages"])
 def test_a_checkpoint_goes_on_there_and_elsewhere(way: str, tmp_path: Path) -> None:
     program, plain = scheduled("fp32", 1, WAYS[way]), scheduled("fp32", 3, ())

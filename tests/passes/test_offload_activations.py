@@ -61,6 +61,7 @@ def copied(section: Section, kind: type[ops.Transfer]) -> list[str]:
 OTHERS: tuple[tuple[Pass, ...], ...] = ((), (SelectSaved(),), (SelectSaved(), Recompute()))
 
 
+@pytest.mark.slow
 @examples(10)
 @given(cases(world_sizes=(1, 4)), st.sampled_from(OTHERS), st.integers(0, 2**16))
 def test_no_bit_changes(case: Case, before: tuple[Pass, ...], schedule_seed: int) -> None:

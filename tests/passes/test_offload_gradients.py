@@ -73,6 +73,7 @@ def test_it_computes_the_same(
         assert_equal(run(after, batches, schedule_seed), expected, range(ranks), way)
 
 
+@pytest.mark.slow
 @examples(4)
 @given(cases(world_sizes=(1, 4)), st.sampled_from(sorted(WAYS)), st.integers(0, 2**16))
 def test_any_program_computes_the_same(case: Case, way: str, schedule_seed: int) -> None:

@@ -122,6 +122,7 @@ def test_any_program_computes_the_same(case: Case, schedule_seed: int) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "lion"])
 def test_every_element_wise_optimizer_computes_the_same(optimizer: str) -> None:
     logical = mlp(optimizer=optimizer, precision="bf16", tied=True)
@@ -143,6 +144,7 @@ def test_frozen_parameters_and_units_called_twice_train_as_before(make: object) 
         assert_equal(run(program, batches, 3), expected, range(3), f"stage {stage}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overflowing", [(), (1,), (0, 1, 2)])
 def test_an_overflow_on_some_ranks_skips_the_update_of_all(overflowing: tuple[int, ...]) -> None:
     logical = mlp(precision="fp16", clip=1.0)

@@ -170,6 +170,7 @@ def test_an_update_on_the_host_changes_no_bit(case: Case, is_overlapped: bool, s
     assert_equal(result, run(plain, batches), range(case.world_size), f"stage {case.stage}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_update_on_the_host_writes_the_home(stage: int, precision: str) -> None:

@@ -132,6 +132,7 @@ def test_it_pages_in_the_backward(stage: int, micro_steps: int) -> None:
     assert not any(isinstance(op, ops.ToDevice) for op in after.section_by_name[UPDATE].body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_groups_of_ranks_hold_the_same_pages(stage: int) -> None:
     logical = mlp(blocks=2, dim=64, precision="bf16", keep_fp32=True)

@@ -24,6 +24,7 @@ def _lower(program: Program, distance: int, *, elide: bool = True) -> Program:
     return program
 
 
+@pytest.mark.slow
 @examples(40)
 @given(cases(stages=(3,)))
 def test_at_most_distance_plus_one_units_are_live(case: Case) -> None:

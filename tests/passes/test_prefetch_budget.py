@@ -123,6 +123,7 @@ choices = st.builds(
 )
 
 
+@pytest.mark.slow
 @examples(25)
 @given(choices)
 def test_the_budget_holds_in_every_order(choice: Choice) -> None:

@@ -42,6 +42,7 @@ def hybrid(logical: Program, stage: int, replicas: int, shards: int) -> Program:
     return program
 
 
+@pytest.mark.slow
 @examples(8)
 @given(cases(), st.integers(1, 3), st.integers(1, 3), st.booleans())
 def test_whatever_the_passes_made_stays_proved(

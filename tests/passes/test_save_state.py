@@ -182,6 +182,7 @@ def test_the_saved_bits_are_those_of_the_joint_however_late_the_copies_run(
             assert_saved(saved, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAVING)
 def test_the_saved_bits_of_a_subject_are_those_of_the_joint(name: str) -> None:
     """Paged and offloaded states, hybrid meshes, prefetches that cross the update, loss scales, averages."""

@@ -103,6 +103,7 @@ def assert_laws(logical: Program) -> Program:
     return program
 
 
+@pytest.mark.slow
 def test_the_example_keeps_inputs_of_norms_and_activations_only(gpt: Program) -> None:
     program = assert_laws(gpt)
     blocks = [s for s in program.segments if s.name.startswith("block.")]

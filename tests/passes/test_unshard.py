@@ -117,6 +117,7 @@ def test_a_name_of_no_unit_is_refused() -> None:
         manager.run(mlp(blocks=1), for_stage(3, 2, unshard=("layers.*",)))
 
 
+@pytest.mark.slow
 def test_units_that_are_used_again_soon_are_kept() -> None:
     """Each block needs twice the bytes of the units behind it; with fewer it is gathered once more."""
     logical = mlp(blocks=3)

@@ -76,6 +76,7 @@ def test_transfers_and_the_hosts_update_have_lanes_of_their_own() -> None:
         assert words not in page_of(program(), "plain.zir")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_every_op_of_the_step_has_its_time_and_memory(micro_steps: int) -> None:
     made = program(micro_steps)

@@ -145,6 +145,7 @@ def test_an_estimate_says_that_states_have_8_bits() -> None:
     assert "2 + 2 + 6.031 bytes" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "live", "expected"),
     [

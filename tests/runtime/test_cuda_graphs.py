@@ -242,6 +242,7 @@ def batches_of(steps: int, micro_steps: int = 1) -> list[list[Batch]]:
     return [list(micro_batches) for (micro_batches,) in random_batches(steps, 1, micro_steps)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_every_section_is_issued_then_captured_once_then_launched(micro_steps: int) -> None:
     program = lowered(mlp(precision="fp16", micro_steps=micro_steps), 3, 1)

@@ -60,6 +60,7 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return made
 
 
+@pytest.mark.slow
 @given(
     writes=st.lists(st.tuples(spans(), near_edges(PAGE_BYTES), st.integers(0, 255)), max_size=4),
     read=spans(),

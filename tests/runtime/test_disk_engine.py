@@ -97,6 +97,7 @@ def test_linux_counts_the_bytes_of_the_program(tmp_path: Path) -> None:
         assert found == sum(whole_page_bytes(engine.program, op) for op in transfers)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_the_same(tmp_path: Path) -> None:
     """Each engine goes on with what the other saved; training waits for the one on disk."""
     without, with_disk = engines(tmp_path)
@@ -113,6 +114,7 @@ def test_checkpoints_are_the_same(tmp_path: Path) -> None:
     assert with_disk.step(batches[2][0]).loss == without.step(batches[2][0]).loss
 
 
+@pytest.mark.slow
 def test_values_between_steps_go_through_memory_in_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +167,7 @@ class Net(nn.Module):
         return loss
 
 
+@pytest.mark.slow
 def test_states_of_8_bits_are_updated_in_pieces(tmp_path: Path) -> None:
     batch = (torch.randn(4, 32),)
     logical = zeroir.compile(Net(), batch, precision="bf16", optimizer_bits=8).logical

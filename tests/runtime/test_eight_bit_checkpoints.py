@@ -111,6 +111,7 @@ def widened(states: Mapping[tuple[str, str], Tensor]) -> Mapping[tuple[str, str]
     return wide
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", [((3, 3), (2, 4)), ((0, 1), (3, 2)), ((1, 4), (0, 2))])
 def test_states_of_other_bits_are_converted(
     tmp_path: Path, layouts: tuple[tuple[int, int], tuple[int, int]]

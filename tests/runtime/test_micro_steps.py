@@ -183,6 +183,7 @@ def test_a_program_for_one_batch_goes_on_with_several(
     assert_equal_states(engine, other)
 
 
+@pytest.mark.slow
 def test_the_loss_scale_can_be_read() -> None:
     assert opened(mlp()).loss_scale == 1.0
     engine = opened(mlp(precision="fp16", micro_steps=2))

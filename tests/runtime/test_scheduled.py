@@ -31,6 +31,7 @@ def test_it_goes_on_after_a_skipped_step() -> None:
         later.step()
 
 
+@pytest.mark.slow
 def test_settings_are_those_of_the_step_at_once() -> None:
     target = groups(0.1)
     later = Scheduler(COSINE, target, 9)

@@ -88,6 +88,7 @@ def test_planned_kernels_equal_plain_torch(name: str, tmp_path: Path) -> None:
     assert "bit for bit" in str(result)
 
 
+@pytest.mark.slow
 def test_a_view_beyond_its_tensor_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     block = "return x + h[1:].as_strided((5, 4, 8), (16, 8, 1)).sum((0, 1))"

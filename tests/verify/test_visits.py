@@ -34,6 +34,7 @@ def test_no_transfer_of_a_visit_can_be_left_out(name: str) -> None:
     assert len(codes) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_no_wait_of_a_visit_can_be_left_out(name: str) -> None:
     case = CASES[name]
