@@ -135,6 +135,7 @@ def trained(compiled: CompiledProgram, module: nn.Module, steps: int) -> dict[st
     return lockstep.full_parameters()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", INSTANCES, ids=lambda make: make.__name__)
 def test_a_program_trains_as_the_instance_would(
     make: Callable[[nn.Module], torch.optim.Optimizer],

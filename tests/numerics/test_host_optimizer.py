@@ -30,6 +30,7 @@ def program(stage: int, precision: str, *, is_offloaded: bool) -> Program:
     return applied(logical, (*for_stage(stage, RANKS), *further, SaveState(), PlanMemory()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saving", "resuming"), [(True, True), (True, False), (False, True), (False, False)]
 )

@@ -53,6 +53,7 @@ def model(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [

@@ -102,6 +102,7 @@ def test_nothing_is_kept() -> None:
     assert most == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(
     "path",

@@ -105,6 +105,7 @@ def test_it_computes_the_same(case: Case, seed: int, share: float) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_parts_of_slices_are_updated_where_they_stand(stage: int) -> None:
     """In FP32 stages 1 and 2 update this rank's slice of the whole parameters, and a state rests in two buffers."""
@@ -118,6 +119,7 @@ def test_parts_of_slices_are_updated_where_they_stand(stage: int) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "micro_steps"), [(0, 2), (1, 4), (2, 1), (3, 8)])
 def test_it_pages_in_the_backward(stage: int, micro_steps: int) -> None:
     logical = mlp(blocks=3, dim=48, precision="bf16", tied=True, micro_steps=micro_steps)
@@ -189,6 +191,7 @@ def test_pages_may_rest_on_a_disk() -> None:
         assert not verify(mutant).is_valid
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", ["muon", pytest.param("lion", marks=pytest.mark.slow)])
 def test_other_optimizers_have_pages_too(stage: int, optimizer: str) -> None:

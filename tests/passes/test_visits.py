@@ -286,6 +286,7 @@ def test_ops_at_home_stay() -> None:
 # ------------------------------------------------------------------------------------------------------ whole programs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_visits_of_visits(stage: int, precision: str) -> None:

@@ -33,6 +33,7 @@ def require_same(expected: dict[str, Tensor], state: dict[str, Tensor]) -> None:
             assert torch.equal(values, expected[source].to(values.dtype)), name
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("savers", "saved", "loaders", "loaded"),
@@ -99,6 +100,7 @@ def test_three_resumes_are_the_uninterrupted_run(
             assert torch.equal(values, resumed[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "case", ["fp16.3", *(pytest.param(f"fp32.{s}", marks=pytest.mark.slow) for s in range(3))]

@@ -73,6 +73,7 @@ def test_a_full_disk_is_refused_before_the_first_step(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_limit_of_file_sizes(tmp_path: Path) -> None:
     sentence = refusal(tmp_path, limit_bytes=1 << 20)
     assert "the file is larger than its file system or your limits allow" in sentence

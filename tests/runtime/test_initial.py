@@ -60,6 +60,7 @@ def test_values_do_not_depend_on_the_size_of_messages(
         assert torch.equal(found.full_state()[key], value)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("world_size", "name"),
