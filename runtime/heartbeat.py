@@ -18,7 +18,7 @@ from typing import Final
 from zeroir.runtime.rendezvous import JOIN_TIMEOUT, LaunchEnvironment, open_store
 from zeroir.runtime.roll_call import KeyValueStore
 
-_INTERVAL_S: Final = 3.0
+INTERVAL_S: Final = 3.0
 _SILENCE_S: Final = 60.0
 _DONE: Final = b"done"
 
@@ -30,7 +30,7 @@ Alarm = Callable[[str], None]
 class HeartbeatTiming:
     """Seconds between two signs of life, and seconds of silence after which a rank counts as lost."""
 
-    interval_s: float = _INTERVAL_S
+    interval_s: float = INTERVAL_S
     silence_s: float = _SILENCE_S
 
 

@@ -21,10 +21,13 @@ from zeroir.runtime.training_state import TrainingState
 _GRACE_S = 1.0
 
 
-def give_way() -> None:
-    """Wait until the rank that failed first has ended: torchrun then ends this one, which has nothing to add."""
+def give_way(beat_s: float = 0.0) -> None:
+    """Wait until the rank that failed first has ended: torchrun then ends this one, which has nothing to add.
+
+    With the seconds between two beats, the heartbeat has looked at the store by then, and says so if that is gone.
+    """
     with contextlib.suppress(KeyboardInterrupt):
-        time.sleep(_GRACE_S)
+        time.sleep(beat_s + _GRACE_S)
 
 
 def abandon_job(exit_code: int) -> NoReturn:

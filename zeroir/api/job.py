@@ -78,11 +78,12 @@ def _fail(error: BaseException, rank: int) -> NoReturn:
     """Say once why this rank of a job stops, and end the process."""
     from zeroir.runtime import train
     from zeroir.runtime.comm.job import PeerError
+    from zeroir.runtime.heartbeat import INTERVAL_S
 
     match error:
         case ZeroirError():
             if isinstance(error, PeerError):
-                train.give_way()
+                train.give_way(INTERVAL_S)
             where = "" if str(error).startswith("Rank ") else f" on rank {rank}"
             say(f"Error{where}: {error}")
             train.abandon_job(error.exit_code)
