@@ -147,11 +147,7 @@ def for_options(options: CompileOptions) -> tuple[Pass, ...]:
 
 
 def _offload(options: CompileOptions) -> tuple[Pass, ...]:
-    """The passes that keep state or activations outside device memory.
-
-    Raises:
-        UserError: where an option asks for a pass that there is not yet.
-    """
+    """The passes that keep state or activations outside device memory."""
     made: list[Pass] = []
     if options.page_optimizer_bytes is not None:
         made.append(
