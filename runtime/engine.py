@@ -98,6 +98,7 @@ class Engine(EngineValues):
         self._facts = None
         self._is_allocated = False
         self._has_values = False
+        self._last_result: StepResult | None = None
         self._open(program)
         self._checkpoints = Checkpointer(self.job, timeout)
         if cuda_graphs and self.device.type != "cuda" and self.rank == 0:
@@ -140,11 +141,33 @@ class Engine(EngineValues):
             )
         return Scheduler(schedule, self.optimizer.param_groups, steps)
 
-    def _accumulate(self) -> None:
-        """Go on with the program for accumulation: parameters, master weights and states keep their tensors."""
-        assert self._accumulating is not None
-        program, step_count, seed = self._accumulating(), self.step_count, self._executor.seed
+    def go_on_with(self, program: Program) -> None:
+        """Go on with another program of the same model, such as one for other batches. All ranks call this together.
+
+        Parameters, states, buffers of the model, the loss scale, the step count and the settings stay as they are. The
+        new program takes several batches a step only if it was compiled for that.
+
+        Raises:
+            UserError: within a step; where the program has other parameters, states or buffers of the model, or is for
+                another mesh.
+        """
+        self._accumulation.require_none("go_on_with")
+        self._checkpoints.join()
+        state_of_buffers.require_same_state(self.program, program)
         self._accumulating = None
+        self._replace_program(program)
+        self._accumulation = Accumulation(partial(inputs_of, program), self._micro_step)
+
+    def _accumulate(self) -> None:
+        """Go on with the program for accumulation."""
+        assert self._accumulating is not None
+        program = self._accumulating()
+        self._accumulating = None
+        self._replace_program(program)
+
+    def _replace_program(self, program: Program) -> None:
+        """Run another program: parameters, master weights and states keep their tensors."""
+        step_count, seed = self.step_count, self._executor.seed
         self._end()
         self._open(program, kept=self._memory)
         self._executor.step_count = step_count
@@ -230,7 +253,8 @@ class Engine(EngineValues):
                 self._accumulate()
         self._allocate_once()
         (result,) = self._executor.step([batches])
-        return StepResult(rank=result)
+        self._last_result = StepResult(rank=result)
+        return self._last_result
 
     def micro_step(self, batch: Batch, is_last: bool | None = None) -> MicroStepResult:
         """Add the gradient of one batch to those of the step; ``update`` ends the step.
@@ -253,7 +277,13 @@ class Engine(EngineValues):
         """
         self._accumulation.finish()
         (result,) = self._executor.update()
-        return StepResult(rank=result)
+        self._last_result = StepResult(rank=result)
+        return self._last_result
+
+    @property
+    def last_result(self) -> StepResult | None:
+        """The result of the last step, also where ``optimizer.step()`` took it; None before the first."""
+        return self._last_result
 
     @property
     def loss_scale(self) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Final
 
+import torch
 from torch import Tensor, nn
 
 from zeroir.errors import UserError, memory_for
@@ -20,6 +21,7 @@ from zeroir.runtime.executor import StepExecutor
 from zeroir.runtime.gathered import Lender
 from zeroir.runtime.live_optimizer import LiveOptimizer
 from zeroir.runtime.rank_memory import RankMemory
+from zeroir.runtime.returned_values import return_values
 from zeroir.runtime.whole_parameters import whole_parameters
 
 _LESS: Final = "gather smaller modules, one after the other"
@@ -97,6 +99,26 @@ class EngineValues:
                 module = loan.enter_context(self._lender.lent(name, masters=masters, ema=ema))
         with loan:
             yield module
+
+    def return_values(self, module: nn.Module, device: torch.device | None = None) -> None:
+        """Give the module in hand the present values back, whole on every rank. All ranks call this together.
+
+        Its tensors get their own dtypes, FP32 masters where there are some, on ``device``, by default the CPU. The
+        engine keeps its values.
+
+        Raises:
+            UserError: where the program was not compiled from this module.
+        """
+        with self._executor.entered():
+            self._executor.finish()
+            with memory_for("the whole model on each rank"):
+                return_values(
+                    self.program,
+                    self._memory,
+                    self.job.comm,
+                    module,
+                    device or torch.device("cpu"),
+                )
 
     def parameters(self, *, masters: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Every parameter with its name, whole, one unit after the other, FP32 masters where there are some.
