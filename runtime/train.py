@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
+import torch
+
 from zeroir.errors import UserError
+from zeroir.ir import ops
 from zeroir.ir.program import InputBinding
 from zeroir.runtime.comm.job import PeerError
+from zeroir.runtime.engine import Engine
 from zeroir.runtime.evaluations import EvaluationReport, Evaluations, evaluate
 from zeroir.runtime.saves import SaveReport, Saves
+from zeroir.runtime.stop_signal import StopSignal
 from zeroir.runtime.training_state import TrainingState
 
 _GRACE_S = 1.0
@@ -46,21 +52,30 @@ class StepReport:
     """One training step; the values are the same on every rank, except for times.
 
     ``step`` counts from 1; ``loss`` is averaged over ranks; ``lr`` is the learning rate that a schedule gave
-    the step (its first optimizer group); ``seconds`` is the mean time of the steps since the last
-    report; ``per_second`` is the throughput of all ranks together, in ``unit`` (tokens or samples).
+    the step (its first optimizer group); ``loss_scale`` is that of the next step, None without loss scaling.
+    ``seconds`` is the mean time of the steps since the last report, and ``remaining_s`` what the other steps take at
+    that rate; ``per_second`` is the throughput of all ranks together, in ``unit`` (tokens or samples). ``mfu`` is the
+    share of the device's peak that the model's own arithmetic achieves, without recomputation; None where the peak is
+    not known. ``memory_bytes`` is the most memory that a rank has had so far: on a GPU what torch has allocated there,
+    elsewhere the memory of the process.
     """
 
     step: int
     loss: float
     lr: float | None
+    loss_scale: float | None
     is_skipped: bool
     grad_norm: float | None
     seconds: float
+    remaining_s: float
     per_second: float
     unit: str
+    mfu: float | None
+    memory_bytes: int
 
 
-Report = Callable[[StepReport | EvaluationReport | SaveReport], None]
+AnyReport = StepReport | EvaluationReport | SaveReport
+Report = Callable[[AnyReport], None]
 """Receives the report of a step, of an evaluation, or of a checkpoint."""
 
 
@@ -73,12 +88,15 @@ def train(
     micro_steps: int | None = None,
     evaluations: Evaluations | None = None,
     saves: Saves | None = None,
+    stop: StopSignal | None = None,
+    at_peak_s: float | None = None,
 ) -> list[float]:
     """Train until ``steps`` steps are done, and return the losses of those taken here, averaged over ranks.
 
     Each step takes ``micro_steps`` batches of the data, by default as many as the program was compiled with, and the
     settings of the scheduler. ``report`` receives every ``log_every``-th step and the last, each of the evaluations,
-    and each checkpoint. With ``saves`` training ends early, after a step and its checkpoint, where a rank is asked to.
+    and each checkpoint. With ``stop`` training ends early, after a step and its checkpoint, where a rank is asked to.
+    ``at_peak_s`` are the seconds that a device needs at its peak for the model's arithmetic of one micro-step.
 
     Raises:
         UserError: on every rank, where the loss of any rank is not finite; where the batches fail, end or do not fit;
@@ -89,6 +107,7 @@ def train(
         micro_steps = int(engine.program.option.get("micro_steps", "1"))
     losses: list[float] = []
     numel, unit = throughput_unit(engine.program.inputs)
+    has_scale = any(isinstance(op, ops.UpdateScale) for op in engine.program.ops())
     unreported, start = 0, time.perf_counter()
     for step in range(engine.step_count + 1, steps + 1):
         lr = None if scheduler is None else scheduler.lr
@@ -99,7 +118,7 @@ def train(
         losses.append(loss)
         if scheduler is not None:
             scheduler.step(is_skipped=result.is_skipped)
-        is_last = step == steps or (saves is not None and saves.is_stopping())
+        is_last = step == steps or (stop is not None and is_stopping(engine, stop))
         unreported += 1
         if step % log_every == 0 or is_last:
             now = time.perf_counter()
@@ -109,11 +128,15 @@ def train(
                     step=step,
                     loss=loss,
                     lr=lr,
+                    loss_scale=engine.loss_scale if has_scale else None,
                     is_skipped=result.is_skipped,
                     grad_norm=result.grad_norm,
                     seconds=seconds,
+                    remaining_s=seconds * (steps - step),
                     per_second=numel * micro_steps * engine.world_size / seconds,
                     unit=unit,
+                    mfu=None if at_peak_s is None else at_peak_s * micro_steps / seconds,
+                    memory_bytes=_most_memory_bytes(engine),
                 )
             )
             unreported, start = 0, now
@@ -128,6 +151,23 @@ def train(
         if is_last:
             break
     return losses
+
+
+def is_stopping(engine: Engine, stop: StopSignal) -> bool:
+    """Whether any rank was asked to end; all ranks call this together, and have the same answer."""
+    is_any = engine.average(float(stop.is_sent)) > 0
+    if is_any:
+        stop.acknowledge()
+    return is_any
+
+
+def _most_memory_bytes(engine: Engine) -> int:
+    """The most memory that any rank has had so far. All ranks call this together."""
+    if engine.device.type == "cuda":
+        own = torch.cuda.max_memory_allocated(engine.device)
+    else:
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(max(row[0] for row in engine.job.exchange([own])))
 
 
 def throughput_unit(inputs: tuple[InputBinding, ...]) -> tuple[int, str]:

@@ -58,6 +58,18 @@ def run(
     log_every: Annotated[
         int, Parameter(validator=AtLeastOne, help="Number of steps between two printed losses.")
     ] = 10,
+    log: Annotated[
+        Path | None, Parameter(help="Add a JSON object for each report to the lines of this file.")
+    ] = None,
+    tensorboard: Annotated[
+        Path | None, Parameter(help="Write the reports for TensorBoard to this folder.")
+    ] = None,
+    machine: Annotated[
+        str | None,
+        Parameter(
+            help="The machine, as in `zeroir simulate`, for the MFU. [default: known from the name of the GPU]"
+        ),
+    ] = None,
     eval_every: Annotated[
         int | None,
         Parameter(
@@ -122,14 +134,33 @@ def run(
     Example: torchrun --nproc-per-node 2 -m zeroir run gpt.zir --steps 100 --save checkpoints
     """
     from zeroir.api.job import launch
-    from zeroir.api.run import run_program
+    from zeroir.api.run import require_outputs, run_program
     from zeroir.api.run_options import RunOptions, save_options
-    from zeroir.artifact.outputs import TIMELINE, require_writable
 
     given = {} if offload is None else offload.given
-    saving = save_options(save, save_every, keep, keep_best, eval_every)
-    if trace is not None and "RANK" not in os.environ:
-        require_writable(trace, TIMELINE)
+    options = RunOptions(
+        steps=steps,
+        micro_steps=micro_steps,
+        offload=cast("OffloadKeywords", given),
+        optimizer_bits=optimizer_bits,
+        seed=seed,
+        log_every=log_every,
+        eval_every=eval_every,
+        save=save_options(save, save_every, keep, keep_best, eval_every),
+        resume=resume,
+        model=model,
+        allow_model_change=allow_model_change,
+        log=log,
+        tensorboard=tensorboard,
+        machine=machine,
+        trace=trace,
+        kernels=kernels,
+        cuda_graphs=cuda_graphs,
+        self_check=self_check,
+        as_json=as_json,
+    )
+    if "RANK" not in os.environ:
+        require_outputs(options)
     if nproc is not None and "RANK" not in os.environ:
         values: dict[str, object | None] = {
             "--steps": steps,
@@ -144,6 +175,9 @@ def run(
             "--keep-best": keep_best,
             "--resume": resume,
             "--model": model,
+            "--log": log,
+            "--tensorboard": tensorboard,
+            "--machine": machine,
             "--trace": trace,
             "--kernels": kernels,
         }
@@ -158,25 +192,5 @@ def run(
         for name, value in values.items():
             arguments += [] if value is None else [name, str(value)]
         return launch(nproc, [*arguments, *(name for name, is_set in flags.items() if is_set)])
-    run_program(
-        program,
-        RunOptions(
-            steps=steps,
-            micro_steps=micro_steps,
-            offload=cast("OffloadKeywords", given),
-            optimizer_bits=optimizer_bits,
-            seed=seed,
-            log_every=log_every,
-            eval_every=eval_every,
-            save=saving,
-            resume=resume,
-            model=model,
-            allow_model_change=allow_model_change,
-            trace=trace,
-            kernels=kernels,
-            cuda_graphs=cuda_graphs,
-            self_check=self_check,
-            as_json=as_json,
-        ),
-    )
+    run_program(program, options)
     return 0
