@@ -52,9 +52,8 @@ DOCUMENTS = (
 
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\S*) *$")
-DIRECTIVE = re.compile(
-    r"^ *<!-- (?P<words>(slow|exits \d+|fails Z\d+)(, (slow|exits \d+|fails Z\d+))*) -->$"
-)
+WORD = r"(slow|same|exits \d+|fails Z\d+|needs \w+|ranks \d+)"
+DIRECTIVE = re.compile(rf"^ *<!-- (?P<words>{WORD}(, {WORD})*) -->$")
 DIFF_LINE = re.compile(r"^( |\+|-|@@ |$)")
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)(?P<path>[^)#]+)(#[^)]*)?\)")
 
