@@ -154,15 +154,13 @@ def check_python(block: Block, directory: Path) -> None:
     """Run the block as a script."""
     script = directory / f"block_{block.line}.py"
     script.write_text(block.text, encoding="utf-8")
-    launcher: list[str] = []
-    if block.ranks is not None:
-        launcher = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={block.ranks}",
-        ]
-    result = _run([sys.executable, *launcher, script.name], directory)
+    if block.ranks is None:
+        result = _run([sys.executable, script.name], directory)
+    else:
+        # The ranks come of a process that has imported torch.
+        launch = ["--standalone", f"--nproc-per-node={block.ranks}", "-m"]
+        launch += ["tests.docs.script_of_a_rank", script.name]
+        result = run_forked("torch.distributed.run", launch, directory, PLAIN, is_merged=True)
     assert result.returncode == 0, f"{block.place}:\n{result.stdout}"
     printed = directory / "printed.txt"
     if block.is_same:
