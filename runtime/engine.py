@@ -37,6 +37,7 @@ from zeroir.runtime.live_optimizer import LiveOptimizer, SettingsOfRanks
 from zeroir.runtime.malloc import keep_freed_memory, return_freed_memory
 from zeroir.runtime.measured_workspaces import DeviceWatcher, on_host
 from zeroir.runtime.module_values import Factory, StateSource
+from zeroir.runtime.not_finite import BadParameter, first_bad_parameter
 from zeroir.runtime.opened_program import EngineSettings, open_program
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.results import Evaluation, StepResult
@@ -406,6 +407,16 @@ class Engine(EngineValues):
             return module
 
         return noting
+
+    def first_bad_parameter(self) -> BadParameter | None:
+        """The first parameter whose gradient is not finite, between the last micro-step and the update.
+
+        None where there is none. An update that overlaps the backward has changed gradients by then: compile with
+        ``overlap_update=False``. All ranks call this together.
+        """
+        with self._executor.entered():
+            self._executor.finish()
+            return first_bad_parameter(self.program, self._memory, self.job)
 
     def record(self, step: int) -> None:
         """Record the beginning and end of every op of that step, counting from 1, for ``timelines``."""

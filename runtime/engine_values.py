@@ -22,6 +22,7 @@ from zeroir.runtime.gathered import Lender
 from zeroir.runtime.live_optimizer import LiveOptimizer
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.returned_values import return_values
+from zeroir.runtime.whereabouts import Whereabouts
 from zeroir.runtime.whole_parameters import whole_parameters
 
 _LESS: Final = "gather smaller modules, one after the other"
@@ -66,6 +67,10 @@ class EngineValues:
         if self._optimizer is None:
             raise UserError("The program updates no parameter, so it has no optimizer.")
         return self._optimizer
+
+    def whereabouts(self) -> Whereabouts:
+        """Where this rank is in its program. Any thread may ask."""
+        return self._executor.whereabouts()
 
     def buffer(self, name: str) -> Tensor:
         """A buffer of this rank; it is a copy only where the buffer is on disk."""

@@ -52,6 +52,7 @@ from zeroir.runtime.seeds import site_seed
 from zeroir.runtime.streams import Streams
 from zeroir.runtime.trace import Task, Watch
 from zeroir.runtime.weights import RankWeights, WeightFunction
+from zeroir.runtime.whereabouts import Whereabouts
 from zeroir.torch_ops.batches import Batch
 
 RunSection = Callable[[Section, Callable[[], None]], None]
@@ -126,6 +127,7 @@ class StepExecutor:
         self._to_watch: tuple[int, Watch] | None = None
         self._is_begun = False
         self._has_failed = False
+        self._present: OpPosition | None = None
         self._prepared: dict[str, list[Task]] = {}
         self._bound: dict[tuple[str, Watch | None], list[Task]] = {}
         self._saved: list[SavedState] = []
@@ -303,6 +305,20 @@ class StepExecutor:
         for weights, total in zip(self._weights, weight_sums, strict=True):
             weights.go_on(total)
 
+    def whereabouts(self) -> Whereabouts:
+        """The op that began last, or that the host is outside the program. Any thread may ask."""
+        position, done = self._present, (self.step_count, self.micro_steps_done)
+        if position is None:
+            return Whereabouts(
+                order=(*done, -1, -1),
+                text=f"outside its program, in the data or in other code, after step {self.step_count}",
+            )
+        sections = list(self._program.section_by_name)
+        return Whereabouts(
+            order=(*done, sections.index(position.section), position.index),
+            text=f"in {self._labels[position]} of step {self.step_count + 1}",
+        )
+
     def close(self) -> None:
         """Stop the streams."""
         self._streams.close()
@@ -327,9 +343,11 @@ class StepExecutor:
             if self._run_section is None or watch is not None:
                 self._issue(section, watch)
             else:
+                self._present = next((position for position, _ in section.positioned_ops()), None)
                 self._run_section(section, partial(self._issue, section, None))
             self._streams.join(leaving)
         self._has_failed = False
+        self._present = None
 
     def _issue(self, section: Section, watch: Watch | None) -> None:
         if watch is None and torch.autograd.profiler._is_profiler_enabled:
@@ -365,6 +383,7 @@ class StepExecutor:
         step = self.local_ranks.prepare(op)
 
         def run() -> None:
+            self._present = position
             try:
                 step()
             except UserError:

@@ -8,7 +8,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -20,9 +20,12 @@ from zeroir.ir.program import InputBinding
 from zeroir.runtime.comm.job import PeerError
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.evaluations import EvaluationReport, Evaluations, evaluate
+from zeroir.runtime.not_finite import bad_input
+from zeroir.runtime.results import StepResult
 from zeroir.runtime.saves import SaveReport, Saves
 from zeroir.runtime.stop_signal import StopSignal
 from zeroir.runtime.training_state import TrainingState
+from zeroir.torch_ops.batches import Batch
 
 _GRACE_S = 1.0
 
@@ -90,17 +93,20 @@ def train(
     saves: Saves | None = None,
     stop: StopSignal | None = None,
     at_peak_s: float | None = None,
+    check_finite: bool = False,
 ) -> list[float]:
     """Train until ``steps`` steps are done, and return the losses of those taken here, averaged over ranks.
 
     Each step takes ``micro_steps`` batches of the data, by default as many as the program was compiled with, and the
     settings of the scheduler. ``report`` receives every ``log_every``-th step and the last, each of the evaluations,
     and each checkpoint. With ``stop`` training ends early, after a step and its checkpoint, where a rank is asked to.
-    ``at_peak_s`` are the seconds that a device needs at its peak for the model's arithmetic of one micro-step.
+    ``at_peak_s`` are the seconds that a device needs at its peak for the model's arithmetic of one micro-step. With
+    ``check_finite`` a step ends before its update where a gradient is not finite, and the error names its parameter;
+    the program's update must not overlap the backward.
 
     Raises:
-        UserError: on every rank, where the loss of any rank is not finite; where the batches fail, end or do not fit;
-            where a checkpoint cannot be saved.
+        UserError: on every rank, where the loss of any rank is not finite, or with ``check_finite`` a gradient; where
+            the batches fail, end or do not fit; where a checkpoint cannot be saved.
     """
     engine, scheduler = training.engine, training.scheduler
     if micro_steps is None:
@@ -111,10 +117,11 @@ def train(
     unreported, start = 0, time.perf_counter()
     for step in range(engine.step_count + 1, steps + 1):
         lr = None if scheduler is None else scheduler.lr
-        result = engine.step([training.data.take(step) for _ in range(micro_steps)])
+        batches = [training.data.take(step) for _ in range(micro_steps)]
+        result = _checked_step(engine, batches) if check_finite else engine.step(batches)
         loss = engine.mean_loss(result)
         if not math.isfinite(loss) and not result.is_skipped:
-            raise _loss_error(result.loss, loss, step)
+            raise _loss_error(result.loss, loss, step, batches, is_checked=check_finite)
         losses.append(loss)
         if scheduler is not None:
             scheduler.step(is_skipped=result.is_skipped)
@@ -180,13 +187,44 @@ def throughput_unit(inputs: tuple[InputBinding, ...]) -> tuple[int, str]:
     return first.shape[0], "samples"
 
 
-def _loss_error(own: float, mean: float, step: int) -> UserError:
+def _loss_error(
+    own: float, mean: float, step: int, batches: Sequence[Batch], *, is_checked: bool
+) -> UserError:
     """The reason that training stops, as this rank knows it."""
     if math.isfinite(own) and not math.isfinite(mean):
         return PeerError(
             f"The loss of another rank is not finite at step {step}; the mean over ranks is {mean}."
         )
+    path = next(filter(None, map(bad_input, batches)), None)
+    if path is not None:
+        return UserError(
+            f"The loss is {own} at step {step}, because the batch's '{path}' has values that are not finite: look at "
+            "the data."
+        )
+    hint = (
+        ""
+        if is_checked
+        else " With --check-finite a run names the parameter that first has no finite gradient."
+    )
     return UserError(
         f"The loss is {own} at step {step}: lower the learning rate, clip gradients (--clip), or look "
-        "for values in the data that the model cannot take."
+        f"for values in the data that the model cannot take.{hint}"
     )
+
+
+def _checked_step(engine: Engine, batches: Sequence[Batch]) -> StepResult:
+    """A step that ends before its update where the losses are finite and a gradient is not."""
+    results = [
+        engine.micro_step(batch, is_last=number == len(batches))
+        for number, batch in enumerate(batches, 1)
+    ]
+    is_finite = all(math.isfinite(result.loss) for result in results)
+    parameter = engine.first_bad_parameter()
+    if engine.average(float(is_finite)) == 1 and parameter is not None:
+        kind = UserError if engine.rank == 0 else PeerError
+        raise kind(
+            f"The loss is finite at step {engine.step_count + 1}, but gradients are not: the first of "
+            f"{parameter.count} such parameters out of {parameter.of} is '{parameter.name}' of the unit "
+            f"{parameter.unit}. Look for a division, a root or a logarithm of 0 there, or lower the learning rate."
+        )
+    return engine.update()

@@ -142,6 +142,14 @@ class CompiledProgram:
         compiled = _with_proof(artifact, _lower(self.logical, options), self.path)
         return replace(compiled, source=self.source)
 
+    def without_overlap(self) -> CompiledProgram:
+        """The same program lowered again with an update that begins after the backward; its results are the same."""
+        if not self.options.overlap_update:
+            return self
+        options = make_options({**self.as_requested.model_dump(), "overlap_update": False})
+        compiled = _with_proof(self.artifact, _lower(self.logical, options), self.path)
+        return replace(compiled, source=self.source)
+
     @property
     def accumulates(self) -> bool:
         """Whether its steps take any number of batches."""

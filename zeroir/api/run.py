@@ -59,17 +59,20 @@ def run_program(path: Path, options: RunOptions) -> None:
         UserError: in a job of one rank, or before the job is joined.
     """
     trace = options.trace
-    with watched_job():
+    with watched_job() as watch:
         if os.environ.get("RANK", "0") == "0":
             require_outputs(options)
         compiled = load_program(path)
         source = load_model(
             compiled, model=options.model, allow_model_change=options.allow_model_change
         )
-        with joined_job() as job_rank, held_folder(options.save, job_rank.rank):
+        with joined_job(watch) as job_rank, held_folder(options.save, job_rank.rank):
             with _same_on_all_ranks(job_rank):
                 compiled = with_optimizer_bits(compiled, source, options.optimizer_bits)
             compiled = _fit_and_report(compiled, job_rank, options.offload)
+            if options.check_finite:
+                with _same_on_all_ranks(job_rank):
+                    compiled = _checkable(compiled)
             evaluations = _evaluations(compiled, source, job_rank, options)
             if (options.micro_steps or 1) > 1 and not compiled.accumulates:
                 compiled = compiled.for_accumulation(options.micro_steps or 1)
@@ -83,6 +86,8 @@ def run_program(path: Path, options: RunOptions) -> None:
                     cuda_graphs=options.cuda_graphs,
                     self_check=options.self_check,
                 )
+                if watch is not None:
+                    watch.tell = engine.whereabouts
                 training = _training(engine, source, job_rank, options)
                 resume(training, options)
             if source.batches is None and job_rank.rank == 0:
@@ -162,6 +167,20 @@ def _same_on_all_ranks(job_rank: JobRank) -> Iterator[None]:
         raise PeerError(str(error)) from error
 
 
+def _checkable(compiled: CompiledProgram) -> CompiledProgram:
+    """The program with all gradients there before the update.
+
+    Raises:
+        UserError: in fp16, where gradients that are not finite are a part of loss scaling.
+    """
+    if compiled.options.precision == "fp16":
+        raise UserError(
+            "--check-finite has no meaning in fp16, where steps with gradients that are not finite are skipped: leave "
+            "it out."
+        )
+    return compiled.without_overlap()
+
+
 def _train(
     training: TrainingState,
     evaluations: Evaluations | None,
@@ -200,6 +219,7 @@ def _train(
                 saves=saves,
                 stop=stop,
                 at_peak_s=at_peak_s,
+                check_finite=options.check_finite,
             )
         if engine.step_count < options.steps and engine.rank == 0:
             say(f"Stopped by SIGTERM after {engine.step_count} of {options.steps} steps.")

@@ -55,6 +55,7 @@ class RunOptions:
     log: Path | None = None
     tensorboard: Path | None = None
     machine: str | None = None
+    check_finite: bool = False
     trace: Path | None = None
     kernels: str = "eager"
     cuda_graphs: bool = False

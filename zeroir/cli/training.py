@@ -70,6 +70,13 @@ def run(
             help="The machine, as in `zeroir simulate`, for the MFU. [default: known from the name of the GPU]"
         ),
     ] = None,
+    check_finite: Annotated[
+        bool,
+        Parameter(
+            negative=(),
+            help="Look at all gradients before each update, and name the first parameter whose gradient is not finite.",
+        ),
+    ] = False,
     eval_every: Annotated[
         int | None,
         Parameter(
@@ -153,6 +160,7 @@ def run(
         log=log,
         tensorboard=tensorboard,
         machine=machine,
+        check_finite=check_finite,
         trace=trace,
         kernels=kernels,
         cuda_graphs=cuda_graphs,
@@ -183,6 +191,7 @@ def run(
         }
         flags = {
             "--allow-model-change": allow_model_change,
+            "--check-finite": check_finite,
             "--cuda-graphs": cuda_graphs,
             "--no-self-check": not self_check,
             "--json": as_json,

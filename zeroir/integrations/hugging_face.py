@@ -150,7 +150,10 @@ class ZeroirTrainer(Trainer):
         self._running = EngineOfTrainer(
             model,
             self._program_loss,
-            TrainerBatch(inputs=example, num_items=_number(num_items)),
+            TrainerBatch(
+                inputs=with_tensors(example, lambda tensor: tensor.cpu()),
+                num_items=_number(num_items),
+            ),
             optimizer=_without_schedule(optimizer),
             options=self._compile_options(model),
             has_outputs=needs_outputs,
