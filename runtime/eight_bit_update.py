@@ -1,7 +1,7 @@
 """One optimizer step with states of 8 bits: chunk by chunk, they are widened to FP32, updated, and rounded again.
 
-The update is that of FP32 states, by the same kernels. At most ``Scratch`` and the FP32 states of one chunk exist at a
-time; the kernels are many small ones, so that a step takes several times as long as with FP32 states.
+The update is that of FP32 states, by the same kernels. On a CPU compiled code widens and rounds, where there is some,
+and the FP32 states of one chunk exist at a time. Elsewhere these are many small kernels of torch with ``Scratch``.
 """
 
 from __future__ import annotations
@@ -9,13 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from zeroir.ir.eight_bit_states import blocks_numel
 from zeroir.ir.ops import Algorithm
 from zeroir.runtime import optim
+from zeroir.runtime.compiled_rounding import CompiledRounding
 from zeroir.runtime.eight_bit_states import Scratch, code_map, narrow, widen
-from zeroir.workspace.op_scratch import CODED_CHUNK_NUMEL, CODED_CPU_CHUNK_NUMEL
+from zeroir.workspace.op_scratch import (
+    CODED_CHUNK_NUMEL,
+    CODED_CPU_CHUNK_NUMEL,
+    CODED_THREAD_CHUNK_NUMEL,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +43,10 @@ class GroupPieces:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodedUpdate:
-    """The step of a region on one rank; ``param`` and ``grad`` are f32, of one numel with each state."""
+    """The step of a region on one rank; ``param`` and ``grad`` are f32, of one numel with each state.
+
+    ``compiled`` rounds the states of a region on the CPU; where it is None torch's operators do, to the same bits.
+    """
 
     algorithm: Algorithm
     param: Tensor
@@ -45,6 +54,7 @@ class CodedUpdate:
     states: Sequence[CodedState]
     groups: Sequence[GroupPieces]
     skip: Tensor | None
+    compiled: CompiledRounding | None = None
 
     def prepare(self) -> None:
         """Make the tables that the step reads, which a captured graph cannot make."""
@@ -54,23 +64,34 @@ class CodedUpdate:
     def __call__(self) -> None:
         """Carry out the step."""
         numel = self.param.numel()
-        most = CODED_CPU_CHUNK_NUMEL if self.param.device.type == "cpu" else CODED_CHUNK_NUMEL
-        chunk_numel = min(numel, most)
-        scratch = Scratch(chunk_numel, self.param.device)
+        chunk_numel = min(numel, self._most_numel())
+        scratch = None if self.compiled else Scratch(chunk_numel, self.param.device)
         widened = self.param.new_empty(len(self.states), chunk_numel)
         is_skipped = None if self.skip is None else self.skip > 0
         for start in range(0, numel, chunk_numel):
             chunk = slice(start, min(start + chunk_numel, numel))
             values = list(widened[:, : chunk.stop - chunk.start].unbind())
-            self._step(chunk, values, scratch, is_skipped)
+            self._widen(chunk, values, scratch)
+            self._update(chunk, values)
+            self._narrow(chunk, values, scratch, is_skipped)
 
-    def _step(
-        self, chunk: slice, values: Sequence[Tensor], scratch: Scratch, is_skipped: Tensor | None
-    ) -> None:
-        blocks = slice(blocks_numel(chunk.start), blocks_numel(chunk.stop))
+    def _most_numel(self) -> int:
+        """The most elements of a chunk; the bits do not depend on it."""
+        if self.param.device.type != "cpu":
+            return CODED_CHUNK_NUMEL
+        if self.compiled is None:
+            return CODED_CPU_CHUNK_NUMEL
+        return min(torch.get_num_threads() * CODED_THREAD_CHUNK_NUMEL, CODED_CHUNK_NUMEL)
+
+    def _widen(self, chunk: slice, values: Sequence[Tensor], scratch: Scratch | None) -> None:
         for state, wide in zip(self.states, values, strict=True):
-            codes, absmax = state.codes[chunk], state.absmax[blocks]
-            widen(codes, absmax, wide, scratch, signed=state.signed)
+            codes, absmax = state.codes[chunk], state.absmax[_blocks(chunk)]
+            if self.compiled is not None:
+                self.compiled.widen(codes, absmax, wide, signed=state.signed)
+            elif scratch is not None:
+                widen(codes, absmax, wide, scratch, signed=state.signed)
+
+    def _update(self, chunk: slice, values: Sequence[Tensor]) -> None:
         for group in self.groups:
             pieces = list(_within(group.pieces, chunk))
             if not pieces:
@@ -82,9 +103,27 @@ class CodedUpdate:
                 states=[[wide[piece] for piece in pieces] for wide in values],
             )
             optim.update(self.algorithm, operands)
+
+    def _narrow(
+        self,
+        chunk: slice,
+        values: Sequence[Tensor],
+        scratch: Scratch | None,
+        is_skipped: Tensor | None,
+    ) -> None:
         for state, wide in zip(self.states, values, strict=True):
-            codes, absmax = state.codes[chunk], state.absmax[blocks]
-            narrow(wide, codes, absmax, scratch, signed=state.signed, is_skipped=is_skipped)
+            codes, absmax = state.codes[chunk], state.absmax[_blocks(chunk)]
+            if self.compiled is not None:
+                self.compiled.narrow(
+                    wide, codes, absmax, signed=state.signed, is_skipped=is_skipped
+                )
+            elif scratch is not None:
+                narrow(wide, codes, absmax, scratch, signed=state.signed, is_skipped=is_skipped)
+
+
+def _blocks(chunk: slice) -> slice:
+    """The blocks of a chunk of elements."""
+    return slice(blocks_numel(chunk.start), blocks_numel(chunk.stop))
 
 
 def _within(pieces: Sequence[slice], chunk: slice) -> Iterator[slice]:
