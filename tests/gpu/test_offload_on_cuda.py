@@ -101,6 +101,7 @@ def test_the_device_holds_what_the_plan_says_and_the_hosts_buffers_are_pinned(
         assert states
         assert all(engine.buffer(buffer.name).is_pinned() for buffer in states)
         engine.close()
+        del engine  # which has its buffers until then
 
 
 def test_the_update_has_the_cores_of_the_rank_and_the_issuing_thread_goes_on(
