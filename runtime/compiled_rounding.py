@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Final
 
@@ -30,9 +32,7 @@ _CPU: Final = torch.device("cpu")
 
 
 class CompiledRounding:
-    """Widens and narrows states on the CPU, with the arguments of ``eight_bit_states`` but for the scratch memory.
-
-    Tensors are contiguous. It takes no memory.
+    """The compiled code, loaded into this process.
 
     Raises:
         NoLibraryError: where there is no compiler, or the code does not compile or load.
@@ -52,28 +52,55 @@ class CompiledRounding:
             raise NoLibraryError(str(error)) from error
         self._parallel_for = ctypes.cast(parallel_for, pointer)
 
-    def widen(self, codes: Tensor, absmax: Tensor, out: Tensor, *, signed: bool) -> None:
-        """See ``eight_bit_states.widen``."""
-        values = code_map(_CPU, signed=signed).values
-        blocks = _blocks(codes, absmax, out)
-        _check(
-            self._widen(self._parallel_for, blocks, *map(_address, (codes, absmax, values, out)))
+    def state(self, codes: Tensor, absmax: Tensor, *, signed: bool) -> CompiledState:
+        """The codes and scales of a state, which the result widens and writes.
+
+        They are 1-d on the CPU: ``codes`` u8 of whole blocks and ``absmax`` f32 with an element for each block.
+        """
+        blocks = absmax.numel()
+        _require(codes, torch.uint8, blocks * BLOCK_NUMEL)
+        _require(absmax, torch.float32, blocks)
+        return CompiledState(
+            codes=codes,
+            absmax=absmax,
+            values=code_map(_CPU, signed=signed).values.data_ptr(),
+            steps=code_steps(signed=signed).data_ptr(),
+            widen_blocks=partial(self._widen, self._parallel_for),
+            narrow_blocks=partial(self._narrow, self._parallel_for),
         )
 
-    def narrow(
-        self,
-        values: Tensor,
-        codes: Tensor,
-        absmax: Tensor,
-        *,
-        signed: bool,
-        is_skipped: Tensor | None = None,
-    ) -> None:
-        """See ``eight_bit_states.narrow``; ``values`` stay as they are."""
-        blocks = _blocks(codes, absmax, values)
-        tensors = map(_address, (values, code_steps(signed=signed), codes, absmax))
-        skip = None if is_skipped is None else _address(is_skipped)
-        _check(self._narrow(self._parallel_for, blocks, *tensors, skip))
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledState:
+    """Widens and narrows blocks of one state, as ``eight_bit_states`` does, without memory of its own.
+
+    ``values`` and ``steps`` are the addresses of tables that live as long as the process.
+    """
+
+    codes: Tensor
+    absmax: Tensor
+    values: int
+    steps: int
+    widen_blocks: Callable[..., int]
+    narrow_blocks: Callable[..., int]
+
+    def widen(self, blocks: slice, out: Tensor) -> None:
+        """Write the FP32 values of blocks to ``out``, 1-d; see ``eight_bit_states.widen``."""
+        codes, absmax, count = self._place(blocks, out)
+        _check(self.widen_blocks(count, codes, absmax, self.values, out.data_ptr()))
+
+    def narrow(self, blocks: slice, values: Tensor, is_skipped: Tensor | None = None) -> None:
+        """Round ``values``, 1-d, to blocks; see ``eight_bit_states.narrow``, but ``values`` stay as they are."""
+        codes, absmax, count = self._place(blocks, values)
+        skip = None if is_skipped is None else is_skipped.data_ptr()
+        _check(self.narrow_blocks(count, values.data_ptr(), self.steps, codes, absmax, skip))
+
+    def _place(self, blocks: slice, wide: Tensor) -> tuple[int, int, int]:
+        """The addresses of the blocks' codes and scales, and the number of blocks."""
+        start, stop, _ = blocks.indices(self.absmax.numel())
+        _require(wide, torch.float32, (stop - start) * BLOCK_NUMEL)
+        codes = self.codes.data_ptr() + start * BLOCK_NUMEL
+        return codes, self.absmax.data_ptr() + start * self.absmax.itemsize, stop - start
 
 
 @cache
@@ -119,25 +146,14 @@ def open_rounding(program: Program, device: torch.device) -> CompiledRounding | 
         return None
 
 
-def _blocks(codes: Tensor, absmax: Tensor, values: Tensor) -> int:
-    """The number of blocks of tensors that the compiled code may be called with."""
-    tensors = (codes, absmax, values)
-    numel = absmax.numel() * BLOCK_NUMEL
-    dtypes = (torch.uint8, torch.float32, torch.float32)
-    if (
-        codes.numel() != numel
-        or values.numel() != numel
-        or any(t.device != _CPU or not t.is_contiguous() for t in tensors)
-        or tuple(t.dtype for t in tensors) != dtypes
-    ):
+def _require(tensor: Tensor, dtype: torch.dtype, numel: int) -> None:
+    """Raise an InternalError for a tensor that the compiled code may not be called with."""
+    is_plain = tensor.is_cpu and tensor.is_contiguous()
+    if not is_plain or tensor.dtype is not dtype or tensor.numel() != numel:
         raise InternalError(
-            f"compiled code rounds whole contiguous blocks on the CPU, not {numel} elements in {codes.shape}"
+            f"compiled code rounds whole contiguous blocks on the CPU: {numel} elements of {dtype}, not "
+            f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
         )
-    return absmax.numel()
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.data_ptr()
 
 
 def _check(code: int) -> None:

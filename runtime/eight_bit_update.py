@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from zeroir.ir.eight_bit_states import blocks_numel
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel
 from zeroir.ir.ops import Algorithm
 from zeroir.runtime import optim
 from zeroir.runtime.compiled_rounding import CompiledRounding
@@ -31,6 +32,35 @@ class CodedState:
     codes: Tensor
     absmax: Tensor
     signed: bool
+
+
+class _State(Protocol):
+    """Blocks of a state as FP32 values of a chunk, and back."""
+
+    def widen(self, blocks: slice, out: Tensor) -> None: ...
+
+    def narrow(self, blocks: slice, values: Tensor, is_skipped: Tensor | None) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TorchState:
+    """Torch's operators; ``scratch`` is for the elements of a chunk."""
+
+    state: CodedState
+    scratch: Scratch
+
+    def widen(self, blocks: slice, out: Tensor) -> None:
+        codes, absmax = self._own(blocks)
+        widen(codes, absmax, out, self.scratch, signed=self.state.signed)
+
+    def narrow(self, blocks: slice, values: Tensor, is_skipped: Tensor | None) -> None:
+        codes, absmax = self._own(blocks)
+        signed = self.state.signed
+        narrow(values, codes, absmax, self.scratch, signed=signed, is_skipped=is_skipped)
+
+    def _own(self, blocks: slice) -> tuple[Tensor, Tensor]:
+        elements = slice(blocks.start * BLOCK_NUMEL, blocks.stop * BLOCK_NUMEL)
+        return self.state.codes[elements], self.state.absmax[blocks]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +95,18 @@ class CodedUpdate:
         """Carry out the step."""
         numel = self.param.numel()
         chunk_numel = min(numel, self._most_numel())
-        scratch = None if self.compiled else Scratch(chunk_numel, self.param.device)
         widened = self.param.new_empty(len(self.states), chunk_numel)
         is_skipped = None if self.skip is None else self.skip > 0
+        states = self._states(chunk_numel)
         for start in range(0, numel, chunk_numel):
             chunk = slice(start, min(start + chunk_numel, numel))
+            blocks = slice(blocks_numel(chunk.start), blocks_numel(chunk.stop))
             values = list(widened[:, : chunk.stop - chunk.start].unbind())
-            self._widen(chunk, values, scratch)
+            for state, wide in zip(states, values, strict=True):
+                state.widen(blocks, wide)
             self._update(chunk, values)
-            self._narrow(chunk, values, scratch, is_skipped)
+            for state, wide in zip(states, values, strict=True):
+                state.narrow(blocks, wide, is_skipped)
 
     def _most_numel(self) -> int:
         """The most elements of a chunk; the bits do not depend on it."""
@@ -83,47 +116,29 @@ class CodedUpdate:
             return CODED_CPU_CHUNK_NUMEL
         return min(torch.get_num_threads() * CODED_THREAD_CHUNK_NUMEL, CODED_CHUNK_NUMEL)
 
-    def _widen(self, chunk: slice, values: Sequence[Tensor], scratch: Scratch | None) -> None:
-        for state, wide in zip(self.states, values, strict=True):
-            codes, absmax = state.codes[chunk], state.absmax[_blocks(chunk)]
-            if self.compiled is not None:
-                self.compiled.widen(codes, absmax, wide, signed=state.signed)
-            elif scratch is not None:
-                widen(codes, absmax, wide, scratch, signed=state.signed)
+    def _states(self, chunk_numel: int) -> Sequence[_State]:
+        """What widens and narrows the blocks of a chunk of each state."""
+        if self.compiled is not None:
+            return [
+                self.compiled.state(state.codes, state.absmax, signed=state.signed)
+                for state in self.states
+            ]
+        scratch = Scratch(chunk_numel, self.param.device)
+        return [_TorchState(state=state, scratch=scratch) for state in self.states]
 
     def _update(self, chunk: slice, values: Sequence[Tensor]) -> None:
         for group in self.groups:
             pieces = list(_within(group.pieces, chunk))
             if not pieces:
                 continue
+            places = [slice(chunk.start + p.start, chunk.start + p.stop) for p in pieces]
             operands = replace(
                 group.operands,
-                params=[self.param[chunk][piece] for piece in pieces],
-                grads=[self.grad[chunk][piece] for piece in pieces],
+                params=[self.param[place] for place in places],
+                grads=[self.grad[place] for place in places],
                 states=[[wide[piece] for piece in pieces] for wide in values],
             )
             optim.update(self.algorithm, operands)
-
-    def _narrow(
-        self,
-        chunk: slice,
-        values: Sequence[Tensor],
-        scratch: Scratch | None,
-        is_skipped: Tensor | None,
-    ) -> None:
-        for state, wide in zip(self.states, values, strict=True):
-            codes, absmax = state.codes[chunk], state.absmax[_blocks(chunk)]
-            if self.compiled is not None:
-                self.compiled.narrow(
-                    wide, codes, absmax, signed=state.signed, is_skipped=is_skipped
-                )
-            elif scratch is not None:
-                narrow(wide, codes, absmax, scratch, signed=state.signed, is_skipped=is_skipped)
-
-
-def _blocks(chunk: slice) -> slice:
-    """The blocks of a chunk of elements."""
-    return slice(blocks_numel(chunk.start), blocks_numel(chunk.stop))
 
 
 def _within(pieces: Sequence[slice], chunk: slice) -> Iterator[slice]:

@@ -25,7 +25,7 @@ from zeroir.passes.pipelines import for_stage
 from zeroir.runtime import compiled_rounding, eight_bit_update
 from zeroir.runtime.allocations import allocations, peak_bytes
 from zeroir.runtime.comm.job import open_job
-from zeroir.runtime.compiled_rounding import CompiledRounding, open_rounding
+from zeroir.runtime.compiled_rounding import CompiledRounding, CompiledState, open_rounding
 from zeroir.runtime.eight_bit_states import Scratch, code_map, narrow, widen
 from zeroir.runtime.kernels import cpp_library
 from zeroir.runtime.kernels.choice import KernelBackend
@@ -89,9 +89,10 @@ def test_codes_scales_and_values_have_the_bits_of_torchs_operators(
         scales = [torch.full((numel // BLOCK_NUMEL,), 7.0) for _ in range(2)]
         wide = [torch.empty(numel) for _ in range(2)]
         given = values.clone()
-        compiled.narrow(given, codes[0], scales[0], signed=signed)
+        blocks, state = slice(None), compiled.state(codes[0], scales[0], signed=signed)
+        state.narrow(blocks, given)
         narrow(values.clone(), codes[1], scales[1], scratch, signed=signed)
-        compiled.widen(codes[0], scales[0], wide[0], signed=signed)
+        state.widen(blocks, wide[0])
         widen(codes[1], scales[1], wide[1], scratch, signed=signed)
         assert torch.equal(*codes)
         # Bits, because NaN is not equal to NaN.
@@ -142,25 +143,32 @@ def test_an_update_takes_the_states_of_one_chunk_and_nothing_else(
 
 def test_tensors_that_do_not_fit_are_refused(compiled: CompiledRounding) -> None:
     codes, scales = torch.zeros(2 * BLOCK_NUMEL, dtype=torch.uint8), torch.zeros(2)
-    for wide in (torch.zeros(BLOCK_NUMEL), torch.zeros(4 * BLOCK_NUMEL)[::2], codes):
-        with pytest.raises(InternalError, match="whole contiguous blocks"):
-            compiled.widen(codes, scales, wide, signed=True)
+    state = compiled.state(codes, scales, signed=True)
+    numel = 2 * BLOCK_NUMEL
+    for wide in (torch.zeros(BLOCK_NUMEL), torch.zeros(2 * numel)[::2], codes):
+        for use in (state.widen, state.narrow):
+            with pytest.raises(InternalError, match="whole contiguous blocks"):
+                use(slice(0, 2), wide)
+    with pytest.raises(InternalError, match="whole contiguous blocks"):
+        state.widen(slice(1, 3), torch.zeros(numel))
+    with pytest.raises(InternalError, match="whole contiguous blocks"):
+        compiled.state(codes[1:], scales, signed=True)
 
 
 def test_a_training_is_updated_by_compiled_code_to_the_bits_of_lockstep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program = applied(mlp(has_codes=True), tuple(for_stage(2, 1)))
-    narrowed: list[bool] = []
-    original = CompiledRounding.narrow
+    narrowed: list[slice] = []
+    original = CompiledState.narrow
 
     def noted(
-        self: CompiledRounding, *args: Tensor, signed: bool, is_skipped: Tensor | None
+        self: CompiledState, blocks: slice, values: Tensor, is_skipped: Tensor | None = None
     ) -> None:
-        narrowed.append(signed)
-        original(self, *args, signed=signed, is_skipped=is_skipped)
+        narrowed.append(blocks)
+        original(self, blocks, values, is_skipped)
 
-    monkeypatch.setattr(CompiledRounding, "narrow", noted)
+    monkeypatch.setattr(CompiledState, "narrow", noted)
     job = open_job(program, None, CPU, timedelta(seconds=60))
     settings = EngineSettings(
         backend=None,
