@@ -102,6 +102,7 @@ def test_codes_scales_and_values_have_the_bits_of_torchs_operators(
 
 
 @pytest.mark.parametrize(("algorithm", "hyper"), CODED)
+@pytest.mark.usefixtures("threads")
 def test_an_update_has_the_same_bits_in_other_chunks_and_on_more_threads(
     algorithm: Algorithm,
     hyper: tuple[float, ...],
