@@ -34,7 +34,7 @@ class CodedState:
     signed: bool
 
 
-class _State(Protocol):
+class _RoundedState(Protocol):
     """Blocks of a state as FP32 values of a chunk, and back."""
 
     def widen(self, blocks: slice, out: Tensor) -> None: ...
@@ -116,7 +116,7 @@ class CodedUpdate:
             return CODED_CPU_CHUNK_NUMEL
         return min(torch.get_num_threads() * CODED_THREAD_CHUNK_NUMEL, CODED_CHUNK_NUMEL)
 
-    def _states(self, chunk_numel: int) -> Sequence[_State]:
+    def _states(self, chunk_numel: int) -> Sequence[_RoundedState]:
         """What widens and narrows the blocks of a chunk of each state."""
         if self.compiled is not None:
             return [
