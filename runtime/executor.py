@@ -171,12 +171,15 @@ class StepExecutor:
             return self._update()
 
     def _micro_step(self, batches: Sequence[Batch], *, is_last: bool) -> None:
+        name = LAST_MICRO_STEP if is_last else MICRO_STEP
+        # Ranks compare their settings before the first op.
+        self._present = self._first_position(name)
         if self.settings is not None:
             self.settings.before_micro_step(self.step_count + 1, is_last=is_last)
         self._set_inputs(batches, self.micro_steps_done)
         for weights, batch in zip(self._weights, batches, strict=True):
             weights.add(batch, self._weight)
-        self._run(LAST_MICRO_STEP if is_last else MICRO_STEP, self._watch())
+        self._run(name, self._watch())
         self.micro_steps_done += 1
 
     def _update(self) -> list[RankResult]:
@@ -323,6 +326,11 @@ class StepExecutor:
             text=f"in {self._labels[position]} of step {self.step_count + 1}",
         )
 
+    def _first_position(self, name: str) -> OpPosition | None:
+        section = self._program.section_by_name.get(name)
+        ops_in_order = () if section is None else section.positioned_ops()
+        return next((position for position, _ in ops_in_order), None)
+
     def close(self) -> None:
         """Stop the streams."""
         self._streams.close()
@@ -347,7 +355,7 @@ class StepExecutor:
             if self._run_section is None or watch is not None:
                 self._issue(section, watch)
             else:
-                self._present = next((position for position, _ in section.positioned_ops()), None)
+                self._present = self._first_position(name)
                 self._run_section(section, partial(self._issue, section, None))
             self._streams.join(leaving)
         self._has_failed = False
