@@ -162,18 +162,26 @@ class EngineValues:
             self._executor.finish()
             return state_of_buffers.full_state(self.program, [self._memory], self.job.comm)
 
-    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
+    def state_dict(
+        self, *, rank0_only: bool = False, only_trained: bool = False
+    ) -> dict[str, Tensor]:
         """What the module's ``state_dict`` would have: whole tensors on the CPU, copied. All ranks call this together.
 
         Parameters are FP32 where the program has masters. Tied ones stand under each of their names. With
-        ``rank0_only`` the result is empty on the other ranks.
+        ``rank0_only`` the result is empty on the other ranks, with ``only_trained`` it lacks frozen parameters.
         """
         is_kept = self.rank == 0 or not rank0_only
         facts = self._model_facts() if is_kept else ModelFacts()
         with self._executor.entered():
             self._executor.finish()
             return state_dicts.module_state(
-                self.program, self._memory, self.job.comm, facts, self._others, is_kept=is_kept
+                self.program,
+                self._memory,
+                self.job.comm,
+                facts,
+                self._others,
+                is_kept=is_kept,
+                only_trained=only_trained,
             )
 
     def load_state_dict(

@@ -18,9 +18,10 @@ class Net(nn.Module):
         super().__init__()
         self.layer = nn.Linear(4, width)
         self.norm = nn.BatchNorm1d(width)
+        self.norm.bias.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = (self.norm(self.layer(x)) ** 3).mean()
+        loss: Tensor = ((self.norm(self.layer(x)) + 1) ** 3).mean()
         return loss * torch.tensor([1.0 + x.shape[0]])[0]
 
 
@@ -63,6 +64,9 @@ def test_training_goes_on_with_other_batches_and_ends_in_the_module() -> None:
         assert engine.last_result.grad_norm == pytest.approx(float(norm), rel=1e-5)
     assert engine.step_count == 3
 
+    trained = engine.state_dict(only_trained=True)
+    assert plain.state_dict().keys() - trained.keys() == {"norm.bias"}
+    torch.testing.assert_close(trained["layer.weight"], plain.layer.weight.detach())
     weight = module.layer.weight
     engine.return_values(module)
     assert module.layer.weight is weight

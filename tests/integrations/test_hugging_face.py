@@ -75,6 +75,11 @@ def test_a_rank_alone_trains_with_the_users_optimizer_and_schedule(tmp_path: Pat
         logged = [log["loss"] for log in trainer.state.log_history if "loss" in log]
         rates = [log["learning_rate"] for log in trainer.state.log_history if "loss" in log]
         changed = trainer.evaluate()["eval_loss"]
+        # Predictions need a program with outputs, compiled as for training although the model evaluates.
+        labelled = trainer.predict(cast("Any", workers.samples(2, longest=4)))
+        predicted = torch.as_tensor(labelled.predictions)
+        assert predicted.shape == (2, 4, workers.VOCABULARY)
+        mass = float(predicted.abs().sum())
         ids = {"input_ids": torch.ones(2, 4, dtype=torch.long)}
         unlabelled = cast("Any", [{"input_ids": row} for row in ids["input_ids"]])
         trainer.data_collator = lambda rows: {
@@ -83,7 +88,7 @@ def test_a_rank_alone_trains_with_the_users_optimizer_and_schedule(tmp_path: Pat
         predicted = torch.as_tensor(trainer.predict(unlabelled).predictions)
         assert predicted.shape == (2, 4, workers.VOCABULARY)
         total = float(predicted.abs().sum())
-        losses.append([before, evaluated, changed, total, *logged, *rates])
+        losses.append([before, evaluated, changed, mass, total, *logged, *rates])
     expected, actual = losses
     assert actual == pytest.approx(expected, rel=1e-4)
     assert expected[1] != pytest.approx(expected[2], rel=1e-3)

@@ -186,6 +186,8 @@ class EngineOfTrainer:
         key = self.shape, self.has_outputs
         if key not in self._programs:
             options: CompileKeywords = {**self._options, "optimizer": self._optimizer}
+            # An evaluation may need a longer program, and a trainer evaluates with the model in evaluation mode.
+            self.model.train()
             self._programs[key] = compile_model(
                 self.model,
                 self._fitted(self._example).tree(),

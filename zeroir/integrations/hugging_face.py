@@ -136,7 +136,6 @@ class ZeroirTrainer(Trainer):
             self._running.engine.close()
             self._running = None
         args, model = self.args, cast("nn.Module", self.model)
-        model.train()
         optimizer = self.create_optimizer()
         example = self._prepare_inputs(
             cast("dict[str, Any]", _first_batch(train_dataloader, self._train_batch_size))
@@ -342,7 +341,11 @@ class ZeroirTrainer(Trainer):
         if running is None or running.is_returned:
             super().save_model(output_dir, _internal_call)
             return
-        values = running.engine.state_dict(rank0_only=not self.args.save_on_each_node)
+        values = running.engine.state_dict(
+            rank0_only=not self.args.save_on_each_node,
+            # An adapter is saved without its base model, which may fit no host.
+            only_trained=hasattr(running.model, "peft_config"),
+        )
         dtypes = {name: tensor.dtype for name, tensor in running.model.state_dict().items()}
         self._save(
             output_dir,
