@@ -234,15 +234,7 @@ def test_modules_are_gathered_from_all_ranks(
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        ("llama", "fp32"),
-        ("llama", "bf16"),
-        ("gpt2", "fp32"),
-        ("gpt2", "bf16"),
-    ],
-)
+@pytest.mark.parametrize(("name", "precision"), [("llama", "bf16"), ("gpt2", "fp32")])
 def test_a_lent_model_of_hugging_face_generates(tmp_path: Path, name: str, precision: str) -> None:
     ranks = Ranks(
         2, tmp_path, "generate", name, precision, module=MODULE, sources=COMPILING_SOURCES
