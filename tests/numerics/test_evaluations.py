@@ -16,12 +16,13 @@ from torch.utils import _pytree as pytree
 from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
 from tests.support.captures import captured
 from tests.support.evaluating import model as source
+from tests.support.lowering import applied
 from zeroir.api.check import check_model
 from zeroir.config import CompileOptions, make_options
 from zeroir.frontend.entry import load_model_file
 from zeroir.frontend.tracing import program_of
 from zeroir.ir.program import Program
-from zeroir.passes.pipelines import lower
+from zeroir.passes.pipelines import for_options
 from zeroir.runtime.executor import RankEvaluation
 from zeroir.runtime.lockstep import Lockstep
 
@@ -35,7 +36,7 @@ def options(stage: int, world_size: int, micro_steps: int = 1) -> CompileOptions
 
 def lowered(chosen: CompileOptions) -> Program:
     logical = program_of(captured(load_model_file(str(FILE)), "fp32", ()), chosen)
-    return lower(logical, chosen)
+    return applied(logical, for_options(chosen))
 
 
 def started(program: Program, schedule_seed: int = 0) -> Lockstep:

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.dist]
     [("gloo", tuple(OFFLOADS)), ("peer-memory", ("everything",))],
     ids=["gloo", "peer-memory"],
 )
-def test_all_stages_equal_lockstep_bit_for_bit(
+def test_what_is_offloaded_equals_lockstep_bit_for_bit(
     tmp_path: Path, backend: str, names: tuple[str, ...]
 ) -> None:
     for training in offloaded(*names):

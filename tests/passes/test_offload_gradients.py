@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import replace
 
 import pytest
@@ -39,7 +38,7 @@ ALONE: tuple[Pass, ...] = (OffloadGradients(),)
 WITH_OPTIMIZER: tuple[Pass, ...] = (OffloadOptimizer(), OffloadGradients())
 WITH_HALF: tuple[Pass, ...] = (OffloadOptimizer(fraction=0.5), OffloadGradients())
 WAYS = {"alone": ALONE, "with-optimizer": WITH_OPTIMIZER, "with-half": WITH_HALF}
-CASES: list[tuple[Hashable, ...]] = [(*training, way) for training in POSSIBLE for way in WAYS]
+CASES = covering([(*training, way) for training in POSSIBLE for way in WAYS], tuple, strength=3)
 
 
 DOWN = (COPY_OUT, UPDATE_OUT)
@@ -51,7 +50,7 @@ DOWN = (COPY_OUT, UPDATE_OUT)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "precision", "micro_steps", "clip", "overlap_update", "replicas", "way"),
-    covering(CASES, lambda case: case, strength=3),
+    CASES,
 )
 def test_it_computes_the_same(
     stage: int,

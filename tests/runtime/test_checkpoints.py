@@ -145,16 +145,14 @@ def require_same(state: Values, expected: Values) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["muon in groups", "shampoo, otherwise", "adafactor", "lion"])
 def test_states_of_whole_parameters_come_back(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "model.py"
-    path.write_text(MODEL)
-    logical = traced(path, **CHOICES[name])
-    batch = load_model_file(str(path)).batch()
+    logical = traced(MODEL, **CHOICES[name])
+    batch = load_model_file(MODEL).batch()
     programs = [
         lower(logical, make_options({**CHOICES[name], "stage": stage, "world_size": world_size}))
         for stage, world_size in ((3, 2), (1, 3))
     ]
     source, other = (Lockstep(program) for program in programs)
-    source.initialise(load_model_file(str(path)).model, 0)
+    source.initialise(load_model_file(MODEL).model, 0)
     for step in range(2):
         source.step([[varied(batch, step, rank)] for rank in range(2)])
     source.save(str(tmp_path / "saved"))

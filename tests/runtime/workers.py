@@ -32,12 +32,13 @@ from tests.runtime.workers_cases import (
     varied,
     weight_of_values,
 )
+from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.errors import ModelWarning, ZeroirError
 from zeroir.frontend import trace
 from zeroir.frontend.entry import load_model_file
-from zeroir.passes.pipelines import lower
+from zeroir.passes.pipelines import for_options
 from zeroir.runtime import initial, rendezvous, train
 from zeroir.runtime.comm.handout import Handout
 from zeroir.runtime.comm.job import Backend
@@ -141,9 +142,10 @@ def model_stages(path: str) -> None:
 def evaluations(path: str) -> None:
     """Evaluations before each of three steps of a model file, at every stage; rank 0 writes losses and outputs."""
     source = load_model_file(path)
+    logical = trace(source, make_options({"world_size": WORLD_SIZE}))
     for stage in range(4):
         options = make_options({"stage": stage, "world_size": WORLD_SIZE})
-        engine = Engine(lower(trace(source, options), options), seed=5)
+        engine = Engine(applied(logical, for_options(options)), seed=5)
         engine.initialise(source.model, 5)
         assert source.batches is not None
         batches = iter(source.batches(RANK, WORLD_SIZE, 5))
