@@ -14,6 +14,7 @@ from zeroir.ir.program import LAST_MICRO_STEP
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("backend", "names"),
     [("gloo", tuple(OFFLOADS)), ("peer-memory", ("everything",))],
