@@ -31,20 +31,8 @@ def environment() -> dict[str, str]:
 
 
 def run(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """One command line to its end, in processes that need not import torch; ``finished`` starts them as a user does."""
+    """One command line to its end, in processes that need not import torch."""
     return run_forked("zeroir", arguments, cwd, {"OMP_NUM_THREADS": "1"})
-
-
-def finished(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        arguments,
-        cwd=cwd,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +75,9 @@ def test_accumulation_on_processes_equals_lockstep(zeroir: Zeroir, tmp_path: Pat
 
 
 def test_torchrun_with_another_world_size(program: Path, tmp_path: Path) -> None:
-    options = ["--standalone", "--nproc-per-node", "3"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "zeroir"]
-    made = finished([*torchrun, "run", str(program), "--steps", "2", "--model", GPT], tmp_path)
+    torchrun = ["--standalone", "--nproc-per-node", "3", "-m", "zeroir"]
+    arguments: list[str | Path] = ["run", program, "--steps", "2", "--model", str(GPT)]
+    made = run_forked("torch.distributed.run", [*torchrun, *arguments], tmp_path)
     assert made.returncode == 0, made.stderr
     assert made.stderr.count("Compiled for 2 ranks, lowered again for 3.") == 1
     assert "loss" in made.stdout
