@@ -143,8 +143,8 @@ class CompiledProgram:
 
     @property
     def accumulates(self) -> bool:
-        """Whether its steps take any number of batches."""
-        return MICRO_STEP in self.program.section_by_name
+        """Whether its steps take several batches: any number, or where they run unit by unit a multiple of a group."""
+        return MICRO_STEP in self.logical.section_by_name
 
     def for_accumulation(self, micro_steps: int) -> CompiledProgram:
         """A program for steps of one batch lowered again, from its logical program, for steps of any number.
