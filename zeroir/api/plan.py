@@ -19,6 +19,7 @@ from zeroir.api.config_file import Config, ResolvedOptions, resolve_options
 from zeroir.api.keywords import CompileKeywords, is_torchs
 from zeroir.api.search_space import Value, regions, with_disk, with_offload, words
 from zeroir.config import CompileOptions, make_options
+from zeroir.config.field_types import STEP
 from zeroir.config.offload_fields import ADAPTIVE, HOST, OFFLOADED
 from zeroir.cost.machine import Machine, load_machine
 from zeroir.cost.search import Found, Point, SearchOutcome, search
@@ -233,7 +234,8 @@ class Planner:
 
     def _measure(self, settings: Mapping[str, Value]) -> tuple[Candidate, SearchOutcome]:
         """A choice; one that offloads nothing is the same as one that does not mention it."""
-        has_effect = {name: value for name, value in settings.items() if value not in ((), HOST)}
+        defaults = ((), HOST, STEP)
+        has_effect = {name: value for name, value in settings.items() if value not in defaults}
         if "offload" not in has_effect:
             has_effect.pop("offload_to", None)
         identity = _identity(has_effect)
