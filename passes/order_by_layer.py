@@ -16,15 +16,19 @@ when that ends. Contributions are added as before, whole on each rank, in FP32 a
 What ``order-by-layer{micro_batches=2, whole_step=true}`` changes::
 
     + interleaved 2
+    - buffer %x : f32[64] device input = value x
+    + buffer %x : f32[128] device input = value x
     - buffer %a.grad_sum : f32[256] device grad = grad a micro=past
     + buffer %a.grad_sum : f32[256] device grad = grad a micro=stale
-    - buffer %input.x : f32[24] device input = value input.x
-    + buffer %input.x : f32[64] device input = value input.x
-    - section micro_step { … }
-      section last_micro_step {
-      compute @a.forward(%input.x[0:24], w: %a.param[0:128]) -> (%h)  unit=a stream=compute
-    + compute @a.forward(%input.x[32:56], w: %a.param[0:128]) -> (%h.micro1)  unit=a stream=compute
-      compute @b.forward(%h, w: %b.param[0:64]) -> (%batch_loss[0:1])  unit=b stream=compute
+    + buffer %h.micro1 : f32[32] device saved
+    - section micro_step {
+    + section last_micro_step {
+    - compute @a.forward(%x, w: %a.param[0:128]) -> (%h)  unit=a stream=compute
+    + compute @a.forward(%x[0:64], w: %a.param[0:128]) -> (%h)  unit=a stream=compute
+    + alloc %h.micro1  stream=compute
+    + compute @a.forward(%x[64:128], w: %a.param[0:128]) -> (%h.micro1)  unit=a stream=compute
+    + fill %a.grad_sum = 0.0  stream=compute
+      cast %a.grad -> += %a.grad_sum  stream=compute
 """
 
 from __future__ import annotations

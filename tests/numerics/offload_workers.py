@@ -16,6 +16,7 @@ from tests.support.offloads import OFFLOADS
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
 from zeroir.passes.manager import apply
+from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.runtime import rendezvous
@@ -24,6 +25,8 @@ from zeroir.runtime.engine import Engine
 
 STEPS: Final = 4
 MICRO_STEPS: Final = 2
+UNIT_BY_UNIT: Final = "everything, unit by unit"
+"""In the place of a name of ``OFFLOADS``: everything, and both micro-batches of a step unit by unit."""
 
 
 def logical() -> Program:
@@ -34,7 +37,10 @@ def logical() -> Program:
 def scheduled(stage: int, world_size: int, offload: str) -> Program:
     """The program at a stage, with these passes and a plan of its memory."""
     program = logical()
-    passes = for_stage(stage, world_size, overlap_update=True)
+    order: OrderByLayer | None = None
+    if offload == UNIT_BY_UNIT:
+        offload, order = "everything", OrderByLayer(micro_batches=MICRO_STEPS, whole_step=True)
+    passes = for_stage(stage, world_size, overlap_update=True, order=order)
     for step in (*passes, *OFFLOADS[offload], PlanMemory()):
         program = apply(step, program)
     return program

@@ -8,18 +8,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.numerics.offload_workers import MICRO_STEPS, STEPS, logical, scheduled
-from tests.runtime.support import Ranks, initial_flats, lowered, random_batches, require_success
+from tests.numerics.offload_workers import (
+    MICRO_STEPS,
+    STEPS,
+    UNIT_BY_UNIT,
+    logical,
+    scheduled,
+)
+from tests.runtime.support import Ranks, initial_flats, random_batches, require_success
 from tests.support.lockstep import run_lockstep
+from tests.support.lowering import applied
 from tests.support.offloads import OFFLOADS
 from zeroir.ir import ops
 from zeroir.ir.program import LAST_MICRO_STEP
+from zeroir.passes.pipelines import for_stage
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("backend", "offload"), [*(("gloo", what) for what in OFFLOADS), ("peer-memory", "everything")]
+    ("backend", "offload"),
+    [*(("gloo", what) for what in (*OFFLOADS, UNIT_BY_UNIT)), ("peer-memory", "everything")],
 )
 def test_all_stages_equal_lockstep_bit_for_bit(tmp_path: Path, backend: str, offload: str) -> None:
     ranks = Ranks(3, tmp_path, offload, backend, module="tests.numerics.offload_workers")
@@ -27,7 +36,11 @@ def test_all_stages_equal_lockstep_bit_for_bit(tmp_path: Path, backend: str, off
     program = logical()
     expected = [
         run_lockstep(
-            lowered(program, stage, 3),
+            # Unit by unit, a whole step adds up gradients on each rank.
+            applied(
+                program,
+                for_stage(stage, 3, accumulate_locally=stage >= 2 and offload == UNIT_BY_UNIT),
+            ),
             initial=initial_flats(program),
             inputs=random_batches(STEPS, 3, MICRO_STEPS),
         )

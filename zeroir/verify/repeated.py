@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role, whole
-from zeroir.ir.contents import WeightContent
+from zeroir.ir.contents import NamedContent, WeightContent
 from zeroir.ir.micro_batches import is_sliced, slice_numel
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, SECTION_NAMES, UPDATE, Program
 from zeroir.verify.context import Findings
-from zeroir.verify.domain import Elements, NamedKey, PieceList, Term, Weight, current_term
+from zeroir.verify.domain import Elements, NamedKey, Term, Weight, current_term
 from zeroir.verify.interpreter import SectionRun, Shared
 
 
@@ -40,9 +40,9 @@ class Repetition:
         return cls(
             micro_batches=program.interleaved,
             slices=tuple(
-                (buffer.name, slice_numel(program, buffer.name))
+                (buffer.holds.name, slice_numel(program, buffer.name))
                 for buffer in program.buffers
-                if buffer.role in (Role.INPUT, Role.RNG)
+                if buffer.role in (Role.INPUT, Role.RNG) and isinstance(buffer.holds, NamedContent)
             ),
             is_whole_step=MICRO_STEP not in program.section_by_name,
         )
@@ -120,10 +120,10 @@ def _give(run: SectionRun, micro_batch: int, slices: Mapping[str, int]) -> None:
     for buffer in run.program.buffers:
         if not is_sliced(buffer):
             continue
-        if isinstance(buffer.holds, WeightContent):
+        holds = buffer.holds
+        if isinstance(holds, WeightContent):
             weight = Weight((Term(current_term(micro_batch), (), 1),))
             run.memory.write(whole(buffer), [(0, buffer.numel, weight)])
-        elif buffer.name in slices:
-            given = Elements(NamedKey(buffer.name, 0), micro_batch * slices[buffer.name])
-            pieces: PieceList = [(0, buffer.numel, given)]
-            run.memory.write(whole(buffer), pieces)
+        elif isinstance(holds, NamedContent) and holds.name in slices:
+            given = Elements(NamedKey(holds.name, 0), micro_batch * slices[holds.name])
+            run.memory.write(whole(buffer), [(0, buffer.numel, given)])
