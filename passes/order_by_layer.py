@@ -48,7 +48,6 @@ from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program, Section
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
-from zeroir.passes.common.conflicts import Touched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +122,7 @@ class _LayerOrder:
     def __init__(self, program: Program, body: Sequence[Op], count: int) -> None:
         self._program = program
         self._count = count
-        self._turns = _settled(_turns(body), program)
+        self._turns = _turns(body)
         self._require_independent()
         self.copies: Mapping[str, tuple[str, ...]] = {
             name: (name, *(self._free_name(f"{name}.micro{i}") for i in range(1, count)))
@@ -206,23 +205,6 @@ def _turns(body: Sequence[Op]) -> list[Sequence[Op]]:
             starts.append(index if first_alloc is None else first_alloc)
         unit, first_alloc = op.unit, None
     return [body[start:stop] for start, stop in zip(starts, [*starts[1:], len(body)], strict=True)]
-
-
-def _settled(turns: Sequence[Sequence[Op]], program: Program) -> Sequence[Sequence[Op]]:
-    """The turns with each cast and release in the turn of the last op before it that touches the same elements.
-
-    A new value of a module's buffer stands apart until no op needs the old one, and is then copied behind all turns.
-    """
-    touched = Touched(program)
-    settled: list[list[Op]] = [[] for _ in turns]
-    for number, turn in enumerate(turns):
-        for op in turn:
-            own = number
-            if isinstance(op, ops.Cast | ops.Release):
-                own = max(touched.against((op,)), default=number)
-            touched.add(op, own)
-            settled[own].append(op)
-    return settled
 
 
 def _touched(op: Op) -> Collection[str]:
