@@ -42,6 +42,7 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, whole
 from zeroir.ir.contents import FlatContent, Micro
 from zeroir.ir.effects import effects
+from zeroir.ir.limits import MOST_ITEMS
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.micro_batches import aligned_slice_numel, is_sliced
 from zeroir.ir.ops import Op
@@ -74,6 +75,12 @@ class OrderByLayer(Pass):
             raise UserError(
                 f"`{self.name}` needs a program for steps of several micro-batches: compile it with --micro-steps 2 "
                 "or more."
+            )
+        ops_of_one = len(program.section_by_name[LAST_MICRO_STEP].body)
+        if self.micro_batches * ops_of_one > MOST_ITEMS:
+            raise UserError(
+                f"--order layer makes {self.micro_batches * ops_of_one:,} ops of {self.micro_batches:,} micro-batches, "
+                f"more than {MOST_ITEMS:,}: compile with smaller groups, such as --order layer=8."
             )
         orders = {
             section.name: _LayerOrder(program, section.body, self.micro_batches)

@@ -179,3 +179,8 @@ def test_state_that_two_units_share_keeps_the_order_of_micro_batches() -> None:
     )
     with pytest.raises(UserError, match=f"%loss, .* in {first} and .*--order step"):
         apply(OrderByLayer(micro_batches=2), replace(logical, sections=sections))
+
+
+def test_more_micro_batches_than_a_program_has_room_for_are_refused() -> None:
+    with pytest.raises(UserError, match="ops of 100,000 micro-batches, more than 1,000,000"):
+        apply(OrderByLayer(micro_batches=100_000), GROUPS.logical)
