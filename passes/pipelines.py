@@ -151,7 +151,9 @@ def _offload(options: CompileOptions) -> tuple[Pass, ...]:
     made: list[Pass] = []
     if options.page_optimizer_bytes is not None:
         made.append(
-            PageOptimizer(device_bytes=options.page_optimizer_bytes, page_bytes=options.page_bytes)
+            PageOptimizer(
+                device_bytes=options.page_optimizer_bytes, page_bytes=options.page_size_bytes
+            )
         )
     for kind in options.offload:
         units = options.offloaded_units(kind) or None

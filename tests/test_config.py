@@ -46,7 +46,10 @@ OPTIONS = st.builds(
         ),
         st.fixed_dictionaries(
             {"page_optimizer": st.sampled_from(["2GiB", "1e9"])},
-            optional={"page_bytes": st.integers(1, 512).map(lambda blocks: 4096 * blocks)},
+            optional={
+                "page_bytes": st.integers(1, 512).map(lambda blocks: 4096 * blocks)
+                | st.sampled_from(["512KiB", "1.5MiB", "2097152"])
+            },
         ),
     ),
     st.one_of(
@@ -159,7 +162,7 @@ IN_VAIN: list[tuple[dict[str, object], str]] = [
     ({"page_bytes": 4096}, "--page-bytes 4096 needs --page-optimizer"),
     (
         {"page_optimizer": "1MB"},
-        "--page-optimizer 1MB is less than one page of --page-bytes 2097152",
+        "--page-optimizer 1MB is less than one page of --page-bytes 2MiB",
     ),
     (
         {"optimizer": "muon", "offload": "optimizer"},
@@ -320,7 +323,10 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"offload_to": "host:x"}, "--offload-to is host:x, but should be host, disk or disk:FOLDER."),
     ({"offload_fraction": 1.5}, "--offload-fraction is 1.5, but should be less than or equal to 1"),
     ({"page_optimizer": "much"}, "--page-optimizer is much, but should be an amount of memory"),
-    ({"page_bytes": 4097}, "--page-bytes is 4097, but should be a multiple of 4096."),
+    (
+        {"page_bytes": 4097},
+        "--page-bytes is 4097, but should be a multiple of 4096 bytes above 0, such as 512KiB.",
+    ),
     ({"optimizer_bits": 16}, "--optimizer-bits is 16, but should be 32 or 8."),
     ({"optimizer_bits": [8]}, "--optimizer-bits is [8], but should be 32 or 8."),
     (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Zeroir
-from tests.cli.test_bad_input import assert_refused
+from tests.cli.test_bad_input import LINE, assert_refused
 from zeroir.api import load_program
 from zeroir.ir.buffers import Role, Space
 
@@ -118,3 +118,18 @@ def test_options_of_a_run_are_checked(
 ) -> None:
     assert zeroir("compile", model, "--world-size", "1", "-o", "net.zir").exit_code == 0
     assert_refused(zeroir("run", "net.zir", *options), *words)
+
+
+def test_a_model_of_one_unit_without_states_has_nothing_to_move(
+    zeroir: Zeroir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "line.py").write_text(LINE)
+    moved = ("--offload", "activations", "--page-optimizer", "1MiB", "--page-bytes", "64KiB")
+    answer = zeroir("compile", "line.py", "--optimizer", "sgd", *moved)
+    assert answer.exit_code == 0
+    assert answer.err == (
+        "Warning: --page-optimizer 1MiB has no effect: the optimizer keeps no states.\n"
+        "Warning: --offload activations has no effect: the model is one unit, so no other unit computes while a value "
+        "is away.\n"
+    )

@@ -80,7 +80,7 @@ class CompileKeywords(TypedDict, total=False):
     offload_units: str | Sequence[str]
     offload_fraction: float | None
     page_optimizer: str | None
-    page_bytes: int
+    page_bytes: str | int
     optimizer_bits: Literal[32, 8]
     memory_budget: str | None
     elide: bool
@@ -101,7 +101,7 @@ class OffloadKeywords(TypedDict, total=False):
     offload_units: str | Sequence[str]
     offload_fraction: float | None
     page_optimizer: str | None
-    page_bytes: int
+    page_bytes: str | int
 
 
 def is_torchs(optimizer: object) -> bool:

@@ -10,8 +10,8 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from zeroir.config.field_types import Names, OptionalAmount
-from zeroir.ir.limits import MOST_BYTES
+from zeroir.config.field_types import Amount, Names, OptionalAmount
+from zeroir.ir.amounts import parse_bytes
 
 OPTIMIZER: Final = "optimizer"
 GRADIENTS: Final = "gradients"
@@ -28,7 +28,7 @@ KEPT_ON_DISK: Final = (OPTIMIZER, PARAMETERS, ACTIVATIONS)
 HOST: Final = "host"
 DISK: Final = "disk"
 
-PAGE_BYTES: Final = 2 * 1024 * 1024
+PAGE_BYTES: Final = "2MiB"
 """The size of a page unless told otherwise: that of the pages of bitsandbytes' paged optimizers."""
 
 DISK_BLOCK_BYTES: Final = 4096
@@ -52,6 +52,17 @@ def _is_a_place(place: str) -> str:
     if place == HOST or (memory == DISK and bool(folder.strip()) == bool(colon)):
         return place
     raise PydanticCustomError("offload_to", "host, disk or disk:FOLDER")
+
+
+def _is_whole_blocks(amount: str) -> str:
+    size_bytes = parse_bytes(amount)
+    if size_bytes == 0 or size_bytes % DISK_BLOCK_BYTES:
+        raise PydanticCustomError(
+            "page_bytes",
+            "a multiple of {block} bytes above 0, such as 512KiB",
+            {"block": DISK_BLOCK_BYTES},
+        )
+    return amount
 
 
 def _as_number(bits: object) -> object:
@@ -104,13 +115,9 @@ PageOptimizer = Annotated[
 ]
 
 PageBytes = Annotated[
-    int,
-    Field(
-        ge=DISK_BLOCK_BYTES,
-        le=MOST_BYTES,
-        multiple_of=DISK_BLOCK_BYTES,
-        description="Bytes of a page (--page-optimizer).",
-    ),
+    Amount,
+    Field(description="Size of a page, such as 512KiB (--page-optimizer)."),
+    AfterValidator(_is_whole_blocks),
 ]
 
 OptimizerBits = Annotated[

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zeroir.config.offload_fields import ADAPTIVE, HOST, KEPT_ON_DISK, OPTIMIZER
+from zeroir.config.offload_fields import ADAPTIVE, HOST, KEPT_ON_DISK, OPTIMIZER, PAGE_BYTES
+from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.ops import Algorithm
 
 if TYPE_CHECKING:
@@ -71,10 +72,10 @@ def _adaptive_problem(options: CompileOptions) -> str | None:
 def _page_problem(options: CompileOptions) -> str | None:
     budget_bytes = options.page_optimizer_bytes
     if budget_bytes is None:
-        if options.page_bytes != type(options).model_fields["page_bytes"].default:
+        if options.page_size_bytes != parse_bytes(PAGE_BYTES):
             return f"--page-bytes {options.page_bytes} needs --page-optimizer"
         return None
-    if budget_bytes < options.page_bytes:
+    if budget_bytes < options.page_size_bytes:
         return (
             f"--page-optimizer {options.page_optimizer} is less than one page of --page-bytes "
             f"{options.page_bytes}"

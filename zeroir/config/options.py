@@ -143,6 +143,11 @@ class CompileOptions(OptionFields):
         return None if self.page_optimizer is None else parse_bytes(self.page_optimizer)
 
     @property
+    def page_size_bytes(self) -> int:
+        """The size of a page."""
+        return parse_bytes(self.page_bytes)
+
+    @property
     def prefetch_budget_bytes(self) -> int | None:
         """The device memory that early gathers may fill; None if ``prefetch`` sets the distance instead."""
         return None if self.prefetch_budget is None else parse_bytes(self.prefetch_budget)
