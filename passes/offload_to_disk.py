@@ -30,7 +30,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zeroir.config.offload_fields import ACTIVATIONS, KEPT_ON_DISK, OPTIMIZER, PARAMETERS
+from zeroir.config.offload_fields import (
+    ACTIVATIONS,
+    DISK_PIECE_NUMEL,
+    KEPT_ON_DISK,
+    OPTIMIZER,
+    PARAMETERS,
+)
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Buffer, Role, Space
 from zeroir.ir.contents import GRAD, PARAM, FlatContent
@@ -55,7 +61,7 @@ class OffloadToDisk(Pass):
     )
 
     what: tuple[str, ...] = KEPT_ON_DISK
-    piece_numel: int = 8 << 20
+    piece_numel: int = DISK_PIECE_NUMEL
 
     def __call__(self, program: Program) -> Program:
         """The program with these buffers on disk; as it was where none of them rests in host memory.

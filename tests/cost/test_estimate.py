@@ -18,15 +18,18 @@ from tests.support.programs import mlp
 from zeroir.cost.estimate import (
     COMMUNICATED_PER_PARAMETER,
     Estimate,
-    EstimateOptions,
-    Optimizer,
     activation_bytes,
     estimate,
+)
+from zeroir.cost.estimate_options import (
+    EstimateOptions,
+    Optimizer,
     optimizer_bytes_per_parameter,
     states_per_parameter,
 )
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.traffic import collective_bytes, transfer_bytes
+from zeroir.memory.staging import staging_bytes
 from zeroir.memory.states import MODEL_STATE_ROLES, model_state_bytes
 from zeroir.passes.base import Pass
 from zeroir.passes.manager import apply
@@ -34,6 +37,7 @@ from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
+from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import for_stage
 
 PAPER = json.loads(
@@ -349,6 +353,53 @@ def test_offloaded_activations_are_copied_down_and_up() -> None:
         assert after.activations_bytes == before.activations_bytes - layers_bytes * 8 // 10
 
 
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [("optimizer", "host"), ("gradients", "host"), ("parameters", "host"), ("optimizer", "disk")],
+)
+def test_an_estimate_of_staging_is_close_to_that_of_a_program(kind: str, place: str) -> None:
+    """The program's layers are all of its parameters, but for one percent."""
+    program = mlp(blocks=8, dim=512, optimizer="adamw", clip=1.0)
+    to_disk = (OffloadToDisk(what=(kind,)),) if place == "disk" else ()
+    for step in (*for_stage(3, 4), PASSES[kind], *to_disk):
+        program = apply(step, program)
+    count = sum(flat.padded_numel for flat in program.flats)
+    options = {"params": count, "world_size": 4, "precision": "fp32", "layers": 8}
+    estimated = of(**options, offload=kind, offload_to=place).stages[3]
+    planned = staging_bytes(program)
+    assert (Space.DEVICE in planned) == (kind != "optimizer")
+    for space, size in (
+        (Space.DEVICE, estimated.device_staging_bytes),
+        (Space.HOST, estimated.host_staging_bytes),
+    ):
+        assert size == pytest.approx(planned.get(space, 0), rel=0.05, abs=8192)
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+def test_an_estimate_of_pages_is_close_to_a_program(bits: int) -> None:
+    """But for pages that are not full, and what rests on the device in whole blocks of 256 elements."""
+    program = mlp(blocks=4, dim=128, optimizer="adamw", has_codes=bits == 8)
+    device, page = (80_000, 16_384) if bits == 32 else (20_000, 4096)
+    for step in (*for_stage(2, 2), PageOptimizer(device_bytes=device, page_bytes=page)):
+        program = apply(step, program)
+    count = sum(flat.padded_numel for flat in program.flats)
+    options = {"params": count, "world_size": 2, "precision": "fp32", "optimizer_bits": bits}
+    pages = {"page_optimizer": str(device), "page_bytes": page}
+    estimated = of(**options, **pages).stages[2]
+    traffic = transfer_bytes(program)
+    assert traffic["to_host"] == traffic["to_device"]
+    assert estimated.moved.to_host == estimated.moved.to_device == estimated.host_bytes
+    assert estimated.host_bytes == pytest.approx(traffic["to_host"], rel=0.03)
+    assert estimated.device_staging_bytes == pytest.approx(
+        staging_bytes(program)[Space.DEVICE], rel=0.2
+    )
+    # What is on the device of the states, slots among them, is what was given.
+    states = of(**options).stages[2].optimizer_bytes
+    assert estimated.optimizer_bytes == states - estimated.host_bytes
+    assert estimated.optimizer_bytes + (estimated.device_staging_bytes or 0) == device
+    assert of(**options, page_optimizer="1GB").stages == of(**options).stages
+
+
 def test_states_of_8_bits_take_a_byte_and_a_share_of_their_scale() -> None:
     """At most 2.1 bytes a parameter for two moments, beside the master weight."""
     eight = EstimateOptions(params=1e9, optimizer_bits=8)
@@ -362,6 +413,9 @@ def test_states_of_8_bits_take_a_byte_and_a_share_of_their_scale() -> None:
         ({"offload": "weights"}, "optimizer, gradients, parameters, activations"),
         ({"offload": "activations"}, "needs --layers"),
         ({"optimizer_bits": 8, "optimizer": "muon"}, "not for muon"),
+        ({"page_bytes": "1MiB"}, "--page-bytes 1MiB needs --page-optimizer"),
+        ({"page_optimizer": "3MiB"}, "less than 2 pages of --page-bytes 2MiB"),
+        ({"page_optimizer": "1GiB", "offload": "optimizer"}, "leave one of them out"),
     ],
 )
 def test_an_offload_that_cannot_be_estimated_is_refused(

@@ -11,7 +11,7 @@ from typing import Literal, Protocol, TypedDict
 
 from zeroir.config import Precision
 from zeroir.config.hyper_parameters import AdjustLr
-from zeroir.cost.estimate import Optimizer
+from zeroir.cost.estimate_options import Optimizer
 from zeroir.ir.ops import Algorithm
 
 OptimizerName = Literal["sgd", "momentum", "adam", "adamw", "lion", "muon", "adafactor", "shampoo"]
@@ -128,4 +128,6 @@ class EstimateKeywords(TypedDict, total=False):
     offload: str | tuple[str, ...]
     offload_to: Literal["host", "disk"]
     offload_fraction: float | None
+    page_optimizer: str | None
+    page_bytes: str | int
     optimizer_bits: Literal[32, 8]

@@ -31,6 +31,9 @@ DISK: Final = "disk"
 PAGE_BYTES: Final = "2MiB"
 """The size of a page unless told otherwise: that of the pages of bitsandbytes' paged optimizers."""
 
+DISK_PIECE_NUMEL: Final = 8 << 20
+"""The most elements of one buffer on disk that are loaded or stored for one op."""
+
 DISK_BLOCK_BYTES: Final = 4096
 """Pages start and end on multiples of this: reads and writes that bypass the page cache are whole blocks of a disk."""
 
