@@ -101,6 +101,29 @@ def test_a_run_with_other_bits_is_what_compiling_with_them_makes(
 
 @pytest.mark.slow
 @pytest.mark.dist
+def test_states_of_8_bits_on_disk_and_in_pages_are_those_of_a_device(
+    zeroir: Zeroir, model: str, tmp_path: Path
+) -> None:
+    bits = ("--world-size", "1", "--optimizer-bits", "8", "--no-overlap-update")
+    assert zeroir("compile", model, *bits, "-o", "8.zir").exit_code == 0
+    (tmp_path / "nvme").mkdir()
+    steps = ("--log-every", "1", "--json", "--seed", "3")
+    plain = zeroir("run", "8.zir", "--steps", "4", *steps, "--save", "plain")
+    on_disk = ("--offload", "optimizer,parameters", "--offload-to", "disk:nvme")
+    first = zeroir("run", "8.zir", "--steps", "2", *steps, "--save", "moved", *on_disk)
+    in_pages = ("--page-optimizer", "16KiB", "--page-bytes", "4KiB")
+    second = zeroir("run", "8.zir", "--steps", "4", *steps, "--save", "moved", *in_pages)
+    assert plain.exit_code == first.exit_code == second.exit_code == 0, first.err + second.err
+    assert "on the disk" in first.err
+    assert "Resumed from moved" in second.err
+    found = losses(first.out) + losses(second.out)
+    assert [repr(loss) for loss in found] == [repr(loss) for loss in losses(plain.out)]
+    last = tuple(f"{folder}/step-00000004" for folder in ("plain", "moved"))
+    assert zeroir("checkpoint", "diff", *last, "--exit-code").exit_code == 0
+
+
+@pytest.mark.slow
+@pytest.mark.dist
 @pytest.mark.parametrize(
     ("options", "words"),
     [
