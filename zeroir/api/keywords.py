@@ -76,7 +76,7 @@ class CompileKeywords(TypedDict, total=False):
     bucket_gathers: int | None
     overlap_update: bool
     offload: str | Sequence[str]
-    offload_to: str
+    offload_to: str | Mapping[str, str]
     host_cache: str | None
     offload_units: str | Sequence[str]
     offload_fraction: float | None
@@ -98,7 +98,7 @@ class OffloadKeywords(TypedDict, total=False):
     """The fields of ``CompileOptions`` by which a compiled program is lowered again."""
 
     offload: str | Sequence[str]
-    offload_to: str
+    offload_to: str | Mapping[str, str]
     host_cache: str | None
     offload_units: str | Sequence[str]
     offload_fraction: float | None
