@@ -263,22 +263,27 @@ PASSES: Mapping[str, Pass] = {
     "gradients": OffloadGradients(),
     "parameters": OffloadParameters(),
 }
+ONE_ON_DISK = ("optimizer=disk", "parameters=disk")
 SCALAR_BYTES = 16
 """Bytes of the step's scalars that go down with the gradients."""
 
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize("place", ["host", "disk", *ONE_ON_DISK])
 @pytest.mark.parametrize("offload", OFFLOADS, ids=",".join)
 def test_an_estimate_of_what_is_offloaded_equals_a_program(
     offload: tuple[str, ...], place: str, precision: str, stage: int
 ) -> None:
     """In padded elements; visits of whole parameters, which stages 0 to 2 have, leave the padding out."""
+    kinds = tuple(
+        kind for kind in offload if kind != "gradients" and place in ("disk", f"{kind}=disk")
+    )
+    if place in ONE_ON_DISK and not kinds:
+        place = "host"
     program = mlp(blocks=2, dim=16, precision=precision, optimizer="adamw")
     passes = (*for_stage(stage, 4, elide=False), *(PASSES[kind] for kind in offload))
-    kinds = tuple(kind for kind in offload if kind != "gradients")
-    to_disk = (OffloadToDisk(what=kinds),) if place == "disk" and kinds else ()
+    to_disk = (OffloadToDisk(what=kinds),) if kinds else ()
     for step in (*passes, *to_disk):
         program = apply(step, program)
     count = sum(flat.padded_numel for flat in program.flats)
@@ -301,7 +306,7 @@ def test_an_estimate_of_what_is_offloaded_equals_a_program(
     assert traffic["to_device"] == pytest.approx(
         estimated.moved.to_device - left_out, abs=unaligned
     )
-    on_disk = left_out if place == "disk" else 0
+    on_disk = left_out if "parameters" in kinds else 0
     assert traffic["load"] == pytest.approx(estimated.moved.load - on_disk, abs=unaligned)
     assert traffic["store"] == estimated.moved.store
 
@@ -413,6 +418,8 @@ def test_states_of_8_bits_take_a_byte_and_a_share_of_their_scale() -> None:
         ({"offload": "weights"}, "optimizer, gradients, parameters, activations"),
         ({"offload": "activations"}, "needs --layers"),
         ({"optimizer_bits": 8, "optimizer": "muon"}, "not for muon"),
+        ({"offload_to": "optimizer=disk"}, "a place for optimizer, but --offload has nothing"),
+        ({"page_optimizer": "1GiB", "optimizer": "sgd"}, "sgd keeps no states"),
         ({"page_bytes": "1MiB"}, "--page-bytes 1MiB needs --page-optimizer"),
         ({"page_optimizer": "3MiB"}, "less than 2 pages of --page-bytes 2MiB"),
         ({"page_optimizer": "1GiB", "offload": "optimizer"}, "leave one of them out"),

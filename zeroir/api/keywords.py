@@ -128,7 +128,7 @@ class EstimateKeywords(TypedDict, total=False):
     recompute: bool
     flash: bool
     offload: str | tuple[str, ...]
-    offload_to: Literal["host", "disk"]
+    offload_to: str | Mapping[str, str]
     offload_fraction: float | None
     page_optimizer: str | None
     page_bytes: str | int

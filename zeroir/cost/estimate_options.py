@@ -11,14 +11,17 @@ from zeroir.config import Precision
 from zeroir.config.offload_fields import (
     ACTIVATIONS,
     ADAPTIVE,
+    HOST,
     OFFLOADED,
     OPTIMIZER,
     PAGE_BYTES,
     Offload,
     OffloadFraction,
+    OffloadTo,
     OptimizerBits,
     PageBytes,
     PageOptimizer,
+    named_places,
 )
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL
@@ -89,10 +92,7 @@ class EstimateOptions(BaseModel):
         bool, Field(description="Attention that keeps no scores (or computes them again).")
     ] = False
     offload: Offload = ()
-    offload_to: Annotated[
-        Literal["host", "disk"],
-        Field(description="Where it is kept; gradients are always kept in host memory."),
-    ] = "host"
+    offload_to: OffloadTo = HOST
     offload_fraction: OffloadFraction = None
     page_optimizer: PageOptimizer = None
     page_bytes: PageBytes = PAGE_BYTES
@@ -123,6 +123,12 @@ class EstimateOptions(BaseModel):
             )
         if ACTIVATIONS in self.offload and self.layers is None:
             raise ValueError("--offload activations needs --layers and the shape of a layer")
+        for kind in named_places(self.offload_to):
+            if kind not in self.offload:
+                raise ValueError(
+                    f"--offload-to {self.offload_to} has a place for {kind}, but --offload has "
+                    f"{', '.join(self.offload) or 'nothing'}"
+                )
         if self.optimizer_bits == 8 and self.optimizer not in _QUANTISED:
             raise ValueError(
                 f"--optimizer-bits 8 is for {', '.join(_QUANTISED)}, not for {self.optimizer}"
@@ -140,6 +146,11 @@ class EstimateOptions(BaseModel):
             raise ValueError(
                 f"--page-optimizer {self.page_optimizer} updates on the device, and --offload optimizer on the host; "
                 "leave one of them out"
+            )
+        if self.optimizer not in PAGED_NUMBERS:
+            raise ValueError(
+                f"--page-optimizer {self.page_optimizer} has no effect: {self.optimizer} keeps no states of single "
+                "elements"
             )
         if parse_bytes(self.page_optimizer) < _LEAST_SLOTS * size_bytes:
             raise ValueError(

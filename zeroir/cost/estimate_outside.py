@@ -9,8 +9,10 @@ from zeroir.config.offload_fields import (
     ACTIVATIONS,
     DISK_PIECE_NUMEL,
     GRADIENTS,
+    HOST,
     OPTIMIZER,
     PARAMETERS,
+    place_of,
 )
 from zeroir.cost.estimate_options import (
     MOST_SLOTS,
@@ -22,6 +24,7 @@ from zeroir.cost.estimate_options import (
     optimizer_bytes_per_parameter,
 )
 from zeroir.ir.amounts import parse_bytes
+from zeroir.ir.buffers import Space
 
 UNITS_HELD: Final = 2
 """Units with gathered parameters, and units with full gradients, at once: the defaults of the compiler."""
@@ -91,11 +94,13 @@ def staging_at(stage: int, options: EstimateOptions) -> Staging | None:
     if OPTIMIZER in kinds:
         host += held * owned * (0 if GRADIENTS in kinds else item)
         host += held * owned * (item if has_master(options) else 0)
-    if options.offload_to == "disk":
-        piece = min(DISK_PIECE_NUMEL, owned)
-        loaded = optimizer_bytes_per_parameter(options) if OPTIMIZER in kinds else 0.0
-        loaded += item if PARAMETERS in kinds or not has_master(options) else 0
-        host += held * piece * loaded
+    piece = min(DISK_PIECE_NUMEL, owned)
+    if OPTIMIZER in kinds and _is_on_disk(OPTIMIZER, options):
+        host += held * piece * optimizer_bytes_per_parameter(options)
+    # Without master weights the host updates the parameters where they are, or a copy that belongs to the optimizer.
+    owner = PARAMETERS if PARAMETERS in kinds else OPTIMIZER
+    if owner in kinds and _is_on_disk(owner, options):
+        host += held * piece * (item if owner == PARAMETERS or not has_master(options) else 0)
     return Staging(device=device, host=host)
 
 
@@ -118,17 +123,20 @@ def outside_at(stage: int, options: EstimateOptions, saved_bytes: int) -> Outsid
     count, ranks, item = options.params, options.world_size, options.itemsize_bytes
     owned = count / (ranks if stage >= 1 else 1)
     held = count / (ranks if stage >= 3 else 1)
-    gradients = kept = down = up = states = load = store = 0.0
-    updated = 0.0
+    gradients = down = up = states = updated = load = store = 0.0
+    kept = {Space.HOST: 0.0, Space.DISK: 0.0}
     if OPTIMIZER in options.offload:
         updated = owned * (1.0 if options.offload_fraction is None else options.offload_fraction)
         states = optimizer_bytes_per_parameter(options) * updated
         # Without master weights the host updates a copy of the parameters.
         copied = 0.0 if has_master(options) or PARAMETERS in options.offload else item * updated
-        kept += states + copied
         down += item * updated
-        load += states + copied
-        store += states + copied
+        if _is_on_disk(OPTIMIZER, options):
+            kept[Space.DISK] += states + copied
+            load += states + copied
+            store += states + copied
+        else:
+            kept[Space.HOST] += states + copied
         if PARAMETERS not in options.offload or stage in (1, 2):
             up += item * updated
     if GRADIENTS in options.offload:
@@ -136,24 +144,35 @@ def outside_at(stage: int, options: EstimateOptions, saved_bytes: int) -> Outsid
         down += item * (owned - updated)
         up += item * (owned - updated)
     if PARAMETERS in options.offload:
-        kept += item * held
         # Without master weights the device's update needs them once more.
         up += 2 * item * held + (0.0 if has_master(options) else item * (owned - updated))
         down += item * (held if stage in (1, 2) else held - updated)
         # So does the host's, and in stages 1 and 2 the new parameters are gathered from their home.
         again = (0 if has_master(options) else owned) + (updated if stage in (1, 2) else 0)
-        load += item * (2 * held + again)
-        store += item * (held + (updated if stage in (1, 2) else 0))
-    is_disk = options.offload_to == "disk"
-    saved = saved_bytes if ACTIVATIONS in options.offload else 0
+        if _is_on_disk(PARAMETERS, options):
+            kept[Space.DISK] += item * held
+            load += item * (2 * held + again)
+            store += item * (held + (updated if stage in (1, 2) else 0))
+        else:
+            kept[Space.HOST] += item * held
+    if ACTIVATIONS in options.offload:
+        down += saved_bytes
+        up += saved_bytes
+        if _is_on_disk(ACTIVATIONS, options):
+            kept[Space.DISK] += saved_bytes
+            load += saved_bytes
+            store += saved_bytes
+        else:
+            kept[Space.HOST] += saved_bytes
     return Outside(
-        host=gradients + (0.0 if is_disk else kept + saved),
-        disk=kept + saved if is_disk else 0.0,
+        host=gradients + kept[Space.HOST],
+        disk=kept[Space.DISK],
         states=states,
         moved=MovedBytes(
-            to_host=round(down + saved),
-            to_device=round(up + saved),
-            load=round(load + saved) if is_disk else 0,
-            store=round(store + saved) if is_disk else 0,
+            to_host=round(down), to_device=round(up), load=round(load), store=round(store)
         ),
     )
+
+
+def _is_on_disk(kind: str, options: EstimateOptions) -> bool:
+    return place_of(options.offload_to, kind) != HOST

@@ -265,7 +265,7 @@ def _beside_table(estimate: Estimate) -> Table:
 
 def _outside_table(estimate: Estimate) -> Table:
     """What is kept outside the device, and what a step copies for it."""
-    is_disk = estimate.options.offload_to == "disk"
+    is_disk = any(stage.disk_bytes for stage in estimate.stages)
     figures = ["on the host", *["on disk"] * is_disk, "to host", "to device"]
     figures += ["loaded", "stored"] * is_disk
     table = columns_table(
