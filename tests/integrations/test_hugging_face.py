@@ -44,6 +44,8 @@ def test_arguments_that_an_engine_cannot_follow_are_refused(
     saving = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
     with pytest.raises(UserError, match=sentence):
         ZeroirTrainer(workers.model(), workers.arguments(tmp_path, **saving, **given))
+    with pytest.raises(UserError, match="leave order= out"):
+        ZeroirTrainer(zeroir_options={"order": "layer"})
 
 
 def test_a_rank_alone_trains_with_the_users_optimizer_and_schedule(tmp_path: Path) -> None:

@@ -70,6 +70,11 @@ class ZeroirTrainer(Trainer):
         if args is not None:
             _require_supported(args)
         self._options: CompileKeywords = zeroir_options or {}
+        if self._options.get("order", "step") != "step":
+            raise UserError(
+                "ZeroirTrainer takes micro-batches one by one, and reports the loss of each: leave order= out of "
+                "zeroir_options."
+            )
         self._returns_model = return_model
         self._running: EngineOfTrainer | None = None
         super().__init__(cast("Any", model), args, **cast("dict[str, Any]", others))
