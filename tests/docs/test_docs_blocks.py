@@ -155,10 +155,9 @@ def check_python(block: Block, directory: Path, *, is_forked: bool) -> None:
     script = directory / f"block_{block.line}.py"
     script.write_text(block.text, encoding="utf-8")
     if block.ranks is not None:
-        # The ranks come of a process that has imported torch.
-        launch = ["--standalone", f"--nproc-per-node={block.ranks}", "-m"]
-        launch += ["tests.docs.script_of_a_rank", script.name]
-        result = run_forked("torch.distributed.run", launch, directory, PLAIN, is_merged=True)
+        # As a user starts them: the agent and its ranks are no forks.
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={block.ranks}"]
+        result = _run([sys.executable, *launch, script.name], directory)
     elif is_forked:
         result = run_forked(script.name, [], directory, PLAIN, is_merged=True)
     else:
