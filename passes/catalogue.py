@@ -15,6 +15,7 @@ from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
 from zeroir.passes.overlap_update import OverlapUpdate
+from zeroir.passes.overlap_uploads import OverlapUploads
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.prefetch import PrefetchGathers
@@ -48,6 +49,7 @@ PASSES: tuple[type[Pass], ...] = (
     OffloadParameters,
     OffloadActivations,
     OffloadToDisk,
+    OverlapUploads,
     SaveState,
     PlanMemory,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zeroir.config import CompileOptions
-from zeroir.config.offload_fields import KEPT_ON_DISK
+from zeroir.config.offload_fields import KEPT_ON_DISK, OPTIMIZER
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.program import Program
 from zeroir.passes.all_reduce_gradients import AllReduceGradients
@@ -25,6 +25,7 @@ from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
 from zeroir.passes.overlap_update import OverlapUpdate
+from zeroir.passes.overlap_uploads import OverlapUploads
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.prefetch import PrefetchGathers
@@ -170,6 +171,8 @@ def _offload(options: CompileOptions) -> tuple[Pass, ...]:
         # What the next step reads at once, the gradients, stays in host memory.
         kept = tuple(kind for kind in options.offload if kind in KEPT_ON_DISK)
         made.append(OffloadToDisk(what=kept, cache_bytes=options.host_cache_bytes))
+    if OPTIMIZER in options.offload:
+        made.append(OverlapUploads())
     return tuple(made)
 
 

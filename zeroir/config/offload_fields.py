@@ -80,8 +80,8 @@ OffloadTo = Annotated[
 HostCache = Annotated[
     OptionalAmount,
     Field(
-        description="Host memory of a rank, such as 64GiB, that keeps a part of what would be on disk: what a step would "
-        "load and store most often (--offload-to disk). [default: only what is worked on]"
+        description="Host memory of a rank, such as 64GiB, that keeps a part of what would be on disk: what a step "
+        "would load and store most often (--offload-to disk). [default: only what is worked on]"
     ),
 ]
 
