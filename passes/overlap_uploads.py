@@ -57,14 +57,14 @@ class OverlapUploads(Pass):
 
     def __call__(self, program: Program) -> Program:
         """The program with its last copies up pending at all joints; as it was where there are none."""
-        crossing = _Crossing(program)
+        uploads = _PendingUploads(program)
         done_within = Touched(program)
         for name in (UPDATE, LAST_MICRO_STEP):
             section = program.section_by_name.get(name)
             # An update in the micro-step leaves no copies to the section behind it.
-            if section is not None and not crossing.arriving:
-                crossing.add(section, _last_ops(section, program, done_within))
-        return crossing.program() if crossing.arriving else program
+            if section is not None and not uploads.arriving:
+                uploads.add(section, _last_ops(section, program, done_within))
+        return uploads.program() if uploads.arriving else program
 
 
 def _last_ops(section: Section, program: Program, done_within: Touched) -> Set[int]:
@@ -91,7 +91,7 @@ def _last_ops(section: Section, program: Program, done_within: Touched) -> Set[i
 
 
 @dataclass(slots=True)
-class _Crossing:
+class _PendingUploads:
     """The events that cross the joints, in the order of their ops, and the regions that are whole only after them."""
 
     _program: Program

@@ -31,6 +31,7 @@ from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
 from zeroir.passes.overlap_update import OverlapUpdate
+from zeroir.passes.overlap_uploads import OverlapUploads
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
 from zeroir.passes.plan_memory import PlanMemory
@@ -81,6 +82,7 @@ LINKS: Final = (
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadParameters()),
     Link(logical=AWAY, step=OffloadActivations(units=("a",), smallest=0)),
     Link(logical=LOGICAL, earlier=(*CHAIN[:8], OffloadOptimizer()), step=OffloadToDisk()),
+    Link(logical=LOGICAL, earlier=(*CHAIN[:8], OffloadOptimizer()), step=OverlapUploads()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=SaveState()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=PlanMemory()),
 )

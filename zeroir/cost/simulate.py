@@ -210,7 +210,7 @@ def simulate_evaluation(program: Program, machine: Machine) -> float | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Window:
+class _StepTime:
     """The time of the step that is reported, from the beginning of the simulation on."""
 
     start_ns: int
@@ -228,13 +228,13 @@ class _SimulatedSteps:
     first: int = 0
     joints: tuple[int, int] | None = None
 
-    def window(self, timelines: Sequence[Timeline]) -> _Window:
+    def window(self, timelines: Sequence[Timeline]) -> _StepTime:
         """The time of the last step."""
         if self.joints is None:
             ends = (end_ns for timeline in timelines for end_ns in timeline.end_ns)
-            return _Window(start_ns=0, end_ns=max(ends, default=0))
+            return _StepTime(start_ns=0, end_ns=max(ends, default=0))
         start, end = self.joints
-        return _Window(
+        return _StepTime(
             start_ns=max(timeline.end_ns[start] for timeline in timelines),
             end_ns=max(timeline.end_ns[end] for timeline in timelines),
         )
@@ -311,7 +311,7 @@ def _class_result(
     durations: Durations,
     rank_class: RankClass,
     timeline: Timeline,
-    window: _Window,
+    window: _StepTime,
 ) -> ClassResult:
     spans: list[Span] = []
     busy_ns: dict[str, int] = {}
@@ -365,7 +365,7 @@ def _class_result(
 
 
 def _outside_ns(
-    intervals: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]], window: _Window
+    intervals: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]], window: _StepTime
 ) -> int:
     """The length of the first union of intervals within a window, less its intersection with the second one."""
     marks: list[tuple[int, int, int]] = []
@@ -385,7 +385,7 @@ def _outside_ns(
 
 
 def _critical_path(
-    steps: _SimulatedSteps, timelines: Sequence[Timeline], window: _Window
+    steps: _SimulatedSteps, timelines: Sequence[Timeline], window: _StepTime
 ) -> tuple[PathItem, ...]:
     """The chain of causes, within the step, that ends with its end; tasks without a duration are left out."""
     tasks = steps.tasks
