@@ -6,14 +6,14 @@ time; the kernels are many small ones, so that a step takes several times as lon
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from zeroir.ir.eight_bit_states import blocks_numel
 from zeroir.ir.ops import Algorithm
-from zeroir.runtime import optim
+from zeroir.runtime.chunked_update import GroupPieces
 from zeroir.runtime.eight_bit_states import Scratch, code_map, narrow, widen
 from zeroir.workspace.op_scratch import CODED_CHUNK_NUMEL, CODED_CPU_CHUNK_NUMEL
 
@@ -25,14 +25,6 @@ class CodedState:
     codes: Tensor
     absmax: Tensor
     signed: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPieces:
-    """The parts of a region that a group has, and its operands, whose params, grads and states are empty."""
-
-    pieces: Sequence[slice]
-    operands: optim.Operands
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,24 +64,7 @@ class CodedUpdate:
             codes, absmax = state.codes[chunk], state.absmax[blocks]
             widen(codes, absmax, wide, scratch, signed=state.signed)
         for group in self.groups:
-            pieces = list(_within(group.pieces, chunk))
-            if not pieces:
-                continue
-            operands = replace(
-                group.operands,
-                params=[self.param[chunk][piece] for piece in pieces],
-                grads=[self.grad[chunk][piece] for piece in pieces],
-                states=[[wide[piece] for piece in pieces] for wide in values],
-            )
-            optim.update(self.algorithm, operands)
+            group.update(self.algorithm, chunk, self.param[chunk], self.grad[chunk], values)
         for state, wide in zip(self.states, values, strict=True):
             codes, absmax = state.codes[chunk], state.absmax[blocks]
             narrow(wide, codes, absmax, scratch, signed=state.signed, is_skipped=is_skipped)
-
-
-def _within(pieces: Sequence[slice], chunk: slice) -> Iterator[slice]:
-    """The parts of pieces within a chunk, counted from its first element."""
-    for piece in pieces:
-        start, stop = max(piece.start, chunk.start), min(piece.stop, chunk.stop)
-        if start < stop:
-            yield slice(start - chunk.start, stop - chunk.start)
