@@ -18,16 +18,16 @@ parameters. A program without such a decision is unchanged: ``overlap-update`` h
 What ``speculate-update`` changes::
 
     + buffer %guessed_divisor : f32[1] device scalar = value guessed_divisor
-    + buffer %a.param.kept : f32[256] host param
+    + buffer %b.param.kept : f32[256] host param
       section last_micro_step {
     + guess step=%step next_step=%guessed_step gradient_divisor=%guessed_divisor divisor=2  stream=update_out
-    + speculative_step momentum param=%a.param.host grad=%a.grad states=(%a.momentum_buffer) kept=(%a.param.kept, …) …
-    + exit %a.param.host = param a @dp version=1 guessed
+    + speculative_step momentum param=%b.param.host grad=%b.grad states=(%b.momentum_buffer) kept=(%b.param.kept, …
+    + exit %b.param.host = param b @dp version=1 guessed
       section update {
-    - decide step=%step gradient_divisor=%divisor divisor=2 norm=%norm max_norm=1.0
-    + decide step=%step gradient_divisor=%divisor divisor=2 norm=%norm max_norm=1.0 guess=%guessed_divisor redo=%redo
-    - optimizer_step momentum param=%a.param.host grad=%a.grad states=(%a.momentum_buffer) …
-    + commit_step momentum param=%a.param.host grad=%a.grad states=(%a.momentum_buffer) kept=(…) redo=%redo.host …
+    - decide step=%step gradient_divisor=%divisor divisor=2 norm=%norm max_norm=1.0  stream=compute
+    + decide step=%step gradient_divisor=%divisor divisor=2 norm=%norm max_norm=1.0 guess=%guessed_divisor redo=…
+    - !5 = optimizer_step momentum param=%a.param.host grad=%a.grad states=(%a.momentum_buffer) …
+    + !5 = commit_step momentum param=%a.param.host grad=%a.grad states=(%a.momentum_buffer) kept=(%a.param.kept, …
 """
 
 from __future__ import annotations
@@ -69,9 +69,14 @@ class SpeculateUpdate(Pass):
             return program
         decisions = [op for op in update.body if isinstance(op, ops.Decide)]
         steps = tuple(_steps(program, last, update))
-        if len(decisions) != 1 or not steps:
+        if len(decisions) != 1 or not _rests_on_gradients(decisions[0]) or not steps:
             return program
         return _Speculation(program, decisions[0], steps).run()
+
+
+def _rests_on_gradients(decision: ops.Decide) -> bool:
+    """Whether the decision is one that a guess can be about: to clip, or to skip the step."""
+    return decision.norm is not None or decision.overflow is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

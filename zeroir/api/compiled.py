@@ -71,12 +71,9 @@ class CompiledProgram:
         if "speculate" not in requested:
             given["speculate"] = None
         if requested.get("offload") == ADAPTIVE:
-            given |= {
-                "offload": ADAPTIVE,
-                "offload_to": requested["offload_to"],
-                "offload_units": (),
-            }
-        return self.options.model_copy(update=given)
+            places = {name: requested.get(name) for name in ("offload_to", "host_cache")}
+            given |= {"offload": ADAPTIVE, **places, "offload_units": ()}
+        return make_options({**self.options.model_dump(), **given})
 
     @property
     def config(self) -> ConfigRecord | None:
