@@ -8,9 +8,10 @@ skips. A ``speculative_step`` takes them, and keeps the old master weights and s
 the section ``update`` does nothing where they are equal. Elsewhere it puts back what is kept, and unless the step is
 skipped, it takes the step again. So each element is the same as without speculation, whatever the guess.
 
-All that follows an update, such as rounding the master weights, copies up and gathers, stays behind ``commit_step``.
-The gradient of a flat stays in host memory until then. Kept elements and such gradients are temporary buffers that are
-live across the joint.
+The speculative step also rounds new master weights to 16 bits, where these go up from a buffer of their own. All else
+that follows an update, such as copies up, gathers and averages, stays behind ``commit_step``. The gradient of a flat
+stays in host memory until then. What is kept, rounded, and such gradients are temporary buffers that are live across
+the joint.
 
 A flat whose states are on a disk or have 8 bits is updated behind the decision, as one whose optimizer works on whole
 parameters. A program without such a decision is unchanged: ``overlap-update`` has moved its updates already.
@@ -38,7 +39,7 @@ from typing import ClassVar
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
-from zeroir.ir.contents import FlatContent, NamedContent
+from zeroir.ir.contents import PARAM, FlatContent, NamedContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.effects import effects
 from zeroir.ir.mesh import OPTIMIZER
@@ -84,11 +85,13 @@ class _Step:
     """An optimizer step on the host, and its gradient there.
 
     ``widened`` is the temporary buffer in which the update widens the gradient. Where the gradient rests on the device,
-    ``down`` is the copy of it to a temporary buffer, and ``content`` what that buffer then holds.
+    ``down`` is the copy of it to a temporary buffer, and ``content`` what that buffer then holds. ``rounding`` is the
+    cast of new master weights to a temporary buffer, from which they go up.
     """
 
     op: ops.OptimizerStep
     gradient: Region
+    rounding: ops.Cast | None = None
     widened: str | None = None
     down: ops.ToHost | None = None
     content: FlatContent | None = None
@@ -100,7 +103,7 @@ def _steps(program: Program, last: Section, update: Section) -> Iterator[_Step]:
         if isinstance(op, ops.OptimizerStep) and _is_on_host(op, program):
             step = _step(program, op, last.exit, update.body[:index])
             if step is not None:
-                yield step
+                yield replace(step, rounding=_rounding(program, op, update.body))
 
 
 def _step(
@@ -125,6 +128,18 @@ def _step(
     if content is None or down.destination != gradient or _writers(before, down.source.buffer):
         return None
     return replace(step, down=down, content=content)
+
+
+def _rounding(program: Program, op: ops.OptimizerStep, body: Sequence[Op]) -> ops.Cast | None:
+    """The cast of the master weights that a step has updated, if its result is in a buffer of its own."""
+    for cast in body:
+        if not isinstance(cast, ops.Cast) or cast.source != op.param:
+            continue
+        buffer = program.buffer_by_name[cast.destination.buffer]
+        is_own = not buffer.is_persistent and cast.destination == whole(buffer)
+        if is_own and _writers(body, buffer.name) == [cast]:
+            return cast
+    return None
 
 
 def _writers(body: Sequence[Op], name: str) -> list[Op]:
@@ -186,11 +201,14 @@ class _Speculation:
             self.program,
             lambda section: changed[section.name](section) if section.name in changed else section,
         )
-        gradients = {step.gradient.buffer for step in self.steps if step.down is not None}
+        # These stay from one section to the next, so no bound on staging may count them.
+        roles = {step.gradient.buffer: Role.GRAD for step in self.steps if step.down is not None}
+        roles |= dict.fromkeys(self._rounded(), Role.PARAM)
         widened = {step.widened for step in self.steps}
         buffers = [
-            # It stays from one section to the next, so no bound on staging may count it.
-            replace(buffer, role=Role.GRAD) if buffer.name in gradients else buffer
+            buffer
+            if buffer.is_persistent
+            else replace(buffer, role=roles.get(buffer.name, buffer.role))
             for buffer in program.buffers
             if buffer.name not in widened
         ]
@@ -199,6 +217,11 @@ class _Speculation:
             buffers=(*buffers, *self.added),
             streams=with_update_streams(program.streams),
         )
+
+    def _rounded(self) -> list[str]:
+        """The buffers of rounded master weights."""
+        casts = (step.rounding for step in self.steps)
+        return [cast.destination.buffer for cast in casts if cast is not None]
 
     # ------------------------------------------------------------------------------------------------------- buffers
 
@@ -241,6 +264,7 @@ class _Speculation:
             grad=step.gradient,
             states=op.states,
             kept=tuple(map(whole, kept)),
+            rounded=None if step.rounding is None else step.rounding.destination,
             step=op.step,
             lr=op.lr,
             hyper=op.hyper,
@@ -255,6 +279,10 @@ class _Speculation:
             guessed = replace(content, version=1, guessed=True)
             result.holdings.append(Holding(region=region, content=guessed))
             result.holdings.append(Holding(region=whole(buffer), content=content))
+        if step.rounding is not None:
+            content = rewrite.content_of(op.param, self.program)
+            guessed = replace(content, quantity=PARAM, version=1, guessed=True)
+            result.holdings.append(Holding(region=step.rounding.destination, content=guessed))
         if step.content is not None:
             result.holdings.append(Holding(region=step.gradient, content=step.content))
         return result
@@ -264,6 +292,7 @@ class _Speculation:
         held = [holding for kept in self.kept for holding in kept.holdings]
         live = [buffer.name for kept in self.kept for buffer in kept.buffers]
         live += [step.gradient.buffer for step in self.steps if step.down is not None]
+        live += self._rounded()
         return replace(state, live=(*state.live, *live), holdings=(*state.holdings, *held))
 
     def _last(self, last: Section) -> Section:
@@ -315,7 +344,9 @@ class _Speculation:
             if step.down is not None:
                 alloc = ops.Alloc(buffer=step.gradient.buffer, stream=step.down.stream)
                 yield (alloc, step.down)
-            allocs = (ops.Alloc(buffer=b.name, stream=kept.op.stream) for b in kept.buffers)
+            begun = [buffer.name for buffer in kept.buffers]
+            begun += [] if step.rounding is None else [step.rounding.destination.buffer]
+            allocs = (ops.Alloc(buffer=name, stream=kept.op.stream) for name in begun)
             yield (*allocs, kept.op)
 
     def _weight_ops(self) -> Iterator[Op]:
@@ -368,6 +399,7 @@ class _Speculation:
         }
         widened = {step.widened for step in self.steps if step.widened is not None}
         came_down = {step.gradient.buffer for step in self.steps if step.down is not None}
+        rounded = set(self._rounded())
         last_step = max(
             index
             for index, op in enumerate(update.body)
@@ -384,7 +416,9 @@ class _Speculation:
                     pass
                 case ops.ToHost() if op.destination.buffer in came_down:
                     pass
-                case ops.Cast() if op.destination.buffer in widened:
+                case ops.Cast() if op.destination.buffer in widened | rounded:
+                    pass
+                case ops.Alloc() if op.buffer in rounded:
                     pass
                 case _:
                     body.append(op)
@@ -408,6 +442,7 @@ class _Speculation:
             grad=step.gradient,
             states=op.states,
             kept=kept.op.kept,
+            rounded=kept.op.rounded,
             redo=whole(self.redo_on_host),
             step=op.step,
             lr=op.lr,

@@ -53,7 +53,7 @@ class SpeculativeUpdate:
     """The ops ``speculative_step`` and ``commit_step`` of a region on one rank.
 
     ``param``, ``states`` and what is ``kept`` of them, in this order, are f32 in host memory; ``grad`` has any floating
-    dtype and stays as it is.
+    dtype and stays as it is, and ``rounded`` follows ``param`` in its own.
     """
 
     algorithm: Algorithm
@@ -62,6 +62,7 @@ class SpeculativeUpdate:
     states: Sequence[Tensor]
     kept: Sequence[Tensor]
     groups: Sequence[GroupPieces]
+    rounded: Tensor | None
 
     def speculate(self) -> None:
         """Keep the old elements, and update them."""
@@ -93,3 +94,5 @@ class SpeculativeUpdate:
         states = [state[chunk] for state in self.states]
         for group in self.groups:
             group.update(self.algorithm, chunk, self.param[chunk], scratch, states)
+        if self.rounded is not None:
+            self.rounded[chunk].copy_(self.param[chunk])

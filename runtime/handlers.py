@@ -352,6 +352,7 @@ def _speculative_update(
         grad=memory.region(op.grad),
         states=[memory.region(state) for state in op.states],
         kept=[memory.region(kept) for kept in op.kept],
+        rounded=_region(memory, op.rounded),
         groups=_group_pieces(op, memory, program),
     )
 

@@ -156,6 +156,8 @@ def _speculation(program: Program, chance: Random) -> Program | None:
                 (replace(op, lr=op.gradient_divisor, gradient_divisor=op.lr),),
                 (replace(op, step=op.gradient_divisor, gradient_divisor=op.step),),
                 (replace(op, others=()),),
+                (replace(op, rounded=None),),
+                (replace(op, rounded=like.rounded),),
                 (op, op),
             ]
         case ops.CommitStep():
@@ -170,6 +172,8 @@ def _speculation(program: Program, chance: Random) -> Program | None:
                 (replace(op, grad=like.grad),),
                 (replace(op, skip=None),),
                 (replace(op, others=()),),
+                (replace(op, rounded=None),),
+                (replace(op, rounded=like.rounded),),
                 (op, op),
             ]
         case _:

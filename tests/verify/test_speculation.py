@@ -119,25 +119,29 @@ def said_to_be_final() -> Program:
     return map_sections(CASE.scheduled, change)
 
 
-def rounded_before_the_commit() -> Program:
-    """A cast of the guessed master weights goes up to the device."""
+def up_before_the_commit() -> Program:
+    """Guessed parameters go up to the device."""
     place, commit = first(CASE.scheduled, ops.CommitStep)
-    cast, op = next(
-        (p, o)
-        for p in places(CASE.scheduled, lambda op: isinstance(op, ops.Cast))
-        if isinstance(o := at(CASE.scheduled, p), ops.Cast) and o.source == commit.param
+    (_, copied), copy = next(
+        (p, op)
+        for p in places(CASE.scheduled, lambda op: isinstance(op, ops.ToDevice))
+        if isinstance(op := at(CASE.scheduled, p), ops.ToDevice) and op.source == commit.rounded
     )
 
     def swapped(body: list[Op]) -> None:
-        alloc = next(
-            o for o in body if isinstance(o, ops.Alloc) and o.buffer == op.destination.buffer
-        )
-        body.remove(alloc)
-        body.remove(op)
-        body[place[1] : place[1]] = [alloc, op]
+        del body[copied]
+        body.insert(place[1], copy)
 
-    assert cast[0] == place[0]
     return edit(CASE.scheduled, place[0], swapped)
+
+
+def rounded_elsewhere() -> Program:
+    """The commit follows another flat's rounded parameters."""
+    (place, *_, other) = places(CASE.scheduled, lambda op: isinstance(op, ops.CommitStep))
+    op, like = at(CASE.scheduled, place), at(CASE.scheduled, other)
+    assert isinstance(op, ops.CommitStep)
+    assert isinstance(like, ops.CommitStep)
+    return put(CASE.scheduled, place, replace(op, rounded=like.rounded))
 
 
 BROKEN: dict[str, tuple[Callable[[], Program], str, str]] = {
@@ -182,7 +186,13 @@ BROKEN: dict[str, tuple[Callable[[], Program], str, str]] = {
     "a guess without the loss scale": (another_scale, "Z405", "guess ignores the loss scale"),
     "another comparison": (another_comparison, "Z405", "which is no guess"),
     "said to be final": (said_to_be_final, "Z403", "after a speculative step"),
-    "rounded before the commit": (rounded_before_the_commit, "Z40", "a speculative step"),
+    "up before the commit": (up_before_the_commit, "Z403", "a speculative step"),
+    "rounded elsewhere": (rounded_elsewhere, "Z403", "as its rounded param"),
+    "not rounded again": (
+        lambda: change_commit(lambda op: (replace(op, rounded=None),)),
+        "Z403",
+        "a speculative step",
+    ),
 }
 
 

@@ -253,16 +253,16 @@ class SpeculativeStep(Update):
 
     It is an ``optimizer_step`` whose ``step`` and ``gradient_divisor`` a ``guess`` wrote, and which never skips.
     ``kept`` are regions like ``param`` and ``states``, in this order. ``grad`` stays as it is; it has any
-    floating-point dtype, and is widened to FP32 chunk by chunk. Only optimizers that work element by element, with
-    FP32 states, have such steps.
+    floating-point dtype, and is widened to FP32 chunk by chunk. ``rounded`` gets the updated parameters, rounded to
+    its dtype. Only optimizers that work element by element, with FP32 states, have such steps.
     """
 
     syntax = (
-        "{algorithm} param={param} grad={grad} states=({states}) kept=({kept}) step={step} lr={lr} hyper={hyper}"
-        " gradient_divisor={gradient_divisor} | group={group} [others=({others})]"
+        "{algorithm} param={param} grad={grad} states=({states}) kept=({kept}) [rounded={rounded}] step={step} lr={lr}"
+        " hyper={hyper} gradient_divisor={gradient_divisor} | group={group} [others=({others})]"
     )
     participle = "updated"
-    same_elements = ("param", "grad", "states", "kept")
+    same_elements = ("param", "grad", "states", "kept", "rounded")
 
     algorithm: Attribute[Algorithm]
     param: Accumulated[Region]
@@ -274,6 +274,7 @@ class SpeculativeStep(Update):
     hyper: Read[Region]
     gradient_divisor: Read[Region]
     stream: StreamName[str]
+    rounded: Written[Region] | None = None
     group: Attribute[str] = "default"
     others: tuple[GroupSettings, ...] = ()
     event: Signalled[str] | None = None
@@ -290,16 +291,17 @@ class CommitStep(Update):
     """Make a speculative step final.
 
     Where ``redo`` is 0 the guess was right, and ``param`` and ``states`` stay as they are. Else they get the elements
-    of ``kept`` back, and unless ``skip`` is 1 the step is taken again, with the scalars of the decision. ``kept`` and
-    the other fields are those of the ``speculative_step``; ``grad`` stays as it is.
+    of ``kept`` back, and unless ``skip`` is 1 the step is taken again, with the scalars of the decision; ``rounded``
+    follows ``param``. These and the other fields are those of the ``speculative_step``; ``grad`` stays as it is.
     """
 
     syntax = (
-        "{algorithm} param={param} grad={grad} states=({states}) kept=({kept}) redo={redo} step={step} lr={lr}"
-        " hyper={hyper} gradient_divisor={gradient_divisor} [skip={skip}] | group={group} [others=({others})]"
+        "{algorithm} param={param} grad={grad} states=({states}) kept=({kept}) [rounded={rounded}] redo={redo}"
+        " step={step} lr={lr} hyper={hyper} gradient_divisor={gradient_divisor} [skip={skip}] | group={group}"
+        " [others=({others})]"
     )
     participle = "committed"
-    same_elements = ("param", "grad", "states", "kept")
+    same_elements = ("param", "grad", "states", "kept", "rounded")
 
     algorithm: Attribute[Algorithm]
     param: Accumulated[Region]
@@ -313,6 +315,7 @@ class CommitStep(Update):
     gradient_divisor: Read[Region]
     stream: StreamName[str]
     skip: Read[Region] | None = None
+    rounded: Accumulated[Region] | None = None
     group: Attribute[str] = "default"
     others: tuple[GroupSettings, ...] = ()
     event: Signalled[str] | None = None

@@ -50,7 +50,7 @@ def speculative_step(run: SectionRun, op: ops.SpeculativeStep) -> None:
             op.gradient_divisor.buffer,
             op.step.buffer,
         )
-        _poison(run, (op.param, *op.states, *op.kept))
+        _poison(run, (*_changed(op), *op.kept))
         return
     check_settings(run, op)
     old = [run.take(region, "Z403") for region in (op.param, *op.states)]
@@ -65,7 +65,7 @@ def commit_step(run: SectionRun, op: ops.CommitStep) -> None:
     check_scalars(run, op)
     number = decision_number(run, op.gradient_divisor, "divisor")
     if number is None:
-        _poison(run, (op.param, *op.states))
+        _poison(run, _changed(op))
         return
     guess = run.guesses.get(number)
     if guess is None or decision_number(run, op.redo, "redo") != number:
@@ -75,9 +75,13 @@ def commit_step(run: SectionRun, op: ops.CommitStep) -> None:
             op.redo.buffer,
             advice="Give it the `redo` of the decision, which compares itself with the guess.",
         )
-        _poison(run, (op.param, *op.states))
+        _poison(run, _changed(op))
         return
     _change(run, op, _Change((1, _guess(run, op, guess)), (1, None)), run.steps)
+
+
+def _changed(op: _Speculation) -> tuple[Region, ...]:
+    return (op.param, *op.states, *(() if op.rounded is None else (op.rounded,)))
 
 
 def _poison(run: SectionRun, regions: Iterable[Region]) -> None:
@@ -103,7 +107,9 @@ def _change(run: SectionRun, op: _Speculation, change: _Change, steps: list[Step
     regions = (op.param, *op.states)
     taken = [run.take(region, "Z403") for region in regions]
     kept = [run.take(r, "Z403") for r in op.kept] if isinstance(op, ops.CommitStep) else []
-    written: list[list[tuple[int, int, Value]]] = [[] for _ in regions]
+    is_commit = isinstance(op, ops.CommitStep)
+    rounded = run.take(op.rounded, "Z403") if is_commit and op.rounded is not None else []
+    written: list[list[tuple[int, int, Value]]] = [[] for _ in _changed(op)]
     for a, b, value in taken[0]:
         key = value.key if isinstance(value, Elements) else None
         if (
@@ -130,11 +136,28 @@ def _change(run: SectionRun, op: _Speculation, change: _Change, steps: list[Step
             old = Elements(FlatKey(name, key.flat, 0), value.shift, value.strides)
             check_state(run, op, (f"old {name}", region), pieces, (a, b), old)
         check_gradient(run, op, gradient, (a, b), value, key.flat)
+        if op.rounded is not None:
+            quantities = (*quantities, PARAM)
+            _check_rounding(run, op, op.rounded, key)
+            new = Elements(FlatKey(PARAM, key.flat, *change.before), value.shift, value.strides)
+            check_state(run, op, (f"rounded {PARAM}", op.rounded), rounded, (a, b), new)
         for name, changed in zip(quantities, written, strict=True):
-            new = FlatKey(name, key.flat, *change.after)
-            changed.append((a, b, Elements(new, value.shift, value.strides)))
-    for region, pieces in zip(regions, written, strict=True):
+            after = FlatKey(name, key.flat, *change.after)
+            changed.append((a, b, Elements(after, value.shift, value.strides)))
+    for region, pieces in zip(_changed(op), written, strict=True):
         run.memory.write(region, pieces)
+
+
+def _check_rounding(run: SectionRun, op: _Speculation, rounded: Region, key: FlatKey) -> None:
+    """Only master weights are rounded, and to the dtype of their flat."""
+    flat = run.program.flat_by_name[key.flat]
+    if key.quantity != MASTER or run.program.buffer_by_name[rounded.buffer].dtype is not flat.dtype:
+        run.fail(
+            "Z403",
+            f"{step_name(op)} rounds {key.quantity} of flat {flat.name} to {spell(rounded, run.program)}, but "
+            f"parameters of this flat are master weights rounded to {flat.dtype}",
+            rounded.buffer,
+        )
 
 
 def _refuse(run: SectionRun, op: _Speculation, value: Value) -> None:

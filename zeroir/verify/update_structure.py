@@ -129,6 +129,9 @@ def _speculation(
     yield from operands.alike(op, ("Z005", "Z004", "Z006"), *regions, *op.kept)
     yield from operands.alike(op, ("Z005", "Z006"), op.param, op.grad)
     yield from operands.floating(op, "reads", op.grad)
+    if op.rounded is not None:
+        yield from operands.alike(op, ("Z005", "Z006"), op.param, op.rounded)
+        yield from operands.floating(op, "rounds to", op.rounded)
     if len(op.kept) != len(regions):
         yield "Z005", f"{title(op)} updates {len(regions)} regions, but keeps {len(op.kept)}"
     yield from _in_lanes(operands, op, *regions, op.grad)
