@@ -65,6 +65,8 @@ def _speculation_problem(options: CompileOptions) -> str | None:
         return "--speculate needs --clip or --precision fp16: without them no decision holds the update back"
     if options.is_offloaded_to_disk:
         return f"--speculate updates states in host memory, but --offload-to {options.offload_to} keeps them on a disk"
+    if options.optimizer_bits != 32:
+        return f"--speculate is for states of 32 bits, but --optimizer-bits is {options.optimizer_bits}"
     return None
 
 
