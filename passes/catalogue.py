@@ -26,6 +26,7 @@ from zeroir.passes.select_saved import SelectSaved
 from zeroir.passes.shard_gradients import ShardGradients
 from zeroir.passes.shard_optimizer import ShardOptimizer
 from zeroir.passes.shard_parameters import ShardParameters
+from zeroir.passes.speculate_update import SpeculateUpdate
 from zeroir.passes.unshard import Unshard
 
 PASSES: tuple[type[Pass], ...] = (
@@ -48,6 +49,7 @@ PASSES: tuple[type[Pass], ...] = (
     OffloadGradients,
     OffloadParameters,
     OffloadActivations,
+    SpeculateUpdate,
     OffloadToDisk,
     OverlapUploads,
     SaveState,

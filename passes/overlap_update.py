@@ -234,10 +234,9 @@ def _results(op: Op, program: Program) -> Iterator[tuple[Region, Content]]:
 def _advanced(region: Region, program: Program) -> Iterator[tuple[Region, Content]]:
     """The next version of a persistent buffer's resting content."""
     match program.buffer_by_name[region.buffer].holds:
-        case FlatContent() as holds:
-            offset = holds.offset + region.offset
-            shard = region.shard or holds.shard
-            yield region, replace(holds, offset=offset, shard=shard, version=holds.version + 1)
+        case FlatContent():
+            content = rewrite.content_of(region, program)
+            yield region, replace(content, version=content.version + 1)
         case NamedContent() as holds:
             yield region, replace(holds, version=holds.version + 1)
         case _:

@@ -36,6 +36,7 @@ from zeroir.passes.select_saved import SelectSaved
 from zeroir.passes.shard_gradients import ShardGradients
 from zeroir.passes.shard_optimizer import ShardOptimizer
 from zeroir.passes.shard_parameters import ShardParameters
+from zeroir.passes.speculate_update import SpeculateUpdate
 from zeroir.passes.unshard import Unshard
 
 __all__ = ["PASSES", "for_options", "for_stage", "lower", "lower_with_proof", "parse_spec"]
@@ -167,6 +168,8 @@ def _offload(options: CompileOptions) -> tuple[Pass, ...]:
                 made.append(OffloadActivations(units=units))
             case _:
                 raise InternalError(f"There is no pass that offloads {kind}.")
+    if options.speculate and "optimizer" in options.offload and not options.is_offloaded_to_disk:
+        made.append(SpeculateUpdate())
     if options.is_offloaded_to_disk:
         # What the next step reads at once, the gradients, stays in host memory.
         kept = tuple(kind for kind in options.offload if kind in KEPT_ON_DISK)

@@ -102,7 +102,7 @@ def _buffers(op: ops.Op) -> Iterator[str]:
     """The buffers that an op uses, begins or ends, except hyper-parameters, which are constants of a graph."""
     effect = effects(op)
     for region in (*effect.reads, *effect.writes, *effect.accumulates):
-        settings = op.settings if isinstance(op, ops.Direction | ops.OptimizerStep) else ()
+        settings = op.settings if isinstance(op, ops.StepOp) else ()
         if not any(region == s.hyper for s in settings):
             yield region.buffer
     yield from effect.allocs
@@ -167,7 +167,7 @@ class SectionGraphs:
                 {
                     settings.hyper.buffer
                     for op in section.body
-                    if isinstance(op, ops.Direction | ops.OptimizerStep)
+                    if isinstance(op, ops.StepOp)
                     for settings in op.settings
                 }
             )

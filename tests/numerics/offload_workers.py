@@ -26,14 +26,15 @@ STEPS: Final = 4
 MICRO_STEPS: Final = 2
 
 
-def logical() -> Program:
-    """A program deep enough that values are away from the device."""
-    return mlp(blocks=4, precision="bf16", micro_steps=MICRO_STEPS)
+def logical(offload: str) -> Program:
+    """A program deep enough that values are away from the device; where an update is speculative, some are clipped."""
+    clip = 10.0 if "speculative" in offload else None
+    return mlp(blocks=4, precision="bf16", micro_steps=MICRO_STEPS, clip=clip)
 
 
 def scheduled(stage: int, world_size: int, offload: str) -> Program:
     """The program at a stage, with these passes and a plan of its memory."""
-    program = logical()
+    program = logical(offload)
     passes = for_stage(stage, world_size, overlap_update=True)
     for step in (*passes, *OFFLOADS[offload], PlanMemory()):
         program = apply(step, program)
@@ -50,7 +51,7 @@ def main(offload: str, backend: str) -> None:
     batches = random_batches(STEPS, world_size, MICRO_STEPS)
     for stage in range(4):
         engine = Engine(scheduled(stage, world_size, offload), backend=Backend(backend))
-        engine.initialise_flats(initial_flats(logical()))
+        engine.initialise_flats(initial_flats(logical(offload)))
         losses = [engine.step(step[rank]).loss for step in batches]
         tensors = {f"{f}/{quantity}": t for (f, quantity), t in engine.full_state().items()}
         tensors["losses"] = torch.tensor(losses, dtype=torch.float64)

@@ -24,7 +24,7 @@ from zeroir.ir.program import LAST_MICRO_STEP
 def test_all_stages_equal_lockstep_bit_for_bit(tmp_path: Path, backend: str, offload: str) -> None:
     ranks = Ranks(3, tmp_path, offload, backend, module="tests.numerics.offload_workers")
     require_success(ranks.wait())
-    program = logical()
+    program = logical(offload)
     expected = [
         run_lockstep(
             lowered(program, stage, 3),

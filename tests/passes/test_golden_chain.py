@@ -18,7 +18,7 @@ from typing import Final
 
 import pytest
 
-from tests.passes.example_programs import AWAY, KEEPING, LOGICAL, SAVING
+from tests.passes.example_programs import AWAY, CLIPPED, KEEPING, LOGICAL, SAVING
 from tests.support.lowering import applied
 from zeroir.ir.program import Program
 from zeroir.ir.text import parse, print_program
@@ -38,6 +38,7 @@ from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.recompute import Recompute
 from zeroir.passes.save_state import SaveState
 from zeroir.passes.select_saved import SelectSaved
+from zeroir.passes.speculate_update import SpeculateUpdate
 from zeroir.passes.unshard import Unshard
 
 GOLDEN: Final = Path(__file__).parent / "golden"
@@ -80,6 +81,11 @@ LINKS: Final = (
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadOptimizer()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadGradients()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadParameters()),
+    Link(
+        logical=CLIPPED,
+        earlier=(*CHAIN[:8], OffloadOptimizer(), OffloadGradients()),
+        step=SpeculateUpdate(),
+    ),
     Link(logical=AWAY, step=OffloadActivations(units=("a",), smallest=0)),
     Link(logical=LOGICAL, earlier=(*CHAIN[:8], OffloadOptimizer()), step=OffloadToDisk()),
     Link(logical=LOGICAL, earlier=(*CHAIN[:8], OffloadOptimizer()), step=OverlapUploads()),

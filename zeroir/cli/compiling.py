@@ -86,6 +86,8 @@ def compile(  # noqa: A001 - the command's name is the field's word
         out.print(render_summary(compiled.summary()))
         if ADAPTIVE in chosen.options.offload:
             out.print(chosen_in_words(compiled.options), markup=False)
+        if compiled.speculation is not None:
+            out.print(compiled.speculation.in_words(), markup=False)
         out.print(f"Wrote {path}.", markup=False)
     return 0
 

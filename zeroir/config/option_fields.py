@@ -23,6 +23,7 @@ from zeroir.config.offload_fields import (
     OptimizerBits,
     PageBytes,
     PageOptimizer,
+    Speculate,
 )
 from zeroir.errors import UserError
 from zeroir.ir.limits import MOST_BYTES, MOST_COUNT, MOST_RANKS
@@ -310,6 +311,7 @@ class OptionFields(BaseModel):
     host_cache: HostCache = None
     offload_units: OffloadUnits = ()
     offload_fraction: OffloadFraction = None
+    speculate: Speculate = None
     page_optimizer: PageOptimizer = None
     page_bytes: PageBytes = PAGE_BYTES
     optimizer_bits: OptimizerBits = 32

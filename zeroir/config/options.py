@@ -12,7 +12,7 @@ from zeroir.config import hyper_parameters
 from zeroir.config.effects import first_without_effect
 from zeroir.config.groups import SEPARATOR, GroupError, GroupSpec, parse_groups
 from zeroir.config.meshes import parse_mesh
-from zeroir.config.offload_fields import HOST
+from zeroir.config.offload_fields import HOST, OPTIMIZER
 from zeroir.config.option_fields import GivenOptions, OptionFields
 from zeroir.config.texts import explain_validation, first_problem, text_of
 from zeroir.errors import UserError
@@ -105,7 +105,18 @@ class CompileOptions(OptionFields):
     @property
     def is_update_overlapped(self) -> bool:
         """Whether the update begins in the backward, which is possible if no decision waits for all gradients."""
-        return self.overlap_update and self.clip is None and self.precision != "fp16"
+        return self.overlap_update and not self.has_decision
+
+    @property
+    def has_decision(self) -> bool:
+        """Whether the update waits for a decision about all gradients: clipping, or whether to skip the step."""
+        return self.clip is not None or self.precision == "fp16"
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether the host's update could begin before such a decision, and nothing says whether it shall."""
+        is_of_host = OPTIMIZER in self.offload and not self.is_offloaded_to_disk
+        return self.speculate is None and is_of_host and self.has_decision
 
     @property
     def has_dynamic_loss_scale(self) -> bool:

@@ -93,7 +93,8 @@ class Simulation:
     ``critical_path`` is in the order of time, and its durations add up to ``step_ns``: each of its ops began as soon as
     the one before it ended. ``flops`` are those of one rank, recomputation included. ``hfu`` is the time that they take
     at the dense peak, as a fraction of the step; ``mfu`` is the same without recomputation. ``evaluation_s`` are the
-    seconds of an evaluation between two steps, None where the program has none or none was simulated.
+    seconds of an evaluation between two steps, None where the program has none or none was simulated. ``redone_s`` are
+    those of a step that undoes its speculative update, None where it has none, or that was not simulated.
     """
 
     machine: str
@@ -108,6 +109,7 @@ class Simulation:
     hfu: float
     measured: Measured
     evaluation_s: float | None = None
+    redone_s: float | None = None
 
     @property
     def step_s(self) -> float:
@@ -132,8 +134,11 @@ def simulate(
     logical: Program | None = None,
     straggler: float | None = None,
     micro_steps: int | None = None,
+    is_redone: bool = False,
 ) -> Simulation:
     """Simulate a training step. With ``straggler``, the work of rank 0 takes longer by this factor.
+
+    Speculative steps have guessed right, unless the step ``is_redone``.
 
     ``logical`` is the program before any pass: floating-point operations beyond its own are recomputation. Without it
     no operation counts as recomputation.
@@ -151,7 +156,7 @@ def simulate(
     issue_ns = _ns(machine.host.issue_s.value)
     steps = _simulated_steps(program, machine, count)
     tasks = steps.tasks
-    durations = Durations(program, machine)
+    durations = Durations(program, machine, is_redone=is_redone)
     timings = [
         _timings(program, tasks, durations, rank_class, issue_ns, straggler or 1.0)
         for rank_class in classes

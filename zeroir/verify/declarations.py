@@ -220,6 +220,8 @@ def _content_problem(program: Program, content: Content, numel: int) -> str | No
         return "holds a gradient, but does not say of which micro-steps"
     if content.quantity != GRAD and (content.micro is not None or content.reduced):
         return f"gives {content.quantity} an attribute that only gradients have"
+    if content.guessed and (content.quantity == GRAD or not content.version):
+        return f"holds guessed {content.quantity}, but only parameters and states after a step are guessed"
     if any(not program.mesh.has_axis(axis) for axis in content.reduced):
         return "is reduced over an undeclared axis"
     if content.quantity in (GRAD, MASTER) and not flat.is_trainable:

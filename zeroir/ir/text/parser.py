@@ -383,6 +383,7 @@ class _ProgramParser:
             reduced=reduced,
             micro=micro,
             stride=stride,
+            guessed=scan.accept_keyword("guessed"),
         )
 
     def _snapshot(self) -> SnapshotContent:

@@ -175,6 +175,8 @@ def content_text(content: Content) -> str:
     text += _reduced(content.reduced)
     if content.micro is not None:
         text += f" micro={content.micro.value}"
+    if content.guessed:
+        text += " guessed"
     return text
 
 
