@@ -116,7 +116,8 @@ class CompileOptions(OptionFields):
     def may_speculate(self) -> bool:
         """Whether the host's update could begin before such a decision, and nothing says whether it shall."""
         is_of_host = OPTIMIZER in self.offload and not self.is_offloaded_to_disk
-        return self.speculate is None and is_of_host and self.has_decision
+        has_wide_states = self.optimizer_bits == 32
+        return self.speculate is None and is_of_host and has_wide_states and self.has_decision
 
     @property
     def has_dynamic_loss_scale(self) -> bool:
