@@ -21,7 +21,7 @@ What ``speculate-update`` changes::
     + buffer %guessed_divisor : f32[1] device scalar = value guessed_divisor
     + buffer %b.param.kept : f32[256] host param
       section last_micro_step {
-    + guess step=%step next_step=%guessed_step gradient_divisor=%guessed_divisor divisor=2  stream=update_out
+    + guess step=%step next_step=%guessed_step gradient_divisor=%guessed_divisor divisor=2  stream=update
     + speculative_step momentum param=%b.param.host grad=%b.grad states=(%b.momentum_buffer) kept=(%b.param.kept, …
     + exit %b.param.host = param b @dp version=1 guessed
       section update {
@@ -42,13 +42,16 @@ from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
 from zeroir.ir.contents import PARAM, FlatContent, NamedContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.effects import effects
-from zeroir.ir.mesh import OPTIMIZER
+from zeroir.ir.mesh import OPTIMIZER, Executor, Stream
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Holding, Program, Section, State
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.conflicts import Touched
-from zeroir.passes.common.update_streams import UPDATE_OUT, with_update_streams
+from zeroir.passes.common.update_streams import with_update_streams
+
+STREAM = Stream(name="update", executor=Executor.DEVICE)
+"""The stream of the guess. Nothing on it waits for the host, and nothing but the host waits for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +218,10 @@ class _Speculation:
         return replace(
             program,
             buffers=(*buffers, *self.added),
-            streams=with_update_streams(program.streams),
+            streams=(
+                *with_update_streams(program.streams),
+                *(() if STREAM in program.streams else (STREAM,)),
+            ),
         )
 
     def _rounded(self) -> list[str]:
@@ -327,7 +333,7 @@ class _Speculation:
                 divisor=decision.divisor,
                 loss_scale=decision.loss_scale,
                 weight=None if self.weight is None else whole(self.weight),
-                stream=UPDATE_OUT,
+                stream=STREAM.name,
             ),
         )
         sources = {
@@ -337,8 +343,8 @@ class _Speculation:
         for name, down in self._scalars_on_host().items():
             source = sources.get(down.source.buffer, down.source)
             yield (
-                ops.Alloc(buffer=name, stream=UPDATE_OUT),
-                replace(down, source=source, stream=UPDATE_OUT, event=None),
+                ops.Alloc(buffer=name, stream=STREAM.name),
+                replace(down, source=source, stream=STREAM.name, event=None),
             )
         for step, kept in zip(self.steps, self.kept, strict=True):
             if step.down is not None:
@@ -368,7 +374,7 @@ class _Speculation:
                     if pairs:
                         yield rewrite.map_regions(replace(op, pairs=pairs, event=None), renamed)
                 case ops.Cast() if op.destination == weight:
-                    moved = replace(op, stream=UPDATE_OUT, event=None)
+                    moved = replace(op, stream=STREAM.name, event=None)
                     yield rewrite.map_regions(moved, renamed)
                 case _:
                     pass
