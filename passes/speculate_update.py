@@ -42,16 +42,13 @@ from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
 from zeroir.ir.contents import PARAM, FlatContent, NamedContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.effects import effects
-from zeroir.ir.mesh import OPTIMIZER, Executor, Stream
+from zeroir.ir.mesh import OPTIMIZER
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Holding, Program, Section, State
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.conflicts import Touched
-from zeroir.passes.common.update_streams import with_update_streams
-
-STREAM = Stream(name="update", executor=Executor.DEVICE)
-"""The stream of the guess. Nothing on it waits for the host, and nothing but the host waits for it."""
+from zeroir.passes.common.update_streams import BESIDE, with_update_streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +217,7 @@ class _Speculation:
             buffers=(*buffers, *self.added),
             streams=(
                 *with_update_streams(program.streams),
-                *(() if STREAM in program.streams else (STREAM,)),
+                *(() if BESIDE in program.streams else (BESIDE,)),
             ),
         )
 
@@ -333,7 +330,7 @@ class _Speculation:
                 divisor=decision.divisor,
                 loss_scale=decision.loss_scale,
                 weight=None if self.weight is None else whole(self.weight),
-                stream=STREAM.name,
+                stream=BESIDE.name,
             ),
         )
         sources = {
@@ -343,8 +340,8 @@ class _Speculation:
         for name, down in self._scalars_on_host().items():
             source = sources.get(down.source.buffer, down.source)
             yield (
-                ops.Alloc(buffer=name, stream=STREAM.name),
-                replace(down, source=source, stream=STREAM.name, event=None),
+                ops.Alloc(buffer=name, stream=BESIDE.name),
+                replace(down, source=source, stream=BESIDE.name, event=None),
             )
         for step, kept in zip(self.steps, self.kept, strict=True):
             if step.down is not None:
@@ -374,7 +371,7 @@ class _Speculation:
                     if pairs:
                         yield rewrite.map_regions(replace(op, pairs=pairs, event=None), renamed)
                 case ops.Cast() if op.destination == weight:
-                    moved = replace(op, stream=STREAM.name, event=None)
+                    moved = replace(op, stream=BESIDE.name, event=None)
                     yield rewrite.map_regions(moved, renamed)
                 case _:
                     pass
