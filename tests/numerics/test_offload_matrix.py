@@ -53,10 +53,22 @@ ELSEWHERE: Final[Mapping[str, Mapping[str, object]]] = {
         "offload_to": "disk",
         "host_cache": "8KiB",
     },
-    "optimizer-on-disk": {"offload": "optimizer", "offload_to": "disk"},
+    "optimizer-on-disk-rest-on-host": {
+        "offload": "optimizer,gradients,parameters,activations",
+        "offload_to": "optimizer=disk,activations=host",
+    },
+    "parameters-on-disk-optimizer-on-host": {
+        "offload": "optimizer,parameters",
+        "offload_to": "parameters=disk",
+    },
     "pages": {"page_optimizer": "16KiB", "page_bytes": 8192},
     "pages-parameters": {"page_optimizer": "16KiB", "page_bytes": 8192, "offload": "parameters"},
     "eight-bit-optimizer": {"optimizer_bits": 8, "offload": "optimizer"},
+    "eight-bit-optimizer-on-disk": {
+        "optimizer_bits": 8,
+        "offload": "optimizer",
+        "offload_to": "disk",
+    },
     "eight-bit-pages": {"optimizer_bits": 8, "page_optimizer": "8KiB", "page_bytes": 4096},
     "pages-parameters-on-disk": {
         "page_optimizer": "16KiB",
