@@ -36,7 +36,13 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zeroir.config.offload_fields import ACTIVATIONS, KEPT_ON_DISK, OPTIMIZER, PARAMETERS
+from zeroir.config.offload_fields import (
+    ACTIVATIONS,
+    DISK_PIECE_NUMEL,
+    KEPT_ON_DISK,
+    OPTIMIZER,
+    PARAMETERS,
+)
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Role, Space
@@ -63,7 +69,7 @@ class OffloadToDisk(Pass):
     )
 
     what: tuple[str, ...] = KEPT_ON_DISK
-    piece_numel: int = 8 << 20
+    piece_numel: int = DISK_PIECE_NUMEL
     cache_bytes: int = 0
 
     def __call__(self, program: Program) -> Program:

@@ -43,12 +43,13 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Region, Role
 from zeroir.ir.contents import Content, FlatContent, NamedContent, Zeros
 from zeroir.ir.effects import effects
-from zeroir.ir.mesh import COMPUTE, Executor, Stream
+from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Holding, Program, Section, State
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.conflicts import Touched
+from zeroir.passes.common.update_streams import BESIDE
 
 _Movable = (
     ops.Decide
@@ -62,8 +63,6 @@ _Movable = (
     | ops.AllGather
     | ops.AllReduce
 )
-
-STREAM = Stream(name="update", executor=Executor.DEVICE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +89,7 @@ class OverlapUpdate(Pass):
             UPDATE: replace(update, entry=between, body=left),
         }
         program = rewrite.map_sections(program, lambda section: changed.get(section.name, section))
-        return replace(program, streams=(*program.streams, STREAM))
+        return replace(program, streams=(*program.streams, BESIDE))
 
 
 def _is_free(update: Section) -> bool:
@@ -182,7 +181,7 @@ def _placed(last: Section, moved: Iterable[_Movable], program: Program) -> tuple
         at = max(touched.against(together), default=-1)
         for placed in together:
             touched.add(placed, at)
-            stream = STREAM.name if placed.stream == COMPUTE else placed.stream
+            stream = BESIDE.name if placed.stream == COMPUTE else placed.stream
             after.setdefault(at, []).append(replace(placed, stream=stream))
     return (*after.get(-1, ()), *rewrite.insert(last.body, after=after))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zeroir.config import CompileOptions
-from zeroir.config.offload_fields import KEPT_ON_DISK, OPTIMIZER
+from zeroir.config.offload_fields import OPTIMIZER
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.program import Program
 from zeroir.passes.all_reduce_gradients import AllReduceGradients
@@ -24,6 +24,7 @@ from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
+from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.overlap_uploads import OverlapUploads
 from zeroir.passes.page_optimizer import PageOptimizer
@@ -60,6 +61,7 @@ def for_stage(
     unshard_bytes: int | None = None,
     budget: int | None = None,
     accumulate_locally: bool = False,
+    order: OrderByLayer | None = None,
     offload: tuple[Pass, ...] = (),
 ) -> tuple[Pass, ...]:
     """The passes of a ZeRO stage, 0 to 3, on that many ranks.
@@ -70,7 +72,8 @@ def for_stage(
     ``recompute`` names are computed once more before their backward, and those of ``unshard``, or with uses at most
     ``unshard_bytes`` apart, are gathered once. With ``ahead_bytes`` at most these bytes are gathered ahead, and with a
     ``budget`` in bytes as early as it allows, instead of ``distance`` units ahead. With
-    ``accumulate_locally`` whole gradients are added up, and reduced in the last micro-step. The passes of ``offload``
+    ``accumulate_locally`` whole gradients are added up, and reduced in the last micro-step. An ``order`` of a whole
+    step adds them up, too, but in stages 2 and 3 their sums live only until they are reduced. The passes of ``offload``
     come when all else has its place.
     """
     if world_size % (replicas or 1):
@@ -78,7 +81,8 @@ def for_stage(
     replicate: tuple[Pass, ...] = (AllReduceGradients(dp=world_size // (replicas or 1)),)
     if not 0 <= stage <= 3:
         raise UserError(f"There is no stage {stage}; the ZeRO stages are 0, 1, 2 and 3.")
-    has_gradient_shards = stage >= 2 and not accumulate_locally
+    is_whole_step = order is not None and order.whole_step
+    has_gradient_shards = stage >= 2 and (is_whole_step or not accumulate_locally)
     shard: tuple[Pass, ...] = (
         *((ShardOptimizer(),) if stage >= 1 else ()),
         *((ShardGradients(),) if has_gradient_shards else ()),
@@ -107,6 +111,8 @@ def for_stage(
         ((SelectSaved(),) if select else ())
         # After it, so that only values that are still saved are recomputed.
         + ((Recompute(units=recompute),) if recompute else ())
+        # After both, which choose what one micro-batch keeps for its backward.
+        + (() if order is None else (order,))
         + replicate
         + shard
         + (gather if stage == 3 else ())
@@ -140,6 +146,7 @@ def for_options(options: CompileOptions) -> tuple[Pass, ...]:
             unshard_bytes=options.unshard_bytes,
             budget=options.prefetch_budget_bytes,
             accumulate_locally=options.accumulate_locally,
+            order=_order(options),
             offload=_offload(options),
         ),
         # After all passes that change what the state of the training is.
@@ -148,12 +155,22 @@ def for_options(options: CompileOptions) -> tuple[Pass, ...]:
     )
 
 
+def _order(options: CompileOptions) -> OrderByLayer | None:
+    """The pass that runs several micro-batches unit by unit."""
+    micro_batches = options.interleaved
+    if micro_batches == 1:
+        return None
+    return OrderByLayer(micro_batches=micro_batches, whole_step=options.is_step_interleaved)
+
+
 def _offload(options: CompileOptions) -> tuple[Pass, ...]:
     """The passes that keep state or activations outside device memory."""
     made: list[Pass] = []
     if options.page_optimizer_bytes is not None:
         made.append(
-            PageOptimizer(device_bytes=options.page_optimizer_bytes, page_bytes=options.page_bytes)
+            PageOptimizer(
+                device_bytes=options.page_optimizer_bytes, page_bytes=options.page_size_bytes
+            )
         )
     for kind in options.offload:
         units = options.offloaded_units(kind) or None
@@ -168,12 +185,10 @@ def _offload(options: CompileOptions) -> tuple[Pass, ...]:
                 made.append(OffloadActivations(units=units))
             case _:
                 raise InternalError(f"There is no pass that offloads {kind}.")
-    if options.speculate and "optimizer" in options.offload and not options.is_offloaded_to_disk:
+    if options.speculate and "optimizer" in options.offload:
         made.append(SpeculateUpdate())
-    if options.is_offloaded_to_disk:
-        # What the next step reads at once, the gradients, stays in host memory.
-        kept = tuple(kind for kind in options.offload if kind in KEPT_ON_DISK)
-        made.append(OffloadToDisk(what=kept, cache_bytes=options.host_cache_bytes))
+    if options.kept_on_disk:
+        made.append(OffloadToDisk(what=options.kept_on_disk, cache_bytes=options.host_cache_bytes))
     if OPTIMIZER in options.offload:
         made.append(OverlapUploads())
     return tuple(made)

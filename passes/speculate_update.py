@@ -21,7 +21,7 @@ What ``speculate-update`` changes::
     + buffer %guessed_divisor : f32[1] device scalar = value guessed_divisor
     + buffer %b.param.kept : f32[256] host param
       section last_micro_step {
-    + guess step=%step next_step=%guessed_step gradient_divisor=%guessed_divisor divisor=2  stream=update_out
+    + guess step=%step next_step=%guessed_step gradient_divisor=%guessed_divisor divisor=2  stream=update
     + speculative_step momentum param=%b.param.host grad=%b.grad states=(%b.momentum_buffer) kept=(%b.param.kept, …
     + exit %b.param.host = param b @dp version=1 guessed
       section update {
@@ -48,7 +48,7 @@ from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Holding, Program, Section
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.conflicts import Touched
-from zeroir.passes.common.update_streams import UPDATE_OUT, with_update_streams
+from zeroir.passes.common.update_streams import BESIDE, with_update_streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +215,10 @@ class _Speculation:
         return replace(
             program,
             buffers=(*buffers, *self.added),
-            streams=with_update_streams(program.streams),
+            streams=(
+                *with_update_streams(program.streams),
+                *(() if BESIDE in program.streams else (BESIDE,)),
+            ),
         )
 
     def _rounded(self) -> list[str]:
@@ -327,7 +330,7 @@ class _Speculation:
                 divisor=decision.divisor,
                 loss_scale=decision.loss_scale,
                 weight=None if self.weight is None else whole(self.weight),
-                stream=UPDATE_OUT,
+                stream=BESIDE.name,
             ),
         )
         sources = {
@@ -337,8 +340,8 @@ class _Speculation:
         for name, down in self._scalars_on_host().items():
             source = sources.get(down.source.buffer, down.source)
             yield (
-                ops.Alloc(buffer=name, stream=UPDATE_OUT),
-                replace(down, source=source, stream=UPDATE_OUT, event=None),
+                ops.Alloc(buffer=name, stream=BESIDE.name),
+                replace(down, source=source, stream=BESIDE.name, event=None),
             )
         for step, kept in zip(self.steps, self.kept, strict=True):
             if step.down is not None:
@@ -368,7 +371,7 @@ class _Speculation:
                     if pairs:
                         yield rewrite.map_regions(replace(op, pairs=pairs, event=None), renamed)
                 case ops.Cast() if op.destination == weight:
-                    moved = replace(op, stream=UPDATE_OUT, event=None)
+                    moved = replace(op, stream=BESIDE.name, event=None)
                     yield rewrite.map_regions(moved, renamed)
                 case _:
                     pass

@@ -111,7 +111,7 @@ def test_groups_averages_and_weighted_batches_have_the_same_bits(
         return 0.0 if id(batch) in empty else weight_of_values(batch)
 
     states: list[dict[tuple[str, str], Tensor]] = []
-    redone: list[float] = []
+    redone: list[bool | None] = []
     for number, more in enumerate(((), (SpeculateUpdate(),))):
         lockstep = Lockstep(
             offloaded(logical, 2, *more, SaveState(), PlanMemory()),
@@ -120,11 +120,10 @@ def test_groups_averages_and_weighted_batches_have_the_same_bits(
         )
         lockstep.initialise_flats(initial_flats(logical))
         for step in batches:
-            lockstep.step(step)
-            if more:
-                redone.append(float(lockstep.buffers(0)["redo"]))
+            is_redone = lockstep.step(step)[0].is_redone
+            redone.append(None if is_redone is None else bool(is_redone))
         states.append(lockstep.full_state())
-    assert redone == [1.0, 1.0, 0.0, 0.0]
+    assert redone == [*[None] * 4, True, True, False, False]
     assert states[0].keys() == states[1].keys()
     for key, expected in states[0].items():
         assert torch.equal(states[1][key], expected), key

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from zeroir import artifact as artifacts
 from zeroir.api.config_file import Config, resolve_options
+from zeroir.api.idle_offload import warn_of_idle_offload
 from zeroir.api.keywords import CompileKeywords, OffloadKeywords, is_torchs
 from zeroir.artifact import Artifact, ConfigRecord
 from zeroir.config import CompileOptions, make_options, options_from_pairs
@@ -128,6 +129,7 @@ class CompiledProgram:
         """
         options = self.as_requested.for_world_size(world_size)
         compiled = _with_proof(self.artifact, _lower(self.logical, options), self.path)
+        warn_of_idle_offload(compiled.program)
         return replace(compiled, source=self.source)
 
     def with_offload(self, **given: Unpack[OffloadKeywords]) -> CompiledProgram:
@@ -145,12 +147,13 @@ class CompiledProgram:
         if options.to_pairs() == requested.to_pairs():
             return replace(self, artifact=artifact)
         compiled = _with_proof(artifact, _lower(self.logical, options), self.path)
+        warn_of_idle_offload(compiled.program)
         return replace(compiled, source=self.source)
 
     @property
     def accumulates(self) -> bool:
-        """Whether its steps take any number of batches."""
-        return MICRO_STEP in self.program.section_by_name
+        """Whether its steps take several batches: any number, or where they run unit by unit a multiple of a group."""
+        return MICRO_STEP in self.logical.section_by_name
 
     def for_accumulation(self, micro_steps: int) -> CompiledProgram:
         """A program for steps of one batch lowered again, from its logical program, for steps of any number.
@@ -165,6 +168,25 @@ class CompiledProgram:
         artifact = replace(self.artifact, logical=logical)
         compiled = _with_proof(artifact, _lower(logical, options), self.path)
         return replace(compiled, source=self.source)
+
+    def in_order(self, order: str, micro_steps: int) -> CompiledProgram:
+        """The same program, lowered again from its logical program, for another order of so many micro-batches.
+
+        Raises:
+            UserError: where the order does not go together with the number or another option, or with the model.
+        """
+        compiled = self
+        if micro_steps > 1 and not self.accumulates:
+            compiled = self.for_accumulation(micro_steps)
+        requested = compiled.as_requested
+        given = {"order": order, "micro_steps": micro_steps}
+        options = make_options({**requested.model_dump(), **given})
+        if options.to_pairs() == requested.to_pairs():
+            return compiled
+        logical = replace(compiled.logical, options=options.to_pairs())
+        artifact = replace(compiled.artifact, logical=logical)
+        lowered_again = _with_proof(artifact, _lower(logical, options), self.path)
+        return replace(lowered_again, source=self.source)
 
     def after_pass(self, number: int) -> CompiledProgram:
         """The program after the first ``number`` passes; after 0 passes it is the program of one device.
@@ -311,6 +333,7 @@ def compile_source(
     if problem is not None:
         raise InternalError(f"The program declares results that torch does not compute: {problem}.")
     compiled = _with_proof(artifact, chosen, None)
+    warn_of_idle_offload(compiled.program)
     return compiled if source.file is not None else replace(compiled, source=source)
 
 
@@ -397,6 +420,7 @@ def lowered(artifact: Artifact, options: CompileOptions, machine: Machine) -> Co
     chosen = _lower(logical, options, machine)
     artifact = replace(artifact, logical=logical, scheduled=chosen.proof.program)
     compiled = _require_valid(_verified(artifact, None, machine=machine))
+    warn_of_idle_offload(compiled.program)
     return replace(compiled, speculation=chosen.speculation)
 
 

@@ -52,7 +52,7 @@ class SpeculationChoice:
         waits = "The host's update waits for clipping or loss scaling to decide: "
         if self.missing_host_bytes:
             missing = format_bytes(self.missing_host_bytes)
-            return f"{waits}to begin before, each rank lacks {missing} of the memory of a {self.machine}."
+            return f"{waits}on {self.machine} the host of each rank lacks {missing} for it to begin before."
         on_machine = f"on {self.machine} a simulated step takes {waiting}"
         return f"{waits}{on_machine}, and {speculating} if the update begins before."
 

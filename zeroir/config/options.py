@@ -10,9 +10,18 @@ from pydantic import ValidationError, ValidationInfo, model_validator
 
 from zeroir.config import hyper_parameters
 from zeroir.config.effects import first_without_effect
+from zeroir.config.field_types import STEP
 from zeroir.config.groups import SEPARATOR, GroupError, GroupSpec, parse_groups
 from zeroir.config.meshes import parse_mesh
-from zeroir.config.offload_fields import HOST, OPTIMIZER
+from zeroir.config.offload_fields import (
+    HOST,
+    KEPT_ON_DISK,
+    OPTIMIZER,
+    disk_folders,
+    named_places,
+    place_of,
+    without_folders,
+)
 from zeroir.config.option_fields import GivenOptions, OptionFields
 from zeroir.config.texts import explain_validation, first_problem, text_of
 from zeroir.errors import UserError
@@ -103,6 +112,19 @@ class CompileOptions(OptionFields):
         return make_options(values, context=_IS_WRITTEN)
 
     @property
+    def interleaved(self) -> int:
+        """The number of micro-batches that run unit by unit; 1 where each has a micro-step of its own."""
+        if self.order == STEP:
+            return 1
+        group = self.order.partition("=")[2]
+        return int(group) if group else self.micro_steps
+
+    @property
+    def is_step_interleaved(self) -> bool:
+        """Whether all micro-batches of a step run unit by unit."""
+        return self.interleaved == self.micro_steps > 1
+
+    @property
     def is_update_overlapped(self) -> bool:
         """Whether the update begins in the backward, which is possible if no decision waits for all gradients."""
         return self.overlap_update and not self.has_decision
@@ -115,8 +137,9 @@ class CompileOptions(OptionFields):
     @property
     def may_speculate(self) -> bool:
         """Whether the host's update could begin before such a decision, and nothing says whether it shall."""
-        is_of_host = OPTIMIZER in self.offload and not self.is_offloaded_to_disk
-        return self.speculate is None and is_of_host and self.has_decision
+        is_of_host = OPTIMIZER in self.offload and OPTIMIZER not in self.kept_on_disk
+        has_wide_states = self.optimizer_bits == 32
+        return self.speculate is None and is_of_host and has_wide_states and self.has_decision
 
     @property
     def has_dynamic_loss_scale(self) -> bool:
@@ -132,13 +155,25 @@ class CompileOptions(OptionFields):
 
     @property
     def is_offloaded_to_disk(self) -> bool:
-        """Whether a disk keeps what is offloaded, and host memory is its cache."""
-        return self.offload_to != HOST
+        """Whether a disk keeps something that is offloaded, and host memory is its cache."""
+        return any(
+            place != HOST
+            for place in (named_places(self.offload_to).values() or (self.offload_to,))
+        )
+
+    @property
+    def kept_on_disk(self) -> tuple[str, ...]:
+        """The kinds that are kept on a disk; gradients, which the next step of an update reads at once, never are."""
+        return tuple(
+            kind
+            for kind in KEPT_ON_DISK
+            if kind in self.offload and place_of(self.offload_to, kind) != HOST
+        )
 
     @property
     def offload_folder(self) -> str | None:
         """The folder on the disk; None where there is none, or where the run is to name it."""
-        return self.offload_to.partition(":")[2] or None
+        return next(iter(disk_folders(self.offload_to)), None)
 
     def offloaded_units(self, kind: str) -> tuple[str, ...]:
         """The patterns of the units of which a kind is offloaded; none where all units' is.
@@ -152,6 +187,11 @@ class CompileOptions(OptionFields):
     def page_optimizer_bytes(self) -> int | None:
         """The device memory for pages of the optimizer's states; None without pages."""
         return None if self.page_optimizer is None else parse_bytes(self.page_optimizer)
+
+    @property
+    def page_size_bytes(self) -> int:
+        """The size of a page."""
+        return parse_bytes(self.page_bytes)
 
     @property
     def host_cache_bytes(self) -> int:
@@ -235,8 +275,8 @@ class CompileOptions(OptionFields):
 
         The folder of ``offload_to`` is left out: it is a matter of the machine that runs the program.
         """
-        kind = self.offload_to.partition(":")[0]
-        values = sorted({**self.model_dump(), "offload_to": kind}.items())
+        places = without_folders(self.offload_to)
+        values = sorted({**self.model_dump(), "offload_to": places}.items())
         texts = ((name, text_of(value, _SEPARATORS.get(name, ","))) for name, value in values)
         are_set = (value not in (None, ()) for _, value in values)
         return tuple(compress(texts, are_set))

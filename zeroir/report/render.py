@@ -11,11 +11,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from zeroir.ir.program import MICRO_STEP, Program, Section
+from zeroir.ir.buffers import Space
+from zeroir.ir.program import Program, Section
 from zeroir.ir.traffic import COLLECTIVE_KEYS, on_the_wire
 from zeroir.report.names import counted, format_bytes, format_flops, shortened
 from zeroir.report.schedule import Fold, Row, fold, schedule
-from zeroir.report.summary import Summary, TemporaryBytes
+from zeroir.report.summary import Summary, TemporaryBytes, counted_step
 from zeroir.report.tables import UNBOUNDED_WIDTH, Lines, columns_table, facts_table
 from zeroir.verify import PROVED, Finding, Report
 from zeroir.verify.explain import CODES
@@ -72,7 +73,7 @@ def render_summary(summary: Summary) -> RenderableType:
         grid.add_row(
             "temporary", f"one block of {format_bytes(temporary['block'])}, {_gap(temporary)}"
         )
-    per_step = "per step" + (" of one micro-step" if MICRO_STEP in summary["sections"] else "")
+    per_step = f"per {counted_step(summary)}"
     grid.add_row("on the wire", f"{_amounts(traffic)} {per_step}")
     for axis, own in summary["collective_bytes_by_axis"].items():
         if len(summary["mesh"]) > 1:
@@ -81,7 +82,13 @@ def render_summary(summary: Summary) -> RenderableType:
         for space, outside in summary["outside_bytes_per_rank"].items():
             if outside["resting"] or outside["block"]:
                 kept = {**outside["resting"], "temporary": outside["block"]}
-                grid.add_row(f"on the {space}", f"{_amounts(kept)} per rank")
+                pinned = ", pinned beside a GPU" if space == Space.HOST else ""
+                grid.add_row(f"on the {space}", f"{_amounts(kept)} per rank{pinned}")
+        if summary["staging_bytes_per_rank"]:
+            grid.add_row(
+                "staging",
+                f"{_amounts(summary['staging_bytes_per_rank'])} per rank, at most at once",
+            )
         grid.add_row("transfers", f"{_amounts(summary['transfer_bytes'])} per rank, {per_step}")
     evaluation = summary["evaluation"]
     if evaluation is not None:
