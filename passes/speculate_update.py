@@ -81,7 +81,7 @@ def _rests_on_gradients(decision: ops.Decide) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class _HostStep:
     """An optimizer step on the host, and its gradient there.
 
     ``widened`` is the temporary buffer in which the update widens the gradient. Where the gradient rests on the device,
@@ -97,7 +97,7 @@ class _Step:
     content: FlatContent | None = None
 
 
-def _steps(program: Program, last: Section, update: Section) -> Iterator[_Step]:
+def _steps(program: Program, last: Section, update: Section) -> Iterator[_HostStep]:
     """The optimizer steps that can be speculative: all that they read exists when the last micro-step ends."""
     for index, op in enumerate(update.body):
         if isinstance(op, ops.OptimizerStep) and _is_on_host(op, program):
@@ -108,7 +108,7 @@ def _steps(program: Program, last: Section, update: Section) -> Iterator[_Step]:
 
 def _step(
     program: Program, op: ops.OptimizerStep, state: State, before: Sequence[Op]
-) -> _Step | None:
+) -> _HostStep | None:
     """A step whose gradient is at rest in host memory, or is copied down, and then perhaps widened.
 
     ``state`` is the one that the update begins with, and ``before`` are its ops before the step. None where another op
@@ -119,7 +119,7 @@ def _step(
     if len(writers) == 1 and isinstance(writers[0], ops.Cast) and writers[0].mode is Mode.WRITE:
         gradient, widened = writers[0].source, gradient.buffer
         writers = _writers(before, gradient.buffer)
-    step = _Step(op=op, gradient=gradient, widened=widened)
+    step = _HostStep(op=op, gradient=gradient, widened=widened)
     if program.buffer_by_name[gradient.buffer].is_persistent:
         return None if writers else step
     if len(writers) != 1 or not isinstance(down := writers[0], ops.ToHost):
@@ -180,7 +180,7 @@ class _Kept:
 class _Speculation:
     """One run of the pass. ``added`` are its new buffers; a scalar is copied down to the buffer of the decision's."""
 
-    def __init__(self, program: Program, decision: ops.Decide, steps: Sequence[_Step]) -> None:
+    def __init__(self, program: Program, decision: ops.Decide, steps: Sequence[_HostStep]) -> None:
         self.program = program
         self.steps = steps
         self.added: list[Buffer] = []
@@ -256,7 +256,7 @@ class _Speculation:
 
     # ----------------------------------------------------------------------------------------------------------- ops
 
-    def _speculative(self, step: _Step) -> _Kept:
+    def _speculative(self, step: _HostStep) -> _Kept:
         """The step with the guessed scalars, which stand where the decision's will."""
         op = step.op
         changed = (op.param, *op.states)
@@ -436,7 +436,7 @@ class _Speculation:
         yield ops.Alloc(buffer=host.name, stream=stream)
         yield ops.ToHost(source=whole(self.redo), destination=whole(host), stream=stream)
 
-    def _commit(self, step: _Step, kept: _Kept) -> Iterator[Op]:
+    def _commit(self, step: _HostStep, kept: _Kept) -> Iterator[Op]:
         """The step made final; its gradient and its old elements end with it."""
         op = step.op
         yield ops.CommitStep(
