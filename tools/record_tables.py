@@ -133,8 +133,10 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "eight-bit-update": _rows,
     "paging": _rows,
     "fault-offload": _rows,
-    "disk": _rows,
-    **{f"bench-offload {part}": _part(part) for part in ("traffic", "rates", "paper", "published")},
+    **{
+        f"bench-offload {part}": _part(part)
+        for part in ("traffic", "rates", "paper", "published", "speculation")
+    },
     "conformance": _outcomes,
     "conformance refused": _refusals,
 }
