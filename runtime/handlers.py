@@ -27,6 +27,7 @@ from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
 from zeroir.runtime.eight_bit_update import CodedState, CodedUpdate, GroupPieces
 from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.kernels.declared import misdeclared
+from zeroir.runtime.kernels.foreign import require_registered
 from zeroir.runtime.prepared_op import PreparedOp, one_after_the_other
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.state import flat_start
@@ -41,7 +42,8 @@ class LocalRanks:
     ``memories`` has one element on a real backend, and one for every rank of the mesh in lockstep.
 
     Raises:
-        UserError: where the types that a segment declares are not those that its operators make.
+        UserError: where the types that a segment declares are not those that its operators make, or an operator of a
+            library or the model is not registered.
     """
 
     program: Program
@@ -52,6 +54,7 @@ class LocalRanks:
     _temporary: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
+        require_registered(self.program)
         problem = misdeclared(self.program.segments)
         if problem is not None:
             raise UserError(

@@ -32,6 +32,7 @@ from zeroir.runtime.kernels.cache import KernelCache, cache_folder, kernel_key
 from zeroir.runtime.kernels.compile_pool import HostShare, compile_missing, has_compiler
 from zeroir.runtime.kernels.compile_worker import Request
 from zeroir.runtime.kernels.eager import EagerKernels
+from zeroir.torch_ops.purity import declarations
 
 
 class InductorKernels:
@@ -63,6 +64,7 @@ class InductorKernels:
         if not self._load(key, kernel):
             self._missing[key] = Request(
                 segment=segment,
+                operators=declarations(node.op for node in segment.nodes),
                 bindings=tuple(bindings),
                 device=str(self._device),
                 threads=self._threads,

@@ -31,6 +31,7 @@ OF_THE_VERIFIER = {
     "zeroir.ir.factors",
     "zeroir.ir.held_elements",
     "zeroir.ir.mesh",
+    "zeroir.ir.operators",
     "zeroir.ir.ops",
     "zeroir.ir.output_paths",
     "zeroir.ir.program",

@@ -26,6 +26,7 @@ from zeroir.torch_ops.conditions import tracing_conditions
 from zeroir.torch_ops.ctc import reduced_ctc_loss
 from zeroir.torch_ops.devices import on_one_device
 from zeroir.torch_ops.dropout import dropout
+from zeroir.torch_ops.purity import foreign_operator, pure_call
 from zeroir.torch_ops.random_numbers import SeededRandomOps
 from zeroir.torch_ops.recurrent import (
     RecurrentStep,
@@ -154,9 +155,16 @@ class NeutralOps(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Call ``func`` or its replacement."""
+        """Call ``func`` or its replacement.
+
+        Raises:
+            ImpureOperatorError: where it is a foreign operator that breaks a rule.
+        """
         call = self._wrapped(on_one_device(func))
         named_args = dict(kwargs or {})
+        foreign = foreign_operator(func)
+        if foreign is not None:
+            return pure_call(foreign, lambda: call(*args, **named_args))
         if func in _ONE_DTYPE_FUNCTIONS:
             args, named_args = self._wrapped(_with_one_dtype)(func, args, named_args)  # type: ignore[misc]
         if func in self._replacements:
