@@ -36,7 +36,8 @@ class Factor(torch.autograd.function.FunctionCtx):
     by: float
 
 
-def keep_factor(ctx: Factor, inputs: tuple[Tensor, float], _: Tensor) -> None:
+def keep_factor(ctx: Factor, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    assert output.shape == inputs[0].shape
     ctx.by = inputs[1]
 
 

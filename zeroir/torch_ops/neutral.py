@@ -26,6 +26,7 @@ from zeroir.torch_ops.conditions import tracing_conditions
 from zeroir.torch_ops.ctc import reduced_ctc_loss
 from zeroir.torch_ops.devices import on_one_device
 from zeroir.torch_ops.dropout import dropout
+from zeroir.torch_ops.grouped import grouped_mm
 from zeroir.torch_ops.purity import foreign_operator, pure_call
 from zeroir.torch_ops.random_numbers import SeededRandomOps
 from zeroir.torch_ops.recurrent import (
@@ -126,6 +127,8 @@ class NeutralOps(TorchFunctionMode):
             F.dropout2d: self._dropout_channels,
             F.dropout3d: self._dropout_channels,
             F.batch_norm: _batch_norm,
+            F.grouped_mm: partial(_grouped_mm, F.grouped_mm),
+            torch._grouped_mm: partial(_grouped_mm, torch._grouped_mm),
             torch.gru: partial(self._recurrent, gru_step),
             torch.lstm: partial(self._recurrent, lstm_step),
             torch.rnn_relu: partial(self._recurrent, relu_step),
@@ -309,6 +312,16 @@ def _batch_norm(
         running_mean.copy_(mean)
         running_var.copy_(var)
     return cast("Tensor", result.to(input.dtype))
+
+
+def _grouped_mm(
+    original: Function, x: Tensor, weight: Tensor, *, offs: Tensor | None = None, **others: object
+) -> object:
+    """The product of groups in any dtype; what it cannot do is left to torch."""
+    is_plain = offs is not None and all(other is None for other in others.values())
+    if offs is None or not is_plain or x.dtype is torch.bfloat16 or x.dtype != weight.dtype:
+        return original(x, weight, offs=offs, **others)
+    return grouped_mm(x, weight, offs)
 
 
 def _widen(value: object) -> object:

@@ -37,6 +37,7 @@ GROUPED_PRODUCTS: Final = frozenset(
         "aten._grouped_mm.default",
         "transformers.grouped_mm_fallback.default",
         "transformers.grouped_mm_fallback_backward.default",
+        "zeroir.grouped_mm.default",
     }
 )
 """Products of groups of rows or columns, one after the other; their third argument says where each group ends."""
