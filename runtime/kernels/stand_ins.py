@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from zeroir.errors import InternalError
 from zeroir.ir.operators import Operator
 from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
+from zeroir.runtime.kernels.calls import operator as known
 from zeroir.runtime.tensors import TORCH_DTYPE
 
 _Plain = bool | int | float | str | None
@@ -37,19 +38,19 @@ class StandIns:
                 namespace, packet, overload = operator.name.split(".")
                 name = f"{namespace}::{packet}" + ("" if overload == "default" else f".{overload}")
                 torch.library.define(name, operator.schema)
-                op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-                torch.library.register_fake(name, partial(self._types_only, op))
+                function = partial(self._types_only, known(operator.name))
+                torch.library.register_fake(name, function)
         types = segment.types()
         for node in segment.nodes:
             if node.op in self._defined:
-                self._results[_node_key(node, types)] = node.results
+                self._results[node_key(node, types)] = node.results
 
     def _types_only(
         self, op: torch._ops.OpOverload, *args: object, **kwargs: object
     ) -> Tensor | list[Tensor | None] | tuple[Tensor | None, ...] | None:
         leaves = pytree.tree_leaves((args, kwargs))
         device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
-        kinds = self._results.get(_call_key(op, args, kwargs))
+        kinds = self._results.get(call_key(op, args, kwargs))
         if kinds is None:
             raise InternalError(f"{op} is called in another way than the segment declares")
         results = [
@@ -66,8 +67,8 @@ class StandIns:
         return results if str(returns[0].type) == "List[Tensor]" else results[0]
 
 
-def _node_key(node: Node, types: Sequence[TensorType | None]) -> Hashable:
-    """The call of a node: the types of its tensors, and its numbers, words and flags by position or name."""
+def node_key(node: Node, types: Sequence[TensorType | None]) -> Hashable:
+    """The call of a node: the types of its tensors, and its numbers, words and flags, all by the names of arguments."""
 
     def key(arg: NodeArg) -> Hashable:
         if isinstance(arg, Ref):
@@ -75,22 +76,34 @@ def _node_key(node: Node, types: Sequence[TensorType | None]) -> Hashable:
             return None if kind is None else (TORCH_DTYPE[kind.dtype], kind.shape)
         return tuple(map(key, arg)) if isinstance(arg, tuple) else _plain(arg)
 
-    named = tuple(sorted((name, key(arg)) for name, arg in node.kwargs if key(arg) is not None))
-    return node.op, tuple(map(key, node.args)), named
+    op = known(node.op)
+    named = {name: key(arg) for name, arg in node.kwargs}
+    return node.op, _by_name(op, [key(arg) for arg in node.args], named)
 
 
-def _call_key(
+def call_key(
     op: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Hashable:
-    def key(arg: object) -> Hashable:
-        if isinstance(arg, Tensor):
-            return arg.dtype, tuple(int(size) for size in arg.shape)
-        return tuple(map(key, arg)) if isinstance(arg, list | tuple) else _plain(arg)
+    """The same of a call."""
+    named = {name: _key(arg) for name, arg in kwargs.items()}
+    return str(op), _by_name(op, [_key(arg) for arg in args], named)
 
-    named = tuple(sorted((name, key(arg)) for name, arg in kwargs.items() if key(arg) is not None))
-    return str(op), tuple(map(key, args)), named
+
+def _key(arg: object) -> Hashable:
+    if isinstance(arg, Tensor):
+        return arg.dtype, tuple(int(size) for size in arg.shape)
+    return tuple(map(_key, arg)) if isinstance(arg, list | tuple) else _plain(arg)
+
+
+def _by_name(
+    op: torch._ops.OpOverload, keys: Sequence[Hashable], named: Mapping[str, Hashable]
+) -> Hashable:
+    """The key of each argument by its name; one that is not given has its default."""
+    arguments = op._schema.arguments
+    given = {**{a.name: key for a, key in zip(arguments, keys, strict=False)}, **named}
+    return tuple((a.name, given.get(a.name, _key(a.default_value))) for a in arguments)
 
 
 def _plain(arg: object) -> Hashable:
-    """A number, word or flag with its type; None for what does not decide about shapes, such as a dtype."""
-    return (type(arg), arg) if isinstance(arg, _Plain) and arg is not None else None
+    """A number, word or flag, where 1 is 1.0 but not True; None for what decides about no shape, such as a dtype."""
+    return (isinstance(arg, bool), arg) if isinstance(arg, _Plain) and arg is not None else None

@@ -16,14 +16,16 @@ from zeroir.api.compiled import CompiledProgram, compile_model
 from zeroir.artifact import from_bytes, to_bytes
 from zeroir.config import make_options
 from zeroir.errors import UserError
+from zeroir.ir.dtypes import DType
 from zeroir.ir.operators import Operator, declaration_problem
 from zeroir.ir.program import Program
-from zeroir.ir.segment import Node, Segment
+from zeroir.ir.segment import Node, Ref, Segment, TensorType
 from zeroir.ir.text import parse, print_program
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.kernels.foreign import require_registered
+from zeroir.runtime.kernels.stand_ins import call_key, node_key
 from zeroir.runtime.self_check import check_kernels
 from zeroir.torch_ops.purity import ImpureOperatorError, Rule, breach, declarations, pure_call
 from zeroir.verify import verify
@@ -220,6 +222,17 @@ def test_the_self_check_compares_its_kernels(compiled: CompiledProgram) -> None:
     engine.close()
     assert result.compared == 3
     assert not result.skipped
+
+
+def test_a_compiler_knows_a_call_by_its_arguments() -> None:
+    op, x = torch.ops.samples.power.default, torch.ones(2, 3)
+    kind = TensorType(dtype=DType.F32, shape=(2, 3), stride=(3, 1))
+    node = Node(op=POWER, args=(Ref(0), (1, 2), 2), kwargs=(("way", "mean"),), results=())
+    key = node_key(node, [kind])
+    assert key == call_key(op, (x, [1, 2], 2.0, "mean"), {})
+    assert key == call_key(op, (x, [1, 2]), {"scale": 2.0, "way": "mean"})
+    others = ((x, [1, 2], 2.0), (x, [1, 3], 2.0, "mean"), (x[:1], [1, 2], 2.0, "mean"))
+    assert all(key != call_key(op, args, {}) for args in others)
 
 
 LIES: dict[str, Callable[[Tensor], Tensor]] = {
