@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import transformers
@@ -121,7 +121,7 @@ def loss(module, batch):
 """
 
 
-def config_of(kind: str) -> Any:
+def config_of(kind: str) -> object:
     """The tiny configuration of a model type; one of text where the type has several modalities."""
     config = CONFIG_MAPPING[kind]()
     plain = {name for name, value in vars(config).items() if isinstance(value, (int, float, bool))}
@@ -133,7 +133,7 @@ def config_of(kind: str) -> Any:
     if "qk_rope_head_dim" in plain:
         # Latent attention derives its dimensions from these.
         given.pop("head_dim", None)
-    make = cast("Callable[..., Any]", CONFIG_MAPPING[kind])
+    make = cast("Callable[..., object]", CONFIG_MAPPING[kind])
     return make(**given, use_cache=False)
 
 

@@ -7,15 +7,18 @@ code; the process that runs it imports what registers them, as the model file do
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zeroir.errors import UserError
+from zeroir.ir.allowlist import is_allowed
 from zeroir.ir.operators import Operator
 from zeroir.ir.program import Program
-from zeroir.ir.segment import Node
+from zeroir.ir.segment import Node, Segment
+from zeroir.runtime.kernels.calls import operator
 from zeroir.runtime.tensors import TORCH_DTYPE
 from zeroir.torch_ops.purity import breach, schema_text
 
@@ -26,35 +29,55 @@ def require_registered(program: Program) -> None:
     Raises:
         UserError: where one is not; it names the module to import.
     """
-    for operator in program.operators:
-        op = _registered(operator)
+    for declared in program.operators:
+        op = _registered(declared)
         schema = schema_text(op)
-        if schema != operator.schema:
+        if schema != declared.schema:
             raise UserError(
-                f"The program calls the operator {operator.name} as {operator.schema}, but here it is registered as "
+                f"The program calls the operator {declared.name} as {declared.schema}, but here it is registered as "
                 f"{schema}: compile the program again with this version of the library."
             )
         broken = breach(op)
         if broken is not None:
-            raise UserError(f"The program calls the operator {operator.name}, which {broken}.")
+            raise UserError(f"The program calls the operator {declared.name}, which {broken}.")
 
 
-def _registered(operator: Operator) -> torch._ops.OpOverload:
-    namespace, packet, overload = operator.name.split(".")
+def _registered(declared: Operator) -> torch._ops.OpOverload:
+    namespace, packet, overload = declared.name.split(".")
     try:
         op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     except (AttributeError, RuntimeError):
         op = None
     if not isinstance(op, torch._ops.OpOverload):
         remedy = (
-            f"import {operator.module}, which registered it when the program was compiled, before the program is opened"
-            if operator.module
+            f"import {declared.module}, which registered it when the program was compiled, before the program is opened"
+            if declared.module
             else "run the code that registers it, such as the model file, before the program is opened"
         )
         raise UserError(
-            f"The program calls the operator {operator.name}, which nothing has registered in this process: {remedy}."
+            f"The program calls the operator {declared.name}, which nothing has registered in this process: {remedy}."
         )
     return op
+
+
+_READ_ON_HOST: Final = frozenset(
+    {
+        "transformers.grouped_mm_fallback.default",
+        "transformers.grouped_mm_fallback_backward.default",
+        "zeroir.grouped_mm.default",
+    }
+)
+"""Products of groups in another dtype than BF16: the host reads the ends of the groups and calls a product for each."""
+
+
+def op_outside_graphs(segment: Segment) -> str | None:
+    """An operator of a segment that no CUDA graph can repeat, because it reads values on the host or says so itself."""
+    for node in segment.nodes:
+        if node.op in _READ_ON_HOST:
+            return node.op
+        if not is_allowed(node.op) and torch.Tag.cudagraph_unsafe in operator(node.op).tags:
+            return node.op
+    return None
 
 
 def watched_call(
