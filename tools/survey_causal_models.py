@@ -4,29 +4,30 @@ Configurations are made tiny by rule: sizes that they have are replaced by small
 build or train from such a configuration is left out. Of the others the record says which are equal bit for bit, which
 are refused, each with the sentence, and which differ.
 
-    python -m tools.survey_causal_models RECORD.json            every model
-    python -m tools.survey_causal_models RECORD.json --experts  those with experts
+    python -m tools.survey_causal_models              every model
+    python -m tools.survey_causal_models --experts    those with experts
+    … --record docs/records/causal-models.json        write the record, too
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import re
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import TypedDict, cast
 
 import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tools import record_file
 from zeroir.api.check import check_model
 from zeroir.config import make_options
 from zeroir.errors import ZeroirError
@@ -34,7 +35,7 @@ from zeroir.errors import ZeroirError
 SIZES: dict[str, int | float] = {
     name: size
     for size, names in (
-        (64, "vocab_size"),
+        (64, "vocab_size vocab_size_per_layer_input"),
         (
             16,
             (
@@ -102,8 +103,20 @@ SIZES: dict[str, int | float] = {
 }
 """The tiny sizes, by the names that configurations have for them."""
 
+ABSENT = frozenset({"head_dim", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"})
+"""Sizes that some configurations leave open."""
+
 MOST_NUMEL = 4_000_000
 IS_OF_EXPERTS = re.compile(r"(num|n)_.*expert|moe_", re.IGNORECASE)
+
+
+class Content(TypedDict):
+    """What the record holds beside its head."""
+
+    head: list[str]
+    rows: list[list[str]]
+    models: dict[str, list[str]]
+
 
 MODEL_FILE = """
 import torch
@@ -126,7 +139,7 @@ def config_of(kind: str) -> object:
     config = CONFIG_MAPPING[kind]()
     plain = {name for name, value in vars(config).items() if isinstance(value, (int, float, bool))}
     absent = {name for name, value in vars(config).items() if value is None}
-    given = {name: SIZES[name] for name in SIZES if name in plain | (absent & {"head_dim"})}
+    given = {name: SIZES[name] for name in SIZES if name in plain | (absent & ABSENT)}
     for attribute, name in getattr(config, "attribute_map", {}).items():
         if attribute in SIZES and name in plain and name not in given:
             given[name] = SIZES[attribute]
@@ -175,12 +188,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description="Survey the causal language models of transformers."
     )
-    parser.add_argument("record", type=Path)
+    record_file.add_option(parser)
     parser.add_argument("--experts", action="store_true", help="only models with experts")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    verdicts: dict[str, dict[str, str]] = {}
+    verdicts: dict[str, tuple[str, str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
             try:
@@ -191,24 +204,33 @@ def main() -> int:
                 continue
             start = time.monotonic()
             verdict, reason = survey(kind, Path(folder))
-            verdicts[kind] = {"verdict": verdict, "reason": reason}
+            verdicts[kind] = verdict, reason
             print(
                 f"{kind:24} {verdict:10} {time.monotonic() - start:5.1f} s  {reason[:150]}",
                 flush=True,
             )
-    counts = {
-        verdict: sum(one["verdict"] == verdict for one in verdicts.values())
-        for verdict in ("equal", "refused", "different", "left out")
+    content = content_of(verdicts)
+    record_file.write(
+        given.record, "survey_causal_models", content, {"transformers": transformers.__version__}
+    )
+    record_file.print_table(content["head"], content["rows"])
+    return 1 if any(verdict == "different" for verdict, _ in verdicts.values()) else 0
+
+
+def content_of(verdicts: Mapping[str, tuple[str, str]]) -> Content:
+    """The content of the record: a table of the verdicts, and the verdict on each model with its reason."""
+    by_verdict: dict[str, list[str]] = {}
+    for kind, (verdict, _) in verdicts.items():
+        by_verdict.setdefault(verdict, []).append(kind)
+    return {
+        "head": ["verdict", "models", "which"],
+        "rows": [
+            [verdict, str(len(by_verdict[verdict])), ", ".join(by_verdict[verdict])]
+            for verdict in ("equal", "different", "refused", "left out")
+            if verdict in by_verdict
+        ],
+        "models": {kind: [verdict, reason] for kind, (verdict, reason) in verdicts.items()},
     }
-    record = {
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "counts": counts,
-        "models": verdicts,
-    }
-    given.record.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
-    print(counts)
-    return 1 if counts["different"] else 0
 
 
 if __name__ == "__main__":
