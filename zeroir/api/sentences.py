@@ -8,9 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from zeroir.errors import CheckpointWarning, GraphWarning, KernelWarning, ModelWarning
+from zeroir.errors import (
+    CheckpointWarning,
+    GraphWarning,
+    KernelWarning,
+    ModelWarning,
+    OffloadWarning,
+)
 
-_OWN = (CheckpointWarning, GraphWarning, KernelWarning, ModelWarning)
+_OWN = (CheckpointWarning, GraphWarning, KernelWarning, ModelWarning, OffloadWarning)
 
 
 def say(sentence: str) -> None:
@@ -19,11 +25,11 @@ def say(sentence: str) -> None:
 
 
 @contextmanager
-def warnings_as_sentences() -> Iterator[None]:
-    """Print zeroir's own warnings as one sentence each, without the line of code that issued them."""
+def warnings_as_sentences(*, is_silent: bool = False) -> Iterator[None]:
+    """Print zeroir's own warnings as one sentence each, without the line of code that issued them; or none of them."""
     with warnings.catch_warnings():
         for category in _OWN:
-            warnings.simplefilter("always", category)
+            warnings.simplefilter("ignore" if is_silent else "always", category)
         show_as_python = warnings.showwarning
 
         def show(
