@@ -36,6 +36,7 @@ class Fact(StrEnum):
     UPDATE_APART = "an update that follows the backward"
     GATHERED_AT_FIRST_USE = "no gather ahead of its first use"
     UNSAVED = "a state that no section saves"
+    ONE_MICRO_BATCH = "one micro-batch in each micro-step"
     GRADIENTS_REDUCED = "gradients summed over all ranks"
     OPTIMIZER_SHARDED = "an optimizer that updates only each rank's shard"
     GRADIENTS_SHARDED = "gradients kept as shards"
@@ -52,6 +53,7 @@ LOGICAL_FACTS = frozenset(
         Fact.UPDATE_APART,
         Fact.GATHERED_AT_FIRST_USE,
         Fact.UNSAVED,
+        Fact.ONE_MICRO_BATCH,
         Fact.STATES_ON_DEVICE,
     }
 )

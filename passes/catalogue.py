@@ -14,6 +14,7 @@ from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
+from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.plan_memory import PlanMemory
@@ -30,6 +31,7 @@ from zeroir.passes.unshard import Unshard
 PASSES: tuple[type[Pass], ...] = (
     SelectSaved,
     Recompute,
+    OrderByLayer,
     AllReduceGradients,
     ShardOptimizer,
     ShardGradients,

@@ -119,8 +119,9 @@ def _homes(program: Program, step: OffloadGradients) -> Mapping[str, Flat]:
 class _Gradients:
     """One run of the pass; the visits of gradients that are still used on the device are made afterwards.
 
-    ``on_device`` are, for gradients of one micro-step, the temporary buffers in which they are on the device: full ones
-    where compute ops contributed to the buffer at rest, ``full``, else those into which they are reduced. ``sums`` are
+    ``on_device`` are, for gradients that one section computes, the temporary buffers in which they are on the device:
+    full ones where compute ops, or casts of what these computed, contributed to the buffer at rest, ``full``, else
+    those into which they are reduced. ``sums`` are
     the gradients over several micro-steps, with the temporary buffers through which each micro-step's comes down.
     ``added`` are the buffers whose elements are added to sums, ``came_down`` the temporary buffers that gradients came
     down to for the update, and where these rest now.
@@ -132,13 +133,19 @@ class _Gradients:
         self.homes = homes
         self._taken = set(program.buffer_by_name)
         self.contributed = rewrite.contributed_buffers(program)
-        self.full = homes.keys() & self.contributed.keys()
+        summed = {
+            op.destination.buffer
+            for op in program.ops()
+            if isinstance(op, ops.Cast)
+            and op.mode is Mode.ACCUMULATE
+            and _is_stale(program.buffer_by_name[op.destination.buffer])
+        }
+        self.full = homes.keys() & (self.contributed.keys() | summed)
         self.on_device: dict[str, Buffer] = {}
         self.sums: dict[str, Buffer] = {}
         self.statistics: dict[Region, Buffer] = {}
         for name, flat in homes.items():
-            holds = program.buffer_by_name[name].holds
-            if isinstance(holds, FlatContent) and holds.micro is not Micro.STALE:
+            if not _is_stale(program.buffer_by_name[name]):
                 continue
             own = f"{flat.name}.grad_full" if name in self.full else f"{name}.reduced"
             self.on_device[name] = self._temporary(own, name)
@@ -231,13 +238,17 @@ class _Gradients:
     def _fills(self, op: Op, name: str) -> bool:
         """Whether the op computes or reduces the gradient."""
         is_filling = isinstance(op, ops.Compute | ops.Fill | ops.Collective)
+        is_filling |= isinstance(op, ops.Cast) and op.destination.buffer == name
         return is_filling and name in rewrite.used_buffers(op)
 
     def _begin(self, name: str, op: Op) -> Iterator[Op]:
         buffer = self.on_device[name].name
         stream = effects(op).stream
         yield ops.Alloc(buffer=buffer, stream=stream)
-        if name in self.full:
+        is_cleared = isinstance(op, ops.Fill) and op.destination == whole(
+            self.program.buffer_by_name[name]
+        )
+        if name in self.full and not is_cleared:
             yield from rewrite.gap_fills(self.homes[name], buffer, stream)
 
     def _end(self, name: str, op: Op) -> Iterator[Op]:
@@ -267,11 +278,14 @@ class _Gradients:
                 yield from self._statistic(op)
             case ops.Compute() | ops.Fill() | ops.Collective():
                 yield rewrite.map_regions(op, self._on_device)
+            case ops.Cast() if op.destination.buffer in self.full:
+                yield rewrite.map_regions(op, self._on_device)
             case _:
                 yield rewrite.map_regions(op, self._at_rest)
 
     def _is_sum(self, op: ops.Cast) -> bool:
-        return op.mode is Mode.ACCUMULATE and op.destination.buffer in self.homes
+        is_added = op.mode is Mode.ACCUMULATE and op.destination.buffer in self.homes
+        return is_added and op.destination.buffer not in self.full
 
     def _add(self, op: ops.Cast) -> Iterator[Op]:
         """Copy the gradient of a micro-step down, and add it there."""
@@ -326,3 +340,8 @@ class _Gradients:
         region = self.came_down.get(region.buffer, region)
         axis = self.slices.get(region.buffer)
         return region if axis is None else rewrite.as_shard(region, self.program.mesh.size(axis))
+
+
+def _is_stale(buffer: Buffer) -> bool:
+    """Whether a gradient rests there that one section computes, of one micro-batch or as a sum over several."""
+    return isinstance(buffer.holds, FlatContent) and buffer.holds.micro is Micro.STALE

@@ -23,6 +23,7 @@ from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
+from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.plan_memory import PlanMemory
@@ -57,6 +58,7 @@ def for_stage(
     unshard_bytes: int | None = None,
     budget: int | None = None,
     accumulate_locally: bool = False,
+    order: OrderByLayer | None = None,
     offload: tuple[Pass, ...] = (),
 ) -> tuple[Pass, ...]:
     """The passes of a ZeRO stage, 0 to 3, on that many ranks.
@@ -67,7 +69,8 @@ def for_stage(
     ``recompute`` names are computed once more before their backward, and those of ``unshard``, or with uses at most
     ``unshard_bytes`` apart, are gathered once. With ``ahead_bytes`` at most these bytes are gathered ahead, and with a
     ``budget`` in bytes as early as it allows, instead of ``distance`` units ahead. With
-    ``accumulate_locally`` whole gradients are added up, and reduced in the last micro-step. The passes of ``offload``
+    ``accumulate_locally`` whole gradients are added up, and reduced in the last micro-step. An ``order`` of a whole
+    step adds them up, too, but in stages 2 and 3 their sums live only until they are reduced. The passes of ``offload``
     come when all else has its place.
     """
     if world_size % (replicas or 1):
@@ -75,7 +78,8 @@ def for_stage(
     replicate: tuple[Pass, ...] = (AllReduceGradients(dp=world_size // (replicas or 1)),)
     if not 0 <= stage <= 3:
         raise UserError(f"There is no stage {stage}; the ZeRO stages are 0, 1, 2 and 3.")
-    has_gradient_shards = stage >= 2 and not accumulate_locally
+    is_whole_step = order is not None and order.whole_step
+    has_gradient_shards = stage >= 2 and (is_whole_step or not accumulate_locally)
     shard: tuple[Pass, ...] = (
         *((ShardOptimizer(),) if stage >= 1 else ()),
         *((ShardGradients(),) if has_gradient_shards else ()),
@@ -104,6 +108,8 @@ def for_stage(
         ((SelectSaved(),) if select else ())
         # After it, so that only values that are still saved are recomputed.
         + ((Recompute(units=recompute),) if recompute else ())
+        # After both, which choose what one micro-batch keeps for its backward.
+        + (() if order is None else (order,))
         + replicate
         + shard
         + (gather if stage == 3 else ())
@@ -137,12 +143,21 @@ def for_options(options: CompileOptions) -> tuple[Pass, ...]:
             unshard_bytes=options.unshard_bytes,
             budget=options.prefetch_budget_bytes,
             accumulate_locally=options.accumulate_locally,
+            order=_order(options),
             offload=_offload(options),
         ),
         # After all passes that change what the state of the training is.
         SaveState(),
         PlanMemory(),
     )
+
+
+def _order(options: CompileOptions) -> OrderByLayer | None:
+    """The pass that runs several micro-batches unit by unit."""
+    micro_batches = options.interleaved
+    if micro_batches == 1:
+        return None
+    return OrderByLayer(micro_batches=micro_batches, whole_step=options.is_step_interleaved)
 
 
 def _offload(options: CompileOptions) -> tuple[Pass, ...]:

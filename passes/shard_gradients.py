@@ -2,7 +2,8 @@
 
 Each flat's gradient is computed into a temporary buffer, reduce-scattered into this rank's shard as soon as it is
 complete, and released. With several micro-steps, each of them reduce-scatters, and the shards are added in FP32. So
-the sum over ranks comes before the sum over micro-steps; in stages 0 and 1 it comes after.
+the sum over ranks comes before the sum over micro-steps; in stages 0 and 1 it comes after. Where one section runs all
+micro-batches of a step (``order-by-layer``), it comes after, too: the temporary buffer then takes their FP32 sum.
 
 What ``shard-gradients`` changes::
 
@@ -23,6 +24,7 @@ What ``shard-gradients`` changes::
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -57,26 +59,33 @@ class ShardGradients(Pass):
 class _Sharder:
     """One run of the pass.
 
-    ``full`` maps each buffer into which compute ops put gradients to the temporary buffer that takes its place;
-    ``resting`` are the persistent gradient buffers that become shards. Where gradients accumulate over micro-steps
-    the two differ: `%f.grad` is computed and `%f.grad_sum` rests.
+    ``full`` maps each buffer that is reduced to the temporary buffer that takes its place; compute ops put gradients
+    into it, or casts add them. ``resting`` are the persistent gradient buffers that become shards. Where gradients
+    accumulate over micro-steps the two differ: `%f.grad` is computed and reduced, and `%f.grad_sum` rests.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.size = program.mesh.size(AXIS)
         self.resting = rewrite.complete_gradients(program.section_by_name[LAST_MICRO_STEP])
-        self.flats: Mapping[str, Flat] = rewrite.contributed_buffers(program)
-        self.full: dict[str, Buffer] = {
-            name: Buffer(
-                name=f"{flat.name}.grad_full",
+        contributed = rewrite.contributed_buffers(program)
+        self.flats: Mapping[str, Flat] = {
+            name: program.flat_by_name[content.flat]
+            for name, content in self.resting.items()
+            if name not in contributed and _is_sum_of_a_section(program.buffer_by_name[name])
+        } or contributed
+        self.full: dict[str, Buffer] = {}
+        micro_batches: Counter[str] = Counter()
+        for name, flat in self.flats.items():
+            number = micro_batches[flat.name]
+            micro_batches[flat.name] += 1
+            self.full[name] = Buffer(
+                name=f"{flat.name}.grad_full" + (f".micro{number}" if number else ""),
                 dtype=program.buffer_by_name[name].dtype,
                 numel=flat.padded_numel,
                 space=Space.DEVICE,
                 role=Role.GRAD,
             )
-            for name, flat in self.flats.items()
-        }
 
     def run(self) -> Program:
         program = rewrite.map_sections(self.program, self._section)
@@ -106,12 +115,14 @@ class _Sharder:
         """Allocate and pad, before its first contribution, what was a persistent buffer until now."""
         if not isinstance(op, ops.Compute | ops.Fill):
             return
+        filled = op.destination if isinstance(op, ops.Fill) else None
         for name in sorted(rewrite.used_buffers(op)):
             if name in self.full and name in self.resting and name not in begun:
                 begun.add(name)
                 full = self.full[name].name
                 yield ops.Alloc(buffer=full, stream=COMPUTE)
-                yield from rewrite.gap_fills(self.flats[name], full, COMPUTE)
+                if filled != whole(self.program.buffer_by_name[name]):
+                    yield from rewrite.gap_fills(self.flats[name], full, COMPUTE)
 
     def _op(self, op: Op) -> Iterator[Op]:
         match op:
@@ -121,7 +132,7 @@ class _Sharder:
                 return  # Released where it is reduced.
             case ops.Compute():
                 yield rewrite.map_regions(op, self._into_full)
-            case ops.Fill() if op.destination.buffer in self.full:
+            case ops.Fill() | ops.Cast() if op.destination.buffer in self.full:
                 yield rewrite.map_regions(op, self._into_full)
             case ops.Cast() if (
                 op.mode is Mode.ACCUMULATE
@@ -169,3 +180,8 @@ class _Sharder:
         if region.buffer not in self.resting:
             return region
         return rewrite.as_shard(region, self.size)
+
+
+def _is_sum_of_a_section(buffer: Buffer) -> bool:
+    """Whether a gradient is summed over the micro-batches of one section, and not carried from one to the next."""
+    return isinstance(buffer.holds, FlatContent) and buffer.holds.micro is Micro.STALE

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from zeroir.errors import UserError
 from zeroir.torch_ops.batches import Batch
 
-RunMicroStep = Callable[[Batch, bool], Tensor]
-"""Runs a micro-step, the last one or not, and returns its loss, f32[]."""
+RunMicroSteps = Callable[[Sequence[Batch], bool], Sequence[Tensor]]
+"""Runs a group of micro-steps, whose last is the step's last one or not, and returns the loss of each, f32[]."""
 
 
 class MicroStepResult:
@@ -28,7 +28,7 @@ class MicroStepResult:
         """
         if self._loss is None:
             raise UserError(
-                "This micro-step runs with the next call of micro_step or update, which says whether it is the last of "
+                "This micro-step runs with a later call of micro_step or update, which says whether it is the last of "
                 "its step: read its loss afterwards, or call micro_step with is_last."
             )
         return float(self._loss)
@@ -41,44 +41,55 @@ class MicroStepResult:
 class Accumulation:
     """The micro-steps of the step that has begun.
 
-    A micro-step waits for the next call unless it is said whether it is the last. ``check`` raises a UserError for a
-    batch that does not fit, and ``run`` runs a micro-step; one that raises a UserError waits on.
+    They run in groups, of as many as ``group`` says. A group waits until it is complete and the next call says whether
+    it is the last, unless that is said at once. ``check`` raises a UserError for a batch that does not fit, and ``run``
+    runs a group; one that raises a UserError waits on.
     """
 
-    def __init__(self, check: Callable[[Batch], object], run: RunMicroStep) -> None:
+    def __init__(
+        self, check: Callable[[Batch], object], run: RunMicroSteps, group: Callable[[], int]
+    ) -> None:
         self._check = check
         self._run = run
-        self._waiting: tuple[Batch, MicroStepResult] | None = None
+        self._group = group
+        self._waiting: list[tuple[Batch, MicroStepResult]] = []
         self._is_last_done = False
         self._count = 0
 
     def micro_step(self, batch: Batch, is_last: bool | None) -> MicroStepResult:
-        """Run the micro-step that waits, and this one if ``is_last`` is given.
+        """Run the group that waits, and the one of this micro-step if it is complete and ``is_last`` is given.
 
         Raises:
-            UserError: where the batch does not fit, or the step's last micro-step has run already.
+            UserError: where the batch does not fit, the step's last micro-step has run already, or this one is the last
+                of the step and not of its group.
         """
         self._check(batch)
         if self._is_last_done:
             raise UserError(
                 "The last micro-step of this step has run: call update() before the next micro_step()."
             )
-        self._run_waiting(is_last=False)
+        if self._is_complete:
+            self._run_waiting(is_last=False)
+        if is_last and len(self._waiting) + 1 < self._group():
+            raise self._incomplete(self._count + 1)
         self._count += 1
         result = MicroStepResult()
-        self._waiting = (batch, result)
-        if is_last is not None:
+        self._waiting.append((batch, result))
+        if is_last is not None and self._is_complete:
             self._run_waiting(is_last=is_last)
         return result
 
     def finish(self) -> None:
-        """Run the micro-step that waits as the last one; the update follows.
+        """Run the group that waits as the last one; the update follows.
 
         Raises:
-            UserError: where there is no micro-step, or its last one was said not to be the last.
+            UserError: where there is no micro-step, its last one was said not to be the last, or a group is not
+                complete.
         """
         if self._count == 0:
             raise UserError("update() needs at least one micro_step() before it.")
+        if self._waiting and not self._is_complete:
+            raise self._incomplete(self._count)
         self._run_waiting(is_last=True)
         if not self._is_last_done:
             raise UserError(
@@ -95,7 +106,12 @@ class Accumulation:
 
     def require_known(self) -> None:
         """Raise UserError unless it is known that no micro-step of the step that has begun is its last."""
-        if self._waiting is not None:
+        if self._waiting and not self._is_complete:
+            raise UserError(
+                f"The program runs its micro-batches in groups of {self._group()}, and a group has begun: save after a "
+                "whole group, or between steps."
+            )
+        if self._waiting:
             raise UserError(
                 "The last micro_step() has not run, because it is not known whether it is the last of its step: call "
                 "micro_step(batch, is_last=False) before save(), or save between steps."
@@ -107,14 +123,25 @@ class Accumulation:
 
     def go_on(self, micro_steps: int) -> None:
         """Forget the step that has begun, and go on after so many micro-steps of another one."""
-        self._waiting = None
+        self._waiting.clear()
         self._is_last_done = False
         self._count = micro_steps
 
+    @property
+    def _is_complete(self) -> bool:
+        return len(self._waiting) >= self._group()
+
+    def _incomplete(self, count: int) -> UserError:
+        return UserError(
+            f"The program runs its micro-batches in groups of {self._group()}; give a step a multiple of "
+            f"{self._group()}, and not {count}."
+        )
+
     def _run_waiting(self, *, is_last: bool) -> None:
-        if self._waiting is None:
+        if not self._waiting:
             return
-        batch, result = self._waiting
-        result.set(self._run(batch, is_last))
-        self._waiting = None
+        losses = self._run([batch for batch, _ in self._waiting], is_last)
+        for (_, result), loss in zip(self._waiting, losses, strict=True):
+            result.set(loss)
+        self._waiting.clear()
         self._is_last_done = is_last

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from zeroir.errors import UserError
+from zeroir.ir.micro_batches import slice_region
 from zeroir.ir.program import ConstantBinding, InputBinding, Program
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.tensors import TORCH_DTYPE
 from zeroir.torch_ops.batches import Batch, BatchLeaves, flatten, is_same_constant
 
 
-def write_inputs(program: Program, memory: RankMemory, batch: Batch) -> None:
-    """Copy a batch to the program's input buffers; see :func:`inputs_of`."""
+def write_inputs(program: Program, memory: RankMemory, batch: Batch, micro_batch: int) -> None:
+    """Copy a batch to a micro-batch's slices of the program's input buffers; see :func:`inputs_of`."""
     for binding, tensor in inputs_of(program, batch):
-        memory.buffer(binding.buffer).view(binding.shape).copy_(tensor, non_blocking=True)
+        numel = math.prod(binding.shape)
+        region = slice_region(program, binding.buffer, micro_batch, numel)
+        memory.region(region).view(binding.shape).copy_(tensor, non_blocking=True)
 
 
 def inputs_of(program: Program, batch: Batch) -> list[tuple[InputBinding, Tensor]]:

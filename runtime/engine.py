@@ -7,7 +7,7 @@ import copy
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -93,7 +93,9 @@ class Engine(EngineValues):
             return_freed_memory()
         self._lender = None
         self._recorder = SpanRecorder()
-        self._accumulation = Accumulation(partial(inputs_of, program), self._micro_step)
+        self._accumulation = Accumulation(
+            partial(inputs_of, program), self._micro_steps, lambda: self.program.interleaved
+        )
         self._optimizer = None
         self._facts = None
         self._is_allocated = False
@@ -215,7 +217,8 @@ class Engine(EngineValues):
     def step(self, batch: Batch | list[Batch]) -> StepResult:
         """One training step on a batch, or on a list of batches, over which the gradient accumulates.
 
-        A program that was compiled for accumulation takes any number of them, the same on every rank.
+        A program that was compiled for accumulation takes any number of them, the same on every rank. One that runs its
+        micro-batches unit by unit takes as many as it runs so, or a multiple.
 
         Raises:
             UserError: where the shape or dtype of a batch is not the compiled one, where the program was compiled for
@@ -238,10 +241,12 @@ class Engine(EngineValues):
 
         The last micro-step differs from the others: it reduces gradients, and may update parameters as they get ready.
         So a micro-step runs with the next call of ``micro_step`` or ``update``, which shows whether it was the last,
-        unless ``is_last`` says so at once; the batch must stay as it is until then. All ranks call this together.
+        unless ``is_last`` says so at once; the batch must stay as it is until then. Where the program runs groups of
+        micro-batches unit by unit, a group runs when it is known of its last one. All ranks call this together.
 
         Raises:
-            UserError: as ``step``; where the step's last micro-step has run already.
+            UserError: as ``step``; where the step's last micro-step has run already, or the step would end within a
+                group.
         """
         self._checkpoints.report()
         return self._accumulation.micro_step(batch, is_last)
@@ -435,12 +440,12 @@ class Engine(EngineValues):
         self._executor.close()
         self.job.comm.close()
 
-    def _micro_step(self, batch: Batch, is_last: bool) -> Tensor:
+    def _micro_steps(self, batches: Sequence[Batch], is_last: bool) -> Sequence[Tensor]:
         if not is_last and self._accumulating is not None:
             self._accumulate()
         self._allocate_once()
-        (loss,) = self._executor.micro_step([batch], is_last=is_last)
-        return loss
+        (losses,) = self._executor.micro_steps([batches], is_last=is_last)
+        return losses.unbind()
 
     def _allocate_once(self) -> None:
         """Before the first step, allocate what is not allocated yet."""

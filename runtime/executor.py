@@ -26,6 +26,7 @@ from zeroir.errors import (
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.labels import labels
+from zeroir.ir.micro_batches import slice_numel, slice_region
 from zeroir.ir.output_paths import structured
 from zeroir.ir.program import (
     BATCH_LOSS,
@@ -147,20 +148,25 @@ class StepExecutor:
                 "An earlier step failed after its first micro-step, and its gradients are in the sums: make a new "
                 "engine."
             )
+        group = self._program.interleaved
         with self._streams.entered():
-            for index in range(micro_steps):
-                micro_batches = [own[index] for own in batches]
-                self._micro_step(micro_batches, is_last=index == micro_steps - 1)
+            for start in range(0, micro_steps, group):
+                groups = [own[start : start + group] for own in batches]
+                self._micro_steps(groups, is_last=start + group == micro_steps)
             return self._update()
 
-    def micro_step(self, batches: Sequence[Batch], *, is_last: bool) -> list[Tensor]:
-        """One micro-step on a batch per local rank; returns the loss of each batch, f32[], unweighted."""
-        if not is_last:
-            self.require_micro_steps(self.micro_steps_done + 2)
+    def micro_steps(self, groups: Sequence[Sequence[Batch]], *, is_last: bool) -> list[Tensor]:
+        """One micro-step, or as many as a section runs: ``groups[rank][micro_step]`` for the local ranks.
+
+        Returns the losses of each rank's batches, f32[micro_steps], unweighted. ``is_last`` is about the last of them.
+        """
+        group = self._program.interleaved
+        done = self.micro_steps_done + len(groups[0])
+        self.require_micro_steps(done if is_last else done + group)
         with self._streams.entered():
-            self._micro_step(batches, is_last=is_last)
+            self._micro_steps(groups, is_last=is_last)
             name = BATCH_LOSS if BATCH_LOSS in self._program.buffer_by_name else self._loss_name
-            return [memory.buffer(name)[0].clone() for memory in self.local_ranks.memories]
+            return [memory.buffer(name)[:group].clone() for memory in self.local_ranks.memories]
 
     def update(self) -> list[RankResult]:
         """The update after the last micro-step; one result per local rank."""
@@ -168,14 +174,15 @@ class StepExecutor:
         with self._streams.entered():
             return self._update()
 
-    def _micro_step(self, batches: Sequence[Batch], *, is_last: bool) -> None:
+    def _micro_steps(self, groups: Sequence[Sequence[Batch]], *, is_last: bool) -> None:
         if self.settings is not None:
             self.settings.before_micro_step(self.step_count + 1, is_last=is_last)
-        self._set_inputs(batches, self.micro_steps_done)
-        for weights, batch in zip(self._weights, batches, strict=True):
-            weights.add(batch, self._weight)
+        self._set_inputs(groups, self.micro_steps_done)
+        for weights, own in zip(self._weights, groups, strict=True):
+            for index, batch in enumerate(own):
+                weights.add(batch, self._weight, index)
         self._run(LAST_MICRO_STEP if is_last else MICRO_STEP, self._watch())
-        self.micro_steps_done += 1
+        self.micro_steps_done += self._program.interleaved
 
     def _update(self) -> list[RankResult]:
         weights = [weights.take() for weights in self._weights]
@@ -218,7 +225,7 @@ class StepExecutor:
         if self.micro_steps_done:
             raise UserError("A step has begun with micro_step(): call update() before evaluate().")
         with self._streams.entered():
-            self._set_inputs(batches, 0)
+            self._set_inputs([[batch] for batch in batches], 0)
             self._run(EVALUATE)
             return [self._evaluation(memory) for memory in self.local_ranks.memories]
 
@@ -410,28 +417,42 @@ class StepExecutor:
         """A label for each op, for profiles and errors."""
         return labels(self._program)
 
-    def _set_inputs(self, batches: Sequence[Batch], micro_step: int) -> None:
-        for memory, batch in zip(self.local_ranks.memories, batches, strict=True):
-            write_inputs(self._program, memory, batch)
-            for name in self._rng_buffers:
-                sites = memory.buffer(name)
-                seeds = [
-                    site_seed(self.seed, self.step_count, micro_step, memory.rank, site)
-                    for site in range(sites.numel())
-                ]
-                sites.copy_(torch.tensor(seeds, dtype=sites.dtype))
+    def _set_inputs(self, groups: Sequence[Sequence[Batch]], micro_step: int) -> None:
+        """Write the batches of local ranks and their seeds; ``micro_step`` is the number of each rank's first batch."""
+        for memory, own in zip(self.local_ranks.memories, groups, strict=True):
+            for index, batch in enumerate(own):
+                write_inputs(self._program, memory, batch, index)
+                for name in self._rng_buffers:
+                    numel = slice_numel(self._program, name)
+                    sites = memory.region(slice_region(self._program, name, index, numel))
+                    seeds = [
+                        site_seed(self.seed, self.step_count, micro_step + index, memory.rank, site)
+                        for site in range(numel)
+                    ]
+                    sites.copy_(torch.tensor(seeds, dtype=sites.dtype))
 
     def require_micro_steps(self, micro_steps: int) -> None:
         """Raise UserError where the program cannot make a step of this many micro-steps."""
+        group = self._program.interleaved
         if micro_steps < 1:
             raise UserError("A step needs at least one batch.")
         if MICRO_STEP not in self._program.section_by_name:
-            if micro_steps > 1:
+            if micro_steps != group > 1:
+                raise UserError(
+                    f"The program runs all {group} micro-batches of a step unit by unit, but got {micro_steps}: give a "
+                    f"step {group}, or compile it with --order layer=G, for multiples of G."
+                )
+            if micro_steps > 1 and group == 1:
                 raise UserError(
                     "Compile with --micro-steps 2 (micro_steps=2) for steps of any number of batches: this program is "
                     f"for steps of one batch, but got {micro_steps}."
                 )
             return
+        if micro_steps % group:
+            raise UserError(
+                f"The program runs its micro-batches in groups of {group}; give a step a multiple of {group}, and not "
+                f"{micro_steps}."
+            )
         if self._decision is not None and self._decision.weight is not None:
             return
         # Programs of earlier versions contain the number of micro-steps.

@@ -154,8 +154,13 @@ class Lockstep:
         return self._executor.step(batches)
 
     def micro_step(self, batches: Sequence[Batch], *, is_last: bool) -> list[Tensor]:
-        """One micro-step on a batch per rank; the loss of each, f32[]."""
-        return self._executor.micro_step(batches, is_last=is_last)
+        """One micro-step on a batch per rank, where a section runs one; the loss of each, f32[]."""
+        losses = self._executor.micro_steps([[batch] for batch in batches], is_last=is_last)
+        return [loss[0] for loss in losses]
+
+    def micro_steps(self, groups: Sequence[Sequence[Batch]], *, is_last: bool) -> list[Tensor]:
+        """As many micro-steps as a section runs, on ``groups[rank][micro_step]``; the losses of each rank."""
+        return self._executor.micro_steps(groups, is_last=is_last)
 
     def update(self) -> list[RankResult]:
         """The update after the last micro-step; one result per rank."""

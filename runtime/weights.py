@@ -56,8 +56,8 @@ class RankWeights:
         self._buffer = buffer
         self._sum: Tensor | float = 0.0
 
-    def add(self, batch: Batch, function: WeightFunction | None) -> None:
-        """Count a batch, and write its weight to the program's buffer."""
+    def add(self, batch: Batch, function: WeightFunction | None, micro_batch: int = 0) -> None:
+        """Count a batch, and write its weight to the program's buffer, in the place of a micro-batch of a section."""
         if self._buffer is None:
             self._sum += 1.0
             return
@@ -67,12 +67,12 @@ class RankWeights:
                 "program was compiled with."
             )
         weight = weight_of(function, batch)
-        buffer = self._memory.buffer(self._buffer)
+        element = self._memory.buffer(self._buffer)[micro_batch]
         if isinstance(weight, Tensor):
-            buffer.copy_(weight.reshape(1), non_blocking=True)
+            element.copy_(weight.reshape(()), non_blocking=True)
         else:
-            buffer.fill_(weight)
-        self._sum = buffer[0] + self._sum
+            element.fill_(weight)
+        self._sum = element + self._sum
 
     @property
     def sum(self) -> float:

@@ -141,6 +141,18 @@ IN_VAIN: list[tuple[dict[str, object], str]] = [
     ),
     ({"accumulate_locally": True}, "--accumulate-locally needs --micro-steps above 1"),
     (
+        {"order": "layer"},
+        "--order layer needs --micro-steps above 1, but a step has one micro-step",
+    ),
+    (
+        {"micro_steps": 8, "order": "layer=3"},
+        "--order layer=3 runs groups of 3 micro-batches, which do not divide the 8 of --micro-steps",
+    ),
+    (
+        {"micro_steps": 8, "order": "layer=8", "accumulate_locally": True},
+        "--order layer=8 adds up gradients on each rank by itself; leave --accumulate-locally out",
+    ),
+    (
         {"micro_steps": 2, "accumulate_locally": True, "live_gradients": 1},
         "--live-gradients 1 bounds the full gradients that wait for their reduction",
     ),
@@ -377,6 +389,7 @@ def test_wrong_places_of_kinds_are_refused(places: str) -> None:
 
 
 WRONG: list[tuple[dict[str, object], str]] = [
+    ({"order": "layer=1"}, "--order is layer=1, but should be step, layer, or layer=G for groups"),
     ({"offload": "optimiser"}, "--offload is optimiser, but should be some of optimizer,"),
     ({"offload": ["adaptive", "optimizer"]}, "--offload is adaptive,optimizer, but should be"),
     ({"offload": "optimizer,adaptive"}, "separated by commas, or adaptive alone."),

@@ -11,7 +11,8 @@ from zeroir.api import compiled as api
 from zeroir.api.compiled import CompiledProgram
 from zeroir.artifact import Artifact
 from zeroir.config import make_options
-from zeroir.ir.program import Program
+from zeroir.errors import UserError
+from zeroir.ir.program import MICRO_STEP, Program
 from zeroir.passes import manager
 from zeroir.verify import Reference, Report, verify
 
@@ -53,3 +54,19 @@ def test_what_the_passes_proved_is_not_proved_again_but_for_a_budget(
     size = None if budget is None else 10**9
     assert found.report == verify(found.program, found.logical, size)
     assert ("Z301" in found.report.laws) == (budget is not None)
+
+
+def test_a_run_may_take_another_order_and_number_of_micro_steps() -> None:
+    one = compiled_for_four()
+    layer = one.in_order("layer", 4)
+    assert (layer.program.interleaved, layer.options.micro_steps, layer.accumulates) == (4, 4, True)
+    assert MICRO_STEP not in layer.program.section_by_name
+    assert layer.report.is_valid
+    assert layer.in_order("layer", 6).program.interleaved == 6
+    groups = layer.in_order("layer=2", 4)
+    assert (groups.program.interleaved, MICRO_STEP in groups.program.section_by_name) == (2, True)
+    step = groups.in_order("step", 4)
+    assert step.program.interleaved == 1
+    assert step.in_order("step", 4) is step
+    with pytest.raises(UserError, match="needs --micro-steps above 1"):
+        one.in_order("layer", 1)

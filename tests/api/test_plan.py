@@ -402,3 +402,25 @@ def test_the_plan_is_what_compiling_with_its_options_makes() -> None:
     assert same.report.laws["Z301"] == "proved"
     assert round(zeroir.simulate(same).step_s * 1e9) == found.chosen.step_ns
     assert found.bound_ns <= (found.chosen.step_ns or 0)
+
+
+def test_a_slow_network_brings_parameters_once_for_all_micro_batches_that_fit() -> None:
+    logical = mlp(blocks=2, dim=32, batch=64, micro_steps=4)
+    options = {"stage": 3, "micro_steps": 4, "world_size": 4, "bucket": 0, "prefetch": 1}
+    kept = {
+        "live_gradients": 2,
+        "select_saved": False,
+        "recompute": (),
+        "unshard": (),
+        "offload": (),
+    }
+    free = planner(logical, BOUND_BY_NETWORK, **options, **kept, mesh=None).search()
+    assert (free.chosen.settings["order"], free.tried) == ("layer", 3)
+    less = free.chosen.needed_bytes - 1
+    tight = planner(logical, BOUND_BY_NETWORK, less, **options, **kept, mesh=None).search()
+    assert tight.chosen.settings["order"] == "layer=2"
+    assert free.chosen.step_ns is not None
+    assert tight.chosen.step_ns is not None
+    assert tight.chosen.step_ns > free.chosen.step_ns
+    kept_order = planner(logical, BOUND_BY_NETWORK, **options, **kept, order="step").regions
+    assert not any(region.values("order") for region in kept_order)

@@ -90,6 +90,7 @@ def make() -> Artifact:
         clip=1.0,
         ema=0.99,
         micro_steps=2,
+        order="layer",
         units="layers.*",
     )
     return compiled.artifact

@@ -23,6 +23,8 @@ from zeroir.ir.program import Program
 from zeroir.passes.base import Pass
 from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload_parameters import OffloadParameters
+from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
@@ -145,3 +147,21 @@ def test_states_are_read_when_the_device_has_copied_them_to_the_host(device: tor
         late = {key: values.cpu() for key, values in engine.full_state().items()}
         assert all(torch.equal(early[key], late[key]) for key in late)
     engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_micro_batches_unit_by_unit_follow_the_reference(device: torch.device, stage: int) -> None:
+    """Inputs and weights are in slices, and parameters visit the device once for all micro-batches."""
+    order = OrderByLayer(micro_batches=4, whole_step=True)
+    passes = for_stage(stage, 1, order=order, overlap_update=True)
+    logical = mlp(precision="bf16", micro_steps=4)
+    program = applied(logical, (*passes, OffloadParameters(), PlanMemory()))
+    initial, batches = initial_flats(program), random_batches(4, 1, 4)
+    expected = run_lockstep(program, initial=initial, inputs=batches)
+    engine = Engine(program, device=device, seed=SEED)
+    engine.initialise_flats(initial)
+    found = torch.tensor([engine.step(own).loss for (own,) in batches])
+    engine.close()
+    bound = MLP_TOLERANCE["bf16"]
+    wanted = torch.tensor([losses[0] for losses in expected.losses], dtype=found.dtype)
+    torch.testing.assert_close(found, wanted, rtol=bound, atol=bound)

@@ -51,6 +51,7 @@ OPTIONS: tuple[dict[str, object], ...] = (
     {"micro_steps": 2, "precision": "bf16", "stage": 2, "optimizer": "momentum"},
     {"mesh": "replicate=2,shard=2", "world_size": 4, "recompute": "*", "bucket": 100_000},
     {"micro_steps": 3, "precision": "bf16", "accumulate_locally": True},
+    {"micro_steps": 2, "order": "layer", "precision": "bf16"},
     {"offload": "optimizer,gradients,parameters,activations", "precision": "fp16", "clip": 1.0},
 )
 MORE_OPTIONS: tuple[dict[str, object], ...] = (
@@ -58,6 +59,7 @@ MORE_OPTIONS: tuple[dict[str, object], ...] = (
     {"world_size": 1},
     {"unshard": "*", "overlap_update": False},
     {"micro_steps": 2, "precision": "fp16", "clip": 1.0},
+    {"micro_steps": 4, "order": "layer=2", "precision": "fp16", "stage": 2},
     {"recompute": "*"},
     {"unshard": "*", "select_saved": False},
     {"bucket": 100_000, "stage": 2, "precision": "fp16"},

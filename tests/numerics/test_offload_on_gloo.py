@@ -34,3 +34,7 @@ def test_an_offloaded_optimizer_with_averages_equals_lockstep_bit_for_bit(
     tmp_path: Path, backend: str
 ) -> None:
     assert_ranks_compute_the_same(tmp_path, backend, "offloaded_with_averages")
+
+
+def test_micro_batches_unit_by_unit_equal_lockstep_bit_for_bit(tmp_path: Path) -> None:
+    assert_ranks_compute_the_same(tmp_path, "gloo", "unit_by_unit")

@@ -26,6 +26,7 @@ from zeroir.ir.program import Program
 from zeroir.passes.base import Pass
 from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
+from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
@@ -102,6 +103,23 @@ def offloaded(*names: str) -> Iterator[Training]:
             )
 
 
+def unit_by_unit() -> Iterator[Training]:
+    """Micro-batches unit by unit, all of a step at every stage, and in groups; everything is away from the device."""
+    logical = mlp(blocks=3, precision="bf16", micro_steps=4)
+    whole = OrderByLayer(micro_batches=4, whole_step=True)
+    groups = OrderByLayer(micro_batches=2)
+    # A whole step adds up gradients on each rank at every stage, as stage 0 does.
+    for stage, order, reference_stage in (*((s, whole, 0) for s in range(4)), (3, groups, 3)):
+        passes = for_stage(stage, RANKS, overlap_update=True, order=order)
+        yield Training(
+            name=f"groups of {order.micro_batches}, stage {stage}",
+            logical=logical,
+            passes=(*passes, *OFFLOADS["everything"], PlanMemory()),
+            reference_stage=reference_stage,
+            micro_steps=4,
+        )
+
+
 def offloaded_with_averages() -> Iterator[Training]:
     """An optimizer on the host, with flats of two dtypes in each block and moving averages.
 
@@ -138,7 +156,7 @@ def paged() -> Iterator[Training]:
 
 TRAININGS: Final[Mapping[str, Callable[..., Iterator[Training]]]] = {
     function.__name__: function
-    for function in (overlapped, offloaded, offloaded_with_averages, paged)
+    for function in (overlapped, offloaded, offloaded_with_averages, unit_by_unit, paged)
 }
 """All of them, by the name that ranks get."""
 

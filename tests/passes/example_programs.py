@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from zeroir.frontend.accumulate import accumulate
 from zeroir.ir.text import parse
 
 _FOLDER: Final = Path(__file__).parent
 
 LOGICAL: Final = parse((_FOLDER / "example.zir").read_text("utf-8"))
+ACCUMULATING: Final = replace(
+    accumulate(LOGICAL), options=tuple(sorted({**LOGICAL.option, "micro_steps": "2"}.items()))
+)
 SAVING: Final = parse((_FOLDER / "saved.zir").read_text("utf-8"))
 KEEPING: Final = parse((_FOLDER / "kept.zir").read_text("utf-8"))
 AWAY: Final = parse((_FOLDER / "away.zir").read_text("utf-8"))

@@ -18,7 +18,7 @@ from typing import Final
 
 import pytest
 
-from tests.passes.example_programs import AWAY, KEEPING, LOGICAL, SAVING
+from tests.passes.example_programs import ACCUMULATING, AWAY, KEEPING, LOGICAL, SAVING
 from tests.support.lowering import applied
 from zeroir.ir.program import Program
 from zeroir.ir.text import parse, print_program
@@ -30,6 +30,7 @@ from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
+from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
@@ -68,6 +69,7 @@ LINKS: Final = (
     # Passes that a user may ask for, where they stand then.
     Link(logical=SAVING, step=SelectSaved()),
     Link(logical=KEEPING, step=Recompute(units=("a",))),
+    Link(logical=ACCUMULATING, step=OrderByLayer(micro_batches=2, whole_step=True)),
     Link(logical=LOGICAL, earlier=CHAIN[:5], step=Unshard(units=("a",))),
     Link(logical=LOGICAL, earlier=CHAIN[:6], step=Bucket(bytes=4096)),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OverlapUpdate()),

@@ -86,7 +86,7 @@ def test_a_loss_is_known_when_the_micro_step_has_run() -> None:
     engine, reference = opened(ACCUMULATING), opened(ACCUMULATING)
     first, second, third = batches_of(3)
     result = engine.micro_step(first)
-    with pytest.raises(UserError, match=r"runs with the next call of micro_step or update"):
+    with pytest.raises(UserError, match=r"runs with a later call of micro_step or update"):
         _ = result.loss
     following = engine.micro_step(second)
     assert result.loss == reference.step(first).loss

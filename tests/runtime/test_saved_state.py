@@ -93,8 +93,8 @@ def test_the_forward_runs_beside_the_copies_and_the_update_waits_for_them() -> N
         before = state(memory, program)
         (saved,) = executor.save_state()
         # The forward, the backward and the reductions need no copy to be done.
-        executor.micro_step(second[0], is_last=False)
-        executor.micro_step(second[0], is_last=True)
+        executor.micro_steps(second, is_last=False)
+        executor.micro_steps(second, is_last=True)
         is_updated = threading.Event()
 
         def update() -> None:

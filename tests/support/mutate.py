@@ -16,6 +16,7 @@ from tests.support.edits import Mutation, at, edit, is_of, on_one, pick
 from tests.support.mutate_claims import CLAIM_MUTATIONS
 from tests.support.mutate_pages import PAGE_MUTATIONS
 from tests.support.mutate_saves import SAVE_MUTATIONS
+from tests.support.mutate_slices import SLICE_MUTATIONS
 from tests.support.mutate_sums import SUM_MUTATIONS
 from tests.support.mutate_updates import UPDATE_MUTATIONS
 from tests.support.mutate_visits import VISIT_MUTATIONS
@@ -380,6 +381,7 @@ MUTATIONS: Mapping[str, Mutation] = {
     **CLAIM_MUTATIONS,
     **PAGE_MUTATIONS,
     **SAVE_MUTATIONS,
+    **SLICE_MUTATIONS,
     **SUM_MUTATIONS,
     **UPDATE_MUTATIONS,
     **VISIT_MUTATIONS,

@@ -16,6 +16,7 @@ from zeroir.ir.program import Program
 from zeroir.passes.base import Pass
 from zeroir.passes.manager import apply
 from zeroir.passes.offload_parameters import OffloadParameters
+from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import for_stage
 
@@ -40,6 +41,7 @@ class Case:
     distance: int = 1
     bucket: int = 0
     overlap_update: bool = False
+    order: OrderByLayer | None = None
     ema: float | None = None
     optimizer: str = "adamw"
     is_weighted: bool = False
@@ -92,6 +94,7 @@ def _scheduled(case: Case) -> Program:
         bucket=case.bucket,
         distance=case.distance,
         overlap_update=case.overlap_update,
+        order=case.order,
     )
     passes += () if case.paging is None else (case.paging,)
     for step in (*passes, *case.offload):

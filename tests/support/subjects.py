@@ -22,6 +22,8 @@ from zeroir.passes.manager import apply
 from zeroir.passes.offload_activations import OffloadActivations
 from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload_parameters import OffloadParameters
+from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
@@ -77,6 +79,24 @@ CASES: Mapping[str, Case] = {
         precision="bf16",
         clip=1.0,
         paging=PageOptimizer(device_bytes=6144, page_bytes=2048),
+    ),
+    "stage 3, unit by unit": Case(
+        stage=3,
+        precision="fp16",
+        micro_steps=2,
+        is_weighted=True,
+        clip=1.0,
+        order=OrderByLayer(micro_batches=2, whole_step=True),
+        offload=(OffloadParameters(),),
+    ),
+    "stage 2, in groups of two": Case(
+        stage=2,
+        precision="bf16",
+        micro_steps=4,
+        tied=True,
+        overlap_update=True,
+        order=OrderByLayer(micro_batches=2),
+        offload=(OffloadActivations(smallest=0),),
     ),
     # Shards of four pages, one of which rests in both memories.
     "stage 1, paged, overlapped": Case(

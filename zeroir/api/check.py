@@ -123,7 +123,7 @@ def _compared(
     compiled = compile_with(model, options)
     source = load_model(compiled)
     program = compiled.program
-    rng = program.buffer_by_name.get("rng")
+    rng = compiled.logical.buffer_by_name.get("rng")
     sites = 0 if rng is None else rng.numel
 
     def seeds(step: int, micro_step: int, rank: int) -> Tensor:

@@ -147,8 +147,8 @@ class CompiledProgram:
 
     @property
     def accumulates(self) -> bool:
-        """Whether its steps take any number of batches."""
-        return MICRO_STEP in self.program.section_by_name
+        """Whether its steps take several batches: any number, or where they run unit by unit a multiple of a group."""
+        return MICRO_STEP in self.logical.section_by_name
 
     def for_accumulation(self, micro_steps: int) -> CompiledProgram:
         """A program for steps of one batch lowered again, from its logical program, for steps of any number.
@@ -163,6 +163,25 @@ class CompiledProgram:
         artifact = replace(self.artifact, logical=logical)
         compiled = _with_proof(artifact, _lower(logical, options), self.path)
         return replace(compiled, source=self.source)
+
+    def in_order(self, order: str, micro_steps: int) -> CompiledProgram:
+        """The same program, lowered again from its logical program, for another order of so many micro-batches.
+
+        Raises:
+            UserError: where the order does not go together with the number or another option, or with the model.
+        """
+        compiled = self
+        if micro_steps > 1 and not self.accumulates:
+            compiled = self.for_accumulation(micro_steps)
+        requested = compiled.as_requested
+        given = {"order": order, "micro_steps": micro_steps}
+        options = make_options({**requested.model_dump(), **given})
+        if options.to_pairs() == requested.to_pairs():
+            return compiled
+        logical = replace(compiled.logical, options=options.to_pairs())
+        artifact = replace(compiled.artifact, logical=logical)
+        lowered_again = _with_proof(artifact, _lower(logical, options), self.path)
+        return replace(lowered_again, source=self.source)
 
     def after_pass(self, number: int) -> CompiledProgram:
         """The program after the first ``number`` passes; after 0 passes it is the program of one device.

@@ -38,6 +38,7 @@ class CompileKeywords(TypedDict, total=False):
     precision: Precision
     micro_steps: int
     accumulate_locally: bool
+    order: str
     units: str | None
     keep_fp32: str | Sequence[str]
     evaluate: bool

@@ -28,6 +28,7 @@ from zeroir.api.search_space import (
     words,
 )
 from zeroir.config import CompileOptions, make_options
+from zeroir.config.field_types import STEP
 from zeroir.config.offload_fields import ADAPTIVE, HOST, OFFLOADED, PAGE_BYTES
 from zeroir.cost.machine import Machine, load_machine
 from zeroir.cost.search import Found, Point, SearchOutcome, search
@@ -250,10 +251,11 @@ class Planner:
 
     def _measure(self, settings: Mapping[str, Value]) -> tuple[Candidate, SearchOutcome]:
         """A choice; one that offloads nothing is the same as one that does not mention it."""
+        defaults = ((), HOST, STEP)
         has_effect = {
             name: value
             for name, value in settings.items()
-            if value not in ((), HOST) and (name, value) != ("page_optimizer", None)
+            if value not in defaults and (name, value) != ("page_optimizer", None)
         }
         if "offload" not in has_effect:
             has_effect.pop("offload_to", None)

@@ -166,7 +166,8 @@ class EagerReplicas:
         if len(partial) == 1:
             return {name: self._over_ranks([rank[name] for rank in partial[0]]) for name in names}
         ranks = range(len(self.replicas))
-        if self._options.stage >= 2 and not self._options.accumulate_locally:
+        adds_locally = self._options.accumulate_locally or self._options.is_step_interleaved
+        if self._options.stage >= 2 and not adds_locally:
             return {
                 name: _sum(
                     [

@@ -69,8 +69,8 @@ def run_program(path: Path, options: RunOptions) -> None:
                 compiled = with_optimizer_bits(compiled, source, options.optimizer_bits)
             compiled = _fit_and_report(compiled, job_rank, options.offload)
             evaluations = _evaluations(compiled, source, job_rank, options)
-            if (options.micro_steps or 1) > 1 and not compiled.accumulates:
-                compiled = compiled.for_accumulation(options.micro_steps or 1)
+            with _same_on_all_ranks(job_rank):
+                compiled = _for_micro_steps(compiled, options)
             with warnings_as_sentences():
                 engine = open_engine(
                     compiled,
@@ -137,6 +137,22 @@ def _fit_and_report(
         notes = note, construction_note(compiled.program), outside_note(outside)
         for sentence in filter(None, notes):
             say(sentence)
+    return compiled
+
+
+def _for_micro_steps(compiled: CompiledProgram, options: RunOptions) -> CompiledProgram:
+    """The program for the run's number and order of micro-steps.
+
+    A program that runs whole steps unit by unit is lowered again for another number of them.
+    """
+    compiled_options = compiled.options
+    micro_steps = options.micro_steps or compiled_options.micro_steps
+    is_other_number = micro_steps != compiled_options.micro_steps
+    if options.order is not None or (compiled_options.is_step_interleaved and is_other_number):
+        order = compiled_options.order if options.order is None else options.order
+        return compiled.in_order(order, micro_steps)
+    if micro_steps > 1 and not compiled.accumulates:
+        return compiled.for_accumulation(micro_steps)
     return compiled
 
 

@@ -33,12 +33,14 @@ class RunOptions:
     """Everything but the program that ``zeroir run`` is given; see its help.
 
     ``steps`` counts from the beginning of training, so a resumed run takes those that are left. ``micro_steps`` is None
-    for as many as the program was compiled with. ``offload`` are the options of what is kept outside device memory that
-    replace the program's own; ``optimizer_bits`` does, too, but the model is traced again for it.
+    for as many as the program was compiled with, and ``order`` for their order there. ``offload`` are the options of
+    what is kept outside device memory that replace the program's own; ``optimizer_bits`` does, too, but the model is
+    traced again for it.
     """
 
     steps: int
     micro_steps: int | None = None
+    order: str | None = None
     offload: OffloadKeywords = field(default_factory=OffloadKeywords)
     optimizer_bits: int | None = None
     seed: int = 0

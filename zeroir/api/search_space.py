@@ -10,6 +10,7 @@ from typing import Final, assert_never
 
 from zeroir.api.unit_classes import repeated_units, to_recompute, to_unshard, unit_classes
 from zeroir.config import CompileOptions
+from zeroir.config.field_types import LAYER, STEP
 from zeroir.config.meshes import parse_mesh
 from zeroir.config.offload_fields import (
     ACTIVATIONS,
@@ -22,10 +23,12 @@ from zeroir.config.offload_fields import (
     PARAMETERS,
 )
 from zeroir.cost.search import Family, Point
+from zeroir.errors import UserError
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.mesh import REPLICATE_AXIS, SHARD_AXIS
 from zeroir.ir.program import Program
 from zeroir.passes.common.units import ALL_REPEATED
+from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.report.names import format_bytes
 
 Value = int | bool | str | tuple[str, ...] | None
@@ -37,6 +40,8 @@ _PREFETCH: Final = (0, 1, 2, 3, 4, EARLY)
 _LIVE_GRADIENTS: Final = (1, 2, 3, 4)
 _MOST_TIMES: Final = 64
 """The largest factor by which a proposal raises the number of ranks."""
+_INTERLEAVED: Final = (2, 4, 8)
+"""Sizes of groups of micro-batches that run unit by unit; a program grows with its groups."""
 PAGE_SLOTS: Final = 3
 """The fewest pages on the device with which one comes in and one goes out while a third is updated."""
 
@@ -99,12 +104,16 @@ class UnitCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRegion:
-    """Choices of one stage and one mesh. ``units`` are all that are repeated, in order."""
+    """Choices of one stage and one mesh. ``units`` are all that are repeated, in order.
+
+    ``orders`` are those of micro-batches; they are among the dimensions where they change what travels.
+    """
 
     stage: int
     mesh: str | None
     units: tuple[str, ...]
     dimensions: tuple[Dimension | UnitCounts, ...]
+    orders: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -194,7 +203,40 @@ def with_offload(regions: Sequence[SearchRegion], kinds: Sequence[str]) -> tuple
         )
     )
     dimension = Dimension(name="offload", values=tuple(sets), fast=0, usual=0, lean=len(sets) - 1)
-    return tuple(replace(region, dimensions=(*region.dimensions, dimension)) for region in regions)
+    has_orders = PARAMETERS in kinds
+    return tuple(
+        replace(
+            region,
+            dimensions=(
+                *region.dimensions,
+                *(_order(region.orders) if has_orders and not region.values("order") else ()),
+                dimension,
+            ),
+        )
+        for region in regions
+    )
+
+
+def _order(orders: tuple[str, ...]) -> tuple[Dimension, ...]:
+    """The order of micro-batches, where there is a choice: the larger the groups, the less travels."""
+    if len(orders) < 2:
+        return ()
+    return (Dimension(name="order", values=orders, fast=len(orders) - 1, usual=0, lean=0),)
+
+
+def _orders(options: CompileOptions, logical: Program) -> tuple[str, ...]:
+    """The orders of micro-batches that can be chosen, the largest groups last; one where nothing is to be chosen."""
+    if "order" in options.model_fields_set:
+        return ()
+    count = options.micro_steps
+    groups = [group for group in _INTERLEAVED if count % group == 0]
+    try:
+        OrderByLayer(micro_batches=2)(logical)
+    except UserError:
+        groups = []
+    if options.accumulate_locally:
+        groups = [group for group in groups if group != count]
+    return (STEP, *(LAYER if group == count else f"{LAYER}={group}" for group in groups))
 
 
 def with_disk(regions: Sequence[SearchRegion]) -> tuple[SearchRegion, ...]:
@@ -262,7 +304,7 @@ def words(settings: Mapping[str, Value]) -> str:
                 said.append(f"buckets of {format_bytes(value)}")
             case _, ():
                 pass
-            case "offload_to", "host":
+            case ("offload_to", "host") | ("order", "step"):
                 pass
             case "page_optimizer", str():
                 said.append(f"pages of the optimizer in {value}")
@@ -310,17 +352,22 @@ def regions(options: CompileOptions, logical: Program) -> tuple[SearchRegion, ..
         if options.model_copy(update={"stage": stage}).without_effect is None
     ]
     units = repeated_units(logical)
+    orders = _orders(options, logical) if options.micro_steps > 1 else ()
     made: list[SearchRegion] = []
     for stage in stages:
         meshes = [options.mesh] if "mesh" in is_set else _meshes(stage, options.world_size)
         dimensions = tuple(
             dimension
-            for dimension in _dimensions(stage, logical)
+            for dimension in (
+                *_dimensions(stage, logical),
+                # Below stage 2 it changes only how often parameters come from host memory.
+                *(_order(orders) if stage >= 2 or PARAMETERS in options.offload else ()),
+            )
             if dimension.name not in is_set
             and not (dimension.name == "prefetch" and _is_prefetch_set(options))
         )
         made += [
-            SearchRegion(stage=stage, mesh=mesh, units=units, dimensions=dimensions)
+            SearchRegion(stage=stage, mesh=mesh, units=units, dimensions=dimensions, orders=orders)
             for mesh in meshes
         ]
     return tuple(made)
@@ -363,6 +410,9 @@ def leaner_settings(
         if stage == 3:
             yield {**lean, "prefetch": 0}
         leanest["prefetch"] = 0
+    if options.order != STEP:
+        yield {**lean, "order": STEP}
+        leanest["order"] = STEP
     if leanest:
         yield dict(leanest)
     if repeated_units(logical) and not options.recompute:

@@ -42,6 +42,12 @@ def run(
             help="Batches of a step. [default: as many as the program was compiled with]",
         ),
     ] = None,
+    order: Annotated[
+        str | None,
+        Parameter(
+            help="What runs next, as in `zeroir compile`: step, layer, or layer=G. [default: as compiled]"
+        ),
+    ] = None,
     offload: Annotated[
         GivenOffload | None,
         Parameter(
@@ -134,6 +140,7 @@ def run(
         values: dict[str, object | None] = {
             "--steps": steps,
             "--micro-steps": micro_steps,
+            "--order": order,
             "--optimizer-bits": optimizer_bits,
             "--seed": seed,
             "--log-every": log_every,
@@ -163,6 +170,7 @@ def run(
         RunOptions(
             steps=steps,
             micro_steps=micro_steps,
+            order=order,
             offload=cast("OffloadKeywords", given),
             optimizer_bits=optimizer_bits,
             seed=seed,

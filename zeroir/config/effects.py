@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from zeroir.config import hyper_parameters
+from zeroir.config.field_types import STEP
 from zeroir.config.offload_rules import offload_problem
 from zeroir.config.texts import text_of
 
@@ -70,6 +71,18 @@ def first_without_effect(options: CompileOptions) -> str | None:
         return "--loss-scale-consecutive-hysteresis needs a --loss-scale-hysteresis above 1"
     if options.accumulate_locally and options.micro_steps == 1:
         return "--accumulate-locally needs --micro-steps above 1, but a step has one micro-step"
+    if options.interleaved == 1 and options.order != STEP:
+        return (
+            f"{_flag(options, 'order')} needs --micro-steps above 1, but a step has one micro-step"
+        )
+    if options.micro_steps % options.interleaved:
+        return (
+            f"{_flag(options, 'order')} runs groups of {options.interleaved} micro-batches, which do not divide the "
+            f"{options.micro_steps} of --micro-steps"
+        )
+    if options.accumulate_locally and options.is_step_interleaved:
+        flag = _flag(options, "order")
+        return f"{flag} adds up gradients on each rank by itself; leave --accumulate-locally out"
     if options.accumulate_locally and _asks_for(options, "live_gradients"):
         return (
             f"{_flag(options, 'live_gradients')} bounds the full gradients that wait for their reduction, but with "

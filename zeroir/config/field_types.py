@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from zeroir.errors import UserError
 from zeroir.ir.amounts import parse_bytes
+from zeroir.ir.limits import MOST_COUNT
 
 
 def _split_at_commas(value: object) -> object:
@@ -27,6 +28,22 @@ def _is_an_amount(value: str | None) -> str | None:
                 "amount", "an amount of memory, such as 80GB, 512MiB or 1e9"
             ) from None
     return value
+
+
+def _is_an_order(value: str) -> str:
+    name, _, group = value.partition("=")
+    is_group = group.isascii() and group.isdecimal() and 2 <= int(group) <= MOST_COUNT
+    if value in (STEP, LAYER) or (name == LAYER and is_group):
+        return value
+    raise PydanticCustomError(
+        "order", "step, layer, or layer=G for groups of G micro-batches, at least 2"
+    )
+
+
+STEP: Final = "step"
+LAYER: Final = "layer"
+Order = Annotated[str, AfterValidator(_is_an_order)]
+"""The order of micro-batches: ``step``, ``layer``, or ``layer=G``."""
 
 
 def _as_text(value: object) -> object:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from zeroir.config.field_types import Names, OptionalAmount
+from zeroir.config.field_types import STEP, Names, OptionalAmount, Order
 from zeroir.config.groups import SEPARATOR, GroupError, group_text
 from zeroir.config.hyper_parameters import AdjustLr
 from zeroir.config.meshes import default_world_size, parse_mesh
@@ -78,6 +78,14 @@ class OptionFields(BaseModel):
             "traffic, more memory (stages 2, 3 with --micro-steps above 1)."
         ),
     ] = False
+    order: Annotated[
+        Order,
+        Field(
+            description="What runs next: each micro-batch through all units (step), or each unit on all micro-batches "
+            "of a step (layer), so that its parameters are gathered or copied to the device once for them, and "
+            "activations of all are kept. layer=4: in groups of 4 micro-batches."
+        ),
+    ] = STEP
 
     units: Annotated[
         str | None,

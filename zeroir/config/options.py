@@ -10,6 +10,7 @@ from pydantic import ValidationError, ValidationInfo, model_validator
 
 from zeroir.config import hyper_parameters
 from zeroir.config.effects import first_without_effect
+from zeroir.config.field_types import STEP
 from zeroir.config.groups import SEPARATOR, GroupError, GroupSpec, parse_groups
 from zeroir.config.meshes import parse_mesh
 from zeroir.config.offload_fields import (
@@ -108,6 +109,19 @@ class CompileOptions(OptionFields):
         """The options for another number of micro-steps."""
         values = {**self.model_dump(), "micro_steps": micro_steps}
         return make_options(values, context=_IS_WRITTEN)
+
+    @property
+    def interleaved(self) -> int:
+        """The number of micro-batches that run unit by unit; 1 where each has a micro-step of its own."""
+        if self.order == STEP:
+            return 1
+        group = self.order.partition("=")[2]
+        return int(group) if group else self.micro_steps
+
+    @property
+    def is_step_interleaved(self) -> bool:
+        """Whether all micro-batches of a step run unit by unit."""
+        return self.interleaved == self.micro_steps > 1
 
     @property
     def is_update_overlapped(self) -> bool:

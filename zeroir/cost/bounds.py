@@ -47,7 +47,8 @@ def wire_bound_s(program: Program, machine: Machine) -> float:
 def _counted(program: Program) -> list[tuple[int, ops.Op]]:
     """Each op of a training step, and how often a step carries it out."""
     micro_steps = require_micro_steps(program, None)
-    counts = {MICRO_STEP: micro_steps - 1, LAST_MICRO_STEP: 1, UPDATE: 1}
+    repeats = micro_steps // program.interleaved - 1
+    counts = {MICRO_STEP: repeats, LAST_MICRO_STEP: 1, UPDATE: 1}
     return [
         (counts[section.name], op)
         for section in program.sections

@@ -49,12 +49,18 @@ def require_micro_steps(program: Program, micro_steps: int | None) -> int:
     """The number of micro-steps to simulate: the given one, else that of the compilation.
 
     Raises:
-        UserError: where the program has no section for more than one micro-step.
+        UserError: where the program has no section for so many micro-steps, or does not run them in equal groups.
     """
     count = int(program.option.get("micro_steps", "1")) if micro_steps is None else micro_steps
     if count < 1:
         raise UserError(f"A step has at least one micro-step, and not {count}.")
-    if count > 1 and MICRO_STEP not in program.section_by_name:
+    group = program.interleaved
+    if count % group:
+        raise UserError(
+            f"The program runs its micro-batches in groups of {group}; simulate a multiple of {group} micro-steps, and "
+            f"not {count}."
+        )
+    if count > group and MICRO_STEP not in program.section_by_name:
         raise UserError(
             f"The program has no section for {count} micro-steps: compile it with --micro-steps {count}."
         )
@@ -65,9 +71,9 @@ def step_sections(program: Program, micro_steps: int | None = None) -> list[Sect
     """The sections of a training step in their order, ``micro_step`` once for each of its runs.
 
     Raises:
-        UserError: where the program has no section for more than one micro-step.
+        UserError: as ``require_micro_steps``.
     """
-    repeats = require_micro_steps(program, micro_steps) - 1
+    repeats = require_micro_steps(program, micro_steps) // program.interleaved - 1
     names = [*[MICRO_STEP] * repeats, LAST_MICRO_STEP, UPDATE]
     return [program.section_by_name[name] for name in names if name in program.section_by_name]
 

@@ -65,10 +65,13 @@ def _forward_ranges(joint: JointGraph, units: Units) -> list[_ForwardRange]:
     """The forward nodes in maximal ranges of one call of a unit's module, or of none."""
     ranges: list[_ForwardRange] = []
     range_of: dict[int, int] = {}
+    # Torch copies new values to the buffers of modules behind the whole forward, wherever it computes them.
+    new_values = {value for _, value in joint.mutations}
     for node in joint.nodes:
         if node.is_backward:
             continue
-        if node.calls is None and ranges:
+        is_copied = node.op == "aten.copy.default" and not new_values.isdisjoint(node.results)
+        if (node.calls is None or is_copied) and ranges:
             # Of no module: as early as its arguments allow.
             at = max(
                 (range_of[ref] for ref in node.refs() if ref in range_of), default=len(ranges) - 1

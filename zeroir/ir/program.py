@@ -31,8 +31,9 @@ SAVE: Final = "save"
 STEP_SECTIONS: Final = (MICRO_STEP, LAST_MICRO_STEP, UPDATE)
 SECTION_NAMES: Final = (*STEP_SECTIONS, EVALUATE, SAVE)
 """A training step is ``micro_step`` k − 1 times, ``last_micro_step``, ``update``. ``micro_step`` is absent when a
-program is made for k = 1; ``evaluate`` may run between steps, and leaves only its loss and its outputs behind. ``save``
-may run between steps and between micro-steps. It copies the state of the training to snapshots in host memory."""
+program is made for k = 1. With ``Program.interleaved`` = g each of the two runs g micro-batches, so ``micro_step`` runs
+k/g − 1 times. ``evaluate`` may run between steps, and leaves only its loss and its outputs behind. ``save`` may run
+between steps and between micro-steps. It copies the state of the training to snapshots in host memory."""
 
 BATCH_LOSS: Final = "batch_loss"
 """The buffer of the loss of the last micro-batch, where ``Program.loss`` is a sum over micro-batches."""
@@ -226,6 +227,7 @@ class Program:
     ``loss`` names the buffer of this rank's loss in a step, ``eval_loss`` that of an evaluation's, f32[1] both.
     ``operators`` are the foreign operators that the nodes of segments call.
     ``weight`` names the one that receives the weight of each micro-batch; without it each has the weight 1.
+    ``interleaved`` is the number of micro-batches that a micro-step section runs; see ``zeroir/ir/micro_batches.py``.
     """
 
     mesh: Mesh
@@ -246,6 +248,7 @@ class Program:
     loss: str | None = None
     eval_loss: str | None = None
     weight: str | None = None
+    interleaved: int = 1
     options: tuple[tuple[str, str], ...] = ()
     passes: tuple[str, ...] = ()
     fingerprint: str = ""

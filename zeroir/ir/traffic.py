@@ -32,9 +32,10 @@ def collective_bytes(
     axis: str | None = None,
     sections: Collection[str] = (LAST_MICRO_STEP, UPDATE),
 ) -> Mapping[str, int]:
-    """Bytes of the full buffers that the collectives of some sections handle, by op; of a step with one micro-step.
+    """Bytes of the full buffers that the collectives of some sections handle, by op.
 
-    With ``axis``, of those over that mesh axis alone.
+    By default these are the sections of a step with one micro-step, or one group of micro-batches that run unit by
+    unit. With ``axis``, of those over that mesh axis alone.
 
     An all_gather counts its destination, and so does a prefetch, which is one; a reduce_scatter,
     all_reduce or broadcast its source. Each counts once, so in the ZeRO paper's terms, where reducing
@@ -61,7 +62,7 @@ TRANSFER_KEYS: Final = ("to_host", "to_device", "load", "store")
 def transfer_bytes(
     program: Program, *, sections: Collection[str] = (LAST_MICRO_STEP, UPDATE)
 ) -> Mapping[str, int]:
-    """Bytes that the transfers of some sections copy on a rank, by op; of a step with one micro-step."""
+    """Bytes that the transfers of some sections copy on a rank, by op; by default as ``collective_bytes``."""
     totals = dict.fromkeys(TRANSFER_KEYS, 0)
     for section in program.sections:
         if section.name not in sections:

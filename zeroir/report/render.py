@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from zeroir.ir.buffers import Space
-from zeroir.ir.program import MICRO_STEP, Program, Section
+from zeroir.ir.program import Program, Section
 from zeroir.ir.traffic import COLLECTIVE_KEYS, on_the_wire
 from zeroir.report.names import counted, format_bytes, format_flops, shortened
 from zeroir.report.schedule import Fold, Row, fold, schedule
-from zeroir.report.summary import Summary, TemporaryBytes
+from zeroir.report.summary import Summary, TemporaryBytes, counted_step
 from zeroir.report.tables import UNBOUNDED_WIDTH, Lines, columns_table, facts_table
 from zeroir.verify import PROVED, Finding, Report
 from zeroir.verify.explain import CODES
@@ -73,7 +73,7 @@ def render_summary(summary: Summary) -> RenderableType:
         grid.add_row(
             "temporary", f"one block of {format_bytes(temporary['block'])}, {_gap(temporary)}"
         )
-    per_step = "per step" + (" of one micro-step" if MICRO_STEP in summary["sections"] else "")
+    per_step = f"per {counted_step(summary)}"
     grid.add_row("on the wire", f"{_amounts(traffic)} {per_step}")
     for axis, own in summary["collective_bytes_by_axis"].items():
         if len(summary["mesh"]) > 1:

@@ -7,7 +7,7 @@ from typing import TypedDict
 
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.ops import Compute, op_name
-from zeroir.ir.program import EVALUATE, STEP_SECTIONS, Program
+from zeroir.ir.program import EVALUATE, MICRO_STEP, STEP_SECTIONS, Program
 from zeroir.ir.text.printer import bound_text
 from zeroir.ir.traffic import collective_bytes, transfer_bytes
 from zeroir.memory.curve import peak
@@ -47,10 +47,11 @@ class EvaluationFigures(TypedDict):
 class Summary(TypedDict):
     """Facts of a scheduled program; bytes are per step (collectives) or per rank, by role (model states and peak).
 
-    The peak is that of the buffers on the device in a step, in program order and without the workspaces of segments.
-    ``bounds`` are spelled as in the program's text. ``ops`` and ``distinct_segments`` count those of training steps.
-    ``evaluation`` has the figures of one evaluation; None where the program has none. ``snapshot_bytes_per_rank`` is
-    the memory of the host that saving takes from the first save on; 0 where the program cannot save.
+    A step has one micro-step, or one group of ``interleaved`` micro-batches that run unit by unit. The peak is that of
+    the buffers on the device in a step, in program order and without the workspaces of segments. ``bounds`` are spelled
+    as in the program's text. ``ops`` and ``distinct_segments`` count those of training steps. ``evaluation`` has the
+    figures of one evaluation; None where the program has none. ``snapshot_bytes_per_rank`` is the memory of the host
+    that saving takes from the first save on; 0 where the program cannot save.
     ``transfer_bytes`` are the bytes that a rank copies to and from its host and its disk in a step, by op, and
     ``outside_bytes_per_rank`` what it keeps there, by space. ``staging_bytes_per_rank`` are the most
     bytes that these copies have in temporary buffers at once, by space; the blocks have room for them.
@@ -64,6 +65,7 @@ class Summary(TypedDict):
     units: list[str]
     ops: dict[str, int]
     sections: dict[str, int]
+    interleaved: int
     distinct_segments: int
     bounds: list[str]
     collective_bytes: dict[str, int]
@@ -94,6 +96,7 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
         units=list(dict.fromkeys(flat.unit for flat in program.flats)),
         ops={name: names[name] for name in sorted(names)},
         sections={section.name: len(section.body) for section in program.sections},
+        interleaved=program.interleaved,
         distinct_segments=len({program.segment_by_name[name].digest() for name in called}),
         bounds=[bound_text(bound) for bound in program.bounds],
         collective_bytes=dict(collective_bytes(program)),
@@ -138,3 +141,11 @@ def _temporary(placed: Placement | None) -> TemporaryBytes:
     if placed is None:
         return TemporaryBytes(block=0, live=0)
     return TemporaryBytes(block=placed.size_bytes, live=placed.live_bytes)
+
+
+def counted_step(summary: Summary) -> str:
+    """The step of whose traffic a summary speaks: ``step``, ``step of one micro-step``, ``step of 4 micro-batches``."""
+    group = summary["interleaved"]
+    if MICRO_STEP not in summary["sections"]:
+        return "step" if group == 1 else f"step of {group} micro-batches"
+    return "step of one micro-step" if group == 1 else f"step of one group of {group} micro-batches"

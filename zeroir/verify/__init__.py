@@ -33,6 +33,12 @@ from zeroir.verify.interpreter import SectionRun, Shared
 from zeroir.verify.limits import check_limits
 from zeroir.verify.ordering import check_ordering
 from zeroir.verify.reference import content, contributor, mismatches
+from zeroir.verify.repeated import (
+    Repetition,
+    grouped,
+    repeated_runs,
+    repetition_problem,
+)
 from zeroir.verify.report import PROVED, Finding, Report, VerificationError
 from zeroir.verify.snapshots import check_snapshots
 from zeroir.verify.structure import check_structure
@@ -69,7 +75,7 @@ class Reference:
         self.program = program
         self.numbering = Numbering()
         """Shared with the programs that are compared with this one, so that equal values have equal numbers."""
-        self._runs: dict[bool, dict[str, SectionRun]] = {}
+        self._runs: dict[tuple[bool, Repetition], dict[str, SectionRun]] = {}
 
     @cached_property
     def report(self) -> Report:
@@ -78,15 +84,16 @@ class Reference:
 
     def remember(self, runs: dict[str, SectionRun]) -> None:
         """Keep the runs of the program's own proof, whose values are numbered segment by segment."""
-        self._runs[False] = runs
+        self._runs[False, Repetition()] = runs
 
-    def runs(self, *, by_node: bool) -> dict[str, SectionRun]:
+    def runs(self, repetition: Repetition, *, by_node: bool) -> dict[str, SectionRun]:
         """The computations of its sections; values are numbered node by node, or segment by segment."""
-        if by_node not in self._runs:
-            shared = Shared(self.program, self.numbering, by_node=by_node)
-            findings = Findings(self.program)
-            self._runs[by_node] = _runs(shared, findings, is_checked=False)
-        return self._runs[by_node]
+        key = by_node, repetition
+        if key not in self._runs:
+            program = grouped(self.program, repetition)
+            shared = Shared(program, self.numbering, by_node=by_node)
+            self._runs[key] = repeated_runs(self.program, repetition, shared)
+        return self._runs[key]
 
 
 def verify(
@@ -182,14 +189,13 @@ def _holds(
     return True
 
 
-def _runs(shared: Shared, findings: Findings, *, is_checked: bool) -> dict[str, SectionRun]:
+def _checked_runs(shared: Shared, findings: Findings) -> dict[str, SectionRun]:
     runs: dict[str, SectionRun] = {}
     for section in sorted(shared.program.sections, key=lambda s: SECTION_NAMES.index(s.name)):
         before = runs.get(LAST_MICRO_STEP) if section.name == UPDATE else None
         run = runs[section.name] = SectionRun(shared, section, findings, before)
         run.interpret()
-        if is_checked:
-            check_exit(run)
+        check_exit(run)
     return runs
 
 
@@ -200,12 +206,17 @@ def _check_values(program: Program, reference: Reference | None, findings: Findi
     # A program for one rank, and a logical program, define how often each call contributes.
     may_repeat = reference is not None or program.mesh.world_size == 1
     shared = Shared(program, numbering, by_node=is_recut, may_repeat=may_repeat)
-    runs = _runs(shared, findings, is_checked=True)
+    runs = _checked_runs(shared, findings)
     _check_micro_steps(program, runs, findings)
     if reference is not None and program is reference.program:
         reference.remember(runs)
     elif reference is not None and not findings.items:
-        expected = reference.runs(by_node=is_recut)
+        problem = repetition_problem(program, reference.program)
+        if problem is not None:
+            findings.add("Z406", problem)
+            return
+        repetition = Repetition.of(program, reference.program)
+        expected = reference.runs(repetition, by_node=is_recut)
         for mismatch in mismatches(program, runs, reference.program, expected):
             name = mismatch.section
             findings.add(

@@ -129,7 +129,12 @@ def _check_fixed_divisor(run: SectionRun, op: ops.Decide) -> None:
             f"decide divides gradients by {op.divisor}, but no option says for how many micro-steps",
             advice="Give the header micro_steps=…: the engine takes that many batches a step.",
         )
-    elif count > 1 and not run.layout.has_past:
+    elif count % run.program.interleaved:
+        run.fail(
+            "Z402",
+            f"a step has {count} micro-steps, which groups of {run.program.interleaved} micro-batches do not divide",
+        )
+    elif count > run.program.interleaved and not run.layout.has_past:
         run.fail(
             "Z402",
             f"a step has {count} micro-steps, but the program has no section micro_step",

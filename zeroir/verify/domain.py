@@ -75,14 +75,23 @@ class Term(NamedTuple):
     times: int
 
 
-CURRENT_TERM: Final = -4
-"""The weight of the micro-batch of this micro-step."""
 PAST_TERM: Final = -1
 """The sum of all micro-steps before this one."""
 ALL_TERM: Final = -2
 """The sum of all micro-steps of the step."""
 LOST_TERM: Final = -3
 """A contribution whose value an op changed, as by scaling: no gradient may hold it."""
+_CURRENT_TERM: Final = -4
+
+
+def current_term(micro_batch: int) -> int:
+    """The source of the weight of a micro-batch of the section, counted from 0."""
+    return _CURRENT_TERM - micro_batch
+
+
+def current_micro_batch(source: int) -> int | None:
+    """The micro-batch whose weight a source is; None where it is something else."""
+    return _CURRENT_TERM - source if source <= _CURRENT_TERM else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +106,7 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A sum of the weights of micro-batches; its terms are those of a gradient, with ``CURRENT_TERM`` as source."""
+    """A sum of the weights of micro-batches; its terms are those of a gradient, with ``current_term`` as source."""
 
     terms: tuple[Term, ...]
 

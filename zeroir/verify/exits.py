@@ -40,6 +40,7 @@ from zeroir.verify.domain import (
     Undefined,
     Value,
     Zero,
+    aligned,
     coalesced,
     cut,
     rebased,
@@ -237,6 +238,12 @@ def _check_weight(
 ) -> None:
     micro, section = content.micro, run.section.name
     if micro is Micro.STALE:
+        return
+    if micro is Micro.CURRENT:
+        # The host writes it, and no op.
+        expected = run.layout.pieces(content, run.memory.numel(region))
+        if any(v != w for _, _, v, w in aligned(pieces, expected) if not isinstance(v, Poison)):
+            _fail(run, "Z402", region, "should hold the weights of the micro-batches unchanged")
         return
     if section == UPDATE and micro is Micro.PAST:
         if any(not isinstance(v, Zero | Poison) for _, _, v in pieces):

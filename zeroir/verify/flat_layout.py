@@ -19,7 +19,6 @@ from zeroir.ir.contents import (
 from zeroir.ir.program import MICRO_STEP, Holding, Program, Slot
 from zeroir.verify.domain import (
     ALL_TERM,
-    CURRENT_TERM,
     PAST_TERM,
     STALE,
     ZERO,
@@ -35,6 +34,7 @@ from zeroir.verify.domain import (
     Term,
     Value,
     Weight,
+    current_term,
     opened,
     rebased,
     simplify,
@@ -117,7 +117,7 @@ class FlatLayout:
             case NamedContent():
                 return [(0, numel, Elements(NamedKey(content.name, content.version)))]
             case WeightContent():
-                return [(0, numel, self._weight(content))]
+                return self._weights(content, numel)
             case SnapshotContent():
                 return [(0, numel, STALE)]
             case FlatContent():
@@ -152,17 +152,20 @@ class FlatLayout:
         """The axes of more than one rank over which a gradient or a weight is summed, in that order."""
         return tuple(axis for axis in self.axes if axis in content.reduced)
 
-    def _weight(self, content: WeightContent) -> Value:
+    def _weights(self, content: WeightContent, numel: int) -> PieceList:
+        """One weight, or one of each micro-batch of the section."""
         summed = self.reduced(content)
         match content.micro:
             case Micro.ALL:
-                return Weight((Term(ALL_TERM, summed, 1),))
+                return [(0, numel, Weight((Term(ALL_TERM, summed, 1),)))]
             case Micro.CURRENT:
-                return Weight((Term(CURRENT_TERM, summed, 1),))
+                terms = (Term(current_term(index), summed, 1) for index in range(numel))
+                return [(index, index + 1, Weight((term,))) for index, term in enumerate(terms)]
             case Micro.PAST:
-                return Weight((Term(PAST_TERM, summed, 1),)) if self.has_past else ZERO
+                past = Weight((Term(PAST_TERM, summed, 1),)) if self.has_past else ZERO
+                return [(0, numel, past)]
             case Micro.STALE:
-                return STALE
+                return [(0, numel, STALE)]
 
     def _gradients(self, content: FlatContent) -> Pieces:
         summed = self.reduced(content)

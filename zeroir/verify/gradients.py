@@ -11,7 +11,6 @@ from zeroir.ir.program import UPDATE
 from zeroir.verify.descriptions import CAUSES, describe
 from zeroir.verify.domain import (
     ALL_TERM,
-    CURRENT_TERM,
     LOST_TERM,
     PAST_TERM,
     Gradient,
@@ -24,6 +23,7 @@ from zeroir.verify.domain import (
     Value,
     Weight,
     Zero,
+    current_term,
 )
 
 if TYPE_CHECKING:
@@ -102,7 +102,10 @@ def _slot(
 def weight_problem(
     run: SectionRun, value: Value, micro: Micro, summed: tuple[str, ...]
 ) -> Problem | None:
-    """Why a value is not the sum of the weights of these micro-steps, over the axes ``summed`` in order."""
+    """Why a value is not the sum of the weights of these micro-steps, over the axes ``summed`` in order.
+
+    These are the past ones, or with those of the section all so far.
+    """
     if isinstance(value, Poison):
         return None
     if run.section.name == UPDATE and micro is Micro.ALL:
@@ -110,7 +113,8 @@ def weight_problem(
     else:
         has_past = run.layout.has_past and micro in (Micro.PAST, Micro.ALL)
         sources = {PAST_TERM: 1} if has_past else {}
-        sources |= {CURRENT_TERM: 1} if micro in (Micro.CURRENT, Micro.ALL) else {}
+        if micro is Micro.ALL:
+            sources |= {current_term(index): 1 for index in range(run.program.interleaved)}
     if isinstance(value, Zero) and not sources:
         return None
     if not isinstance(value, Weight):

@@ -30,7 +30,6 @@ from zeroir.verify.context import Findings, spell, title
 from zeroir.verify.descriptions import ADVICE, CAUSES, describe
 from zeroir.verify.domain import (
     ALL_TERM,
-    CURRENT_TERM,
     PAST_TERM,
     POISON,
     ZERO,
@@ -46,6 +45,7 @@ from zeroir.verify.domain import (
     Value,
     Zero,
     aligned,
+    current_micro_batch,
 )
 from zeroir.verify.flat_layout import FlatLayout
 from zeroir.verify.optimizer_steps import Stepped
@@ -96,8 +96,9 @@ class SectionRun:
     ``settings`` is what decisions and the loss scaling are given, ``steps`` what each optimizer step does,
     ``directions`` and ``averages`` what each of those does, ``roundings`` the gradients that lost digits, by flat and
     dtype, and ``sums`` which contributions were added to which; each with the line of its op. ``decided`` are the
-    decisions so far, and whether each may skip the update. ``reported`` is what the engine reports of the step, by
-    region: the norm and the weight that a decision read, and whether it skips.
+    decisions so far, and whether each may skip the update. ``slices`` are the contents of buffers of micro-batches
+    after each of them, where the section is repeated. ``reported`` is what the engine reports of the step, by region:
+    the norm and the weight that a decision read, and whether it skips.
     """
 
     def __init__(
@@ -127,13 +128,14 @@ class SectionRun:
         self.sums: dict[algebra.Sum, int] = {}
         self.decided: dict[int, bool] = {} if before is None else dict(before.decided)
         self.reported: dict[Region, PieceList] = {} if before is None else dict(before.reported)
+        self.slices: dict[str, list[PieceList]] = {}
         self._calls: set[tuple[int, Hashable]] = set()
         self._lines: dict[int, int] = {}
         self._enter(before)
 
-    def interpret(self) -> None:
-        """Let every op of the body change the abstract memory."""
-        for line, op in enumerate(self.section.body):
+    def interpret(self, start: int = 0, stop: int | None = None) -> None:
+        """Let every op of the body, or those of some lines, change the abstract memory."""
+        for line, op in enumerate(self.section.body[start:stop], start):
             self.line = line
             self._step(op)
 
@@ -149,8 +151,10 @@ class SectionRun:
             return "the sum of the micro-steps before"
         if source == ALL_TERM:
             return "the sum of the step's micro-steps"
-        if source == CURRENT_TERM:
-            return "the weight of this micro-step"
+        micro_batch = current_micro_batch(source)
+        if micro_batch is not None:
+            is_one = self.program.interleaved == 1
+            return "the weight of this micro-step" if is_one else f"weight {micro_batch}"
         line = self._lines.get(source)
         return "a contribution" if line is None else f"the contribution of op {line}"
 

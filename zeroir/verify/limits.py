@@ -42,6 +42,8 @@ def _counts(program: Program) -> Iterator[str]:
     for what, count, most in counted:
         if count > most:
             yield f"the program has {count:,} {what}, more than {most:,}"
+    if not 1 <= program.interleaved <= limits.MOST_ITEMS:
+        yield f"a section runs {program.interleaved:,} micro-batches, which is not between 1 and {limits.MOST_ITEMS:,}"
     if math.prod(max(axis.size, 1) for axis in program.mesh.axes[:20]) > limits.MOST_RANKS:
         yield f"the mesh has more than {limits.MOST_RANKS:,} ranks"
 

@@ -32,6 +32,7 @@ from zeroir.ir.contents import (
     Zeros,
 )
 from zeroir.ir.dtypes import DType
+from zeroir.ir.micro_batches import is_sliced, slice_numel
 from zeroir.ir.output_paths import OutputPathError, structured
 from zeroir.ir.program import (
     EVALUATE,
@@ -70,7 +71,7 @@ def provenance_problems(program: Program) -> Problems:
     kinds = {name: kind for _, name, kind in _bound(program)}
     homes: dict[str, str] = {}
     for buffer in program.buffers:
-        for sentence in _role_problems(buffer, kinds.get(buffer.name)):
+        for sentence in _role_problems(program, buffer, kinds.get(buffer.name)):
             yield "Z008", f"buffer %{buffer.name} {sentence}"
         if isinstance(buffer.holds, WeightContent) and buffer.holds.micro is Micro.CURRENT:
             problem = _weight_problem(program, buffer)
@@ -167,9 +168,15 @@ def _binding_problems(program: Program) -> Problems:
         buffer = program.buffer_by_name.get(binding.buffer)
         if buffer is None:
             continue
-        if (buffer.dtype, buffer.numel) != (binding.dtype, math.prod(binding.shape)):
+        numel = math.prod(binding.shape)
+        is_as_long = buffer.numel == numel
+        slices = ""
+        if isinstance(binding, InputBinding) and program.interleaved > 1:
+            is_as_long = slice_numel(program, buffer.name) >= numel
+            slices = f" in {program.interleaved} slices"
+        if buffer.dtype is not binding.dtype or not is_as_long:
             kind = f"{what} is {binding.dtype}{list(binding.shape)}"
-            yield "Z008", f"{kind}, and %{buffer.name} holds {buffer.dtype}[{buffer.numel}]"
+            yield "Z008", f"{kind}, and %{buffer.name} holds {buffer.dtype}[{buffer.numel}]{slices}"
     for held in program.module_buffers:
         buffer = program.buffer_by_name.get(held.buffer)
         if buffer is None:
@@ -181,7 +188,7 @@ def _binding_problems(program: Program) -> Problems:
             yield "Z008", f"{what} has {len(held.data)} bytes of data, {where} {buffer.size_bytes}"
 
 
-def _role_problems(buffer: Buffer, bound: str | None) -> Iterator[str]:
+def _role_problems(program: Program, buffer: Buffer, bound: str | None) -> Iterator[str]:
     """Buffers whose role contradicts their resting content or their binding (an input, a module buffer, …)."""
     role, holds = buffer.role, buffer.holds
     wanted = _BOUND_TO.get(role)
@@ -193,14 +200,17 @@ def _role_problems(buffer: Buffer, bound: str | None) -> Iterator[str]:
         yield f"has the role {role}, but {bound} is bound to it instead of {wanted}"
     if role is Role.RNG and buffer.dtype is not DType.I64:
         yield f"has the role {role}, whose seeds are i64, but elements of {buffer.dtype}"
+    if is_sliced(buffer) and buffer.numel % program.interleaved:
+        yield f"has {buffer.numel} elements, which {program.interleaved} micro-batches do not share equally"
     is_named = role is Role.RNG or wanted is not None
     if isinstance(holds, WeightContent):
         if role is not Role.SCALAR:
             yield f"rests with a weight, which only a scalar does, but has the role {role}"
         if holds.micro is Micro.ALL or (holds.micro is Micro.CURRENT and holds.reduced):
             yield "rests with a sum of weights that no micro-step has made yet"
-        if (buffer.dtype, buffer.numel) != (DType.F32, 1):
-            yield f"rests with a weight, which is f32[1], but is {buffer.dtype}[{buffer.numel}]"
+        count = program.interleaved if holds.micro is Micro.CURRENT else 1
+        if (buffer.dtype, buffer.numel) != (DType.F32, count):
+            yield f"rests with a weight, which is f32[{count}], but is {buffer.dtype}[{buffer.numel}]"
     elif is_named and not isinstance(holds, NamedContent):
         yield f"has the role {role}, but rests with no value of its own (`= value NAME`)"
     if isinstance(holds, NamedContent) and not is_named:
@@ -229,9 +239,10 @@ def _weight_problem(program: Program, buffer: Buffer) -> str | None:
             return None
         return f"rests with the weight of a micro-batch, which the host writes to %{program.weight}"
     values = next((s.values for s in program.scalars if s.buffer == buffer.name), (0.0,))
-    if values == (1.0,):
+    wrong = next((value for value in values if value != 1), None)
+    if wrong is None:
         return None
-    return f"rests with the weight of a micro-batch, which is 1, but begins with {values[0]:g}"
+    return f"rests with the weight of a micro-batch, which is 1, but begins with {wrong:g}"
 
 
 def _holding_problem(buffer: Buffer, holding: Holding, *, is_between_steps: bool) -> str | None:

@@ -10,9 +10,10 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Region, Role, whole
 from zeroir.ir.contents import Content, NamedContent
 from zeroir.ir.effects import effects
+from zeroir.ir.micro_batches import is_sliced, slice_numel, slice_region
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.verify.decisions import NORM_ORDER
-from zeroir.verify.domain import Decision, Elements, Statistic, Zero
+from zeroir.verify.domain import Decision, Elements, PieceList, Statistic, Zero
 from zeroir.verify.interpreter import SectionRun
 from zeroir.verify.optimizer_steps import Stepped
 
@@ -34,7 +35,10 @@ class Mismatch(NamedTuple):
 def mismatches(
     program: Program, runs: Runs, reference: Program, expected: Runs
 ) -> Iterator[Mismatch]:
-    """The differences between the computations of the program and of the reference."""
+    """The differences between the computations of the program and of the reference.
+
+    ``expected`` are those of the reference with the micro-batches of a section one behind the other.
+    """
     yield from _header(program, reference)
     yield from _bindings(program, reference)
     yield from _gradients(program, runs, expected)
@@ -67,10 +71,13 @@ def _header(program: Program, reference: Program) -> Iterator[Mismatch]:
         yield Mismatch(
             "the optimizer has other groups than in the logical program", advice=_CHANGE_BOTH
         )
-    seeds = [
-        {(b.holds, b.numel) for b in p.buffers if b.role is Role.RNG} for p in (program, reference)
-    ]
-    if seeds[0] != seeds[1]:
+    seeds = [{b.holds: b for b in p.buffers if b.role is Role.RNG} for p in (program, reference)]
+    if seeds[0].keys() != seeds[1].keys() or any(
+        slice_numel(program, drawn.name) < slice_numel(reference, seeds[1][holds].name)
+        if program.interleaved != reference.interleaved
+        else drawn.numel != seeds[1][holds].numel
+        for holds, drawn in seeds[0].items()
+    ):
         yield Mismatch("seeds are drawn for other places than in the logical program")
 
 
@@ -89,6 +96,11 @@ def _bindings(program: Program, reference: Program) -> Iterator[Mismatch]:
                     advice=_CHANGE_BOTH,
                 )
     first, expected_first = ({b.buffer: b.values for b in p.scalars} for p in (program, reference))
+    for buffer in reference.buffers:
+        if is_sliced(buffer) and buffer.name in expected_first:
+            # Each micro-batch begins with the same.
+            times = program.interleaved // reference.interleaved
+            expected_first[buffer.name] *= times
     for name in sorted({*first, *expected_first}):
         values, expected_values = first.get(name, ()), expected_first.get(name, ())
         # A scalar without an initial value begins with zeros.
@@ -207,10 +219,18 @@ def _named_values(
                 continue  # The decision may be taken early: its results are compared after the update.
             # The loss of micro-steps may be summed over ranks in the update, by a law of its own.
             with_axes = name != reference.loss
-            held = content(runs[section], whole(program.buffer_by_name[name]), with_axes=with_axes)
-            if held != content(
-                expected[section], whole(reference.buffer_by_name[name]), with_axes=with_axes
-            ):
+            home, after = reference.buffer_by_name[name], expected[section]
+            regions = [whole(program.buffer_by_name[name])]
+            if program.interleaved != reference.interleaved and is_sliced(home):
+                # An update or an evaluation leaves alone what it does not use: slice 0.
+                count = len(after.slices.get(name, [home]))
+                regions = [slice_region(program, name, i, home.numel) for i in range(count)]
+                if slice_numel(program, name) < home.numel:
+                    yield Mismatch(f"%{name} has no place for {count} micro-batches", section)
+                    continue
+            wanted = after.slices.get(name) or [after.memory.read(whole(home))]
+            held = [runs[section].memory.read(region) for region in regions]
+            if [_content(p, with_axes) for p in held] != [_content(p, with_axes) for p in wanted]:
                 what = "the loss" if name in losses else f"%{name}"
                 yield Mismatch(f"{what} is not the value of the logical program", section)
 
@@ -220,8 +240,12 @@ def content(run: SectionRun, region: Region, *, with_axes: bool = False) -> Hash
 
     ``with_axes`` says whether it includes the axes that a value was summed over, or is cut along.
     """
+    return _content(run.memory.read(region), with_axes)
+
+
+def _content(held: PieceList, with_axes: bool) -> Hashable:
     pieces: list[Hashable] = []
-    for a, b, value in run.memory.read(region):
+    for a, b, value in held:
         match value:
             case Elements():
                 axes = (value.summed, value.strides) if with_axes else ()

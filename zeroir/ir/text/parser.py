@@ -65,6 +65,7 @@ class _ProgramParser:
         self.loss: str | None = None
         self.eval_loss: str | None = None
         self.weight: str | None = None
+        self.interleaved: int | None = None
         self.fingerprint: str | None = None
         self.passes: list[str] = []
         self.comms: list[Communicator] = []
@@ -113,6 +114,7 @@ class _ProgramParser:
             loss=self.loss,
             eval_loss=self.eval_loss,
             weight=self.weight,
+            interleaved=1 if self.interleaved is None else self.interleaved,
             options=options,
             passes=tuple(self.passes),
             fingerprint=self.fingerprint or "",
@@ -170,6 +172,9 @@ class _ProgramParser:
             case "weight":
                 self._once(self.weight, keyword, start)
                 self.weight = self._buffer_name()
+            case "interleaved":
+                self._once(self.interleaved, keyword, start)
+                self.interleaved = scan.integer()
             case "flat":
                 self.flats.append(self._flat())
             case "buffer":
@@ -200,9 +205,9 @@ class _ProgramParser:
                 self.sections.append(self._section())
             case _:
                 scan.fail(
-                    "expected one of pass, fingerprint, mesh, comm, streams, bound, loss, eval_loss, weight, flat, "
-                    "buffer, operator, input, output, batch_constant, module_buffer, scalar, group, segment, section, "
-                    f"but found '{keyword}'.",
+                    "expected one of pass, fingerprint, mesh, comm, streams, bound, loss, eval_loss, weight, "
+                    "interleaved, flat, buffer, operator, input, output, batch_constant, module_buffer, scalar, group, "
+                    f"segment, section, but found '{keyword}'.",
                     start,
                 )
 

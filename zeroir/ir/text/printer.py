@@ -79,6 +79,8 @@ def header_lines(program: Program) -> Iterator[str]:
         yield f"eval_loss %{name(program.eval_loss)}"
     if program.weight is not None:
         yield f"weight %{name(program.weight)}"
+    if program.interleaved != 1:
+        yield f"interleaved {program.interleaved}"
     for flat in program.flats:
         yield from _flat_lines(flat)
     for buffer in program.buffers:

@@ -10,7 +10,7 @@ from typing import Final
 
 from zeroir.cost.simulate import Simulation
 from zeroir.ir.mesh import HOST
-from zeroir.ir.program import MICRO_STEP, Program
+from zeroir.ir.program import Program
 from zeroir.ir.traffic import on_the_wire
 from zeroir.report.costs import wire_label
 from zeroir.report.names import counted, format_bytes, format_flops
@@ -23,7 +23,7 @@ from zeroir.report.page.facts import (
     step_ops,
     unit_facts,
 )
-from zeroir.report.summary import Summary
+from zeroir.report.summary import Summary, counted_step
 from zeroir.verify import PROVED, Report
 from zeroir.verify.explain import CODES
 
@@ -177,7 +177,7 @@ def _headline(
         (
             "on the wire",
             format_bytes(traffic),
-            f"full buffers, a {'micro-step' if MICRO_STEP in summary['sections'] else 'step'}",
+            f"full buffers, a {counted_step(summary)}",
             False,
         ),
     ]
