@@ -29,6 +29,7 @@ from zeroir.runtime.compiled_rounding import CompiledRounding
 from zeroir.runtime.eight_bit_update import CodedState, CodedUpdate
 from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.kernels.declared import misdeclared
+from zeroir.runtime.kernels.foreign import require_registered
 from zeroir.runtime.prepared_op import PreparedOp, one_after_the_other
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.state import flat_start
@@ -44,7 +45,8 @@ class LocalRanks:
     compiled code that rounds states of 8 bits on the CPU; where it is None torch's operators do.
 
     Raises:
-        UserError: where the types that a segment declares are not those that its operators make.
+        UserError: where the types that a segment declares are not those that its operators make, or an operator of a
+            library or the model is not registered.
     """
 
     program: Program
@@ -56,6 +58,7 @@ class LocalRanks:
     _temporary: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
+        require_registered(self.program)
         problem = misdeclared(self.program.segments)
         if problem is not None:
             raise UserError(

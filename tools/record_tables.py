@@ -21,8 +21,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGES = tuple(
     DOCS / name
     for name in (
-        *("checkpoints.md", "conformance.md", "ir.md", "offload.md", "performance.md"),
-        "trust.md",
+        *("checkpoints.md", "conformance.md", "ir.md", "offload.md", "operators.md"),
+        *("performance.md", "trust.md"),
     )
 )
 RECORDS = DOCS / "records"
@@ -137,6 +137,7 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
         f"bench-offload {part}": _part(part)
         for part in ("traffic", "rates", "paper", "published", "speculation")
     },
+    "causal-models": _rows,
     "conformance": _outcomes,
     "conformance refused": _refusals,
 }

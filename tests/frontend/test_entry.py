@@ -115,6 +115,13 @@ def test_wrong_files_get_one_sentence(text: str, sentence: str, tmp_path: Path) 
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_that_defines_an_operator_is_executed_once(tmp_path: Path) -> None:
+    text = "import torch\ntorch.library.define('entry::op', '(Tensor x) -> Tensor')\n" + GOOD
+    load_model_file(write(tmp_path, text))
+    with pytest.raises(UserError, match=r"model\.py:2 defines an operator for a second time"):
+        load_model_file(write(tmp_path, text))
+
+
 def test_missing_files_and_folders(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="There is no model file"):
         load_model_file(str(tmp_path / "none.py"))

@@ -32,6 +32,7 @@ OF_THE_VERIFIER = {
     "zeroir.ir.held_elements",
     "zeroir.ir.mesh",
     "zeroir.ir.micro_batches",
+    "zeroir.ir.operators",
     "zeroir.ir.ops",
     "zeroir.ir.output_paths",
     "zeroir.ir.program",

@@ -91,8 +91,8 @@ class OptionFields(BaseModel):
     units: Annotated[
         str | None,
         Field(
-            description="The submodules that share a flat buffer: a pattern of names (blocks.*), class:NAME or "
-            "min:NUMEL. [default: repeated blocks]"
+            description="The submodules that share a flat buffer: patterns of names (blocks.*), class:NAME or "
+            "min:NUMEL, separated by commas. [default: repeated blocks]"
         ),
     ] = None
     keep_fp32: Annotated[

@@ -66,6 +66,7 @@ from zeroir.ir.limits import LONGEST_NAME, obeyed_character
 from zeroir.ir.program import ConstantBinding
 from zeroir.torch_ops.batches import Batch, BatchLeaves, flatten
 from zeroir.torch_ops.conditions import tracing_conditions
+from zeroir.torch_ops.purity import ImpureOperatorError
 
 MAX_DROPOUT_SITES = 65536
 
@@ -328,6 +329,10 @@ def _traced(
             return joint_graph(mode, step, inputs)
     except ZeroirError:
         raise
+    except ImpureOperatorError as error:
+        raise UserError(
+            f"{capitalised(source.place_of(error))} uses the operator {error.op}, which {error.breach}."
+        ) from None
     except DATA_DEPENDENT as error:
         raise _depends_on_values(error, source) from None
     except UNREGISTERED as error:

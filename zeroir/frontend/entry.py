@@ -107,6 +107,12 @@ def run_model_file(text: ModelText) -> ModelSource:
             raise UserError(f"{path}:{error.lineno} is not valid Python: {error.msg}.") from None
         except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the user's code
             line = line_in(error, path)
+            if "Duplicate registration" in str(error):
+                raise UserError(
+                    f"{line or path} defines an operator for a second time, because a model file may be executed "
+                    "several times in a process: use torch.library.custom_op, or define the operator in a module that "
+                    "the file imports."
+                ) from None
             raise UserError(explain(error, line, f"{path} cannot be imported")) from None
     imports = text.imports(set(sys.modules) - modules_before)
     setattr(module, _IMPORTS, imports)
