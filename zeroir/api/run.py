@@ -30,6 +30,7 @@ from zeroir.api.sentences import say, warnings_as_sentences
 from zeroir.artifact import Artifact
 from zeroir.artifact.outputs import TIMELINE, require_writable, write_whole
 from zeroir.config import make_options
+from zeroir.config.model_spec import Factory
 from zeroir.errors import UserError
 from zeroir.report.names import counted, format_bytes
 
@@ -282,8 +283,7 @@ def load_model(
             "with zeroir.load(path).engine(model=...)."
         )
     path = find_model(compiled) if model is None else model
-    has_factory = str(path).rpartition(":")[2].isidentifier() and not Path(path).exists()
-    text = read_model_file(str(path) if has_factory else f"{path}:{artifact.model_factory}")
+    text = read_model_file(str(path), Factory.parse(artifact.model_factory))
     changed = None if allow_model_change else _changed(text, artifact)
     if changed is not None:
         raise UserError(

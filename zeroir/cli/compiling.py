@@ -13,6 +13,7 @@ from zeroir.api.config_file import DEFAULT_FILE, ResolvedOptions, resolve_option
 from zeroir.cli.arguments import AsJson, AtLeastOne, InSeeds, Kernels, Model
 from zeroir.cli.console import err, out, print_json, progress
 from zeroir.config import GivenOptions
+from zeroir.config.model_spec import ModelSpec
 from zeroir.config.offload_fields import ADAPTIVE
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def compile(  # noqa: A001 - the command's name is the field's word
     from zeroir.report.config import config_json, render_config
     from zeroir.report.render import render_summary
 
-    path = Path(f"{Path(model.partition(':')[0]).stem}.zir") if output is None else output
+    path = Path(f"{ModelSpec.parse(model).stem}.zir") if output is None else output
     require_writable(path, PROGRAM)
     with progress(f"Compiling {model}"), warnings_as_sentences():
         source = cache(lambda: file_source(model))
