@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from zeroir.api.config_file import DEFAULT_FILE, ResolvedOptions, resolve_options
 from zeroir.cli.arguments import AsJson, AtLeastOne, InSeeds, Kernels, Model
 from zeroir.cli.console import err, out, print_json, progress
+from zeroir.cli.option_groups import Options
 from zeroir.config import GivenOptions
 from zeroir.config.model_spec import ModelSpec
 from zeroir.config.offload_fields import ADAPTIVE
@@ -19,7 +20,7 @@ from zeroir.config.offload_fields import ADAPTIVE
 if TYPE_CHECKING:
     from zeroir.frontend.source import ModelSource
 
-Options = Annotated[GivenOptions | None, Parameter(name="*")]
+CompileOptions = Annotated[Options | None, Parameter(name="*")]
 Config = Annotated[
     Path | None,
     Parameter(
@@ -58,7 +59,7 @@ def compile(  # noqa: A001 - the command's name is the field's word
         ),
     ] = None,
     config: Config = None,
-    options: Options = None,
+    options: CompileOptions = None,
     as_json: AsJson = False,
 ) -> int:
     """Trace a model, place every collective for the stage, prove the schedule, and write a program.
@@ -96,7 +97,7 @@ def check(
     /,
     *,
     config: Config = None,
-    options: Options = None,
+    options: CompileOptions = None,
     steps: Annotated[int, Parameter(validator=AtLeastOne, help="Training steps to compare.")] = 3,
     seed: Annotated[
         int,

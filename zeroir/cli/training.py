@@ -17,7 +17,7 @@ from zeroir.cli.arguments import (
     Ranks,
     Seed,
 )
-from zeroir.config.offload_fields import GivenOffload
+from zeroir.cli.option_groups import OffloadOptions
 from zeroir.config.texts import text_of
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def run(
         ),
     ] = None,
     offload: Annotated[
-        GivenOffload | None,
+        OffloadOptions | None,
         Parameter(
             name="*", show_default=False, help="As in `zeroir compile`, whose options they replace."
         ),
