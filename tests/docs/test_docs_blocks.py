@@ -6,8 +6,8 @@ The language of a block says how it is checked:
 `python`       runs as a script and must succeed
 `console`      commands after `$ `, each followed by its output, where `...` stands for any text
 `bash`         commands that cannot run here: only `git clone`, `cd`, `pip install`, `pre-commit
-               install`, `make TARGET`, and `.venv/bin/python -m pytest` of tests; targets and
-               tests must exist
+               install`, `source .venv/bin/activate`, `make TARGET`, and `.venv/bin/python -m
+               pytest` of tests; targets and tests must exist
 `zir`          a program that must parse and verify
 `toml` `json`  must parse
 `diff`         every line must be a line of a unified diff
@@ -206,6 +206,8 @@ def check_bash(block: Block) -> None:
         match words:
             case [] | ["git", "clone", _] | ["cd", _] | ["pip", "install", *_]:
                 pass
+            case ["source", ".venv/bin/activate"]:
+                pass
             case ["pre-commit", "install"]:
                 assert (ROOT / ".pre-commit-config.yaml").is_file()
             case [".venv/bin/python", "-m", "pytest", *arguments]:
@@ -284,6 +286,24 @@ def test_blocks_hold(document: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("document", SLOW, ids=lambda path: path.stem)
 def test_blocks_that_take_their_time_hold(document: Path, tmp_path: Path) -> None:
     _check_document(document, tmp_path, is_forked=True)
+
+
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="Python runs outside an environment")
+def test_a_fresh_shell_finds_zeroir_after_the_set_up_of_the_readme(tmp_path: Path) -> None:
+    blocks = blocks_of("README.md", (ROOT / "README.md").read_text("utf-8"))
+    tour = next(place for place, block in enumerate(blocks) if block.language == "console")
+    lines = [line for block in blocks[:tour] for line in block.text.splitlines()]
+    (activation,) = [line for line in lines if line.startswith("source ")]
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    shell = subprocess.run(
+        ["bash", "--norc", "-c", f"{activation}\nzeroir --version"],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (shell.returncode, shell.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)

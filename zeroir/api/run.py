@@ -26,7 +26,7 @@ from zeroir.api.outside_memory import (
 )
 from zeroir.api.run_checkpoints import held_folder, resume, saving
 from zeroir.api.run_options import RunOptions
-from zeroir.api.sentences import say, warnings_as_sentences
+from zeroir.api.sentences import LOGGER, say, warnings_as_sentences
 from zeroir.artifact import Artifact
 from zeroir.artifact.outputs import TIMELINE, require_writable, write_whole
 from zeroir.config import make_options
@@ -378,7 +378,7 @@ def open_engine(
 
     def accumulating() -> Program:
         if job_rank.rank == 0:
-            say(
+            LOGGER.info(
                 "The program was compiled for steps of one batch: it is lowered again for steps of any number. With "
                 "--micro-steps 2 it is so from the start."
             )
