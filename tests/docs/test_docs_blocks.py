@@ -16,6 +16,7 @@ The language of a block says how it is checked:
 
 The blocks of one document run in order in one directory that holds a copy of `examples/`. A comment
 before a block changes how it is checked: `<!-- slow -->` leaves its page to the whole suite,
+`<!-- file model.py -->` saves a `python` block under that name instead of running it,
 `<!-- exits 2 -->` expects the last command of a `console` block to fail with that status, and
 `<!-- fails Z101 -->` expects the verifier to reject a `zir` block with that code.
 """
@@ -49,7 +50,9 @@ DOCUMENTS = (
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\S*) *$")
 DIRECTIVE = re.compile(
-    r"^ *<!-- (?P<words>(slow|exits \d+|fails Z\d+)(, (slow|exits \d+|fails Z\d+))*) -->$"
+    r"^ *<!-- (?P<words>{word}(, {word})*) -->$".format(
+        word=r"(slow|exits \d+|fails Z\d+|file \w+\.py)"
+    )
 )
 DIFF_LINE = re.compile(r"^( |\+|-|@@ |$)")
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)(?P<path>[^)#]+)(#[^)]*)?\)")
@@ -66,6 +69,7 @@ class Block:
     is_slow: bool = False
     exit_status: int = 0
     fails_with: str | None = None
+    file: str | None = None
 
     @property
     def place(self) -> str:
@@ -84,6 +88,7 @@ class Block:
             is_slow="slow" in values,
             exit_status=int(values.get("exits", "0")),
             fails_with=values.get("fails"),
+            file=values.get("file"),
         )
 
 
@@ -142,7 +147,10 @@ def check_block(block: Block, directory: Path, *, is_forked: bool = False) -> No
 
 
 def check_python(block: Block, directory: Path) -> None:
-    """Run the block as a script."""
+    """Run the block as a script, or save it where a file is named."""
+    if block.file is not None:
+        (directory / block.file).write_text(block.text, encoding="utf-8")
+        return
     script = directory / f"block_{block.line}.py"
     script.write_text(block.text, encoding="utf-8")
     result = _run([sys.executable, script.name], directory)
