@@ -26,6 +26,8 @@ nitpick_ignore_regex = [("py:.*", r"(?!zeroir\.\w+$).*")]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
+# No highlighter knows the language of programs.
+suppress_warnings = ["misc.highlighting_failure"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
