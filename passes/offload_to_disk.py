@@ -9,6 +9,11 @@ the work on a piece.
 An update moves each element once each way: master weights, states and averages are loaded once, updated, averaged and
 rounded to 16 bits, and stored once.
 
+Host memory is the cache of the disk: ``cache_bytes`` of these buffers stay in it. A step uses all of them in one order,
+so the best rule of replacement, Belady's, never replaces: the same buffers stay, those of which most bytes would
+otherwise travel in a step for each byte that stays. These are parameters, which the forward and the backward load, before
+activations, and what the update alone uses.
+
 What ``offload-to-disk`` changes::
 
     + bound disk_staging ahead=0
@@ -26,12 +31,14 @@ What ``offload-to-disk`` changes::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from zeroir.config.offload_fields import ACTIVATIONS, KEPT_ON_DISK, OPTIMIZER, PARAMETERS
 from zeroir.errors import UserError
+from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Role, Space
 from zeroir.ir.contents import GRAD, PARAM, FlatContent
 from zeroir.ir.program import Program
@@ -44,7 +51,8 @@ from zeroir.passes.common.visits import DISK_TO_HOST, with_visits
 class OffloadToDisk(Pass):
     """Keep on disk what is in host memory of the ``optimizer``, the ``parameters`` and the ``activations``.
 
-    ``piece_numel`` is the most elements of one buffer that are loaded or stored for one op.
+    ``piece_numel`` is the most elements of one buffer that are loaded or stored for one op. ``cache_bytes`` of whole
+    buffers on each rank stay in host memory.
     """
 
     name: ClassVar[str] = "offload-to-disk"
@@ -56,6 +64,7 @@ class OffloadToDisk(Pass):
 
     what: tuple[str, ...] = KEPT_ON_DISK
     piece_numel: int = 8 << 20
+    cache_bytes: int = 0
 
     def __call__(self, program: Program) -> Program:
         """The program with these buffers on disk; as it was where none of them rests in host memory.
@@ -64,9 +73,12 @@ class OffloadToDisk(Pass):
             UserError: where an option has no such value.
         """
         self._check_options()
-        homes = frozenset(buffer.name for buffer in self._homes(program))
-        if not homes:
-            return program
+        homes = {buffer.name for buffer in self._homes(program)}
+        if self.cache_bytes and homes:
+            homes -= _cached(self._on_disk(program, homes), homes, self.cache_bytes)
+        return self._on_disk(program, homes) if homes else program
+
+    def _on_disk(self, program: Program, homes: Collection[str]) -> Program:
         return with_visits(in_pieces(program, homes, self.piece_numel), homes, DISK_TO_HOST)
 
     def _check_options(self) -> None:
@@ -79,6 +91,10 @@ class OffloadToDisk(Pass):
             raise UserError(
                 f"The option `piece_numel` of `{self.name}` is a multiple of {PIECE_ALIGNMENT_NUMEL} above 0, not "
                 f"{self.piece_numel}."
+            )
+        if self.cache_bytes < 0:
+            raise UserError(
+                f"The option `cache_bytes` of `{self.name}` is at least 0, not {self.cache_bytes}."
             )
 
     def _homes(self, program: Program) -> Iterator[Buffer]:
@@ -103,3 +119,23 @@ class OffloadToDisk(Pass):
                     pass
             if kind in self.what:
                 yield buffer
+
+
+def _cached(program: Program, homes: Collection[str], cache_bytes: int) -> set[str]:
+    """The buffers, of those on disk in a program, that stay in host memory: whole ones, as many as there is room for."""
+    moved_bytes: Counter[str] = Counter()
+    for op in program.step_ops():
+        if isinstance(op, ops.Load | ops.Store):
+            region = op.source if isinstance(op, ops.Load) else op.destination
+            buffer = program.buffer_by_name[region.buffer]
+            moved_bytes[buffer.name] += (
+                region.local_numel(program.mesh) * buffer.dtype.itemsize_bytes
+            )
+    candidates = [buffer for buffer in program.buffers if buffer.name in homes]
+    candidates.sort(key=lambda buffer: -moved_bytes[buffer.name] / buffer.size_bytes)
+    cached: set[str] = set()
+    for buffer in candidates:
+        if buffer.size_bytes <= cache_bytes:
+            cached.add(buffer.name)
+            cache_bytes -= buffer.size_bytes
+    return cached

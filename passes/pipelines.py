@@ -169,7 +169,7 @@ def _offload(options: CompileOptions) -> tuple[Pass, ...]:
     if options.is_offloaded_to_disk:
         # What the next step reads at once, the gradients, stays in host memory.
         kept = tuple(kind for kind in options.offload if kind in KEPT_ON_DISK)
-        made.append(OffloadToDisk(what=kept))
+        made.append(OffloadToDisk(what=kept, cache_bytes=options.host_cache_bytes))
     return tuple(made)
 
 

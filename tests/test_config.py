@@ -150,6 +150,10 @@ IN_VAIN: list[tuple[dict[str, object], str]] = [
         {"offload": "gradients", "offload_to": "disk:/x"},
         "--offload-to disk:/x is for optimizer, parameters and activations, but --offload has gradien",
     ),
+    (
+        {"offload": "optimizer", "host_cache": "1GB"},
+        "--host-cache 1GB needs --offload-to disk:FOLDER, whose cache it is",
+    ),
     ({"offload_units": "a.*"}, "--offload-units a.* needs --offload, which says"),
     ({"offload_fraction": 0.5}, "--offload-fraction 0.5 needs --offload optimizer"),
     (

@@ -242,6 +242,12 @@ HONOURED: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
         ),
         ({"zero_optimization": {"stage": 2, "cpu_offload": False}}, {"offload": None}),
     ],
+    "zero_optimization.offload_param.max_in_cpu": [
+        (zero(3, offload_param={"device": "nvme", "max_in_cpu": 500}), {"host_cache": "2000B"}),
+        (zero(3, offload_param={"device": "nvme"}), {"host_cache": None}),
+        (zero(3, offload_param={"device": "cpu", "max_in_cpu": 500}), {"host_cache": None}),
+        (zero(2, offload_param={"device": "nvme", "max_in_cpu": 500}), {"host_cache": None}),
+    ],
     "zero_optimization.cpu_offload_param": [
         (
             {"zero_optimization": {"stage": 3, "cpu_offload_param": True}},

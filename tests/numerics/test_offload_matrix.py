@@ -46,6 +46,7 @@ ELSEWHERE: Final[Mapping[str, Mapping[str, object]]] = {
     "everything-on-disk": {
         "offload": "optimizer,gradients,parameters,activations",
         "offload_to": "disk",
+        "host_cache": "8KiB",
     },
     "optimizer-on-disk": {"offload": "optimizer", "offload_to": "disk"},
     "pages": {"page_optimizer": "16KiB", "page_bytes": 8192},

@@ -104,6 +104,37 @@ def test_no_bit_of_any_program_changes(case: Case, schedule_seed: int) -> None:
     )
 
 
+def test_host_memory_keeps_what_would_travel_most() -> None:
+    logical = mlp(dim=96, precision="bf16")
+    plain = applied(logical, for_stage(3, 3))
+    moved = applied(plain, (OffloadOptimizer(), OffloadParameters()))
+    on_disk = apply(TO_DISK, moved)
+    travelling = Counter[str]()
+    for kind in (ops.Load, ops.Store):
+        travelling += moved_bytes(on_disk, on_disk.step_ops(), kind)
+    size_bytes = {b.name: b.size_bytes for b in on_disk.buffers if b.space is Space.DISK}
+    # Parameters of blocks are loaded in the forward and in the backward, and stored; states are loaded once.
+    often = {name for name in size_bytes if travelling[name] == 3 * size_bytes[name]}
+    assert {name.split(".")[-1] for name in often} == {"param"}
+    room_bytes = sum(size_bytes[name] for name in often) + min(size_bytes.values())
+    cached = manager.run(
+        moved,
+        [replace(TO_DISK, cache_bytes=room_bytes), SaveState(), PlanMemory()],
+        reference=logical,
+    )
+    kept = size_bytes.keys() - {b.name for b in cached.buffers if b.space is Space.DISK}
+    assert often < kept
+    assert sum(size_bytes[name] for name in kept) <= room_bytes
+    left = Counter[str]()
+    for kind in (ops.Load, ops.Store):
+        left += moved_bytes(cached, cached.step_ops(), kind)
+    assert left == {name: travelling[name] for name in travelling.keys() - kept}
+    batches = inputs(logical, 3, 1)
+    assert_equal(run(cached, batches), run(plain, batches), range(3), "a cache")
+    all_cached = apply(replace(TO_DISK, cache_bytes=sum(size_bytes.values())), moved)
+    assert (all_cached.buffers, all_cached.sections) == (moved.buffers, moved.sections)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_saved_values_come_back_from_the_disk(stage: int) -> None:

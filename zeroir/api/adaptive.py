@@ -56,14 +56,15 @@ def settled(
         return options
     if options.memory_budget is None:
         raise InternalError("Options without a memory budget ask for adaptive offloading.")
-    plain = options.model_copy(update={"offload": (), "offload_to": HOST})
+    plain = options.model_copy(update={"offload": (), "offload_to": HOST, "host_cache": None})
     measurer = CandidateMeasurer(logical, plain, parse_bytes(options.memory_budget), machine)
     units = movable_units(logical)
 
     def placed(settings: Mapping[str, Value]) -> Mapping[str, Value]:
         kinds = settings.get("offload")
         is_placed = isinstance(kinds, tuple) and not set(kinds).isdisjoint(KEPT_ON_DISK)
-        return {**settings, "offload_to": options.offload_to} if is_placed else settings
+        place = {"offload_to": options.offload_to, "host_cache": options.host_cache}
+        return {**settings, **place} if is_placed else settings
 
     def measure(settings: Mapping[str, Value]) -> tuple[Candidate, SearchOutcome]:
         return measurer.measure(placed(settings))

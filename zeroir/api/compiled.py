@@ -66,7 +66,8 @@ class CompiledProgram:
         requested = self.logical.option
         if requested.get("offload") != ADAPTIVE:
             return self.options
-        given = {"offload": ADAPTIVE, "offload_to": requested["offload_to"], "offload_units": ()}
+        places = {name: requested.get(name) for name in ("offload_to", "host_cache")}
+        given = {"offload": ADAPTIVE, **places, "offload_units": ()}
         return make_options({**self.options.model_dump(), **given})
 
     @property

@@ -77,6 +77,7 @@ class CompileKeywords(TypedDict, total=False):
     overlap_update: bool
     offload: str | Sequence[str]
     offload_to: str
+    host_cache: str | None
     offload_units: str | Sequence[str]
     offload_fraction: float | None
     page_optimizer: str | None
@@ -98,6 +99,7 @@ class OffloadKeywords(TypedDict, total=False):
 
     offload: str | Sequence[str]
     offload_to: str
+    host_cache: str | None
     offload_units: str | Sequence[str]
     offload_fraction: float | None
     page_optimizer: str | None

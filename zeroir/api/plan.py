@@ -36,7 +36,7 @@ MOST_TRIED: Final = 500
 """Choices that a search tries at most, unless told otherwise."""
 
 _OFFLOAD_OPTIONS: Final = frozenset(
-    {"offload", "offload_to", "offload_units", "offload_fraction", "page_optimizer"}
+    {"offload", "offload_to", "host_cache", "offload_units", "offload_fraction", "page_optimizer"}
 )
 """With one of these given, the search keeps it, and chooses no other."""
 

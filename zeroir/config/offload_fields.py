@@ -77,6 +77,14 @@ OffloadTo = Annotated[
     AfterValidator(_is_a_place),
 ]
 
+HostCache = Annotated[
+    OptionalAmount,
+    Field(
+        description="Host memory of a rank, such as 64GiB, that keeps a part of what would be on disk: what a step would "
+        "load and store most often (--offload-to disk). [default: only what is worked on]"
+    ),
+]
+
 OffloadUnits = Annotated[
     Names,
     Field(
@@ -130,6 +138,7 @@ class GivenOffload(BaseModel):
 
     offload: Offload = ()
     offload_to: OffloadTo = HOST
+    host_cache: HostCache = None
     offload_units: OffloadUnits = ()
     offload_fraction: OffloadFraction = None
     page_optimizer: PageOptimizer = None

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 def offload_problem(options: CompileOptions) -> str | None:
     """A sentence on the first of these options that does not go with the others; None if all do."""
     kinds = options.offload
+    if options.host_cache is not None and not options.is_offloaded_to_disk:
+        return (
+            f"--host-cache {options.host_cache} needs --offload-to disk:FOLDER, whose cache it is"
+        )
     if ADAPTIVE in kinds:
         return _adaptive_problem(options)
     if not kinds and options.offload_to != HOST:

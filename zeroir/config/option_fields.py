@@ -15,6 +15,7 @@ from zeroir.config.meshes import default_world_size, parse_mesh
 from zeroir.config.offload_fields import (
     HOST,
     PAGE_BYTES,
+    HostCache,
     Offload,
     OffloadFraction,
     OffloadTo,
@@ -306,6 +307,7 @@ class OptionFields(BaseModel):
     ] = True
     offload: Offload = ()
     offload_to: OffloadTo = HOST
+    host_cache: HostCache = None
     offload_units: OffloadUnits = ()
     offload_fraction: OffloadFraction = None
     page_optimizer: PageOptimizer = None

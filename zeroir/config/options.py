@@ -143,6 +143,11 @@ class CompileOptions(OptionFields):
         return None if self.page_optimizer is None else parse_bytes(self.page_optimizer)
 
     @property
+    def host_cache_bytes(self) -> int:
+        """The host memory that keeps a part of what would be on disk."""
+        return 0 if self.host_cache is None else parse_bytes(self.host_cache)
+
+    @property
     def prefetch_budget_bytes(self) -> int | None:
         """The device memory that early gathers may fill; None if ``prefetch`` sets the distance instead."""
         return None if self.prefetch_budget is None else parse_bytes(self.prefetch_budget)

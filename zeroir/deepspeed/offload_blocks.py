@@ -32,7 +32,10 @@ class OffloadParamBlock(BaseModel):
     nvme_path: Annotated[str | None, Field(min_length=1), _FOLDER] = None
     buffer_count: Annotated[Whole, _STATED] = 5
     buffer_size: Annotated[Whole, _STATED] = 100_000_000
-    max_in_cpu: Annotated[Whole, _STATED] = 1_000_000_000
+    max_in_cpu: Annotated[
+        Whole,
+        honoured("`host_cache`, in bytes, where the device is nvme; if absent, nothing is cached"),
+    ] = 1_000_000_000
     pin_memory: Annotated[bool, _PINNED] = False
 
 

@@ -180,6 +180,14 @@ class _Translator:
         translation = translate_offload(self.reading.configuration, self.zero, stage)
         for option, (value, key) in translation.options.items():
             self.set(option, value, key)
+        block = self.zero.offload_param
+        if block is not None and "max_in_cpu" in block.model_fields_set:
+            key = "zero_optimization.offload_param.max_in_cpu"
+            if stage == 3 and block.device == "nvme":
+                cache_bytes = block.max_in_cpu * _ELEMENT_BYTES[self.reading.precision]
+                self.set("host_cache", f"{min(cache_bytes, MOST_BYTES)}B", key)
+            else:
+                self.notes.append(f"{key}: no meaning without parameters on a disk.")
         self.notes.extend(translation.notes)
 
     def bucket(self, option: str, name: str, numel: int) -> None:
