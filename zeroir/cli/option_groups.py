@@ -21,7 +21,7 @@ OPTION_GROUPS: Final = {
     "adjust_lr_fn beta2_decay eps2 d",
     "Communication": "prefetch prefetch_bytes prefetch_budget bucket bucket_gathers overlap_update elide",
     "Memory": "memory_budget recompute select_saved unshard unshard_bytes live_gradients",
-    "Offloading": "offload offload_to offload_units offload_fraction page_optimizer page_bytes",
+    "Offloading": "offload offload_to offload_units offload_fraction host_cache page_optimizer page_bytes",
     "Loss scale (fp16)": "loss_scale initial_loss_scale loss_scale_window loss_scale_factor loss_scale_hysteresis "
     "loss_scale_consecutive_hysteresis minimum_loss_scale",
 }
