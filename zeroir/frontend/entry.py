@@ -207,7 +207,10 @@ def _read(path: Path) -> bytes:
 def _importing_from(path: Path) -> Iterator[None]:
     """Let imports search the file's folder, the folder above its package, and the current folder, before all others."""
     _, above_package = _package_of(path)
-    folders = list(dict.fromkeys(map(str, (path.resolve().parent, above_package, Path.cwd()))))
+    places = [path.resolve().parent, above_package]
+    with contextlib.suppress(FileNotFoundError):  # the current folder was removed
+        places.append(Path.cwd())
+    folders = list(dict.fromkeys(map(str, places)))
     sys.path[:0] = folders
     try:
         yield
