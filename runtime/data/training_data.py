@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import Final, Literal, Protocol, runtime_checkable
 
+from torch.utils.data import RandomSampler
+
 from zeroir.errors import UserError
 from zeroir.runtime.data.loader import IS_GLOBAL
 from zeroir.runtime.users_code import in_users_code
@@ -168,6 +170,11 @@ class TrainingData:
             )
         self._batches = self._call(start_step=0)
         _require_no_loader(self._batches, taken)
+        if taken and _is_shuffled_without_seed(self._batches):
+            raise UserError(
+                "batches() returned a DataLoader that shuffles without a generator, so its order is another one after "
+                "each start: give it generator=torch.Generator().manual_seed(seed), or return a zeroir.ResumableLoader."
+            )
         self._iterator = self._iterate(self._batches)
         with in_users_code("batches()", f" while {taken} batches were skipped"):
             skipped = sum(1 for _ in islice(self._iterator, taken))
@@ -234,6 +241,12 @@ def _require_no_loader(batches: Iterable[Batch], taken: int) -> None:
             "batches() returned a loader with load_state_dict(), but the checkpoint has no state of a loader: "
             "return what it returned when the checkpoint was saved."
         )
+
+
+def _is_shuffled_without_seed(batches: Iterable[Batch]) -> bool:
+    """Whether torch's global generator, which nothing seeds, decides the order of a loader."""
+    sampler = getattr(batches, "sampler", None)
+    return isinstance(sampler, RandomSampler) and sampler.generator is None
 
 
 def repeated(batch: Callable[[], Batch]) -> BatchFunction:

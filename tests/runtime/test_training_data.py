@@ -157,6 +157,27 @@ def test_a_data_loader_begins_again_with_another_order_in_each_epoch() -> None:
     assert plain_data(later, 5) == whole[7:]
 
 
+def test_a_shuffled_data_loader_resumes_where_a_seed_decides_its_order() -> None:
+    def loader(generator: torch.Generator | None) -> DataLoader[int]:
+        samples = cast("Dataset[int]", list(range(8)))
+        return DataLoader(samples, batch_size=4, shuffle=True, generator=generator)
+
+    def seeded(_rank: int, _world_size: int, seed: int) -> DataLoader[int]:
+        return loader(torch.Generator().manual_seed(seed))
+
+    def unseeded(_rank: int, _world_size: int, _seed: int) -> DataLoader[int]:
+        return loader(None)
+
+    whole = [str(batch) for batch in take(data(seeded), 5)]
+    source = data(seeded)
+    take(source, 3)
+    later = data(seeded)
+    later.load_state_dict(source.state_dict(), world_size=2)
+    assert [str(batch) for batch in take(later, 2)] == whole[3:]
+    with pytest.raises(UserError, match="shuffles without a generator"):
+        data(unseeded).load_state_dict(source.state_dict(), world_size=2)
+
+
 def test_an_iterable_without_batches_ends() -> None:
     with pytest.raises(UserError, match="ended before step 1"):
         data(lambda *_: []).take(1)
