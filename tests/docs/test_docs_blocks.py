@@ -345,6 +345,12 @@ def test_commands_that_do_not_run_must_name_what_exists() -> None:
             check_block(_block("bash", wrong), ROOT)
 
 
+def test_a_block_with_a_file_is_saved_and_not_run(tmp_path: Path) -> None:
+    (block,) = blocks_of("test.md", "<!-- file net.py -->\n```python\n1 / 0\n```\n")
+    check_block(block, tmp_path)
+    assert (tmp_path / "net.py").read_text() == "1 / 0\n"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
