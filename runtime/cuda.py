@@ -161,9 +161,15 @@ class CudaStreams:
                 if signalling == name:
                     continue
                 if name in self._apart:
-                    self._threads.call(name, partial(stream.wait_event, signal))
+                    wait = partial(stream.wait_event, signal)
+                    self._threads.call(name, partial(self._in_thread, wait))
                 else:
                     stream.wait_event(signal)
+
+    def finish(self) -> None:
+        """See ``Streams.finish``. Copies to and from pinned memory are under way until the device has done them."""
+        self._threads.join(())
+        torch.cuda.synchronize(self._device)
 
     def signal(self, event: str) -> None:
         """See ``Streams.signal``."""
@@ -308,7 +314,7 @@ class CudaStreams:
                 task()
             events.popleft().recorded = stream.record_event()
 
-        enqueue = self._threads.bind(op, issue)
+        enqueue = self._threads.bind(op, partial(self._in_thread, issue))
 
         def hand_over() -> None:
             event = LateEvent()
@@ -374,11 +380,11 @@ class CudaStreams:
 
         task = wait if watch is None else watch(wait)
 
-        def in_thread() -> None:
+        def on_stream() -> None:
             with torch.cuda.stream(stream):
                 task()
 
-        self._threads.call(op.on, in_thread)
+        self._threads.call(op.on, partial(self._in_thread, on_stream))
 
     def _order(self, stream: torch.cuda.Stream, name: str) -> None:
         """Order a stream after an event of the device; the caller waits until the event is recorded."""
@@ -389,11 +395,21 @@ class CudaStreams:
         stream.wait_event(event)
 
     def _on_host(self, run: Task) -> None:
-        if not getattr(self._thread, "is_ready", False):
-            torch.cuda.set_device(self._device)
+        if not getattr(self._thread, "has_update_threads", False):
             use_update_threads()
-            self._thread.is_ready = True
-        run()
+            self._thread.has_update_threads = True
+        self._in_thread(run)
+
+    def _in_thread(self, task: Task) -> None:
+        """Carry a task out in a worker thread. These begin on device 0, which need not be this process's.
+
+        In a thread that stays on it, the end of a block on a stream of this device makes a context on device 0, which
+        takes hundreds of megabytes there.
+        """
+        if not getattr(self._thread, "is_on_device", False):
+            torch.cuda.set_device(self._device)
+            self._thread.is_on_device = True
+        task()
 
 
 def _nothing() -> None:

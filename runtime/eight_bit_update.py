@@ -1,21 +1,28 @@
 """One optimizer step with states of 8 bits: chunk by chunk, they are widened to FP32, updated, and rounded again.
 
-The update is that of FP32 states, by the same kernels. At most ``Scratch`` and the FP32 states of one chunk exist at a
-time; the kernels are many small ones, so that a step takes several times as long as with FP32 states.
+The update is that of FP32 states, by the same kernels. On a CPU compiled code widens and rounds, where there is some,
+and the FP32 states of one chunk exist at a time. Elsewhere these are many small kernels of torch with ``Scratch``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from zeroir.ir.eight_bit_states import blocks_numel
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel
 from zeroir.ir.ops import Algorithm
 from zeroir.runtime import optim
+from zeroir.runtime.compiled_rounding import CompiledRounding
 from zeroir.runtime.eight_bit_states import Scratch, code_map, narrow, widen
-from zeroir.workspace.op_scratch import CODED_CHUNK_NUMEL, CODED_CPU_CHUNK_NUMEL
+from zeroir.workspace.op_scratch import (
+    CODED_CHUNK_NUMEL,
+    CODED_CPU_CHUNK_NUMEL,
+    CODED_THREAD_CHUNK_NUMEL,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +32,35 @@ class CodedState:
     codes: Tensor
     absmax: Tensor
     signed: bool
+
+
+class _RoundedState(Protocol):
+    """Blocks of a state as FP32 values of a chunk, and back."""
+
+    def widen(self, blocks: slice, out: Tensor) -> None: ...
+
+    def narrow(self, blocks: slice, values: Tensor, is_skipped: Tensor | None) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TorchState:
+    """Torch's operators; ``scratch`` is for the elements of a chunk."""
+
+    state: CodedState
+    scratch: Scratch
+
+    def widen(self, blocks: slice, out: Tensor) -> None:
+        codes, absmax = self._own(blocks)
+        widen(codes, absmax, out, self.scratch, signed=self.state.signed)
+
+    def narrow(self, blocks: slice, values: Tensor, is_skipped: Tensor | None) -> None:
+        codes, absmax = self._own(blocks)
+        signed = self.state.signed
+        narrow(values, codes, absmax, self.scratch, signed=signed, is_skipped=is_skipped)
+
+    def _own(self, blocks: slice) -> tuple[Tensor, Tensor]:
+        elements = slice(blocks.start * BLOCK_NUMEL, blocks.stop * BLOCK_NUMEL)
+        return self.state.codes[elements], self.state.absmax[blocks]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +73,10 @@ class GroupPieces:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodedUpdate:
-    """The step of a region on one rank; ``param`` and ``grad`` are f32, of one numel with each state."""
+    """The step of a region on one rank; ``param`` and ``grad`` are f32, of one numel with each state.
+
+    ``compiled`` rounds the states of a region on the CPU; where it is None torch's operators do, to the same bits.
+    """
 
     algorithm: Algorithm
     param: Tensor
@@ -45,6 +84,7 @@ class CodedUpdate:
     states: Sequence[CodedState]
     groups: Sequence[GroupPieces]
     skip: Tensor | None
+    compiled: CompiledRounding | None = None
 
     def prepare(self) -> None:
         """Make the tables that the step reads, which a captured graph cannot make."""
@@ -54,37 +94,51 @@ class CodedUpdate:
     def __call__(self) -> None:
         """Carry out the step."""
         numel = self.param.numel()
-        most = CODED_CPU_CHUNK_NUMEL if self.param.device.type == "cpu" else CODED_CHUNK_NUMEL
-        chunk_numel = min(numel, most)
-        scratch = Scratch(chunk_numel, self.param.device)
+        chunk_numel = min(numel, self._most_numel())
         widened = self.param.new_empty(len(self.states), chunk_numel)
         is_skipped = None if self.skip is None else self.skip > 0
+        states = self._states(chunk_numel)
         for start in range(0, numel, chunk_numel):
             chunk = slice(start, min(start + chunk_numel, numel))
+            blocks = slice(blocks_numel(chunk.start), blocks_numel(chunk.stop))
             values = list(widened[:, : chunk.stop - chunk.start].unbind())
-            self._step(chunk, values, scratch, is_skipped)
+            for state, wide in zip(states, values, strict=True):
+                state.widen(blocks, wide)
+            self._update(chunk, values)
+            for state, wide in zip(states, values, strict=True):
+                state.narrow(blocks, wide, is_skipped)
 
-    def _step(
-        self, chunk: slice, values: Sequence[Tensor], scratch: Scratch, is_skipped: Tensor | None
-    ) -> None:
-        blocks = slice(blocks_numel(chunk.start), blocks_numel(chunk.stop))
-        for state, wide in zip(self.states, values, strict=True):
-            codes, absmax = state.codes[chunk], state.absmax[blocks]
-            widen(codes, absmax, wide, scratch, signed=state.signed)
+    def _most_numel(self) -> int:
+        """The most elements of a chunk; the bits do not depend on it."""
+        if self.param.device.type != "cpu":
+            return CODED_CHUNK_NUMEL
+        if self.compiled is None:
+            return CODED_CPU_CHUNK_NUMEL
+        return min(torch.get_num_threads() * CODED_THREAD_CHUNK_NUMEL, CODED_CHUNK_NUMEL)
+
+    def _states(self, chunk_numel: int) -> Sequence[_RoundedState]:
+        """What widens and narrows the blocks of a chunk of each state."""
+        if self.compiled is not None:
+            return [
+                self.compiled.state(state.codes, state.absmax, signed=state.signed)
+                for state in self.states
+            ]
+        scratch = Scratch(chunk_numel, self.param.device)
+        return [_TorchState(state=state, scratch=scratch) for state in self.states]
+
+    def _update(self, chunk: slice, values: Sequence[Tensor]) -> None:
         for group in self.groups:
             pieces = list(_within(group.pieces, chunk))
             if not pieces:
                 continue
+            places = [slice(chunk.start + p.start, chunk.start + p.stop) for p in pieces]
             operands = replace(
                 group.operands,
-                params=[self.param[chunk][piece] for piece in pieces],
-                grads=[self.grad[chunk][piece] for piece in pieces],
+                params=[self.param[place] for place in places],
+                grads=[self.grad[place] for place in places],
                 states=[[wide[piece] for piece in pieces] for wide in values],
             )
             optim.update(self.algorithm, operands)
-        for state, wide in zip(self.states, values, strict=True):
-            codes, absmax = state.codes[chunk], state.absmax[blocks]
-            narrow(wide, codes, absmax, scratch, signed=state.signed, is_skipped=is_skipped)
 
 
 def _within(pieces: Sequence[slice], chunk: slice) -> Iterator[slice]:

@@ -77,7 +77,7 @@ class Engine(EngineValues):
         accumulating: Callable[[], Program] | None = None,
         disk_folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.device = device or torch.device("cpu")
+        self.device = _with_index(device or torch.device("cpu"))
         self._settings = EngineSettings(
             backend=backend,
             kernels=kernels,
@@ -206,6 +206,7 @@ class Engine(EngineValues):
     def initialise_flats(self, values: Mapping[str, Tensor]) -> None:
         """Give buffers values by name; see ``state.initialise_flats``."""
         with self._executor.entered():
+            self._executor.finish()
             state_of_buffers.initialise_flats(self.program, [self._memory], values)
             self._memory.allocate()
         self._has_values = True
@@ -406,14 +407,13 @@ class Engine(EngineValues):
     def finish(self) -> None:
         """Return when this rank's device has done all submitted work."""
         self._executor.finish()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
         """Stop the streams and destroy the process groups, once the device has done all submitted work.
 
         A save under way is finished first. After a failure of a step this waits for nothing else, because a stream may
-        hang in a collective with a lost peer.
+        hang in a collective with a lost peer. On a CUDA device the groups are then left to the end of the process, at
+        which torch aborts them, since it would wait for their collectives before.
 
         Raises:
             UserError: where the last save failed, and nothing has raised its error yet.
@@ -424,6 +424,10 @@ class Engine(EngineValues):
             self._end()
 
     def _end(self) -> None:
+        is_stuck = self.device.type == "cuda" and self._executor.has_failed
+        if is_stuck and not self.job.is_alone:
+            self._executor.close()
+            return
         with contextlib.suppress(ZeroirError):
             self.finish()
         if self._graphs is not None:
@@ -451,3 +455,8 @@ class Engine(EngineValues):
     def _forget_settings(self) -> None:
         if self._optimizer is not None:
             self._optimizer.forget_written()
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The device itself; for CUDA without an index the current one. Threads have current devices of their own."""
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device

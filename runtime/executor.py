@@ -261,12 +261,16 @@ class StepExecutor:
         return self._streams.entered()
 
     def finish(self) -> None:
-        """Return when the host's streams have done all tasks; the device may still be working.
+        """Return when all ops are done, on the device too, also the copies of ``save_state``.
 
-        What the caller does next on the compute stream comes after all ops, also after the copies of ``save_state``:
-        whoever changes parameters or states without an op of the program calls this first.
+        Whoever reads or changes buffers in host memory without an op of the program, or changes any, calls this first.
         """
-        self._streams.join([])
+        self._streams.finish()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a section or a change of values began and did not end."""
+        return self._has_failed
 
     def weight_sums(self) -> list[float]:
         """The sum of the weights of the micro-batches of the step that has begun, on each local rank."""

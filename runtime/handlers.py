@@ -24,6 +24,7 @@ from zeroir.ir.ops import Mode
 from zeroir.ir.program import Program
 from zeroir.runtime import numerics, optim
 from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
+from zeroir.runtime.compiled_rounding import CompiledRounding
 from zeroir.runtime.eight_bit_update import CodedState, CodedUpdate, GroupPieces
 from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.kernels.declared import misdeclared
@@ -38,7 +39,8 @@ from zeroir.runtime.whole_operands import prepare_whole_step
 class LocalRanks:
     """The ranks of this process: their memories, and the backends that communicate and compute for them.
 
-    ``memories`` has one element on a real backend, and one for every rank of the mesh in lockstep.
+    ``memories`` has one element on a real backend, and one for every rank of the mesh in lockstep. ``rounding`` is the
+    compiled code that rounds states of 8 bits on the CPU; where it is None torch's operators do.
 
     Raises:
         UserError: where the types that a segment declares are not those that its operators make.
@@ -48,6 +50,7 @@ class LocalRanks:
     memories: Sequence[RankMemory]
     comm: Comm
     kernels: Kernels
+    rounding: CompiledRounding | None = None
     _kernels: dict[tuple[str, tuple[Binding | None, ...]], Kernel] = field(default_factory=dict)
     _temporary: frozenset[str] = field(init=False)
 
@@ -240,7 +243,7 @@ def _prepare_locally(
             if op.algorithm.direction_dtype is not None:
                 return prepare_whole_step(op, memory, local_ranks.program)
             if op.scales:
-                return _prepare_coded_update(op, memory, local_ranks.program)
+                return _prepare_coded_update(op, memory, local_ranks)
             return _prepare_update(op, memory, local_ranks.program)
         case ops.Average():
             return partial(
@@ -303,9 +306,10 @@ def _prepare_update(op: ops.OptimizerStep, memory: RankMemory, program: Program)
 
 
 def _prepare_coded_update(
-    op: ops.OptimizerStep, memory: RankMemory, program: Program
+    op: ops.OptimizerStep, memory: RankMemory, local_ranks: LocalRanks
 ) -> PreparedOp:
     """One step for all groups, because the states are widened and rounded once for all of them."""
+    program, param = local_ranks.program, memory.region(op.param)
     groups = [
         GroupPieces(
             pieces=_pieces(op.param, settings.group, memory, program),
@@ -325,7 +329,7 @@ def _prepare_coded_update(
     ]
     update = CodedUpdate(
         algorithm=op.algorithm,
-        param=memory.region(op.param),
+        param=param,
         grad=memory.region(op.grad),
         states=[
             CodedState(
@@ -337,6 +341,7 @@ def _prepare_coded_update(
         ],
         groups=groups,
         skip=_region(memory, op.skip),
+        compiled=local_ranks.rounding if param.device.type == "cpu" else None,
     )
     update.prepare()
     return update

@@ -275,6 +275,10 @@ class SeededStreams:
             ]
         )
 
+    def finish(self) -> None:
+        """See ``Streams.finish``."""
+        self.join(())
+
     def signal(self, event: str) -> None:
         """See ``Streams.signal``."""
         self._events[event] = OpEvent(is_done=True)

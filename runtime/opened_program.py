@@ -12,6 +12,7 @@ import torch
 from zeroir.ir.program import Program
 from zeroir.runtime import state as state_of_buffers
 from zeroir.runtime.comm.job import Backend, Job
+from zeroir.runtime.compiled_rounding import open_rounding
 from zeroir.runtime.executor import StepExecutor
 from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
@@ -63,6 +64,7 @@ def open_program(
         memories=[memory],
         comm=job.comm,
         kernels=open_kernels(settings.kernels, device),
+        rounding=open_rounding(program, device),
     )
     local_ranks.compile()
     if settings.self_check:

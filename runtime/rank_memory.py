@@ -302,7 +302,9 @@ class RankMemory:
             case Space.DEVICE:
                 return torch.empty(numel, dtype=torch_dtype, device=self.device)
             case Space.HOST if self.device.type == "cuda":
-                return pinned_empty(numel, torch_dtype)
+                # CUDA makes a context on the device on which it is asked to pin.
+                with torch.cuda.device(self.device):
+                    return pinned_empty(numel, torch_dtype)
             case Space.HOST if self._on_disk:
                 return _at_page(numel, torch_dtype)
             case Space.HOST:

@@ -33,6 +33,9 @@ class Streams(Protocol):
     def join(self, pending: Collection[str]) -> None:
         """Order all later ops, on every stream, after all earlier ones except those that signal ``pending``."""
 
+    def finish(self) -> None:
+        """Return when all ops are done, so that the host may read and overwrite what they used in any memory."""
+
     def signal(self, event: str) -> None:
         """Mark an event as done that a step before the first would have signalled."""
 
@@ -128,6 +131,10 @@ class ThreadStreams:
             worker.issued = [event for event in worker.issued if not event.is_done]
         if self._failure is not None:
             raise self._failure
+
+    def finish(self) -> None:
+        """See ``Streams.finish``."""
+        self.join(())
 
     def signal(self, event: str) -> None:
         """See ``Streams.signal``."""

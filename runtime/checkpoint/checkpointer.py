@@ -343,10 +343,8 @@ def _takers(running: Running, *, is_copied: bool) -> list[Taker]:
     try:
         with executor.entered():
             if not is_copied:
+                # The thread that writes knows nothing of streams.
                 executor.finish()
-                if memories[0].device.type == "cuda":
-                    # The thread that writes knows nothing of streams.
-                    torch.cuda.synchronize(memories[0].device)
             return [
                 Taker(running.program, memory, saved=copies, weight_sum=weight_sum)
                 for memory, copies, weight_sum in zip(memories, saved, weight_sums, strict=True)

@@ -56,6 +56,12 @@ def kernel_key(
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
+def code_key(source: bytes, flags: Sequence[str]) -> str:
+    """SHA-256 of everything that a library for this machine's CPU depends on, apart from the compiler's version."""
+    parts = (FORMAT, source, tuple(flags), platform.system(), _processor(torch.device("cpu")))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
 def _processor(device: torch.device) -> tuple[object, ...]:
     """The processor whose instructions the code uses."""
     if device.type == "cuda":

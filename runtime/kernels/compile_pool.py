@@ -8,7 +8,6 @@ rank that is killed passes to another.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -50,12 +49,6 @@ class HostShare:
         """The most processes that compile for this rank."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return max(1, min(jobs, (cores or 1) // self.local_world_size))
-
-
-def has_compiler() -> bool:
-    """Whether there is a C++ compiler: ``CXX``, or one that Inductor looks for."""
-    named = os.environ.get("CXX")
-    return any(shutil.which(name) for name in ([named] if named else ["g++", "clang++"]))
 
 
 def compile_missing(

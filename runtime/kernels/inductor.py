@@ -29,8 +29,9 @@ from zeroir.runtime.kernels import graph
 from zeroir.runtime.kernels._inductor_private import Library, load_library
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.cache import KernelCache, cache_folder, kernel_key
-from zeroir.runtime.kernels.compile_pool import HostShare, compile_missing, has_compiler
+from zeroir.runtime.kernels.compile_pool import HostShare, compile_missing
 from zeroir.runtime.kernels.compile_worker import Request
+from zeroir.runtime.kernels.cpp_library import NO_COMPILER, cpp_compiler
 from zeroir.runtime.kernels.eager import EagerKernels
 
 
@@ -75,15 +76,13 @@ class InductorKernels:
         missing, self._missing = self._missing, {}
         if not missing:
             return
-        if has_compiler():
+        if cpp_compiler() is not None:
             try:
                 errors = compile_missing(missing, self._cache, self._host_share)
             except OSError as error:
                 errors = dict.fromkeys(missing, str(error))
         else:
-            errors = dict.fromkeys(
-                missing, "there is no C++ compiler; install g++ or clang++, or name one in CXX."
-            )
+            errors = dict.fromkeys(missing, NO_COMPILER)
         for key in missing:
             if key not in errors and not self._load(key, self._kernels[key]):
                 errors[key] = "the compiled library does not load."

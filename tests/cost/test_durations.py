@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cost.support import machine
+from tests.cost.support import host_machine, machine
 from tests.support.pieces import SegmentBuilder, tensor
 from tests.support.programs import mlp
 from zeroir.cost.durations import Durations, node_bytes, segment_cost
+from zeroir.cost.wires import Wire, host_rates
 from zeroir.ir import ops
 from zeroir.ir.dtypes import DType
 from zeroir.ir.segment import Node, Ref, Segment, TensorType
 from zeroir.passes.manager import apply
+from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.pipelines import for_stage
 
 
@@ -78,6 +80,23 @@ def test_states_of_8_bits_are_widened_and_rounded_by_kernels_of_their_own() -> N
         moved = 2 * (2 * 1024 + at_rest) + scalars
         extra = 84 * 256 / 1e6 + 16 if has_codes else 0.0
         assert seconds[has_codes] == pytest.approx(1.0 + moved / 1e6 + extra)
+
+
+def test_a_hosts_compiled_code_rounds_states_of_8_bits_in_its_caches() -> None:
+    """42 bytes an element of each state, where torch's operators read and write 84; in memory there are 2."""
+    of = host_machine({"memory": 1e6, "core": 1e6})
+    program = apply(OffloadOptimizer(), mlp(blocks=1, dim=8, optimizer="lion", has_codes=True))
+    step = next(op for op in program.ops() if isinstance(op, ops.OptimizerStep))
+    cost, rates = Durations(program, of).flow(step), host_rates(of, 1).bytes_per_s
+    assert cost is not None
+    in_memory, in_cores = (
+        cost.demand_by_wire[wire] * cost.transfer_s * rates[wire]
+        for wire in (Wire.HOST_MEMORY, Wire.CORES)
+    )
+    numel = step.param.local_numel(program.mesh)
+    assert in_cores - in_memory == pytest.approx(42 * numel)
+    at_rest = numel + 4 * (numel // 256)
+    assert in_memory == pytest.approx(2 * (2 * 4 * numel + at_rest) + 4 + 8 + 24 + 4)
 
 
 def test_accumulating_adds_a_kernel() -> None:

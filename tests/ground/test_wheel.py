@@ -73,7 +73,7 @@ def test_one_top_level_name_holds_everything(wheel: Path) -> None:
         on_disk = {
             f"zeroir/{path.relative_to(ROOT).as_posix()}"
             for path in (ROOT / directory).rglob("*.*")
-            if path.suffix in (".py", ".h")
+            if path.suffix in (".py", ".h", ".cpp")
         }
         assert on_disk
         assert on_disk <= names

@@ -192,3 +192,50 @@ def test_a_failure_of_the_host_reaches_the_issuing_thread() -> None:
     with pytest.raises(RuntimeError, match="the host ran out of memory"):
         streams.join([])
     streams.close()
+
+
+def test_every_thread_is_on_the_device_before_it_uses_a_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a thread that is on device 0, the end of a block on a stream of another device makes a context on device 0."""
+    on_device, elsewhere = {threading.get_ident()}, set[str]()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: on_device.add(threading.get_ident()))
+
+    def note(*_: object) -> None:
+        """The order of ops is of no interest here."""
+        if threading.get_ident() not in on_device:
+            elsewhere.add(threading.current_thread().name)
+
+    using = Stream.using
+
+    def noted(stream: Stream | None) -> contextlib.AbstractContextManager[None]:
+        note()
+        return using(stream)
+
+    monkeypatch.setattr(torch.cuda, "stream", noted)
+    monkeypatch.setattr(Stream, "wait_event", note)
+    program = offloaded(3, clip=None, gradients=False)
+    run = Run(program)
+    run.may_update.set()
+    for name in (LAST_MICRO_STEP, UPDATE, LAST_MICRO_STEP):
+        run.section(name)
+        run.join(name)
+    run.streams.close()
+    assert len(on_device) > 1 + len(issued_apart(program))
+    assert not elsewhere
+
+
+def test_the_end_of_all_ops_is_also_that_of_the_devices_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host reads and writes pinned memory itself, and no stream orders that."""
+    program = offloaded(3, clip=None, gradients=False)
+    run = Run(program)
+    done: list[int] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: done.append(run.done.total()))
+    run.section(LAST_MICRO_STEP)
+    run.may_update.set()
+    run.streams.finish()
+    body = program.section_by_name[LAST_MICRO_STEP].body
+    assert done == [sum(not isinstance(op, ops.Wait) for op in body)]
+    run.streams.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -353,13 +354,41 @@ def test_adam_without_eps_leaves_padding_zero() -> None:
 def test_a_device_has_done_everything_before_an_engine_gives_up_what_it_uses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = Engine(lowered(mlp(), 3, 1))
-    done: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: done.append("waited"))
-    monkeypatch.setattr(engine.job.comm, "close", lambda: done.append("closed"))
-    engine.device = torch.device("cuda")
-    engine.close()
-    assert done == ["waited", "closed"]
+    """After a failure it may never be done where a peer is lost, so nothing waits for it."""
+    for failure, is_alone, expected in (
+        (False, False, ["waited", "closed"]),
+        (True, True, ["waited", "closed"]),
+        (True, False, []),
+    ):
+        engine = Engine(lowered(mlp(), 3, 1))
+        done: list[str] = []
+        monkeypatch.setattr(
+            engine._executor._streams, "finish", partial(done.append, "waited"), raising=True
+        )
+        monkeypatch.setattr(engine.job.comm, "close", partial(done.append, "closed"))
+        engine.device = torch.device("cuda", 0)
+        engine.job = replace(engine.job, is_alone=is_alone)
+        if failure:
+            with pytest.raises(ValueError, match="broken"), engine._executor.changing():
+                raise ValueError("broken")
+        engine.close()
+        assert done == expected
+
+
+def test_a_cuda_device_without_an_index_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads of an engine have current devices of their own."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    opened: list[torch.device] = []
+
+    def note(engine: Engine, *_: object) -> None:
+        opened.append(engine.device)
+        raise InterruptedError
+
+    monkeypatch.setattr(Engine, "_open", note)
+    for given in ("cuda", "cuda:1", "cpu"):
+        with pytest.raises(InterruptedError):
+            Engine(lowered(mlp(), 3, 1), device=torch.device(given))
+    assert [str(device) for device in opened] == ["cuda:3", "cuda:1", "cpu"]
 
 
 FAKE = """

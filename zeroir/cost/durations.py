@@ -15,7 +15,11 @@ from typing import Final, assert_never
 
 from zeroir.cost.collectives import Ring, transfer
 from zeroir.cost.machine import CollectiveKind, Machine
-from zeroir.cost.rounded_states import rounding_bytes, rounding_kernels
+from zeroir.cost.rounded_states import (
+    compiled_rounding_bytes,
+    rounding_bytes,
+    rounding_kernels,
+)
 from zeroir.cost.update_flops import update_flops
 from zeroir.cost.wires import FlowCost, host_rates
 from zeroir.ir import ops
@@ -147,8 +151,8 @@ class Durations:
             case ops.Elementwise() | ops.Update() if self._is_of_host(op.stream):
                 flops = update_flops(self._program, op)
                 # States of 8 bits are widened and rounded in chunks that fit a cache.
-                cached = rounding_bytes(self._program, op)
-                traffic = self.traffic_bytes(op) - cached
+                cached = compiled_rounding_bytes(self._program, op)
+                traffic = self.traffic_bytes(op) - rounding_bytes(self._program, op)
                 return self._host.work(traffic, cached, flops, self._measured_s(op))
             case _:
                 return None

@@ -1,6 +1,7 @@
 """The kernels with which an update widens states of 8 bits and rounds them again, beside the update itself.
 
-``runtime/eight_bit_states.py`` runs them for each chunk of elements, one after the other.
+``runtime/eight_bit_states.py`` runs them for each chunk of elements, one after the other. On a host compiled code does
+the same (``runtime/eight_bit_rounding.cpp``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ _ROUNDING_BYTES: Final = (4 + 4) + 4 + (4 + 4) + (4 + 4) + (4 + 4) + (4 + 4) + 9
 """The same of the absolute value, the largest one, the quotient, the upper half of the bits in two steps, its bound,
 the comparison, the code, its successor, and the copy."""
 
+_COMPILED_BYTES: Final = (1 + 4 + 4) + 4 + (4 + 4) + (4 + 4 + 4) + (4 + 4 + 1)
+"""What compiled code reads and writes in caches, tables included: for widening, the largest value, the quotients, their
+elements of the table, and the codes."""
+
 _KERNELS: Final = 3 + 13
 """The kernels of one state; two of them are for the scales alone."""
 
@@ -28,6 +33,13 @@ def rounding_bytes(program: Program, op: ops.Op) -> int:
         return 0
     numel = op.param.local_numel(program.mesh)
     return len(op.states) * numel * (_WIDENING_BYTES + _ROUNDING_BYTES)
+
+
+def compiled_rounding_bytes(program: Program, op: ops.Op) -> int:
+    """The same of compiled code on a host, all of it in caches."""
+    if not isinstance(op, ops.OptimizerStep) or not op.scales:
+        return 0
+    return len(op.states) * op.param.local_numel(program.mesh) * _COMPILED_BYTES
 
 
 def rounding_kernels(program: Program, op: ops.Op) -> int:

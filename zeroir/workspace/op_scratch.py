@@ -38,7 +38,10 @@ CODED_CHUNK_NUMEL: Final = 1 << 20
 """The most elements whose 8-bit states are widened together: kernels on a GPU then take longer than their launches."""
 
 CODED_CPU_CHUNK_NUMEL: Final = 1 << 18
-"""The same on a CPU, where they fit a cache."""
+"""The same of torch's operators on a CPU, where they fit a cache."""
+
+CODED_THREAD_CHUNK_NUMEL: Final = 1 << 16
+"""The same for each thread of compiled code on a CPU, where they fit the cache of a core."""
 
 _CODED_SCRATCH_BYTES: Final = 10
 """What rounding to codes takes for an element: the upper half of its bits, a number, a code and a comparison."""
@@ -121,7 +124,7 @@ def _step_bytes(program: Program, op: ops.OptimizerStep) -> int:
 def _codes_bytes(program: Program, op: ops.OptimizerStep, update_bytes: int) -> int:
     """Of one chunk: the widened states, what rounds them, and then the update or the new scales and their zeros.
 
-    On a CPU chunks are smaller, where the figure is a bound for large regions.
+    On a CPU it is a bound: chunks are smaller there, and compiled code rounds without scratch memory.
     """
     numel = min(op.param.local_numel(program.mesh), CODED_CHUNK_NUMEL)
     of_elements = numel * (4 * len(op.states) + _CODED_SCRATCH_BYTES)
