@@ -110,7 +110,7 @@ def _chosen(program: Program, step: OffloadOptimizer) -> Mapping[str, Flat]:
     flats = [program.flat_by_name[name] for name in names]
     wanted_numel = sum(flat.padded_numel for flat in flats)
     if step.fraction is not None:
-        wanted_numel = round(wanted_numel * step.fraction)
+        wanted_numel = max(1, round(wanted_numel * step.fraction))
     chosen: dict[str, Flat] = {}
     numel = 0
     for flat in flats:

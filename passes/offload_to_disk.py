@@ -11,8 +11,8 @@ rounded to 16 bits, and stored once.
 
 Host memory is the cache of the disk: ``cache_bytes`` of these buffers stay in it. A step uses all of them in one order,
 so the best rule of replacement, Belady's, never replaces: the same buffers stay, those of which most bytes would
-otherwise travel in a step for each byte that stays. These are parameters, which the forward and the backward load, before
-activations, and what the update alone uses.
+otherwise travel in a step for each byte that stays. These are parameters, which the forward and the backward load,
+before activations, and what the update alone uses.
 
 What ``offload-to-disk`` changes::
 
@@ -36,7 +36,13 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zeroir.config.offload_fields import ACTIVATIONS, KEPT_ON_DISK, OPTIMIZER, PARAMETERS
+from zeroir.config.offload_fields import (
+    ACTIVATIONS,
+    DISK_PIECE_NUMEL,
+    KEPT_ON_DISK,
+    OPTIMIZER,
+    PARAMETERS,
+)
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Role, Space
@@ -63,7 +69,7 @@ class OffloadToDisk(Pass):
     )
 
     what: tuple[str, ...] = KEPT_ON_DISK
-    piece_numel: int = 8 << 20
+    piece_numel: int = DISK_PIECE_NUMEL
     cache_bytes: int = 0
 
     def __call__(self, program: Program) -> Program:
@@ -122,7 +128,7 @@ class OffloadToDisk(Pass):
 
 
 def _cached(program: Program, homes: Collection[str], cache_bytes: int) -> set[str]:
-    """The buffers, of those on disk in a program, that stay in host memory: whole ones, as many as there is room for."""
+    """The buffers, of those on disk in a program, that stay in host memory: whole ones, as many as have room."""
     moved_bytes: Counter[str] = Counter()
     for op in program.step_ops():
         if isinstance(op, ops.Load | ops.Store):

@@ -136,7 +136,8 @@ class PageOptimizer(Pass):
         if slots < _LEAST_SLOTS:
             raise UserError(
                 f"`{self.spec()}` has no room on the device for {_LEAST_SLOTS} pages of {slot_bytes} bytes, one that "
-                "comes in and one that is updated: raise device_bytes, or lower page_bytes."
+                "comes in and one that is updated: raise device_bytes (--page-optimizer), or lower page_bytes "
+                "(--page-bytes)."
             )
         room_bytes = self.device_bytes - slots * slot_bytes
         paged: dict[tuple[str, ...], PagedStates] = {}
@@ -159,7 +160,8 @@ class PageOptimizer(Pass):
         if not most:
             raise UserError(
                 f"`{self.spec()}` has pages of {self.page_bytes} bytes, but {SHARD_ALIGNMENT_NUMEL} elements of "
-                f"{listed(f'%{name}' for name in states.buffers)} have {states.aligned_bytes}: raise page_bytes."
+                f"{listed(f'%{name}' for name in states.buffers)} have {states.aligned_bytes}: raise page_bytes "
+                "(--page-bytes)."
             )
         count = -(-states.numel // most)
         return round_up(-(-states.numel // count), SHARD_ALIGNMENT_NUMEL)

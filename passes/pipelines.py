@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zeroir.config import CompileOptions
-from zeroir.config.offload_fields import KEPT_ON_DISK
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.program import Program
 from zeroir.passes.all_reduce_gradients import AllReduceGradients
@@ -151,7 +150,9 @@ def _offload(options: CompileOptions) -> tuple[Pass, ...]:
     made: list[Pass] = []
     if options.page_optimizer_bytes is not None:
         made.append(
-            PageOptimizer(device_bytes=options.page_optimizer_bytes, page_bytes=options.page_bytes)
+            PageOptimizer(
+                device_bytes=options.page_optimizer_bytes, page_bytes=options.page_size_bytes
+            )
         )
     for kind in options.offload:
         units = options.offloaded_units(kind) or None
@@ -166,10 +167,8 @@ def _offload(options: CompileOptions) -> tuple[Pass, ...]:
                 made.append(OffloadActivations(units=units))
             case _:
                 raise InternalError(f"There is no pass that offloads {kind}.")
-    if options.is_offloaded_to_disk:
-        # What the next step reads at once, the gradients, stays in host memory.
-        kept = tuple(kind for kind in options.offload if kind in KEPT_ON_DISK)
-        made.append(OffloadToDisk(what=kept, cache_bytes=options.host_cache_bytes))
+    if options.kept_on_disk:
+        made.append(OffloadToDisk(what=options.kept_on_disk, cache_bytes=options.host_cache_bytes))
     return tuple(made)
 
 

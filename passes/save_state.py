@@ -5,11 +5,12 @@ where it has none; optimizer states and averages; step counts and loss scales; a
 writes. Each has a *snapshot*, a persistent buffer in host memory that the runtime allocates at the first save. What all
 ranks along an axis of the mesh hold alike, each of them copies a slice of.
 
-The copies run on a stream of their own, beside the next steps. Each signals an event that is pending at all joints, so
-an op that overwrites what a copy reads waits for this copy alone, and only where it has to. The pass manager derives
-these waits, and Z105 proves them. Copies stand in the order in which the next step overwrites what they read, so a wait
-for the last copy of a flat stands for all of them. Scalars, of a few bytes, are copied on the compute stream, because
-the host may change them between steps.
+The copies run beside the next steps, on ``copy_out``. Where steps have copies there of their own, such as those of
+activations, those of a save are on ``save_out``: otherwise the next forward would wait for the whole state to leave.
+Each copy signals an event that is pending at all joints, so an op that overwrites what a copy reads waits for this
+copy alone, and only where it has to. The pass manager derives these waits, and Z105 proves them. Copies stand in the
+order in which the next step overwrites what they read, so a wait for the last copy of a flat stands for all of them.
+Scalars, of a few bytes, are copied on the compute stream, because the host may change them between steps.
 
 Passes that change which buffers are the state come before it. A program with some of the state on disk stays as it is:
 host memory may be too small for copies, so training waits until a checkpoint is written from the disk.
@@ -28,9 +29,9 @@ What ``save-state`` changes::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, assert_never
+from typing import ClassVar, Final, assert_never
 
 from zeroir.errors import InternalError
 from zeroir.ir import ops
@@ -45,7 +46,7 @@ from zeroir.ir.contents import (
 )
 from zeroir.ir.effects import effects
 from zeroir.ir.held_elements import held_by_all, is_within, save_order
-from zeroir.ir.mesh import COMPUTE, COPY_OUT, OPTIMIZER
+from zeroir.ir.mesh import COMPUTE, COPY_OUT, OPTIMIZER, Executor, Stream
 from zeroir.ir.program import (
     PARAMETER_ALIGNMENT_NUMEL,
     SAVE,
@@ -57,6 +58,9 @@ from zeroir.ir.program import (
 )
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
+
+SAVE_OUT: Final = "save_out"
+"""The stream of a save's copies from the device, where ``copy_out`` has copies of steps."""
 
 _PASSING = (GRAD, DIRECTION)
 """Quantities of flats that every step computes anew."""
@@ -83,8 +87,10 @@ class SaveState(Pass):
         snapshots = [_snapshot(buffer, program, taken) for buffer in sources]
         body: list[ops.IssuedOp] = []
         pending: list[Pending] = []
+        is_shared = any(effects(op).stream == COPY_OUT for op in program.ops())
+        down = SAVE_OUT if is_shared else COPY_OUT
         for buffer, content in snapshots:
-            copy = _copy(program.buffer_by_name[content.buffer].space, content, whole(buffer))
+            copy = _copy(program.buffer_by_name[content.buffer].space, content, whole(buffer), down)
             body.append(copy)
             if content.event is not None:
                 pending.append(Pending(event=content.event, stream=copy.stream))
@@ -96,7 +102,7 @@ class SaveState(Pass):
         save = Section(name=SAVE, entry=between, body=tuple(body), exit=between)
         program = replace(
             program,
-            streams=rewrite.with_streams(program.streams, {op.stream for op in body}),
+            streams=_with_streams(program.streams, {op.stream for op in body}),
             buffers=(*program.buffers, *(buffer for buffer, _ in snapshots)),
             sections=(*program.sections, save),
         )
@@ -108,12 +114,18 @@ class SaveState(Pass):
         )
 
 
-def _copy(space: Space, content: SnapshotContent, snapshot: Region) -> ops.IssuedOp:
-    """The copy of what a snapshot names, which is in this space, to the snapshot."""
+def _with_streams(streams: tuple[Stream, ...], used: Collection[str]) -> tuple[Stream, ...]:
+    """The streams, with those that are used and not among them."""
+    own = (Stream(name=SAVE_OUT, executor=Executor.DEVICE),) if SAVE_OUT in used else ()
+    return (*rewrite.with_streams(streams, used), *own)
+
+
+def _copy(space: Space, content: SnapshotContent, snapshot: Region, down: str) -> ops.IssuedOp:
+    """The copy of what a snapshot names, which is in this space, to the snapshot; from a device on stream ``down``."""
     source, event = copied_region(content), content.event
     match space:
         case Space.DEVICE:
-            stream = COMPUTE if event is None else COPY_OUT
+            stream = COMPUTE if event is None else down
             return ops.ToHost(source=source, destination=snapshot, stream=stream, event=event)
         case Space.HOST:
             return ops.Cast(source=source, destination=snapshot, stream=OPTIMIZER, event=event)

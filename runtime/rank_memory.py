@@ -175,7 +175,8 @@ class RankMemory:
             return
         buffer = self._buffer_by_name[name]
         stop = buffer.numel if stop is None else stop
-        zero = torch.zeros((), dtype=TORCH_DTYPE[buffer.dtype])
+        # Of one dimension, so that one element, too, has a stride of 1, and its bytes can be viewed.
+        zero = torch.zeros(1, dtype=TORCH_DTYPE[buffer.dtype])
         self.write(name, start, zero.expand(stop - start))
 
     def loading(self, source: Region, destination: Region) -> PreparedTransfer:

@@ -45,8 +45,21 @@ OPTIONS = st.builds(
             optional={"offload_to": st.sampled_from(["host", "disk"])},
         ),
         st.fixed_dictionaries(
+            {
+                "offload": st.just(["optimizer", "parameters", "activations"]),
+                "offload_to": st.lists(
+                    st.tuples(st.sampled_from(KEPT_ON_DISK), st.sampled_from(["host", "disk"])),
+                    min_size=1,
+                    unique_by=lambda pair: pair[0],
+                ).map(dict),
+            }
+        ),
+        st.fixed_dictionaries(
             {"page_optimizer": st.sampled_from(["2GiB", "1e9"])},
-            optional={"page_bytes": st.integers(1, 512).map(lambda blocks: 4096 * blocks)},
+            optional={
+                "page_bytes": st.integers(1, 512).map(lambda blocks: 4096 * blocks)
+                | st.sampled_from(["512KiB", "1.5MiB", "2097152"])
+            },
         ),
     ),
     st.one_of(
@@ -163,7 +176,7 @@ IN_VAIN: list[tuple[dict[str, object], str]] = [
     ({"page_bytes": 4096}, "--page-bytes 4096 needs --page-optimizer"),
     (
         {"page_optimizer": "1MB"},
-        "--page-optimizer 1MB is less than one page of --page-bytes 2097152",
+        "--page-optimizer 1MB is less than one page of --page-bytes 2MiB",
     ),
     (
         {"optimizer": "muon", "offload": "optimizer"},
@@ -172,6 +185,22 @@ IN_VAIN: list[tuple[dict[str, object], str]] = [
     (
         {"page_optimizer": "1GB", "offload": ("parameters", "optimizer")},
         "--page-optimizer 1GB updates on the device, and --offload optimizer on the host",
+    ),
+    (
+        {"offload": "optimizer", "offload_to": "optimizer=disk:/a,parameters=host"},
+        "has a place for parameters, but --offload has optimizer",
+    ),
+    (
+        {"offload": "optimizer,gradients", "offload_to": "optimizer=disk:/a,gradients=disk:/a"},
+        "names a disk for gradients, which the next op reads, so that host memory keeps them",
+    ),
+    (
+        {"offload": "optimizer,parameters", "offload_to": "optimizer=disk:/a,parameters=disk:/b"},
+        "names the folders /a and /b, but a rank has one file on disk; name one folder",
+    ),
+    (
+        {"offload": "adaptive", "memory_budget": "1GB", "offload_to": "optimizer=disk:/a"},
+        "--offload adaptive chooses what is moved, so that --offload-to is one place",
     ),
     ({"offload": "adaptive"}, "--offload adaptive needs --memory-budget"),
     (
@@ -315,16 +344,60 @@ def test_a_program_does_not_name_the_folder_of_its_disk() -> None:
     assert options_from_pairs(here.to_pairs()).is_offloaded_to_disk
 
 
+def test_each_kind_has_its_place() -> None:
+    """Those that are not named go to host memory; a folder may have a comma in its name."""
+    text = "parameters=host,optimizer=disk:/a,b"
+    kinds = "optimizer,gradients,parameters,activations"
+    options = make_options({"world_size": 2, "offload": kinds, "offload_to": text})
+    assert options.offload_to == "optimizer=disk:/a,b,parameters=host"
+    assert options.offload_folder == "/a,b"
+    assert options.kept_on_disk == ("optimizer",)
+    pairs = {"parameters": "host", "optimizer": "disk:/a,b"}
+    assert make_options({"world_size": 2, "offload": kinds, "offload_to": pairs}) == options
+    stored = options_from_pairs(options.to_pairs())
+    assert stored.offload_to == "optimizer=disk,parameters=host"
+    assert stored.kept_on_disk == ("optimizer",)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        "weights=host",
+        "optimizer=nvme",
+        "optimizer=",
+        "optimizer=host,parameters",
+        "optimizer=host,weights=disk",
+        "optimizer=host,optimizer=disk",
+    ],
+)
+def test_wrong_places_of_kinds_are_refused(places: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make_options({"offload": "optimizer", "offload_to": places})
+    assert f"--offload-to is {places}, but should be host, disk or disk:FOLDER" in str(caught.value)
+
+
 WRONG: list[tuple[dict[str, object], str]] = [
     ({"offload": "optimiser"}, "--offload is optimiser, but should be some of optimizer,"),
     ({"offload": ["adaptive", "optimizer"]}, "--offload is adaptive,optimizer, but should be"),
     ({"offload": "optimizer,adaptive"}, "separated by commas, or adaptive alone."),
-    ({"offload_to": "nvme"}, "--offload-to is nvme, but should be host, disk or disk:FOLDER."),
-    ({"offload_to": "disk:"}, "--offload-to is disk:, but should be host, disk or disk:FOLDER."),
-    ({"offload_to": "host:x"}, "--offload-to is host:x, but should be host, disk or disk:FOLDER."),
+    (
+        {"offload_to": "nvme"},
+        "--offload-to is nvme, but should be host, disk or disk:FOLDER, or one of them for each",
+    ),
+    (
+        {"offload_to": "disk:"},
+        "--offload-to is disk:, but should be host, disk or disk:FOLDER, or one of them for each",
+    ),
+    (
+        {"offload_to": "host:x"},
+        "--offload-to is host:x, but should be host, disk or disk:FOLDER, or one of them for each",
+    ),
     ({"offload_fraction": 1.5}, "--offload-fraction is 1.5, but should be less than or equal to 1"),
     ({"page_optimizer": "much"}, "--page-optimizer is much, but should be an amount of memory"),
-    ({"page_bytes": 4097}, "--page-bytes is 4097, but should be a multiple of 4096."),
+    (
+        {"page_bytes": 4097},
+        "--page-bytes is 4097, but should be a multiple of 4096 bytes above 0, such as 512KiB.",
+    ),
     ({"optimizer_bits": 16}, "--optimizer-bits is 16, but should be 32 or 8."),
     ({"optimizer_bits": [8]}, "--optimizer-bits is [8], but should be 32 or 8."),
     (

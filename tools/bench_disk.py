@@ -1,6 +1,6 @@
 """Read and write buffers on disk, beside fio on the same disk.
 
-    python -m tools.bench_disk --folder /mnt/nvme --record docs/records/disk.json
+    python -m tools.bench_disk --folder /mnt/nvme
 
 A buffer is read and written whole through the engine's requests, and a file of the same size by fio, with direct
 requests of the same size and as many under way at once. Both were written before. They take turns; the medians count.

@@ -54,6 +54,10 @@ class CheckpointWarning(UserWarning):
     """A checkpoint lacks something that begins anew, or has something that is left out."""
 
 
+class OffloadWarning(UserWarning):
+    """An option that moves something out of device memory moves nothing of this program."""
+
+
 class InternalError(ZeroirError):
     """A defect of zeroir itself, for instance a pass that produced an invalid program."""
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import accumulate, count
 from typing import Final
 
 from zeroir.ir import ops
@@ -378,10 +378,12 @@ def _places(
         anchor = bisect_left(anchors, stop.start) - distance
         place = max(place, anchors[anchor] if anchor >= 0 else 0)
         first = len(places)
-        for number in range(first, first + stop.visits):
-            # Never before the home has the elements, or the buffer's earlier visit has ended, and in the order of use.
-            place = max(place, earliest[number])
-        places += [place] * stop.visits
+        # Never before the home has the elements, or the buffer's earlier visit has ended, and in the order of use.
+        possible = list(accumulate(earliest[first : first + stop.visits], max, initial=place))[1:]
+        place = possible[-1]
+        # All begin together, but those that are used before another one's elements are at home: they begin alone.
+        for visit, own in zip(visits[first : first + stop.visits], possible, strict=True):
+            places.append(place if place <= visit.uses[0] else own)
     return places
 
 

@@ -21,7 +21,7 @@ from zeroir.api.adaptive import (
     offload_settings,
     settled,
 )
-from zeroir.api.candidates import Candidate
+from zeroir.api.candidates import Candidate, CandidateMeasurer
 from zeroir.api.compiled import load_program
 from zeroir.api.search_space import Value
 from zeroir.artifact import Artifact, save
@@ -143,6 +143,40 @@ def test_a_program_fits_its_budget_and_would_not_with_a_unit_less(stage: int, sh
             "offload_units": [pattern for patterns in less.values() for pattern in patterns],
         }
         assert needed_bytes(options.model_copy(update=fields(changed))) > budget_bytes
+
+
+MODELS = {
+    "equal blocks": mlp(blocks=3, dim=64, batch=1024),
+    "fp16, clipped": mlp(blocks=2, dim=64, batch=256, precision="fp16", clip=1.0),
+    "tied, averaged": mlp(blocks=2, dim=48, batch=512, precision="bf16", tied=True, ema=0.9),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "share"), [("equal blocks", 0.4), ("fp16, clipped", 0.1), ("tied, averaged", 0.1)]
+)
+def test_no_smaller_choice_would_fit(name: str, share: float) -> None:
+    """Of all that moves no more of any kind, and less of one; memory is not said to fall with every unit."""
+    logical = MODELS[name]
+    plain = make_options({"world_size": 2, "stage": 1})
+    measurer = CandidateMeasurer(logical, plain, 10**12, None)
+    units = movable_units(logical)
+
+    def needed(counts: Mapping[str, int]) -> int:
+        return measurer.measure(offload_settings(units, counts))[0].needed_bytes
+
+    most, least = needed({}), needed({kind: len(units[kind]) for kind in units})
+    budget_bytes = int(least + (most - least) * share)
+    asked = {"offload": ("adaptive",), "memory_budget": str(budget_bytes)}
+    options = settled(logical, plain.model_copy(update=asked))
+    chosen = {
+        kind: len(options.offloaded_units(kind)) or len(units[kind]) for kind in options.offload
+    }
+    assert needed(chosen) <= budget_bytes
+    for numbers in product(*(range(count + 1) for count in chosen.values())):
+        counts = dict(zip(chosen, numbers, strict=True))
+        assert counts == chosen or needed(counts) > budget_bytes
 
 
 def fields(values: Mapping[str, list[str]]) -> dict[str, tuple[str, ...]]:

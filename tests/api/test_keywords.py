@@ -16,7 +16,7 @@ from pydantic import BaseModel
 import zeroir
 from zeroir.api.keywords import CompileKeywords, EstimateKeywords
 from zeroir.config import CompileOptions, make_options
-from zeroir.cost.estimate import EstimateOptions
+from zeroir.cost.estimate_options import EstimateOptions
 
 ROOT = Path(__file__).parents[2]
 # Only the public functions and what their signatures name is read, so that it takes seconds.

@@ -209,6 +209,34 @@ def test_what_fits_nowhere_else_is_offloaded() -> None:
 
 
 @pytest.mark.slow
+def test_a_plan_pages_the_optimizer_where_the_host_is_slow() -> None:
+    """Of 28 MiB of states a rank as much rests on the device as there is memory for, in whole pages."""
+    memory = BOUND_BY_COMPUTE.host.memory
+    slow = memory.model_copy(
+        update={"bytes_per_s": memory.bytes_per_s.model_copy(update={"value": 1e7})}
+    )
+    on = BOUND_BY_COMPUTE.model_copy(
+        update={"host": BOUND_BY_COMPUTE.host.model_copy(update={"memory": slow})}
+    )
+    logical = mlp(blocks=5, dim=1216, batch=16)
+    fixed = {**OFFLOADING, "recompute": ()}
+    whole = planner(logical, on, offload=(), **fixed).search().chosen
+    budget_bytes = whole.needed_bytes - (13 << 20)
+    found = planner(logical, on, budget_bytes, **fixed)
+    chosen = found.search().chosen
+    amount = chosen.settings["page_optimizer"]
+    assert isinstance(amount, str)
+    assert not chosen.settings.get("offload")
+    assert chosen.needed_bytes <= budget_bytes
+    assert f"pages of the optimizer in {amount}" in words(chosen.settings)
+    more = f"{int(amount.removesuffix('MiB')) + 2}MiB"
+    assert not found.measurer.measure({**chosen.settings, "page_optimizer": more})[1].fits
+    offloads = {settings["offload"] for _, settings in every_choice(found)} - {()}
+    others = (found.measurer.measure({"stage": 3, "mesh": None, "offload": o}) for o in offloads)
+    assert min(outcome.step_ns for _, outcome in others if outcome.fits) > (chosen.step_ns or 0)
+
+
+@pytest.mark.slow
 def test_what_the_host_has_no_room_for_goes_to_the_disk() -> None:
     logical = mlp(blocks=3, dim=64)
     resident = planner(logical, BOUND_BY_COMPUTE, offload=(), **OFFLOADING)

@@ -21,6 +21,7 @@ import pytest
 
 from tests.cli.conftest import Zeroir
 from tests.support.resuming import MODEL, SCHEDULE, contents, losses, saved_paths
+from tests.support.zygote import run_forked
 from zeroir.cli.app import run_command
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -117,12 +118,11 @@ def test_a_killed_rank_is_started_again(program: Path, tmp_path: Path) -> None:
         assert agent.returncode == 0, said(tmp_path)
     assert re.search(r"Resumed from saved/step-0000000[2468], saved by 2 ranks", said(tmp_path))
     (tmp_path / "whole").mkdir()
-    options = torchrun("--standalone", "--nproc-per-node", "2")
-    with started([*options, *running(program)], tmp_path / "whole") as agent:
-        whole, _ = agent.communicate(timeout=DEADLINE_S)
-        assert agent.returncode == 0, said(tmp_path / "whole")
-    assert losses(begun).items() <= losses(whole).items()
-    assert losses(rest).items() <= losses(whole).items()
+    module, *arguments = running(program)[1:]
+    whole = run_forked(module, [*arguments, "--nproc", "2"], tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    assert losses(begun).items() <= losses(whole.stdout).items()
+    assert losses(rest).items() <= losses(whole.stdout).items()
     name = f"step-{STEPS:08}"
     assert contents(tmp_path / "saved" / name) == contents(tmp_path / "whole/saved" / name)
 

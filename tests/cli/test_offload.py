@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Zeroir
-from tests.cli.test_bad_input import assert_refused
+from tests.cli.test_bad_input import LINE, assert_refused
 from zeroir.api import load_program
 from zeroir.ir.buffers import Role, Space
 
@@ -101,6 +101,29 @@ def test_a_run_with_other_bits_is_what_compiling_with_them_makes(
 
 @pytest.mark.slow
 @pytest.mark.dist
+def test_states_of_8_bits_on_disk_and_in_pages_are_those_of_a_device(
+    zeroir: Zeroir, model: str, tmp_path: Path
+) -> None:
+    bits = ("--world-size", "1", "--optimizer-bits", "8", "--no-overlap-update")
+    assert zeroir("compile", model, *bits, "-o", "8.zir").exit_code == 0
+    (tmp_path / "nvme").mkdir()
+    steps = ("--log-every", "1", "--json", "--seed", "3")
+    plain = zeroir("run", "8.zir", "--steps", "4", *steps, "--save", "plain")
+    on_disk = ("--offload", "optimizer,parameters", "--offload-to", "disk:nvme")
+    first = zeroir("run", "8.zir", "--steps", "2", *steps, "--save", "moved", *on_disk)
+    in_pages = ("--page-optimizer", "16KiB", "--page-bytes", "4KiB")
+    second = zeroir("run", "8.zir", "--steps", "4", *steps, "--save", "moved", *in_pages)
+    assert plain.exit_code == first.exit_code == second.exit_code == 0, first.err + second.err
+    assert "on the disk" in first.err
+    assert "Resumed from moved" in second.err
+    found = losses(first.out) + losses(second.out)
+    assert [repr(loss) for loss in found] == [repr(loss) for loss in losses(plain.out)]
+    last = tuple(f"{folder}/step-00000004" for folder in ("plain", "moved"))
+    assert zeroir("checkpoint", "diff", *last, "--exit-code").exit_code == 0
+
+
+@pytest.mark.slow
+@pytest.mark.dist
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -118,3 +141,18 @@ def test_options_of_a_run_are_checked(
 ) -> None:
     assert zeroir("compile", model, "--world-size", "1", "-o", "net.zir").exit_code == 0
     assert_refused(zeroir("run", "net.zir", *options), *words)
+
+
+def test_a_model_of_one_unit_without_states_has_nothing_to_move(
+    zeroir: Zeroir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "line.py").write_text(LINE)
+    moved = ("--offload", "activations", "--page-optimizer", "1MiB", "--page-bytes", "64KiB")
+    answer = zeroir("compile", "line.py", "--optimizer", "sgd", *moved)
+    assert answer.exit_code == 0
+    assert answer.err == (
+        "Warning: --page-optimizer 1MiB has no effect: the optimizer keeps no states.\n"
+        "Warning: --offload activations has no effect: the model is one unit, so no other unit computes while a value "
+        "is away.\n"
+    )

@@ -31,20 +31,8 @@ def environment() -> dict[str, str]:
 
 
 def run(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """One command line to its end, in processes that need not import torch; ``finished`` starts them as a user does."""
+    """One command line to its end, in processes that need not import torch."""
     return run_forked("zeroir", arguments, cwd, {"OMP_NUM_THREADS": "1"})
-
-
-def finished(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        arguments,
-        cwd=cwd,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -70,29 +58,26 @@ def test_training_follows_the_reference_curve(program: Path, tmp_path: Path) -> 
     assert sum(losses[-10:]) / 10 < reference["unigram_entropy"]
 
 
-@pytest.mark.parametrize("compiled_for", ["1", "2", "5"])
-def test_accumulation_on_processes_equals_lockstep(
-    zeroir: Zeroir, tmp_path: Path, compiled_for: str
-) -> None:
+def test_accumulation_on_processes_equals_lockstep(zeroir: Zeroir, tmp_path: Path) -> None:
     """The number of micro-steps that a program is compiled with may be overridden, also where it is 1."""
-    options = ["--micro-steps", "2", "--world-size", "3"]
-    path = tmp_path / "gpt.zir"
-    compiling = ["--micro-steps", compiled_for, "--world-size", "3"]
-    assert zeroir("compile", GPT, *compiling, "-o", path).exit_code == 0
-    arguments = ["--nproc", "3", "--steps", "3", "--log-every", "1", "--json", "--model", GPT]
-    arguments += [] if compiled_for == "2" else ["--micro-steps", "2"]
-    made = run("run", "gpt.zir", *arguments, cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
-    losses = [json.loads(line)["loss"] for line in made.stdout.splitlines()]
-    checked = zeroir("check", GPT, *options, "--json").json
+    checked = zeroir("check", GPT, "--micro-steps", "2", "--world-size", "3", "--json").json
     assert checked["is_equal"]
-    assert losses == [pytest.approx(sum(ranks) / 3, rel=1e-6) for ranks in checked["losses"]]
+    expected = [pytest.approx(sum(ranks) / 3, rel=1e-6) for ranks in checked["losses"]]
+    for compiled_for in ("1", "5"):
+        path = tmp_path / f"{compiled_for}.zir"
+        compiling = ["--micro-steps", compiled_for, "--world-size", "3"]
+        assert zeroir("compile", GPT, *compiling, "-o", path).exit_code == 0
+        arguments = ["--nproc", "3", "--steps", "3", "--log-every", "1", "--json", "--model", GPT]
+        made = run("run", path.name, *arguments, "--micro-steps", "2", cwd=tmp_path)
+        assert made.returncode == 0, made.stderr
+        losses = [json.loads(line)["loss"] for line in made.stdout.splitlines()]
+        assert losses == expected, f"compiled for {compiled_for}"
 
 
 def test_torchrun_with_another_world_size(program: Path, tmp_path: Path) -> None:
-    options = ["--standalone", "--nproc-per-node", "3"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "zeroir"]
-    made = finished([*torchrun, "run", str(program), "--steps", "2", "--model", GPT], tmp_path)
+    torchrun = ["--standalone", "--nproc-per-node", "3", "-m", "zeroir"]
+    arguments: list[str | Path] = ["run", program, "--steps", "2", "--model", str(GPT)]
+    made = run_forked("torch.distributed.run", [*torchrun, *arguments], tmp_path)
     assert made.returncode == 0, made.stderr
     assert made.stderr.count("Compiled for 2 ranks, lowered again for 3.") == 1
     assert "loss" in made.stdout

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import fsspec
@@ -150,30 +152,42 @@ from tests.support.resident import peak_resident_bytes
 import torch
 from zeroir.convert.export import export_checkpoint
 from zeroir.convert import export_dcp, export_deepspeed, export_hugging_face, export_state_dict
-folder, to = Path(sys.argv[1]), sys.argv[2]
-export_checkpoint(str(folder / "small"), folder / "warm", to=to)
+folder, out, to = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+export_checkpoint(str(folder / "small"), out / "warm", to=to)
 before = peak_resident_bytes()
-export_checkpoint(str(folder / "large"), folder / "out", to=to)
+export_checkpoint(str(folder / "large"), out / "out", to=to)
 print(peak_resident_bytes() - before)
 """
 MEGABYTE = 1 << 20
+WITH_STATES = ("dcp", "deepspeed")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
+    """A folder with a small checkpoint and one of 420 MB in tensors of 4 MB, with or without states."""
+
+    @cache
+    def written(has_states: bool) -> Path:
+        folder = tmp_path_factory.mktemp("sizes")
+        for name, size, count in (("small", 4, 2), ("large", 1024, 35 if has_states else 105)):
+            module = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(count)))
+            of_weights = {key: value.detach() for key, value in module.named_parameters()}
+            states = {"exp_avg": of_weights, "exp_avg_sq": of_weights} if has_states else None
+            groups = [adamw_group(module)] if has_states else []
+            write_checkpoint(folder / name, module, states=states, groups=groups)
+        return folder
+
+    return written
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", FORMATS)
 def test_memory_is_bounded_whatever_the_size_of_the_model(
-    to: CheckpointFormat, tmp_path: Path
+    to: CheckpointFormat, checkpoints: Callable[[bool], Path], tmp_path: Path
 ) -> None:
-    """Tensors of 4 MB and of 420 MB together: far more than the bound, 256 MB above the largest tensor."""
-    has_states = to in ("dcp", "deepspeed")
-    for name, size, count in (("small", 4, 2), ("large", 1024, 35 if has_states else 105)):
-        module = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(count)))
-        of_weights = {key: value.detach() for key, value in module.named_parameters()}
-        states = {"exp_avg": of_weights, "exp_avg_sq": of_weights} if has_states else None
-        groups = [adamw_group(module)] if has_states else []
-        write_checkpoint(tmp_path / name, module, states=states, groups=groups)
+    """Far more than the bound is exported, 256 MB above the largest tensor."""
     answer = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path), to],
+        [sys.executable, "-c", MEMORY, str(checkpoints(to in WITH_STATES)), str(tmp_path), to],
         capture_output=True,
         text=True,
         check=True,

@@ -18,15 +18,18 @@ from tests.support.programs import mlp
 from zeroir.cost.estimate import (
     COMMUNICATED_PER_PARAMETER,
     Estimate,
-    EstimateOptions,
-    Optimizer,
     activation_bytes,
     estimate,
+)
+from zeroir.cost.estimate_options import (
+    EstimateOptions,
+    Optimizer,
     optimizer_bytes_per_parameter,
     states_per_parameter,
 )
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.traffic import collective_bytes, transfer_bytes
+from zeroir.memory.staging import staging_bytes
 from zeroir.memory.states import MODEL_STATE_ROLES, model_state_bytes
 from zeroir.passes.base import Pass
 from zeroir.passes.manager import apply
@@ -34,6 +37,7 @@ from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
+from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import for_stage
 
 PAPER = json.loads(
@@ -259,22 +263,27 @@ PASSES: Mapping[str, Pass] = {
     "gradients": OffloadGradients(),
     "parameters": OffloadParameters(),
 }
+ONE_ON_DISK = ("optimizer=disk", "parameters=disk")
 SCALAR_BYTES = 16
 """Bytes of the step's scalars that go down with the gradients."""
 
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize("place", ["host", "disk", *ONE_ON_DISK])
 @pytest.mark.parametrize("offload", OFFLOADS, ids=",".join)
 def test_an_estimate_of_what_is_offloaded_equals_a_program(
     offload: tuple[str, ...], place: str, precision: str, stage: int
 ) -> None:
     """In padded elements; visits of whole parameters, which stages 0 to 2 have, leave the padding out."""
+    kinds = tuple(
+        kind for kind in offload if kind != "gradients" and place in ("disk", f"{kind}=disk")
+    )
+    if place in ONE_ON_DISK and not kinds:
+        place = "host"
     program = mlp(blocks=2, dim=16, precision=precision, optimizer="adamw")
     passes = (*for_stage(stage, 4, elide=False), *(PASSES[kind] for kind in offload))
-    kinds = tuple(kind for kind in offload if kind != "gradients")
-    to_disk = (OffloadToDisk(what=kinds),) if place == "disk" and kinds else ()
+    to_disk = (OffloadToDisk(what=kinds),) if kinds else ()
     for step in (*passes, *to_disk):
         program = apply(step, program)
     count = sum(flat.padded_numel for flat in program.flats)
@@ -297,7 +306,7 @@ def test_an_estimate_of_what_is_offloaded_equals_a_program(
     assert traffic["to_device"] == pytest.approx(
         estimated.moved.to_device - left_out, abs=unaligned
     )
-    on_disk = left_out if place == "disk" else 0
+    on_disk = left_out if "parameters" in kinds else 0
     assert traffic["load"] == pytest.approx(estimated.moved.load - on_disk, abs=unaligned)
     assert traffic["store"] == estimated.moved.store
 
@@ -349,6 +358,53 @@ def test_offloaded_activations_are_copied_down_and_up() -> None:
         assert after.activations_bytes == before.activations_bytes - layers_bytes * 8 // 10
 
 
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [("optimizer", "host"), ("gradients", "host"), ("parameters", "host"), ("optimizer", "disk")],
+)
+def test_an_estimate_of_staging_is_close_to_that_of_a_program(kind: str, place: str) -> None:
+    """The program's layers are all of its parameters, but for one percent."""
+    program = mlp(blocks=8, dim=512, optimizer="adamw", clip=1.0)
+    to_disk = (OffloadToDisk(what=(kind,)),) if place == "disk" else ()
+    for step in (*for_stage(3, 4), PASSES[kind], *to_disk):
+        program = apply(step, program)
+    count = sum(flat.padded_numel for flat in program.flats)
+    options = {"params": count, "world_size": 4, "precision": "fp32", "layers": 8}
+    estimated = of(**options, offload=kind, offload_to=place).stages[3]
+    planned = staging_bytes(program)
+    assert (Space.DEVICE in planned) == (kind != "optimizer")
+    for space, size in (
+        (Space.DEVICE, estimated.device_staging_bytes),
+        (Space.HOST, estimated.host_staging_bytes),
+    ):
+        assert size == pytest.approx(planned.get(space, 0), rel=0.05, abs=8192)
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+def test_an_estimate_of_pages_is_close_to_a_program(bits: int) -> None:
+    """But for pages that are not full, and what rests on the device in whole blocks of 256 elements."""
+    program = mlp(blocks=4, dim=128, optimizer="adamw", has_codes=bits == 8)
+    device, page = (80_000, 16_384) if bits == 32 else (20_000, 4096)
+    for step in (*for_stage(2, 2), PageOptimizer(device_bytes=device, page_bytes=page)):
+        program = apply(step, program)
+    count = sum(flat.padded_numel for flat in program.flats)
+    options = {"params": count, "world_size": 2, "precision": "fp32", "optimizer_bits": bits}
+    pages = {"page_optimizer": str(device), "page_bytes": page}
+    estimated = of(**options, **pages).stages[2]
+    traffic = transfer_bytes(program)
+    assert traffic["to_host"] == traffic["to_device"]
+    assert estimated.moved.to_host == estimated.moved.to_device == estimated.host_bytes
+    assert estimated.host_bytes == pytest.approx(traffic["to_host"], rel=0.03)
+    assert estimated.device_staging_bytes == pytest.approx(
+        staging_bytes(program)[Space.DEVICE], rel=0.2
+    )
+    # What is on the device of the states, slots among them, is what was given.
+    states = of(**options).stages[2].optimizer_bytes
+    assert estimated.optimizer_bytes == states - estimated.host_bytes
+    assert estimated.optimizer_bytes + (estimated.device_staging_bytes or 0) == device
+    assert of(**options, page_optimizer="1GB").stages == of(**options).stages
+
+
 def test_states_of_8_bits_take_a_byte_and_a_share_of_their_scale() -> None:
     """At most 2.1 bytes a parameter for two moments, beside the master weight."""
     eight = EstimateOptions(params=1e9, optimizer_bits=8)
@@ -362,6 +418,11 @@ def test_states_of_8_bits_take_a_byte_and_a_share_of_their_scale() -> None:
         ({"offload": "weights"}, "optimizer, gradients, parameters, activations"),
         ({"offload": "activations"}, "needs --layers"),
         ({"optimizer_bits": 8, "optimizer": "muon"}, "not for muon"),
+        ({"offload_to": "optimizer=disk"}, "a place for optimizer, but --offload has nothing"),
+        ({"page_optimizer": "1GiB", "optimizer": "sgd"}, "sgd keeps no states"),
+        ({"page_bytes": "1MiB"}, "--page-bytes 1MiB needs --page-optimizer"),
+        ({"page_optimizer": "3MiB"}, "less than 2 pages of --page-bytes 2MiB"),
+        ({"page_optimizer": "1GiB", "offload": "optimizer"}, "leave one of them out"),
     ],
 )
 def test_an_offload_that_cannot_be_estimated_is_refused(

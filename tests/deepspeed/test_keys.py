@@ -234,6 +234,14 @@ HONOURED: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
             ),
             {"offload": "optimizer,gradients,parameters", "offload_to": "disk:/nvme"},
         ),
+        (
+            zero(
+                3,
+                offload_param={"device": "cpu"},
+                offload_optimizer={"device": "nvme", "nvme_path": "/nvme"},
+            ),
+            {"offload_to": "optimizer=disk:/nvme,parameters=host"},
+        ),
     ],
     "zero_optimization.cpu_offload": [
         (

@@ -152,7 +152,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
                 "offload_param": {"device": "nvme", "nvme_path": "/b"},
             }
         },
-        "offload_param.device for disk:/b, but zeroir offloads to one place: make them equal.",
+        "offload_param.device for disk:/b, but a rank has one file on disk: make the folders equal.",
     ),
 ]
 

@@ -124,7 +124,7 @@ def check_block(block: Block, directory: Path, *, is_forked: bool = False) -> No
     """Check one block by the rule of its language; where ``is_forked``, without starting what imports torch."""
     match block.language:
         case "python":
-            check_python(block, directory)
+            check_python(block, directory, is_forked=is_forked)
         case "console":
             check_console(block, directory, is_forked=is_forked)
         case "bash":
@@ -146,14 +146,17 @@ def check_block(block: Block, directory: Path, *, is_forked: bool = False) -> No
             pytest.fail(f"{block.place}: no rule says how to check a block of {other!r}")
 
 
-def check_python(block: Block, directory: Path) -> None:
+def check_python(block: Block, directory: Path, *, is_forked: bool) -> None:
     """Run the block as a script, or save it where a file is named."""
     if block.file is not None:
         (directory / block.file).write_text(block.text, encoding="utf-8")
         return
     script = directory / f"block_{block.line}.py"
     script.write_text(block.text, encoding="utf-8")
-    result = _run([sys.executable, script.name], directory)
+    if is_forked:
+        result = run_forked(script.name, [], directory, PLAIN, is_merged=True)
+    else:
+        result = _run([sys.executable, script.name], directory)
     assert result.returncode == 0, f"{block.place}:\n{result.stdout}"
 
 
@@ -178,7 +181,11 @@ def _run_command(command: str, directory: Path, *, is_forked: bool) -> tuple[int
 
     A shell runs it; but where ``is_forked``, plain calls of ``zeroir`` come of a process that has imported torch.
     """
-    is_plain = command.startswith("zeroir ") and not any(sign in command for sign in "|<>;&$`")
+    words = shlex.shlex(command, posix=True, punctuation_chars=True)
+    words.whitespace_split = True
+    is_plain = command.startswith("zeroir ") and not any(
+        set(word) <= set("();<>|&") or set(word) & set("$`") for word in words
+    )
     if not (is_forked and is_plain):
         result = _run(["bash", "-o", "pipefail", "-c", command], directory)
         return result.returncode, result.stdout
@@ -291,6 +298,7 @@ def test_blocks_hold(document: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("document", SLOW, ids=lambda path: path.stem)
 def test_blocks_that_take_their_time_hold(document: Path, tmp_path: Path) -> None:
     _check_document(document, tmp_path, is_forked=True)

@@ -101,9 +101,17 @@ def scheduled(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world_size", "replicas"), [(1, None), (3, None), (4, None), (4, 2)], ids=str
+    ("precision", "clip", "world_size", "replicas"),
+    [
+        ("fp32", None, 3, None),
+        ("fp32", None, 4, 2),
+        ("bf16", 1.0, 1, None),
+        ("bf16", 1.0, 3, None),
+        ("bf16", 1.0, 4, 2),
+        ("fp16", None, 4, None),
+        ("fp16", None, 4, 2),
+    ],
 )
-@pytest.mark.parametrize(("precision", "clip"), [("fp32", None), ("bf16", 1.0), ("fp16", None)])
 def test_a_step_is_the_same_however_it_is_called(
     precision: str, clip: float | None, world_size: int, replicas: int | None
 ) -> None:

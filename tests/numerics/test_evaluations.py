@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import cast
@@ -13,15 +14,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.runtime.support import Ranks, require_success
 from tests.support.captures import captured
 from tests.support.evaluating import model as source
+from tests.support.lowering import applied
 from zeroir.api.check import check_model
 from zeroir.config import CompileOptions, make_options
+from zeroir.frontend.capture import CapturedModel
 from zeroir.frontend.entry import load_model_file
 from zeroir.frontend.tracing import program_of
 from zeroir.ir.program import Program
-from zeroir.passes.pipelines import lower
+from zeroir.ir.text import print_program
+from zeroir.passes.pipelines import for_options
 from zeroir.runtime.executor import RankEvaluation
 from zeroir.runtime.lockstep import Lockstep
 
@@ -33,9 +37,13 @@ def options(stage: int, world_size: int, micro_steps: int = 1) -> CompileOptions
     return make_options({"stage": stage, "world_size": world_size, "micro_steps": micro_steps})
 
 
+@cache
+def capture() -> CapturedModel:
+    return captured(load_model_file(str(FILE)), "fp32", ())
+
+
 def lowered(chosen: CompileOptions) -> Program:
-    logical = program_of(captured(load_model_file(str(FILE)), "fp32", ()), chosen)
-    return lower(logical, chosen)
+    return applied(program_of(capture(), chosen), for_options(chosen))
 
 
 def started(program: Program, schedule_seed: int = 0) -> Lockstep:
@@ -151,8 +159,9 @@ def _wrong(lockstep: Lockstep, batches: Sequence[object]) -> list[RankEvaluation
 @pytest.mark.dist
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_gloo_equals_lockstep(tmp_path: Path, world_size: int) -> None:
-    ranks = Ranks(world_size, tmp_path, "evaluations", str(FILE), sources=COMPILING_SOURCES)
-    require_success(ranks.wait())
+    program = tmp_path / "program.zir"
+    program.write_text(print_program(program_of(capture(), options(0, world_size))))
+    require_success(Ranks(world_size, tmp_path, "evaluations", str(FILE), str(program)).wait())
     for stage in range(4):
         lockstep, batches = started(lowered(options(stage, world_size))), streams(world_size)
         expected: list[Tensor] = []

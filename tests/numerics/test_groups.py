@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from tests.support.captures import ROOT
 from zeroir.api.check import check_model
 from zeroir.api.compiled import compile_with
 from zeroir.config import make_options
 from zeroir.ir.contents import CODES, FlatContent
 from zeroir.ir.ops import Algorithm
 
-MODEL = """
-import torch
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(2))
-        self.norm = torch.nn.LayerNorm(6)
-        self.head = torch.nn.Linear(6, 3)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.head(self.norm(x)).square().mean()
-
-def model():
-    return Net()
-
-def batch():
-    return (torch.randn(4, 6, generator=torch.Generator().manual_seed(5)),)
-"""
+MODEL = str(ROOT / "tests" / "support" / "models" / "two_blocks.py")
 
 PATTERNS = ("blocks.*:lr=0.01,beta1=0.8", "head.bias:eps=1e-3,weight_decay=0.2")
 ADAMW = {"weight_decay": 0.1, "no_decay": True, "group": PATTERNS}
@@ -51,48 +30,44 @@ EIGHT_BIT = {
         "*.bias:optimizer=momentum,momentum=0.7",
     ),
 }
-MIXED = {"group": ("norm:optimizer=sgd,lr=0.1", "*.bias:optimizer=momentum,momentum=0.7")}
+MIXED: dict[str, object] = {
+    "group": ("norm:optimizer=sgd,lr=0.1", "*.bias:optimizer=momentum,momentum=0.7")
+}
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    path = tmp_path / "net.py"
-    path.write_text(MODEL)
-    return str(path)
+GROUPS: dict[str, dict[str, object]] = {
+    "adamw": ADAMW,
+    "momentum": MOMENTUM,
+    "mixed": MIXED,
+    "8 bits": EIGHT_BIT,
+}
+OPTIONS: tuple[dict[str, object], ...] = (
+    {"stage": 0, "world_size": 1},
+    {"stage": 1, "world_size": 3},
+    {"stage": 2, "world_size": 4, "overlap_update": False},
+    {"stage": 3, "world_size": 3},
+    {"stage": 3, "mesh": "replicate=2,shard=2", "precision": "bf16"},
+    {"stage": 3, "world_size": 3, "precision": "fp16", "initial_loss_scale": 2.0**30},
+    {"stage": 2, "world_size": 3, "precision": "bf16", "micro_steps": 2},
+)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize(
-    "groups",
-    [ADAMW, MOMENTUM, MIXED, EIGHT_BIT],
-    ids=["adamw", "momentum", "mixed", "8 bits"],
+    "options", OPTIONS, ids=lambda options: "-".join(map(str, options.values()))
 )
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"stage": 0, "world_size": 1},
-        {"stage": 1, "world_size": 3},
-        {"stage": 2, "world_size": 4, "overlap_update": False},
-        {"stage": 3, "world_size": 3},
-        {"stage": 3, "mesh": "replicate=2,shard=2", "precision": "bf16"},
-        {"stage": 3, "world_size": 3, "precision": "fp16", "initial_loss_scale": 2.0**30},
-        {"stage": 2, "world_size": 3, "precision": "bf16", "micro_steps": 2},
-    ],
-    ids=lambda options: "-".join(map(str, options.values())),
-)
-def test_it_equals_torch_with_the_same_groups(
-    model: str, groups: dict[str, object], options: dict[str, object]
-) -> None:
-    comparison = check_model(model, make_options({**groups, **options}), steps=4, seed=1)
+def test_it_equals_torch_with_the_same_groups(groups: str, options: dict[str, object]) -> None:
+    comparison = check_model(MODEL, make_options({**GROUPS[groups], **options}), steps=4, seed=1)
     assert comparison.is_equal, str(comparison)
     assert comparison.tolerance == 0
 
 
 @pytest.mark.slow
-def test_each_setting_of_a_group_counts(model: str) -> None:
+def test_each_setting_of_a_group_counts() -> None:
     """Otherwise the comparison above would hold for groups that nobody applies."""
     losses = [
-        check_model(model, make_options({"world_size": 1, **changed}), steps=4, seed=1).losses[-1]
+        check_model(MODEL, make_options({"world_size": 1, **changed}), steps=4, seed=1).losses[-1]
         for changed in (
             {},
             ADAMW,
@@ -105,14 +80,14 @@ def test_each_setting_of_a_group_counts(model: str) -> None:
 
 
 @pytest.mark.slow
-def test_flats_are_split_by_algorithm_and_bits_alone(model: str) -> None:
-    whole = compile_with(model, make_options({"world_size": 2}))
-    grouped = compile_with(model, make_options({"world_size": 2, **ADAMW}))
+def test_flats_are_split_by_algorithm_and_bits_alone() -> None:
+    whole = compile_with(MODEL, make_options({"world_size": 2}))
+    grouped = compile_with(MODEL, make_options({"world_size": 2, **ADAMW}))
     assert [f.name for f in grouped.program.flats] == [f.name for f in whole.program.flats]
     assert [len(s.body) for s in grouped.program.sections] == [
         len(s.body) for s in whole.program.sections
     ]
-    mixed = compile_with(model, make_options({"world_size": 2, **MIXED}))
+    mixed = compile_with(MODEL, make_options({"world_size": 2, **MIXED}))
     assert {f.name for f in mixed.program.flats} == {
         "blocks.0",
         "blocks.0.momentum",
@@ -127,7 +102,7 @@ def test_flats_are_split_by_algorithm_and_bits_alone(model: str) -> None:
         "norm": Algorithm.SGD,
         "bias": Algorithm.MOMENTUM,
     }
-    coded = compile_with(model, make_options({"world_size": 2, **EIGHT_BIT}))
+    coded = compile_with(MODEL, make_options({"world_size": 2, **EIGHT_BIT}))
     assert {f.name for f in coded.program.flats} == {
         "blocks.0",
         "blocks.0.momentum",

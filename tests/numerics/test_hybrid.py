@@ -16,6 +16,7 @@ from tests.runtime.support import (
     require_success,
 )
 from tests.runtime.workers_cases import CASES, MODEL_STEPS
+from tests.support.captures import ROOT
 from tests.support.lockstep import run_lockstep
 from tests.support.programs import mlp
 from zeroir.api.check import check_model
@@ -24,33 +25,7 @@ from zeroir.api.run import load_model
 from zeroir.config import make_options
 from zeroir.runtime.lockstep import Lockstep
 
-MODEL = """
-import torch
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(2))
-        self.head = torch.nn.Linear(6, 3)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.head(x).square().mean()
-
-def model():
-    return Net()
-
-def batch():
-    return (torch.randn(4, 6, generator=torch.Generator().manual_seed(5)),)
-"""
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    path = tmp_path / "net.py"
-    path.write_text(MODEL)
-    return str(path)
+MODEL = str(ROOT / "tests" / "support" / "models" / "two_blocks.py")
 
 
 @pytest.mark.slow
@@ -72,9 +47,9 @@ def model(tmp_path: Path) -> str:
         ("replicate=2,shard=2", {"stage": 3, "clip": 0.1}),
     ],
 )
-def test_it_equals_eager_replicas(model: str, mesh: str, options: dict[str, object]) -> None:
+def test_it_equals_eager_replicas(mesh: str, options: dict[str, object]) -> None:
     """Bit for bit but for clipping, at every precision; the fp16 case overflows and skips steps."""
-    comparison = check_model(model, make_options({"mesh": mesh, **options}), steps=4, seed=1)
+    comparison = check_model(MODEL, make_options({"mesh": mesh, **options}), steps=4, seed=1)
     assert comparison.is_equal, str(comparison)
     assert (comparison.tolerance == 0) is ("clip" not in options)
     assert mesh in str(comparison)
@@ -82,10 +57,10 @@ def test_it_equals_eager_replicas(model: str, mesh: str, options: dict[str, obje
 
 
 @pytest.mark.slow
-def test_the_order_of_sums_is_that_of_the_mesh(model: str) -> None:
+def test_the_order_of_sums_is_that_of_the_mesh() -> None:
     """Six ranks in one group, in two or in three add up the same numbers in other orders."""
     found = [
-        check_model(model, make_options({**mesh, "lr": 0.1}), steps=6, seed=1).losses[-1]
+        check_model(MODEL, make_options({**mesh, "lr": 0.1}), steps=6, seed=1).losses[-1]
         for mesh in (
             {"world_size": 6},
             {"mesh": "replicate=2,shard=3"},
@@ -98,8 +73,8 @@ def test_the_order_of_sums_is_that_of_the_mesh(model: str) -> None:
 
 
 @pytest.mark.slow
-def test_replicas_begin_and_stay_alike_and_know_the_mean_loss(model: str) -> None:
-    compiled = compile_model(model, mesh="replicate=2,shard=2", precision="bf16")
+def test_replicas_begin_and_stay_alike_and_know_the_mean_loss() -> None:
+    compiled = compile_model(MODEL, mesh="replicate=2,shard=2", precision="bf16")
     program = compiled.program
     lockstep = Lockstep(program)
     lockstep.initialise(load_model(compiled).model, 3)

@@ -6,11 +6,10 @@ from the checkpoint of the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import combinations, product
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from itertools import product
 from pathlib import Path
-from random import Random
 from typing import Final
 
 import pytest
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.runtime.support import initial_flats, random_batches
+from tests.support.covering import covering
 from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.config import CompileOptions, make_options
@@ -48,10 +48,22 @@ ELSEWHERE: Final[Mapping[str, Mapping[str, object]]] = {
         "offload_to": "disk",
         "host_cache": "8KiB",
     },
-    "optimizer-on-disk": {"offload": "optimizer", "offload_to": "disk"},
+    "optimizer-on-disk-rest-on-host": {
+        "offload": "optimizer,gradients,parameters,activations",
+        "offload_to": "optimizer=disk,activations=host",
+    },
+    "parameters-on-disk-optimizer-on-host": {
+        "offload": "optimizer,parameters",
+        "offload_to": "parameters=disk",
+    },
     "pages": {"page_optimizer": "16KiB", "page_bytes": 8192},
     "pages-parameters": {"page_optimizer": "16KiB", "page_bytes": 8192, "offload": "parameters"},
     "eight-bit-optimizer": {"optimizer_bits": 8, "offload": "optimizer"},
+    "eight-bit-optimizer-on-disk": {
+        "optimizer_bits": 8,
+        "offload": "optimizer",
+        "offload_to": "disk",
+    },
     "eight-bit-pages": {"optimizer_bits": 8, "page_optimizer": "8KiB", "page_bytes": 4096},
     "pages-parameters-on-disk": {
         "page_optimizer": "16KiB",
@@ -136,21 +148,7 @@ def _possible(kept: Sequence[str]) -> list[Case]:
     return [case for case in cases if case.is_possible]
 
 
-def covering(kept: Sequence[str]) -> Iterator[Case]:
-    """Cases in which every two values of two factors meet, if they can."""
-    cases = _possible(kept)
-    pairs = {case: frozenset(combinations(asdict(case).items(), 2)) for case in cases}
-    missing = frozenset().union(*pairs.values())
-    random = Random(0)
-    while missing:
-        some = random.sample(cases, min(len(cases), 200))
-        case = max(some, key=lambda case: len(pairs[case] & missing))
-        if pairs[case] & missing:
-            missing -= pairs[case]
-            yield case
-
-
-CASES: Final = tuple(covering(tuple(ELSEWHERE)))
+CASES: Final = covering(_possible(tuple(ELSEWHERE)), astuple)
 _QUICK: Final = 2
 """The first cases meet the most values, so these few are in the fast suite."""
 

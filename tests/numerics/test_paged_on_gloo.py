@@ -8,48 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.numerics.paged_workers import (
-    LARGE,
-    SMALL,
-    STAGE,
-    STEPS,
-    free_logical,
-    logical,
-    scheduled,
-)
-from tests.runtime.support import (
-    Ranks,
-    initial_flats,
-    lowered,
-    random_batches,
-    require_success,
-)
-from tests.support.lockstep import run_lockstep
+from tests.numerics.paged_workers import LARGE, SMALL, STAGE, logical, scheduled
+from tests.numerics.trainings import RANKS, assert_ranks_compute_the_same
+from tests.runtime.support import Ranks, require_success
 from zeroir.ir.contents import FlatContent
 from zeroir.runtime.lockstep import Lockstep
-
-MODULE = "tests.numerics.paged_workers"
-RANKS = 3
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 def test_all_stages_equal_lockstep_bit_for_bit(tmp_path: Path) -> None:
-    require_success(Ranks(RANKS, tmp_path, "train", module=MODULE).wait())
-    program = free_logical()
-    expected = run_lockstep(
-        lowered(program, 0, RANKS),
-        initial=initial_flats(program),
-        inputs=random_batches(STEPS, RANKS),
-    )
-    for stage in range(4):
-        for is_overlapped in (False, True):
-            found = load_file(tmp_path / f"{stage}.{is_overlapped}.safetensors")
-            assert found.pop("losses").tolist() == [losses[0] for losses in expected.losses]
-            states = {f"{flat}/{quantity}": t for (flat, quantity), t in expected.state.items()}
-            assert found.keys() == states.keys()
-            for key, tensor in found.items():
-                assert torch.equal(tensor, states[key]), f"stage {stage}: {key}"
+    assert_ranks_compute_the_same(tmp_path, "gloo", "paged")
 
 
 @pytest.mark.slow
@@ -57,7 +26,7 @@ def test_all_stages_equal_lockstep_bit_for_bit(tmp_path: Path) -> None:
 def test_a_checkpoint_continues_in_other_pages_and_without(tmp_path: Path) -> None:
     program = scheduled(logical(), STAGE, RANKS, SMALL)
     assert any(isinstance(b.holds, FlatContent) and b.holds.stride for b in program.buffers)
-    require_success(Ranks(RANKS, tmp_path, "resume", module=MODULE).wait())
+    require_success(Ranks(RANKS, tmp_path, module="tests.numerics.paged_workers").wait())
     whole = load_file(tmp_path / "unpaged.whole.safetensors")
     for saver in ("paged", "unpaged"):
         for name in ("whole", "none", "small", "large"):

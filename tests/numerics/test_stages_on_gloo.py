@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 from tests.runtime.support import (
-    COMPILING_SOURCES,
     ROOT,
     Ranks,
     initial_flats,
@@ -31,6 +30,7 @@ from tests.support.lockstep import run_lockstep
 from tests.support.programs import mlp
 from zeroir.frontend import trace
 from zeroir.frontend.entry import load_model_file
+from zeroir.ir.text import print_program
 from zeroir.runtime.lockstep import Lockstep
 
 
@@ -90,10 +90,12 @@ def test_micro_steps_equal_lockstep_bit_for_bit(tmp_path: Path, precision: str) 
 def test_dropout_and_running_statistics_equal_lockstep(tmp_path: Path) -> None:
     """The model of traps: tied, frozen, unused and twice-called parts, batch norm and dropout."""
     path = str(ROOT / "tests" / "support" / "models" / "traps.py")
-    ranks = Ranks(3, tmp_path, "model-stages", path, sources=COMPILING_SOURCES)
-    require_success(ranks.wait())
     model_file = load_model_file(path)
-    lockstep = Lockstep(lowered(trace(model_file, model_options(3)), 0, 3), seed=3)
+    logical = trace(model_file, model_options(3))
+    program = tmp_path / "program.zir"
+    program.write_text(print_program(logical))
+    require_success(Ranks(3, tmp_path, "model-stages", path, str(program)).wait())
+    lockstep = Lockstep(lowered(logical, 0, 3), seed=3)
     lockstep.initialise(model_file.model, 3)
     losses = []
     for step in range(MODEL_STEPS):

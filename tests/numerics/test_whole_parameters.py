@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.memory.judge import judge
+from tests.support.captures import ROOT
+from tests.support.covering import covering
 from zeroir.api.check import check_model
 from zeroir.api.compiled import compile_with
 from zeroir.config import make_options
@@ -19,32 +22,7 @@ from zeroir.ir.program import Program
 from zeroir.runtime.lockstep import Lockstep
 from zeroir.verify import verify
 
-# Tall, wide and square matrices whose sides are no multiples of a vector, one larger than a rank's slice, a
-# convolution, which has matrices in its last two dimensions, vectors and a scalar.
-MODEL = """
-import torch
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = torch.nn.Conv1d(3, 5, 3, padding=1)
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(35, 35) for _ in range(2))
-        self.tall = torch.nn.Linear(35, 51, bias=False)
-        self.wide = torch.nn.Linear(51, 3)
-        self.scale = torch.nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        x = self.conv(x).flatten(1) * self.scale
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.wide(self.tall(x)).square().mean()
-
-def model():
-    return Net()
-
-def batch():
-    return (torch.randn(4, 3, 7, generator=torch.Generator().manual_seed(5)),)
-"""
+MODEL = str(ROOT / "tests" / "support" / "models" / "odd_shapes.py")
 
 CHOICES: dict[str, dict[str, object]] = {
     "lion": {"optimizer": "lion", "lr": 1e-3, "weight_decay": 0.1, "beta1": 0.95},
@@ -90,65 +68,67 @@ CHOICES: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    path = tmp_path / "net.py"
-    path.write_text(MODEL)
-    return str(path)
-
-
-QUICK: list[dict[str, object]] = [
+OPTIONS: tuple[dict[str, object], ...] = (
     {"stage": 0, "world_size": 1},
-    {"stage": 3, "world_size": 3},
-    {"stage": 1, "world_size": 3, "precision": "fp16", "initial_loss_scale": 2.0**30},
-]
-SLOW: list[dict[str, object]] = [
     {"stage": 0, "world_size": 3},
     {"stage": 1, "world_size": 3},
+    {"stage": 1, "world_size": 3, "precision": "fp16", "initial_loss_scale": 2.0**30},
     {"stage": 1, "world_size": 4, "precision": "bf16"},
+    {"stage": 1, "mesh": "replicate=2,shard=2"},
+    {"stage": 2, "world_size": 3, "precision": "bf16", "micro_steps": 2},
     {"stage": 2, "world_size": 4, "overlap_update": False, "ema": 0.9},
     {"stage": 3, "world_size": 1},
+    {"stage": 3, "world_size": 3},
     {"stage": 3, "world_size": 3, "overlap_update": False, "precision": "bf16"},
-    {"stage": 3, "mesh": "replicate=2,shard=2", "precision": "bf16"},
-    {"stage": 1, "mesh": "replicate=2,shard=2"},
     {"stage": 3, "world_size": 3, "precision": "fp16", "initial_loss_scale": 2.0**30},
-    {"stage": 2, "world_size": 3, "precision": "bf16", "micro_steps": 2},
+    {"stage": 3, "mesh": "replicate=2,shard=2", "precision": "bf16"},
     {"stage": 3, "world_size": 3, "bucket": 100_000},
-]
+)
+_FACTORS = sorted({key for options in OPTIONS for key in options})
+
+
+def _factors(case: tuple[str, int]) -> tuple[object, ...]:
+    """The optimizer, and each option by itself."""
+    choice, number = case
+    return choice, *(OPTIONS[number].get(key) for key in _FACTORS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [*QUICK, *(pytest.param(options, marks=pytest.mark.slow) for options in SLOW)],
-    ids=lambda options: "-".join(map(str, options.values())),
+    ("choice", "options"),
+    [
+        pytest.param(
+            choice, OPTIONS[number], id="-".join(map(str, (choice, *OPTIONS[number].values())))
+        )
+        for choice, number in covering(product(CHOICES, range(len(OPTIONS))), _factors)
+    ],
 )
-@pytest.mark.parametrize("choice", CHOICES)
-def test_it_equals_torch(model: str, choice: str, options: dict[str, object]) -> None:
-    comparison = check_model(model, make_options({**CHOICES[choice], **options}), steps=4, seed=1)
+def test_it_equals_torch(choice: str, options: dict[str, object]) -> None:
+    """Any optimizer with any value of any option."""
+    comparison = check_model(MODEL, make_options({**CHOICES[choice], **options}), steps=4, seed=1)
     assert comparison.is_equal, str(comparison)
     assert comparison.tolerance == 0
 
 
 @pytest.mark.slow
-def test_each_setting_counts(model: str) -> None:
+def test_each_setting_counts() -> None:
     """Otherwise the comparison above would hold for settings that nobody applies."""
     losses = {
         choice: check_model(
-            model, make_options({"world_size": 1, **values}), steps=4, seed=1
+            MODEL, make_options({"world_size": 1, **values}), steps=4, seed=1
         ).losses[-1]
         for choice, values in CHOICES.items()
     }
     assert len(set(losses.values())) == len(CHOICES)
 
 
-def compiled(model: str, optimizer: str, **options: object) -> Program:
-    return compile_with(model, make_options({"optimizer": optimizer, **options})).program
+def compiled(optimizer: str, **options: object) -> Program:
+    return compile_with(MODEL, make_options({"optimizer": optimizer, **options})).program
 
 
 @pytest.mark.slow
-def test_muon_leaves_what_is_no_matrix_to_adamw(model: str) -> None:
-    program = compiled(model, "muon", world_size=2, no_decay=True)
+def test_muon_leaves_what_is_no_matrix_to_adamw() -> None:
+    program = compiled("muon", world_size=2, no_decay=True)
     groups = {group.name: group.algorithm for group in program.groups}
     assert groups == {
         "default": Algorithm.MUON,
@@ -161,9 +141,9 @@ def test_muon_leaves_what_is_no_matrix_to_adamw(model: str) -> None:
 
 
 @pytest.mark.slow
-def test_directions_are_gathered_in_bf16_and_states_are_shards(model: str) -> None:
-    whole = compiled(model, "muon", stage=0, world_size=2)
-    program = compiled(model, "muon", stage=3, world_size=2)
+def test_directions_are_gathered_in_bf16_and_states_are_shards() -> None:
+    whole = compiled("muon", stage=0, world_size=2)
+    program = compiled("muon", stage=3, world_size=2)
     buffers = program.buffer_by_name
     steps = [op for op in program.ops() if isinstance(op, ops.Direction)]
     assert len(steps) == 3
@@ -181,8 +161,8 @@ def test_directions_are_gathered_in_bf16_and_states_are_shards(model: str) -> No
     assert not any(isinstance(op, ops.AllGather) for op in whole.ops())
 
 
-def test_each_gather_of_directions_overlaps_the_step_before(model: str) -> None:
-    program = compiled(model, "muon", stage=2, world_size=2, overlap_update=False)
+def test_each_gather_of_directions_overlaps_the_step_before() -> None:
+    program = compiled("muon", stage=2, world_size=2, overlap_update=False)
     order = [
         "gather" if isinstance(op, ops.AllGather) else "step"
         for op in program.section_by_name["update"].body
@@ -196,9 +176,9 @@ def test_each_gather_of_directions_overlaps_the_step_before(model: str) -> None:
 
 
 @pytest.mark.slow
-def test_muons_products_are_counted_on_the_rank_that_has_most(model: str) -> None:
+def test_muons_products_are_counted_on_the_rank_that_has_most() -> None:
     def flops(**options: object) -> dict[str, int]:
-        program = compiled(model, "muon", **options)
+        program = compiled("muon", **options)
         return {
             op.param.buffer: update_flops(program, op)
             for op in program.ops()
@@ -218,8 +198,8 @@ def test_muons_products_are_counted_on_the_rank_that_has_most(model: str) -> Non
 
 
 @pytest.mark.slow
-def test_adafactors_moments_are_few_and_alike_on_every_rank(model: str) -> None:
-    program = compiled(model, "adafactor", stage=3, world_size=3)
+def test_adafactors_moments_are_few_and_alike_on_every_rank() -> None:
+    program = compiled("adafactor", stage=3, world_size=3)
     factors = {b.name: b.numel for b in program.buffers if b.name.endswith(".factors")}
     assert factors["blocks.0.factors"] == 35 + 35 + 35
     assert sum(factors.values()) < program.parameters_numel / 4
@@ -240,10 +220,10 @@ def test_adafactors_moments_are_few_and_alike_on_every_rank(model: str) -> None:
     ids=str,
 )
 def test_a_step_takes_no_more_memory_than_is_declared(
-    model: str, optimizer: str, options: dict[str, object]
+    optimizer: str, options: dict[str, object]
 ) -> None:
-    program = compiled(model, optimizer, **options)
-    file = load_model_file(model)
+    program = compiled(optimizer, **options)
+    file = load_model_file(MODEL)
     judged = judge(program, [file.batch()], model=file.model())
     steps = [
         verdict
@@ -256,11 +236,11 @@ def test_a_step_takes_no_more_memory_than_is_declared(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["lion", "muon", "adafactor", "shampoo"])
-def test_states_are_the_same_bits_at_every_stage(model: str, optimizer: str) -> None:
-    file = load_model_file(model)
+def test_states_are_the_same_bits_at_every_stage(optimizer: str) -> None:
+    file = load_model_file(MODEL)
     states = []
     for stage in range(4):
-        lockstep = Lockstep(compiled(model, optimizer, stage=stage, world_size=3), seed=stage)
+        lockstep = Lockstep(compiled(optimizer, stage=stage, world_size=3), seed=stage)
         lockstep.initialise(file.model, 0)
         for _ in range(2):
             lockstep.step([[file.batch()] for _ in range(3)])
@@ -281,10 +261,10 @@ def test_states_are_the_same_bits_at_every_stage(model: str, optimizer: str) -> 
 
 
 @pytest.mark.slow
-def test_shampoos_sums_are_sharded_and_gathered(model: str) -> None:
+def test_shampoos_sums_are_sharded_and_gathered() -> None:
     """Of each matrix both sums, cut without regard to where they begin."""
-    alone = compiled(model, "shampoo", stage=0, world_size=1).buffer_by_name
-    program = compiled(model, "shampoo", stage=2, world_size=3)
+    alone = compiled("shampoo", stage=0, world_size=1).buffer_by_name
+    program = compiled("shampoo", stage=2, world_size=3)
     name = "blocks.0.preconditioners"
     assert alone[name].numel == 2 * 35 * 35
     assert program.buffer_by_name[name].numel == 1024  # a third, in multiples of 256

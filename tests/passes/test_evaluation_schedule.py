@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.captures import ROOT, captured
+from tests.support.lowering import applied
 from zeroir.config import CompileOptions, make_options
 from zeroir.frontend.entry import load_model_file
 from zeroir.frontend.tracing import program_of
@@ -19,7 +20,7 @@ from zeroir.ir.traffic import collective_bytes
 from zeroir.memory.curve import peak
 from zeroir.memory.footprint import footprint
 from zeroir.passes import manager
-from zeroir.passes.pipelines import for_options, lower
+from zeroir.passes.pipelines import for_options
 from zeroir.verify import verify
 
 GPT = ROOT / "examples" / "gpt.py"
@@ -32,7 +33,7 @@ def logical(options: CompileOptions, path: str = str(GPT)) -> Program:
 
 def scheduled(choices: Mapping[str, object], path: str = str(GPT)) -> Program:
     options = make_options({"stage": 3, "world_size": 4, **choices})
-    return lower(logical(options, path), options)
+    return applied(logical(options, path), for_options(options))
 
 
 def evaluation(program: Program) -> Section:

@@ -13,6 +13,7 @@ from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.strategies import Case, cases
 from tests.passes.test_offload_optimizer import POSSIBLE
 from tests.passes.variants import called_twice, frozen
+from tests.support.covering import covering
 from tests.support.examples import examples
 from tests.support.lowering import applied, proved
 from tests.support.programs import mlp
@@ -37,6 +38,7 @@ ALONE: tuple[Pass, ...] = (OffloadGradients(),)
 WITH_OPTIMIZER: tuple[Pass, ...] = (OffloadOptimizer(), OffloadGradients())
 WITH_HALF: tuple[Pass, ...] = (OffloadOptimizer(fraction=0.5), OffloadGradients())
 WAYS = {"alone": ALONE, "with-optimizer": WITH_OPTIMIZER, "with-half": WITH_HALF}
+CASES = covering([(*training, way) for training in POSSIBLE for way in WAYS], tuple, strength=3)
 
 
 DOWN = (COPY_OUT, UPDATE_OUT)
@@ -47,10 +49,9 @@ DOWN = (COPY_OUT, UPDATE_OUT)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "precision", "micro_steps", "clip", "overlap_update", "replicas"),
-    POSSIBLE,
+    ("stage", "precision", "micro_steps", "clip", "overlap_update", "replicas", "way"),
+    CASES,
 )
-@pytest.mark.parametrize("way", WAYS)
 def test_it_computes_the_same(
     stage: int,
     precision: str,

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from random import Random
 
 import pytest
 from hypothesis import given
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from tests.passes import happens
 from tests.passes.numbers import assert_equal, initial, inputs, run
 from tests.passes.strategies import Case, cases
+from tests.support.covering import covering
 from tests.support.examples import examples
 from tests.support.lowering import applied
 from tests.support.programs import mlp
@@ -49,8 +49,6 @@ CASES = [
     )
     if not (overlap_update and (clip is not None or precision == "fp16"))
 ]
-CHOSEN = Random(7).sample(CASES, 40)
-SAMPLED = CHOSEN[:2]
 
 
 def offloaded(
@@ -69,7 +67,10 @@ def offloaded(
 
 @pytest.mark.parametrize(
     ("stage", "precision", "micro_steps", "clip", "overlap_update", "has_parameters"),
-    [pytest.param(*case, marks=() if case in SAMPLED else pytest.mark.slow) for case in CHOSEN],
+    [
+        pytest.param(*case, marks=() if number < 2 else pytest.mark.slow)
+        for number, case in enumerate(covering(CASES, tuple))
+    ],
 )
 def test_no_bit_changes(
     stage: int,

@@ -13,9 +13,13 @@ from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
 from tests.support.lowering import applied, proved
 from tests.support.offloads import OFFLOADS
+from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.memory.footprint import footprint
+from zeroir.passes.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.overlap_update import OverlapUpdate
+from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
 
@@ -72,3 +76,14 @@ def test_all_together_leave_less_on_the_device_than_each_alone(stage: int) -> No
         assert device_bytes[offload] < least or (
             "disk" in offload and device_bytes[offload] == least
         ), offload
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_one_gather_brings_parameters_that_host_and_device_have_updated(stage: int) -> None:
+    """The device's changes are in their staging long before the host's are at home."""
+    logical = mlp(blocks=2, precision="bf16", micro_steps=2)
+    base = for_stage(stage, 3, bucket=100_000, overlap_update=True)
+    passes = (*base, OffloadOptimizer(fraction=0.5), OffloadParameters())
+    batches = inputs(logical, 3, 2)
+    result = run(proved(logical, passes), batches)
+    assert_equal(result, run(applied(logical, base), batches), range(3), "in buckets")

@@ -31,14 +31,14 @@ from zeroir.passes import manager
 from zeroir.passes.common.order import derive_waits, without_waits
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.pipelines import for_options, for_stage, lower
-from zeroir.passes.save_state import SaveState
+from zeroir.passes.save_state import SAVE_OUT, SaveState
 from zeroir.runtime.checkpoint.parts import saved_parts, saved_quantities
 from zeroir.runtime.lockstep import Lockstep
 from zeroir.runtime.saved_state import SavedState
 from zeroir.verify import verify
 
 STAGES = range(4)
-LATE = (COPY_OUT, "optimizer", "io")
+LATE = (COPY_OUT, SAVE_OUT, "optimizer", "io")
 
 
 def saving(

@@ -27,7 +27,7 @@ from zeroir.ir.buffers import Role
 from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.ir.text import parse, print_program
 from zeroir.passes import manager
-from zeroir.passes.pipelines import for_stage, lower
+from zeroir.passes.pipelines import for_options, for_stage
 from zeroir.passes.select_saved import SelectSaved
 from zeroir.runtime.lockstep import Lockstep
 from zeroir.verify import verify
@@ -154,7 +154,7 @@ def test_bits_do_not_change(name: str, precision: str, micro_steps: int) -> None
     for stage in (0, 2, 3):
         for select in (False, True):
             made = make_options({**choices, "stage": stage, "select_saved": select})
-            found = _trained(model_file, lower(logical, made), micro_steps)
+            found = _trained(model_file, applied(logical, for_options(made)), micro_steps)
             # With several micro-steps stages 0 and 1 add in another order than 2 and 3.
             if not expected or (stage == 2 and not select):
                 expected = found

@@ -13,7 +13,8 @@ from tests.passes.test_gates import gate, gate_logical
 from tests.support.lowering import applied
 from tests.support.programs import mlp
 from tests.support.schedules import Case
-from zeroir.cost.estimate import EstimateOptions, estimate
+from zeroir.cost.estimate import estimate
+from zeroir.cost.estimate_options import EstimateOptions
 from zeroir.errors import UserError
 from zeroir.passes.manager import run
 from zeroir.passes.pipelines import for_stage
@@ -103,10 +104,13 @@ def test_what_is_outside_the_device_is_shown_with_its_traffic() -> None:
     assert outside["disk"] == {"resting": {}, "block": 0}
     lines = printed(render_summary(summary), is_coloured=False).splitlines()
     shown = {line.split("  ")[0] for line in lines}
-    assert {"on the host", "transfers"} <= shown
+    assert {"on the host", "staging", "transfers"} <= shown
+    assert summary["staging_bytes_per_rank"] == {"host": outside["host"]["block"]}
     assert "on the disk" not in shown
     plain = summarise(logical, verify(logical), stage=0, precision="bf16")
-    assert "on the host" not in printed(render_summary(plain), is_coloured=False)
+    printed_plain = printed(render_summary(plain), is_coloured=False)
+    assert "on the host" not in printed_plain
+    assert "staging" not in printed_plain
 
 
 def test_an_estimate_fits_a_terminal() -> None:

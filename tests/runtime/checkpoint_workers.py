@@ -110,7 +110,13 @@ def resumes(folder: str, cases: str) -> None:
             engine.close()
 
 
-def within(case: str) -> None:
+def within(*cases: str) -> None:
+    """Each case is left within a step and continued."""
+    for case in cases:
+        _within(case)
+
+
+def _within(case: str) -> None:
     """Save after a micro-step; new engines finish the step with the same program, and begin it anew with another."""
     engine = Engine(program_of(case))
     engine.initialise_flats(initial_flats(engine.program))
@@ -123,7 +129,7 @@ def within(case: str) -> None:
         engine.save(FOLDER / "unknown")
     engine.micro_step(third)
     losses = [engine.update().loss, engine.step(steps[2][RANK]).loss]
-    write_state(engine, "whole", losses)
+    write_state(engine, f"{case}.whole", losses)
     engine.close()
 
     engine = Engine(program_of(case))
@@ -131,15 +137,15 @@ def within(case: str) -> None:
     engine.step(steps[0][RANK])
     engine.micro_step(first, is_last=False)
     engine.micro_step(second, is_last=False)
-    engine.save(FOLDER / "within", wait=False)
+    engine.save(FOLDER / f"{case}.within", wait=False)
     engine.close()
 
     engine = Engine(program_of(case))
-    loaded = engine.load(FOLDER / "within")
+    loaded = engine.load(FOLDER / f"{case}.within")
     assert (loaded.micro_steps, loaded.step, loaded.notes) == (2, 1, ())
     engine.micro_step(third)
     losses = [engine.update().loss, engine.step(steps[2][RANK]).loss]
-    write_state(engine, "continued", losses)
+    write_state(engine, f"{case}.continued", losses)
     engine.close()
 
 

@@ -20,11 +20,10 @@ from tests.runtime.support import lowered, random_batches, require_parameters
 from tests.runtime.workers_cases import varied
 from tests.support.programs import mlp
 from tests.support.resident import peak_resident_bytes
-from zeroir.config import CompileOptions
 from zeroir.errors import UserError
-from zeroir.frontend import trace
 from zeroir.frontend.entry import load_model_file
 from zeroir.frontend.precision import Precision, compute_dtype
+from zeroir.ir.text import parse
 from zeroir.memory.placement import places_to_run
 from zeroir.runtime import initial
 from zeroir.runtime.comm.job import Backend, PeerError
@@ -135,10 +134,12 @@ def gathered(backend: str) -> None:
 
 
 def generate(name: str, precision: Precision) -> None:
-    """A model of Hugging Face generates in the block what an eager one with the same parameters does."""
+    """A model of Hugging Face generates in the block what an eager one with the same parameters does.
+
+    Its program of one device is in the folder.
+    """
     source = load_model_file(f"tests/support/models/{name}.py")
-    options = CompileOptions(world_size=WORLD_SIZE, precision=precision, lr=0.05)
-    logical = trace(source, options)
+    logical = parse((FOLDER / "program.zir").read_text())
     for stage in (1, 3):
         engine = Engine(lowered(logical, stage, WORLD_SIZE))
         is_in_hand = stage == 3

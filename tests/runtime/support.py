@@ -19,6 +19,7 @@ from zeroir.ir.ops import Mode
 from zeroir.ir.program import Flat, Program
 from zeroir.ir.segment import Node, Ref, Segment, TensorType
 from zeroir.passes.pipelines import for_stage
+from zeroir.runtime.engine import Engine
 from zeroir.torch_ops.batches import Batch
 
 ROOT = Path(__file__).parents[2]
@@ -108,6 +109,25 @@ def random_batches(
         ]
         for _ in range(steps)
     ]
+
+
+def trained_engine(program: Program) -> Engine:
+    """An engine of one rank after one step."""
+    engine = Engine(program)
+    engine.initialise_flats(initial_flats(program))
+    engine.step(random_batches(1, 1)[0][0])
+    return engine
+
+
+Values = Mapping[tuple[str, str], Tensor]
+"""Tensors by flat and quantity."""
+
+
+def require_same(state: Values, expected: Values) -> None:
+    """Fail unless both have the same tensors, bit for bit."""
+    assert state.keys() == expected.keys()
+    for key, values in state.items():
+        assert torch.equal(values, expected[key]), key
 
 
 class Ranks:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,41 +35,61 @@ def require_same(expected: dict[str, Tensor], state: dict[str, Tensor]) -> None:
             assert torch.equal(values, expected[source].to(values.dtype)), name
 
 
+SAVED: Mapping[int, str] = {
+    1: "bf16.3,fp32.0",
+    2: "fp16.3,bf16.1",
+    3: "fp32.0,fp16.1,bf16.2,fp16.3",
+    4: "fp16.3.2,fp32.1.2",
+}
+"""The cases that so many ranks train, save and train on."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The folder where so many ranks have saved their cases, which all tests of the module load."""
+
+    @cache
+    def saved_by(world_size: int) -> Path:
+        folder = tmp_path_factory.mktemp("ranks") / str(world_size)
+        require_success(run(world_size, folder, "save", SAVED[world_size]))
+        return folder
+
+    return saved_by
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("savers", "saved", "loaders", "loaded"),
+    ("savers", "loaders", "loaded"),
     [
-        (2, "fp16.3,bf16.1", 3, "fp16.2,bf16.3"),
-        pytest.param(3, "fp32.2,fp16.0", 2, "bf16.3,fp16.3", marks=pytest.mark.slow),
-        pytest.param(4, "fp16.3.2,fp32.1.2", 1, "fp16.0,fp32.3", marks=pytest.mark.slow),
-        pytest.param(1, "bf16.3,fp32.0", 4, "bf16.0.2,fp16.3.2", marks=pytest.mark.slow),
-        pytest.param(3, "bf16.0,fp16.1", 4, "fp32.3,fp16.2.2", marks=pytest.mark.slow),
+        (2, 3, "fp16.2,bf16.3"),
+        (3, 2, "bf16.3,fp16.3,fp32.1,fp16.0"),
+        (4, 1, "fp16.0,fp32.3"),
+        (1, 4, "bf16.0.2,fp16.3.2"),
+        (3, 4, "fp32.3,fp16.2.2,bf16.1,fp32.0.2"),
     ],
 )
 def test_other_ranks_have_every_value(
-    tmp_path: Path, savers: int, saved: str, loaders: int, loaded: str
+    tmp_path: Path, saved: Callable[[int], Path], savers: int, loaders: int, loaded: str
 ) -> None:
-    require_success(run(savers, tmp_path / "saved", "save", saved))
-    require_success(
-        run(loaders, tmp_path / "loaded", "load", str(tmp_path / "saved"), saved, loaded)
-    )
-    for source, case in zip(saved.split(","), loaded.split(","), strict=True):
-        expected = load_file(tmp_path / "saved" / f"{source}.saved.safetensors")
+    folder, sources = saved(savers), SAVED[savers]
+    require_success(run(loaders, tmp_path / "loaded", "load", str(folder), sources, loaded))
+    for source, case in zip(sources.split(","), loaded.split(","), strict=True):
+        expected = load_file(folder / f"{source}.saved.safetensors")
         state = load_file(tmp_path / "loaded" / f"{source}.to.{case}.safetensors")
         if source[:4] != case[:4]:
             del expected["scale"]  # Only FP16 has one.
         require_same(expected, state)
-        require_next_steps(tmp_path, source, case, loaders)
+        require_next_steps(folder / source, tmp_path / "loaded", case, loaders)
 
 
-def require_next_steps(folder: Path, source: str, case: str, world_size: int) -> None:
+def require_next_steps(checkpoint: Path, folder: Path, case: str, world_size: int) -> None:
     """The next steps of the processes are those of the reference semantics with the same checkpoint."""
     precision, stage, *replicas = case.split(".")
     logical = mlp(dim=40, precision=precision, clip=0.5, ema=0.9, micro_steps=2)
     lockstep = Lockstep(lowered(logical, int(stage), world_size, *map(int, replicas)))
-    lockstep.load(str(folder / "saved" / source))
-    after = load_file(folder / "loaded" / f"{source}.to.{case}.after.safetensors")
+    lockstep.load(str(checkpoint))
+    after = load_file(folder / f"{checkpoint.name}.to.{case}.after.safetensors")
     steps = random_batches(2, world_size, micro_steps=2, seed=5)
     losses = [float(lockstep.step(ranks)[0].loss) for ranks in steps]
     assert after["losses"].tolist() == losses
@@ -80,38 +102,35 @@ def require_next_steps(folder: Path, source: str, case: str, world_size: int) ->
     ("world_size", "cases"),
     [
         (2, "fp16.3"),
-        pytest.param(3, "fp32.0,fp16.1,bf16.2,fp16.3", marks=pytest.mark.slow),
-        pytest.param(4, "fp32.3.2,fp16.2.2", marks=pytest.mark.slow),
+        pytest.param(3, SAVED[3], marks=pytest.mark.slow),
+        pytest.param(4, SAVED[4], marks=pytest.mark.slow),
     ],
 )
 def test_three_resumes_are_the_uninterrupted_run(
-    tmp_path: Path, world_size: int, cases: str
+    tmp_path: Path, saved: Callable[[int], Path], world_size: int, cases: str
 ) -> None:
-    require_success(run(world_size, tmp_path / "saved", "save", cases))
-    require_success(
-        run(world_size, tmp_path / "resumed", "resumes", str(tmp_path / "saved"), cases)
-    )
+    folder = saved(world_size)
+    require_success(run(world_size, tmp_path / "resumed", "resumes", str(folder), cases))
     for case in cases.split(","):
-        whole = load_file(tmp_path / "saved" / f"{case}.after.safetensors")
+        whole = load_file(folder / f"{case}.after.safetensors")
         resumed = load_file(tmp_path / "resumed" / f"{case}.resumed.safetensors")
         assert whole.pop("losses").tolist()[3:] == resumed.pop("losses").tolist()
         assert whole.keys() == resumed.keys()
         for name, values in whole.items():
-            assert torch.equal(values, resumed[name]), name
+            assert torch.equal(values, resumed[name]), (case, name)
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "case", ["fp16.3", *(pytest.param(f"fp32.{s}", marks=pytest.mark.slow) for s in range(3))]
-)
-def test_a_step_goes_on_where_it_was_saved(tmp_path: Path, case: str) -> None:
-    require_success(run(2, tmp_path / "job", "within", case))
-    whole = load_file(tmp_path / "job" / "whole.safetensors")
-    continued = load_file(tmp_path / "job" / "continued.safetensors")
-    assert whole.keys() == continued.keys()
-    for name, values in whole.items():
-        assert torch.equal(values, continued[name]), name
+def test_a_step_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+    cases = ("fp16.3", "fp32.0", "fp32.1", "fp32.2")
+    require_success(run(2, tmp_path / "job", "within", *cases))
+    for case in cases:
+        whole = load_file(tmp_path / "job" / f"{case}.whole.safetensors")
+        continued = load_file(tmp_path / "job" / f"{case}.continued.safetensors")
+        assert whole.keys() == continued.keys()
+        for name, values in whole.items():
+            assert torch.equal(values, continued[name]), (case, name)
 
 
 @pytest.mark.slow

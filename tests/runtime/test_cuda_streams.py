@@ -19,8 +19,9 @@ from zeroir.ir.buffers import Region
 from zeroir.ir.mesh import COMPUTE, COPY_OUT, GATHER, HOST, REDUCE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Pending, Program, Section, State
+from zeroir.passes.offload_activations import OffloadActivations
 from zeroir.passes.pipelines import for_stage
-from zeroir.passes.save_state import SaveState
+from zeroir.passes.save_state import SAVE_OUT, SaveState
 from zeroir.runtime.cuda import CudaGraph, CudaStreams
 from zeroir.runtime.trace import HostClock, Mark, SpanRecorder
 
@@ -147,6 +148,19 @@ def test_copies_run_beside_the_steps_and_hold_up_only_what_overwrites(
     assert COPY_OUT not in computed[0]
     updated = [clock for op, clock in found if isinstance(op, ops.OptimizerStep)]
     assert all(clock[COPY_OUT] for clock in updated)
+
+
+def test_the_forward_after_a_save_waits_for_copies_of_activations_alone() -> None:
+    passes = (*for_stage(3, 2), OffloadActivations(smallest=0), SaveState())
+    program = applied(mlp(blocks=4), passes)
+    by_name = program.section_by_name
+    step = (by_name["last_micro_step"], by_name["update"])
+    found, _ = run(replace(program, sections=(by_name["save"], *step)))
+    copied = [clock for op, clock in found if isinstance(op, ops.ToHost)]
+    assert any(SAVE_OUT in clock for clock in copied)
+    computed = [clock for op, clock in found if isinstance(op, ops.Compute)]
+    assert any(COPY_OUT in clock for clock in computed)
+    assert not any(SAVE_OUT in clock for clock in computed)
 
 
 def fill(stream: str, event: str | None = None, value: float = 0.0) -> ops.Fill:

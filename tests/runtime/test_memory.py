@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.support.lowering import applied
+from tests.support.offloads import OFFLOADS
 from tests.support.programs import mlp
 from zeroir.ir.buffers import Role, Space
 from zeroir.memory.footprint import footprint
@@ -118,3 +119,15 @@ def test_paged_states_take_the_device_memory_that_was_asked_for(stage: int) -> N
     slot_bytes = sum(buffer.size_bytes for buffer in after.buffers if buffer.role is Role.PAGE)
     taken = found[1] + slot_bytes - (found[0] - 2 * device_bytes)
     assert device_bytes - 2048 < taken <= device_bytes
+
+
+def test_a_part_of_a_buffer_on_disk_is_cleared_also_where_it_is_one_element() -> None:
+    program = applied(mlp(), (*for_stage(3, 2), *OFFLOADS["everything to disk"]))
+    memory = RankMemory(program, 0, torch.device("cpu"))
+    name = next(buffer.name for buffer in program.buffers if memory.is_on_disk(buffer.name))
+    values = torch.arange(1.0, 9.0)
+    for stop in (4, 6):
+        memory.write(name, 0, values)
+        memory.clear_elements(name, 3, stop)
+        expected = values.index_fill(0, torch.arange(3, stop), 0)
+        assert memory.read(name, 0, 8).tolist() == expected.tolist()

@@ -7,7 +7,6 @@ import math
 import os
 import sys
 import time
-import warnings
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,17 +26,17 @@ from tests.runtime.workers_cases import (
     MODEL_STEPS,
     STEPS,
     micro_batches,
-    model_options,
     one_cycle,
     varied,
     weight_of_values,
 )
+from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.config import make_options
-from zeroir.errors import ModelWarning, ZeroirError
-from zeroir.frontend import trace
+from zeroir.errors import ZeroirError
 from zeroir.frontend.entry import load_model_file
-from zeroir.passes.pipelines import lower
+from zeroir.ir.text import parse
+from zeroir.passes.pipelines import for_options
 from zeroir.runtime import initial, rendezvous, train
 from zeroir.runtime.comm.handout import Handout
 from zeroir.runtime.comm.job import Backend
@@ -62,7 +61,7 @@ def save_run(engine: Engine, losses: list[float], name: str) -> None:
 
 
 def stages(precisions: str, backend: str) -> None:
-    """Twenty AdamW steps at every stage; rank 0 writes losses and states."""
+    """Ten AdamW steps at every stage; rank 0 writes losses and states."""
     for name in precisions.split(","):
         precision, clip = CASES[name]
         logical = mlp(precision=precision, clip=clip, has_codes=name in CODED)
@@ -122,13 +121,9 @@ def micro_steps(precision: str) -> None:
         save_run(engine, losses, f"{stage}")
 
 
-def model_stages(path: str) -> None:
-    """A few steps of a model file at every stage; rank 0 writes losses and states."""
-    model_file = load_model_file(path)
-    with warnings.catch_warnings():
-        # The model of traps has a checkpoint that changes nothing, among all the rest.
-        warnings.simplefilter("ignore", ModelWarning)
-        logical = trace(model_file, model_options(WORLD_SIZE))
+def model_stages(path: str, program: str) -> None:
+    """A few steps of a model file, whose program is in a file, at every stage; rank 0 writes losses and states."""
+    model_file, logical = load_model_file(path), parse(Path(program).read_text())
     for stage in range(4):
         engine = Engine(lowered(logical, stage, WORLD_SIZE), seed=3)
         engine.initialise(model_file.model, 3)
@@ -138,12 +133,15 @@ def model_stages(path: str) -> None:
         save_run(engine, losses, f"{stage}")
 
 
-def evaluations(path: str) -> None:
-    """Evaluations before each of three steps of a model file, at every stage; rank 0 writes losses and outputs."""
-    source = load_model_file(path)
+def evaluations(path: str, program: str) -> None:
+    """Evaluations before each of three steps of a model file, at every stage; rank 0 writes losses and outputs.
+
+    The program of one device is in a file.
+    """
+    source, logical = load_model_file(path), parse(Path(program).read_text())
     for stage in range(4):
         options = make_options({"stage": stage, "world_size": WORLD_SIZE})
-        engine = Engine(lower(trace(source, options), options), seed=5)
+        engine = Engine(applied(logical, for_options(options)), seed=5)
         engine.initialise(source.model, 5)
         assert source.batches is not None
         batches = iter(source.batches(RANK, WORLD_SIZE, 5))

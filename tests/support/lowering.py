@@ -1,15 +1,14 @@
 """Programs after passes, without the proof after each of them, which costs three times what the passes do.
 
 Whoever asks what a schedule looks like, or what it computes, takes it from here. That each pass leaves a proved program
-is what ``tests/passes/test_equivalence.py`` and ``test_replicate_shards.py`` say of pipelines, and in a whole run
-whoever asks for a ``proved`` one.
+is what ``tests/passes/test_equivalence.py`` and ``test_replicate_shards.py`` say of pipelines, and whatever compiles a
+model, since compiling has no other way.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 
-from tests.support.examples import IS_THOROUGH
 from zeroir.ir.program import Program
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
@@ -26,9 +25,8 @@ def applied(logical: Program, passes: tuple[Pass, ...]) -> Program:
 
 
 def proved(logical: Program, passes: tuple[Pass, ...]) -> Program:
-    """The same, verified: once all passes have run, and in a whole run of the suite after each of them."""
-    if IS_THOROUGH:
-        return manager.run(logical, passes)
+    """The same, verified once all passes have run."""
+    manager.check_contracts(logical, passes)
     program = applied(logical, passes)
     check(program, reference=logical)
     return program

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -93,7 +94,7 @@ def run_forked(
     out: Path | None = None,
     is_merged: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """What comes of ``python -m`` with these arguments in a folder.
+    """What comes of ``python -m`` with these arguments in a folder; of ``python``, if the module is a script.
 
     It prints to ``out``, if that is given. Where ``is_merged``, what it prints to stderr stands in its place in stdout.
     """
@@ -247,14 +248,19 @@ def _become(request: dict[str, object]) -> None:
 
 
 def _run(request: dict[str, object]) -> None:
-    """The module, in the environment that it is to have."""
+    """The module or script, in the environment that it is to have."""
     environment, argv = request["environment"], request["argv"]
     assert isinstance(environment, dict)
     assert isinstance(argv, list)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = argv
-    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+    if argv[0].endswith(".py"):
+        sys.path[0] = str(Path(argv[0]).parent.resolve())
+        warnings.simplefilter("default")  # A script of a user may warn.
+        runpy.run_path(argv[0], run_name="__main__")
+    else:
+        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
 
 
 # ------------------------------------------------------------------------------------------ in an agent of torchrun

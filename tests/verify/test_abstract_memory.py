@@ -194,7 +194,7 @@ def test_what_the_abstract_memory_claims_every_rank_holds(case: tuple[Mesh, list
 
 
 @pytest.mark.slow
-@examples(2000)
+@examples(1000)
 @given(programs())
 def test_what_the_abstract_memory_claims_holds_for_many(case: tuple[Mesh, list[Step]]) -> None:
     check_claims(*case)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from zeroir import artifact as artifacts
 from zeroir.api.config_file import Config, resolve_options
+from zeroir.api.idle_offload import warn_of_idle_offload
 from zeroir.api.keywords import CompileKeywords, OffloadKeywords, is_torchs
 from zeroir.artifact import Artifact, ConfigRecord
 from zeroir.config import CompileOptions, make_options, options_from_pairs
@@ -123,6 +124,7 @@ class CompiledProgram:
         """
         options = self.as_requested.for_world_size(world_size)
         compiled = _with_proof(self.artifact, _lower(self.logical, options), self.path)
+        warn_of_idle_offload(compiled.program)
         return replace(compiled, source=self.source)
 
     def with_offload(self, **given: Unpack[OffloadKeywords]) -> CompiledProgram:
@@ -140,6 +142,7 @@ class CompiledProgram:
         if options.to_pairs() == requested.to_pairs():
             return replace(self, artifact=artifact)
         compiled = _with_proof(artifact, _lower(self.logical, options), self.path)
+        warn_of_idle_offload(compiled.program)
         return replace(compiled, source=self.source)
 
     @property
@@ -309,6 +312,7 @@ def compile_source(
     if problem is not None:
         raise InternalError(f"The program declares results that torch does not compute: {problem}.")
     compiled = _with_proof(artifact, proof, None)
+    warn_of_idle_offload(compiled.program)
     return compiled if source.file is not None else replace(compiled, source=source)
 
 
@@ -394,7 +398,9 @@ def lowered(artifact: Artifact, options: CompileOptions, machine: Machine) -> Co
     logical = replace(artifact.logical, options=options.to_pairs())
     proof = _lower(logical, options, machine)
     artifact = replace(artifact, logical=logical, scheduled=proof.program)
-    return _require_valid(_verified(artifact, None, machine=machine))
+    compiled = _require_valid(_verified(artifact, None, machine=machine))
+    warn_of_idle_offload(compiled.program)
+    return compiled
 
 
 def load_program(path: str | Path) -> CompiledProgram:

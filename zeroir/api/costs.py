@@ -11,8 +11,9 @@ from pydantic import ValidationError
 from zeroir.api.compiled import CompiledProgram, load_program
 from zeroir.api.keywords import EstimateKeywords
 from zeroir.config import explain_validation
-from zeroir.cost.estimate import Estimate, EstimateOptions
+from zeroir.cost.estimate import Estimate
 from zeroir.cost.estimate import estimate as estimate_with
+from zeroir.cost.estimate_options import EstimateOptions
 from zeroir.cost.machine import Machine, load_machine
 from zeroir.cost.simulate import Simulation, simulate_evaluation
 from zeroir.cost.simulate import simulate as simulate_program

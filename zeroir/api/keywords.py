@@ -11,7 +11,7 @@ from typing import Literal, Protocol, TypedDict
 
 from zeroir.config import Precision
 from zeroir.config.hyper_parameters import AdjustLr
-from zeroir.cost.estimate import Optimizer
+from zeroir.cost.estimate_options import Optimizer
 from zeroir.ir.ops import Algorithm
 
 OptimizerName = Literal["sgd", "momentum", "adam", "adamw", "lion", "muon", "adafactor", "shampoo"]
@@ -76,12 +76,12 @@ class CompileKeywords(TypedDict, total=False):
     bucket_gathers: int | None
     overlap_update: bool
     offload: str | Sequence[str]
-    offload_to: str
+    offload_to: str | Mapping[str, str]
     host_cache: str | None
     offload_units: str | Sequence[str]
     offload_fraction: float | None
     page_optimizer: str | None
-    page_bytes: int
+    page_bytes: str | int
     optimizer_bits: Literal[32, 8]
     memory_budget: str | None
     elide: bool
@@ -98,12 +98,12 @@ class OffloadKeywords(TypedDict, total=False):
     """The fields of ``CompileOptions`` by which a compiled program is lowered again."""
 
     offload: str | Sequence[str]
-    offload_to: str
+    offload_to: str | Mapping[str, str]
     host_cache: str | None
     offload_units: str | Sequence[str]
     offload_fraction: float | None
     page_optimizer: str | None
-    page_bytes: int
+    page_bytes: str | int
 
 
 def is_torchs(optimizer: object) -> bool:
@@ -128,6 +128,8 @@ class EstimateKeywords(TypedDict, total=False):
     recompute: bool
     flash: bool
     offload: str | tuple[str, ...]
-    offload_to: Literal["host", "disk"]
+    offload_to: str | Mapping[str, str]
     offload_fraction: float | None
+    page_optimizer: str | None
+    page_bytes: str | int
     optimizer_bits: Literal[32, 8]

@@ -6,7 +6,7 @@ and simulates the step; the chosen program alone is verified, and the budget is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,13 +17,23 @@ from zeroir.api.candidates import Candidate, CandidateMeasurer
 from zeroir.api.compiled import CompiledProgram, capture_source, given_source, lowered
 from zeroir.api.config_file import Config, ResolvedOptions, resolve_options
 from zeroir.api.keywords import CompileKeywords, is_torchs
-from zeroir.api.search_space import Value, regions, with_disk, with_offload, words
+from zeroir.api.search_space import (
+    SearchRegion,
+    Value,
+    page_amount,
+    regions,
+    with_disk,
+    with_offload,
+    with_pages,
+    words,
+)
 from zeroir.config import CompileOptions, make_options
-from zeroir.config.offload_fields import ADAPTIVE, HOST, OFFLOADED
+from zeroir.config.offload_fields import ADAPTIVE, HOST, OFFLOADED, PAGE_BYTES
 from zeroir.cost.machine import Machine, load_machine
 from zeroir.cost.search import Found, Point, SearchOutcome, search
 from zeroir.errors import UserError
 from zeroir.ir.amounts import parse_bytes
+from zeroir.ir.buffers import Role
 from zeroir.ir.program import Program
 from zeroir.report.costs import format_seconds
 from zeroir.report.names import format_bytes
@@ -169,6 +179,8 @@ class Planner:
         self._measured: dict[Identity, tuple[Candidate, SearchOutcome]] = {}
         self._is_offload_free = not (options.model_fields_set & _OFFLOAD_OPTIONS)
         self._movable = movable_units(logical)
+        self._world_size = options.world_size
+        self._state_bytes = sum(b.size_bytes for b in logical.buffers if b.role is Role.STATE)
         self.regions = regions(options, logical)
 
     def search(self, most_tried: int = MOST_TRIED) -> SearchResult:
@@ -184,12 +196,17 @@ class Planner:
                 # What was tried already is tried again at no cost: as a choice that offloads nothing.
                 self.regions = with_offload(self.regions, kinds)
                 searched = self._searched(most_tried)
+            paged = with_pages(self.regions, self._world_size, self._state_bytes)
+            if paged != self.regions and self._can_page(paged):
+                self.regions = paged
+                searched = self._searched(most_tried)
             if self._is_limited_by_host:
                 self.regions = with_disk(self.regions)
                 searched = self._searched(most_tried)
         families = [region.family for region in self.regions]
         at = searched.winner, searched.best[searched.winner]
         chosen = self._with_less_offload(self._candidates[at])
+        chosen = self._with_more_resident(chosen, self.regions[at[0]])
         if chosen.step_ns is None:
             raise UserError(
                 f"Nothing fits {format_bytes(self._budget_bytes)}: {self._closest(chosen)}"
@@ -233,7 +250,11 @@ class Planner:
 
     def _measure(self, settings: Mapping[str, Value]) -> tuple[Candidate, SearchOutcome]:
         """A choice; one that offloads nothing is the same as one that does not mention it."""
-        has_effect = {name: value for name, value in settings.items() if value not in ((), HOST)}
+        has_effect = {
+            name: value
+            for name, value in settings.items()
+            if value not in ((), HOST) and (name, value) != ("page_optimizer", None)
+        }
         if "offload" not in has_effect:
             has_effect.pop("offload_to", None)
         identity = _identity(has_effect)
@@ -256,13 +277,44 @@ class Planner:
         is_faster = candidate.step_ns is not None and candidate.step_ns <= chosen.step_ns
         return candidate if is_faster else chosen
 
+    def _can_page(self, regions: Sequence[SearchRegion]) -> bool:
+        """Whether the optimizer's states can be paged: the pass refuses those of some programs."""
+        region = next(region for region in regions if region.values("page_optimizer"))
+        amount = region.values("page_optimizer")[-1]
+        try:
+            self._measure({"stage": region.stage, "mesh": region.mesh, "page_optimizer": amount})
+        except UserError:
+            return False
+        return True
+
+    def _with_more_resident(self, chosen: Candidate, region: SearchRegion) -> Candidate:
+        """The choice with as many pages on the device as there is memory for, if that is as fast."""
+        amount = chosen.settings.get("page_optimizer")
+        if chosen.step_ns is None or not isinstance(amount, str):
+            return chosen
+        page_bytes = parse_bytes(PAGE_BYTES)
+        fitting = parse_bytes(amount) // page_bytes
+        excessive = self._state_bytes // region.shards(self._world_size) // page_bytes + 1
+        while excessive - fitting > 1:
+            pages = (fitting + excessive) // 2
+            candidate, outcome = self._measure(
+                {**chosen.settings, "page_optimizer": page_amount(pages)}
+            )
+            if not outcome.fits:
+                excessive = pages
+                continue
+            fitting = pages
+            if candidate.step_ns is not None and candidate.step_ns <= (chosen.step_ns or 0):
+                chosen = candidate
+        return chosen
+
     def evaluate(self, number: int, point: Point) -> SearchOutcome:
         """Lower a choice of a region, measure it, and simulate it."""
         settings = self.regions[number].settings(point)
         self._candidates[number, point], evaluation = self._measure(settings)
-        for name in ("offload", "offload_to"):
+        for name in ("offload", "offload_to", "page_optimizer"):
             values = self.regions[number].values(name)
-            if values and settings[name] != values[-1]:
+            if values and settings.get(name, values[-1]) != values[-1]:
                 evaluation = replace(evaluation, is_hopeless=False)
         if point == self.regions[number].family.starts[0]:
             # Now, while its lowered program is still cached.

@@ -143,11 +143,12 @@ def _fit_and_report(
 
 @contextmanager
 def _same_on_all_ranks(job_rank: JobRank) -> Iterator[None]:
-    """A body whose errors are the same on every rank: one sentence is enough, rank 0's."""
+    """A body whose errors and warnings are the same on every rank: one sentence is enough, rank 0's."""
     from zeroir.runtime.comm.job import PeerError
 
     try:
-        yield
+        with warnings_as_sentences(is_silent=job_rank.rank != 0):
+            yield
     except UserError as error:
         if job_rank.rank == 0:
             raise

@@ -10,6 +10,7 @@ from typing import Final, assert_never
 
 from zeroir.api.unit_classes import repeated_units, to_recompute, to_unshard, unit_classes
 from zeroir.config import CompileOptions
+from zeroir.config.meshes import parse_mesh
 from zeroir.config.offload_fields import (
     ACTIVATIONS,
     DISK,
@@ -17,9 +18,11 @@ from zeroir.config.offload_fields import (
     HOST,
     OFFLOADED,
     OPTIMIZER,
+    PAGE_BYTES,
     PARAMETERS,
 )
 from zeroir.cost.search import Family, Point
+from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.mesh import REPLICATE_AXIS, SHARD_AXIS
 from zeroir.ir.program import Program
 from zeroir.passes.common.units import ALL_REPEATED
@@ -34,6 +37,9 @@ _PREFETCH: Final = (0, 1, 2, 3, 4, EARLY)
 _LIVE_GRADIENTS: Final = (1, 2, 3, 4)
 _MOST_TIMES: Final = 64
 """The largest factor by which a proposal raises the number of ranks."""
+PAGE_SLOTS: Final = 3
+"""The fewest pages on the device with which one comes in and one goes out while a third is updated."""
+
 _BUCKET_BYTES: Final = (0, 25_000_000, 100_000_000, 400_000_000)
 
 
@@ -121,7 +127,17 @@ class SearchRegion:
                     chosen[dimension.name] = self._named(dimension.units(at))
                 case _:
                     assert_never(dimension)
+        offloaded = chosen.get("offload")
+        if isinstance(offloaded, tuple) and OPTIMIZER in offloaded:
+            # The host updates these states, so none of them visits the device.
+            chosen.pop("page_optimizer", None)
         return chosen
+
+    def shards(self, world_size: int) -> int:
+        """The number of ranks that share the optimizer's states."""
+        if self.stage == 0:
+            return 1
+        return world_size if self.mesh is None else parse_mesh(self.mesh).size(SHARD_AXIS)
 
     def values(self, name: str) -> tuple[Value, ...]:
         """The values of a dimension; none where there is no such dimension."""
@@ -187,6 +203,35 @@ def with_disk(regions: Sequence[SearchRegion]) -> tuple[SearchRegion, ...]:
     return tuple(replace(region, dimensions=(*region.dimensions, dimension)) for region in regions)
 
 
+def with_pages(
+    regions: Sequence[SearchRegion], world_size: int, state_bytes: int
+) -> tuple[SearchRegion, ...]:
+    """The same choices, in which the optimizer's states, of so many bytes on all ranks, may be paged.
+
+    A share of a rank's states has memory on the device: three quarters, a half, a quarter, or just that of the slots.
+    Choices whose states hardly need more than the slots stay as they are.
+    """
+
+    def paged(region: SearchRegion) -> SearchRegion:
+        pages = state_bytes // region.shards(world_size) // parse_bytes(PAGE_BYTES)
+        if pages <= PAGE_SLOTS:
+            return region
+        shares = (pages * quarters // 4 for quarters in (3, 2, 1))
+        amounts = dict.fromkeys((*(n for n in shares if n > PAGE_SLOTS), PAGE_SLOTS))
+        values = (None, *map(page_amount, amounts))
+        dimension = Dimension(
+            name="page_optimizer", values=values, fast=0, usual=0, lean=len(values) - 1
+        )
+        return replace(region, dimensions=(*region.dimensions, dimension))
+
+    return tuple(map(paged, regions))
+
+
+def page_amount(pages: int) -> str:
+    """The option for so many pages of the usual size on the device, slots included."""
+    return f"{pages * parse_bytes(PAGE_BYTES) >> 20}MiB"
+
+
 def _offload_sets(kinds: Collection[str]) -> tuple[tuple[str, ...], ...]:
     """Useful sets of these kinds, the largest last.
 
@@ -219,6 +264,8 @@ def words(settings: Mapping[str, Value]) -> str:
                 pass
             case "offload_to", "host":
                 pass
+            case "page_optimizer", str():
+                said.append(f"pages of the optimizer in {value}")
             case "offload", tuple():
                 said.append(f"offload {', '.join(value)}")
             case _, tuple():

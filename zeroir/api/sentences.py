@@ -13,13 +13,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, Literal, TextIO
 
-from zeroir.errors import CheckpointWarning, GraphWarning, KernelWarning, ModelWarning
+from zeroir.errors import (
+    CheckpointWarning,
+    GraphWarning,
+    KernelWarning,
+    ModelWarning,
+    OffloadWarning,
+)
 
 LOGGER: Final = logging.getLogger("zeroir")
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-_OWN = (CheckpointWarning, GraphWarning, KernelWarning, ModelWarning)
+_OWN = (CheckpointWarning, GraphWarning, KernelWarning, ModelWarning, OffloadWarning)
 
 
 def say(sentence: str) -> None:
@@ -55,11 +61,14 @@ def _notes_as_sentences() -> Iterator[None]:
 
 
 @contextmanager
-def warnings_as_sentences() -> Iterator[None]:
-    """Print zeroir's own warnings and notes as one sentence each, without the line of code that issued them."""
+def warnings_as_sentences(*, is_silent: bool = False) -> Iterator[None]:
+    """Print zeroir's own warnings and notes as one sentence each, without the line of code that issued them.
+
+    Where ``is_silent``, none of the warnings is printed.
+    """
     with warnings.catch_warnings(), _notes_as_sentences():
         for category in _OWN:
-            warnings.simplefilter("always", category)
+            warnings.simplefilter("ignore" if is_silent else "always", category)
         show_as_python = warnings.showwarning
 
         def show(

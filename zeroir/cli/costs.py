@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, AtLeastOne, Machine, ProgramFile
 from zeroir.cli.console import err, out, print_json
-from zeroir.cost.estimate import EstimateOptions
+from zeroir.cost.estimate_options import EstimateOptions
 
 
 def simulate(

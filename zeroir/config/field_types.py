@@ -29,8 +29,16 @@ def _is_an_amount(value: str | None) -> str | None:
     return value
 
 
+def _as_text(value: object) -> object:
+    """A number of bytes as the text that an amount is; other values as they are."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 Names = Annotated[tuple[str, ...], BeforeValidator(_split_at_commas)]
 """Names or patterns: a list of texts, or one text, separated by commas."""
 
 OptionalAmount = Annotated[str | None, AfterValidator(_is_an_amount)]
 """An amount of memory as people write it, such as ``80GB``."""
+
+Amount = Annotated[str, BeforeValidator(_as_text), AfterValidator(_is_an_amount)]
+"""As ``OptionalAmount``, or a number of bytes, which becomes a text."""

@@ -5,13 +5,15 @@ A program stores the kind of memory (``host`` or ``disk``) and not the folder: a
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from zeroir.config.field_types import Names, OptionalAmount
-from zeroir.ir.limits import MOST_BYTES
+from zeroir.config.field_types import Amount, Names, OptionalAmount
+from zeroir.ir.amounts import parse_bytes
 
 OPTIMIZER: Final = "optimizer"
 GRADIENTS: Final = "gradients"
@@ -28,8 +30,11 @@ KEPT_ON_DISK: Final = (OPTIMIZER, PARAMETERS, ACTIVATIONS)
 HOST: Final = "host"
 DISK: Final = "disk"
 
-PAGE_BYTES: Final = 2 * 1024 * 1024
+PAGE_BYTES: Final = "2MiB"
 """The size of a page unless told otherwise: that of the pages of bitsandbytes' paged optimizers."""
+
+DISK_PIECE_NUMEL: Final = 8 << 20
+"""The most elements of one buffer on disk that are loaded or stored for one op."""
 
 DISK_BLOCK_BYTES: Final = 4096
 """Pages start and end on multiples of this: reads and writes that bypass the page cache are whole blocks of a disk."""
@@ -47,11 +52,79 @@ def _in_canonical_order(kinds: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(kind for kind in OFFLOADED if kind in kinds)
 
 
-def _is_a_place(place: str) -> str:
+_PAIRS: Final = re.compile(r"[a-z_]+=")
+_BETWEEN_PAIRS: Final = re.compile(r",(?=[a-z_]+=)")
+"""A comma in front of a kind; those in the name of a folder stand."""
+
+
+def named_places(places: str) -> Mapping[str, str]:
+    """The places of ``--offload-to`` by kind; none where it is one place for all kinds.
+
+    ``host``, ``disk`` and ``disk:FOLDER`` are places; ``optimizer=disk:/nvme,parameters=host`` names those of kinds.
+    """
+    if not _PAIRS.match(places):
+        return {}
+    pairs = (pair.partition("=") for pair in _BETWEEN_PAIRS.split(places))
+    return {kind: place for kind, _, place in pairs}
+
+
+def place_of(places: str, kind: str) -> str:
+    """The place of a kind: host memory where the places of kinds are named, and not that of this kind."""
+    named = named_places(places)
+    return named.get(kind, HOST) if named else places
+
+
+def disk_folders(places: str) -> tuple[str, ...]:
+    """The folders of the places, each once."""
+    folders = (place.partition(":")[2] for place in named_places(places).values() or (places,))
+    return tuple(dict.fromkeys(filter(None, folders)))
+
+
+def without_folders(places: str) -> str:
+    """The same places without the folders of disks."""
+    named = named_places(places)
+    if not named:
+        return places.partition(":")[0]
+    return ",".join(f"{kind}={place.partition(':')[0]}" for kind, place in named.items())
+
+
+def _pairs_as_text(value: object) -> object:
+    """A mapping from kinds to places, as Python and a file of options may have it, as a text."""
+    if isinstance(value, Mapping) and value:
+        return ",".join(f"{kind}={place}" for kind, place in value.items())
+    return value
+
+
+def _are_places(places: str) -> str:
+    named = named_places(places)
+    is_each_once = not named or len(named) == len(_BETWEEN_PAIRS.split(places))
+    if (
+        is_each_once
+        and set(named) <= set(OFFLOADED)
+        and all(map(_is_a_place, named.values() or (places,)))
+    ):
+        in_order = (f"{kind}={named[kind]}" for kind in OFFLOADED if kind in named)
+        return ",".join(in_order) if named else places
+    raise PydanticCustomError(
+        "offload_to",
+        "host, disk or disk:FOLDER, or one of them for each kind, such as optimizer=disk:FOLDER,parameters=host",
+    )
+
+
+def _is_a_place(place: str) -> bool:
     memory, colon, folder = place.partition(":")
-    if place == HOST or (memory == DISK and bool(folder.strip()) == bool(colon)):
-        return place
-    raise PydanticCustomError("offload_to", "host, disk or disk:FOLDER")
+    return place == HOST or (memory == DISK and bool(folder.strip()) == bool(colon))
+
+
+def _is_whole_blocks(amount: str) -> str:
+    size_bytes = parse_bytes(amount)
+    if size_bytes == 0 or size_bytes % DISK_BLOCK_BYTES:
+        raise PydanticCustomError(
+            "page_bytes",
+            "a multiple of {block} bytes above 0, such as 512KiB",
+            {"block": DISK_BLOCK_BYTES},
+        )
+    return amount
 
 
 def _as_number(bits: object) -> object:
@@ -72,16 +145,17 @@ OffloadTo = Annotated[
     str,
     Field(
         description="Where it is kept: host (memory of the CPU), or disk:FOLDER, with host memory as the cache of the "
-        "disk; gradients stay in host memory."
+        "disk; gradients stay in host memory. Or a place for each kind: optimizer=disk:FOLDER,parameters=host."
     ),
-    AfterValidator(_is_a_place),
+    BeforeValidator(_pairs_as_text),
+    AfterValidator(_are_places),
 ]
 
 HostCache = Annotated[
     OptionalAmount,
     Field(
-        description="Host memory of a rank, such as 64GiB, that keeps a part of what would be on disk: what a step would "
-        "load and store most often (--offload-to disk). [default: only what is worked on]"
+        description="Host memory of a rank, such as 64GiB, that keeps a part of what would be on disk: what a step "
+        "would load and store most often (--offload-to disk). [default: only what is worked on]"
     ),
 ]
 
@@ -112,13 +186,9 @@ PageOptimizer = Annotated[
 ]
 
 PageBytes = Annotated[
-    int,
-    Field(
-        ge=DISK_BLOCK_BYTES,
-        le=MOST_BYTES,
-        multiple_of=DISK_BLOCK_BYTES,
-        description="Bytes of a page (--page-optimizer).",
-    ),
+    Amount,
+    Field(description="Size of a page, such as 512KiB (--page-optimizer)."),
+    AfterValidator(_is_whole_blocks),
 ]
 
 OptimizerBits = Annotated[

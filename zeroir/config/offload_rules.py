@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zeroir.config.offload_fields import ADAPTIVE, HOST, KEPT_ON_DISK, OPTIMIZER
-from zeroir.ir.ops import Algorithm
+from zeroir.config.offload_fields import (
+    ADAPTIVE,
+    GRADIENTS,
+    HOST,
+    OPTIMIZER,
+    PAGE_BYTES,
+    disk_folders,
+    named_places,
+)
+from zeroir.ir.amounts import parse_bytes
 
 if TYPE_CHECKING:
     from zeroir.config.options import CompileOptions
@@ -23,7 +31,25 @@ def offload_problem(options: CompileOptions) -> str | None:
         return _adaptive_problem(options)
     if not kinds and options.offload_to != HOST:
         return f"--offload-to {options.offload_to} needs --offload, which says what is kept there"
-    if options.is_offloaded_to_disk and not set(KEPT_ON_DISK) & set(kinds):
+    named = named_places(options.offload_to)
+    for kind in named:
+        if kind not in kinds:
+            return (
+                f"--offload-to {options.offload_to} has a place for {kind}, but --offload has "
+                f"{', '.join(kinds)}"
+            )
+    if named.get(GRADIENTS, HOST) != HOST:
+        return (
+            f"--offload-to {options.offload_to} names a disk for gradients, which the next op reads, so that host "
+            "memory keeps them"
+        )
+    folders = disk_folders(options.offload_to)
+    if len(folders) > 1:
+        return (
+            f"--offload-to {options.offload_to} names the folders {' and '.join(folders)}, but a rank has one file "
+            "on disk; name one folder"
+        )
+    if options.is_offloaded_to_disk and not options.kept_on_disk:
         return (
             f"--offload-to {options.offload_to} is for optimizer, parameters and activations, but --offload has "
             f"{', '.join(kinds)}, which host memory keeps"
@@ -61,6 +87,11 @@ def _adaptive_problem(options: CompileOptions) -> str | None:
         return (
             f"--offload {ADAPTIVE} needs --memory-budget, which says how much stays on the device"
         )
+    if named_places(options.offload_to):
+        return (
+            f"--offload {ADAPTIVE} chooses what is moved, so that --offload-to is one place for all of it, not "
+            f"{options.offload_to}"
+        )
     chosen = {
         "--offload-units": options.offload_units,
         "--offload-fraction": options.offload_fraction,
@@ -75,10 +106,10 @@ def _adaptive_problem(options: CompileOptions) -> str | None:
 def _page_problem(options: CompileOptions) -> str | None:
     budget_bytes = options.page_optimizer_bytes
     if budget_bytes is None:
-        if options.page_bytes != type(options).model_fields["page_bytes"].default:
+        if options.page_size_bytes != parse_bytes(PAGE_BYTES):
             return f"--page-bytes {options.page_bytes} needs --page-optimizer"
         return None
-    if budget_bytes < options.page_bytes:
+    if budget_bytes < options.page_size_bytes:
         return (
             f"--page-optimizer {options.page_optimizer} is less than one page of --page-bytes "
             f"{options.page_bytes}"

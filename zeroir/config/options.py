@@ -12,7 +12,14 @@ from zeroir.config import hyper_parameters
 from zeroir.config.effects import first_without_effect
 from zeroir.config.groups import SEPARATOR, GroupError, GroupSpec, parse_groups
 from zeroir.config.meshes import parse_mesh
-from zeroir.config.offload_fields import HOST
+from zeroir.config.offload_fields import (
+    HOST,
+    KEPT_ON_DISK,
+    disk_folders,
+    named_places,
+    place_of,
+    without_folders,
+)
 from zeroir.config.option_fields import GivenOptions, OptionFields
 from zeroir.config.texts import explain_validation, first_problem, text_of
 from zeroir.errors import UserError
@@ -121,13 +128,25 @@ class CompileOptions(OptionFields):
 
     @property
     def is_offloaded_to_disk(self) -> bool:
-        """Whether a disk keeps what is offloaded, and host memory is its cache."""
-        return self.offload_to != HOST
+        """Whether a disk keeps something that is offloaded, and host memory is its cache."""
+        return any(
+            place != HOST
+            for place in (named_places(self.offload_to).values() or (self.offload_to,))
+        )
+
+    @property
+    def kept_on_disk(self) -> tuple[str, ...]:
+        """The kinds that are kept on a disk; gradients, which the next step of an update reads at once, never are."""
+        return tuple(
+            kind
+            for kind in KEPT_ON_DISK
+            if kind in self.offload and place_of(self.offload_to, kind) != HOST
+        )
 
     @property
     def offload_folder(self) -> str | None:
         """The folder on the disk; None where there is none, or where the run is to name it."""
-        return self.offload_to.partition(":")[2] or None
+        return next(iter(disk_folders(self.offload_to)), None)
 
     def offloaded_units(self, kind: str) -> tuple[str, ...]:
         """The patterns of the units of which a kind is offloaded; none where all units' is.
@@ -141,6 +160,11 @@ class CompileOptions(OptionFields):
     def page_optimizer_bytes(self) -> int | None:
         """The device memory for pages of the optimizer's states; None without pages."""
         return None if self.page_optimizer is None else parse_bytes(self.page_optimizer)
+
+    @property
+    def page_size_bytes(self) -> int:
+        """The size of a page."""
+        return parse_bytes(self.page_bytes)
 
     @property
     def host_cache_bytes(self) -> int:
@@ -224,8 +248,8 @@ class CompileOptions(OptionFields):
 
         The folder of ``offload_to`` is left out: it is a matter of the machine that runs the program.
         """
-        kind = self.offload_to.partition(":")[0]
-        values = sorted({**self.model_dump(), "offload_to": kind}.items())
+        places = without_folders(self.offload_to)
+        values = sorted({**self.model_dump(), "offload_to": places}.items())
         texts = ((name, text_of(value, _SEPARATORS.get(name, ","))) for name, value in values)
         are_set = (value not in (None, ()) for _, value in values)
         return tuple(compress(texts, are_set))

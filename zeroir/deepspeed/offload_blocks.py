@@ -16,7 +16,12 @@ Device = Literal["none", "cpu", "nvme"]
 
 _FOLDER = honoured("`offload_to` disk:FOLDER, where the device is nvme")
 _PINNED = meaningless("host buffers are always pinned where there are GPUs")
-_STATED = meaningless("the program states how many copies may be under way, and plans their memory")
+_COUNT = meaningless(
+    "two copies are under way, three where some take changes home; `zeroir show` states the bytes of staging"
+)
+_SIZE = meaningless(
+    "a disk is read and written in pieces of at most 8 Mi elements; `zeroir show` states the bytes of staging"
+)
 _OVERLAPPED = meaningless("reads and writes of the disk always run beside the update")
 
 
@@ -30,8 +35,8 @@ class OffloadParamBlock(BaseModel):
         honoured("`offload` parameters at stage 3; cpu: `offload_to` host, nvme: disk"),
     ] = "none"
     nvme_path: Annotated[str | None, Field(min_length=1), _FOLDER] = None
-    buffer_count: Annotated[Whole, _STATED] = 5
-    buffer_size: Annotated[Whole, _STATED] = 100_000_000
+    buffer_count: Annotated[Whole, _COUNT] = 5
+    buffer_size: Annotated[Whole, _SIZE] = 100_000_000
     max_in_cpu: Annotated[
         Whole,
         honoured("`host_cache`, in bytes, where the device is nvme; if absent, nothing is cached"),
@@ -49,7 +54,7 @@ class OffloadOptimizerBlock(BaseModel):
         honoured("`offload` optimizer,gradients; cpu: `offload_to` host, nvme: disk"),
     ] = "none"
     nvme_path: Annotated[str | None, Field(min_length=1), _FOLDER] = None
-    buffer_count: Annotated[Whole, _STATED] = 4
+    buffer_count: Annotated[Whole, _COUNT] = 4
     pin_memory: Annotated[bool, _PINNED] = False
     pipeline_read: Annotated[bool, _OVERLAPPED] = False
     pipeline_write: Annotated[bool, _OVERLAPPED] = False

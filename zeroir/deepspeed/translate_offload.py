@@ -38,7 +38,7 @@ def translate_offload(
     """The options of offloading at a stage.
 
     Raises:
-        UserError: where the blocks name different places: there is one.
+        UserError: where the blocks name different folders: a rank has one file.
     """
     notes: list[str] = []
     asked: dict[tuple[str, ...], _RequestedBlock] = {}
@@ -73,20 +73,27 @@ def translate_offload(
         notes.append(f"{parameters.key}: no meaning at stage {stage}, as in DeepSpeed.")
     elif parameters is not None:
         asked["parameters",] = parameters
-    place = _one_place(tuple(asked.values()))
     if configuration.activation_checkpointing.cpu_checkpointing:
         key = "activation_checkpointing.cpu_checkpointing"
         asked["activations",] = _RequestedBlock(place="host", key=key)
-        if place is not None and place.place != "host":
-            notes.append(f"{key}: activations go to the disk, like what {place.key} names.")
     if not asked:
         return OffloadTranslation(options={}, notes=tuple(notes))
     kinds = tuple(kind for group in asked for kind in group)
     options: dict[str, tuple[object, str]] = {
         "offload": (",".join(kinds), next(iter(asked.values())).key),
     }
-    if place is not None and place.place != "host":
-        options["offload_to"] = (place.place, place.key)
+    on_disk = _on_disk(tuple(asked.values()))
+    if on_disk is not None:
+        # Gradients are in host memory wherever the optimizer is.
+        places = {
+            kind: request.place
+            for group, request in asked.items()
+            for kind in group
+            if kind != "gradients"
+        }
+        pairs = ",".join(f"{kind}={place}" for kind, place in places.items())
+        is_same = len(set(places.values())) == 1
+        options["offload_to"] = (on_disk.place if is_same else pairs, on_disk.key)
     if 0 < ratio < 1 and "optimizer" in kinds:
         options["offload_fraction"] = (ratio, ratio_key)
     return OffloadTranslation(options=options, notes=tuple(notes))
@@ -106,13 +113,13 @@ def _request(
     )
 
 
-def _one_place(asked: tuple[_RequestedBlock, ...]) -> _RequestedBlock | None:
-    """The request whose place is that of all; None without any."""
-    first = asked[0] if asked else None
-    for request in asked:
-        if first is not None and request.place != first.place:
+def _on_disk(asked: tuple[_RequestedBlock, ...]) -> _RequestedBlock | None:
+    """The first request for a disk; None without any."""
+    requests = [request for request in asked if request.place != "host"]
+    for request in requests:
+        if request.place != requests[0].place:
             raise UserError(
-                f"{first.key} asks for {first.place}, and {request.key} for {request.place}, but zeroir offloads to "
-                "one place: make them equal."
+                f"{requests[0].key} asks for {requests[0].place}, and {request.key} for {request.place}, but a rank "
+                "has one file on disk: make the folders equal."
             )
-    return first
+    return next(iter(requests), None)

@@ -13,6 +13,8 @@ from zeroir.cost.estimate import (
     Activations,
     Estimate,
     StageEstimate,
+)
+from zeroir.cost.estimate_options import (
     gathered_bytes_per_parameter,
     has_master,
     states_per_parameter,
@@ -224,8 +226,10 @@ def render_estimate(estimate: Estimate) -> RenderableType:
     tables = [grid, _states_table(estimate)]
     if options.layers is not None:
         tables.append(_beside_table(estimate))
-    if options.offload:
+    if any(stage.host_bytes + stage.disk_bytes for stage in estimate.stages):
         tables.append(_outside_table(estimate))
+        if estimate.stages[0].host_staging_bytes is not None:
+            tables.append(_staging_table(estimate))
     tables.append(_communication_table(estimate))
     if estimate.activations is not None:
         tables.append(_activations_grid(estimate.activations))
@@ -261,7 +265,7 @@ def _beside_table(estimate: Estimate) -> Table:
 
 def _outside_table(estimate: Estimate) -> Table:
     """What is kept outside the device, and what a step copies for it."""
-    is_disk = estimate.options.offload_to == "disk"
+    is_disk = any(stage.disk_bytes for stage in estimate.stages)
     figures = ["on the host", *["on disk"] * is_disk, "to host", "to device"]
     figures += ["loaded", "stored"] * is_disk
     table = columns_table(
@@ -272,6 +276,16 @@ def _outside_table(estimate: Estimate) -> Table:
         row = [stage.host_bytes, *[stage.disk_bytes] * is_disk, moved.to_host, moved.to_device]
         row += [moved.load, moved.store] if is_disk else []
         table.add_row(str(stage.stage), *map(format_bytes, row))
+    return table
+
+
+def _staging_table(estimate: Estimate) -> Table:
+    """Buffers through which copies pass, where they are known."""
+    figures = ("on the device", "on the host")
+    table = columns_table("stage", *figures, figures=figures, title="staging of these copies")
+    for stage in estimate.stages:
+        sizes = (stage.device_staging_bytes or 0, stage.host_staging_bytes or 0)
+        table.add_row(str(stage.stage), *map(format_bytes, sizes))
     return table
 
 

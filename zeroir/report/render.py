@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from zeroir.ir.buffers import Space
 from zeroir.ir.program import MICRO_STEP, Program, Section
 from zeroir.ir.traffic import COLLECTIVE_KEYS, on_the_wire
 from zeroir.report.names import counted, format_bytes, format_flops, shortened
@@ -81,7 +82,13 @@ def render_summary(summary: Summary) -> RenderableType:
         for space, outside in summary["outside_bytes_per_rank"].items():
             if outside["resting"] or outside["block"]:
                 kept = {**outside["resting"], "temporary": outside["block"]}
-                grid.add_row(f"on the {space}", f"{_amounts(kept)} per rank")
+                pinned = ", pinned beside a GPU" if space == Space.HOST else ""
+                grid.add_row(f"on the {space}", f"{_amounts(kept)} per rank{pinned}")
+        if summary["staging_bytes_per_rank"]:
+            grid.add_row(
+                "staging",
+                f"{_amounts(summary['staging_bytes_per_rank'])} per rank, at most at once",
+            )
         grid.add_row("transfers", f"{_amounts(summary['transfer_bytes'])} per rank, {per_step}")
     evaluation = summary["evaluation"]
     if evaluation is not None:

@@ -12,6 +12,7 @@ from zeroir.ir.text.printer import bound_text
 from zeroir.ir.traffic import collective_bytes, transfer_bytes
 from zeroir.memory.curve import peak
 from zeroir.memory.placement import Placement, placements_with_bound
+from zeroir.memory.staging import staging_bytes
 from zeroir.memory.states import model_state_bytes, snapshot_bytes
 from zeroir.verify import Report
 
@@ -51,7 +52,8 @@ class Summary(TypedDict):
     ``evaluation`` has the figures of one evaluation; None where the program has none. ``snapshot_bytes_per_rank`` is
     the memory of the host that saving takes from the first save on; 0 where the program cannot save.
     ``transfer_bytes`` are the bytes that a rank copies to and from its host and its disk in a step, by op, and
-    ``outside_bytes_per_rank`` what it keeps there, by space.
+    ``outside_bytes_per_rank`` what it keeps there, by space. ``staging_bytes_per_rank`` are the most
+    bytes that these copies have in temporary buffers at once, by space; the blocks have room for them.
     """
 
     stage: int
@@ -71,6 +73,7 @@ class Summary(TypedDict):
     temporary_bytes_per_rank: TemporaryBytes
     transfer_bytes: dict[str, int]
     outside_bytes_per_rank: dict[str, OutsideBytes]
+    staging_bytes_per_rank: dict[str, int]
     evaluation: EvaluationFigures | None
     snapshot_bytes_per_rank: int
     laws: dict[str, str]
@@ -105,6 +108,7 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
             space.value: _outside(program, space, placed.get(space))
             for space in (Space.HOST, Space.DISK)
         },
+        staging_bytes_per_rank={s.value: size for s, size in staging_bytes(program).items()},
         evaluation=_evaluation(program),
         snapshot_bytes_per_rank=snapshot_bytes(program),
         laws=dict(report.laws),

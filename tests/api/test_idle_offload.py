@@ -1,0 +1,68 @@
+"""An option that moves something out of device memory never does nothing in silence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zeroir.api.compiled import CompiledProgram, compile_model
+from zeroir.api.idle_offload import idle_offload
+from zeroir.api.keywords import OffloadKeywords
+from zeroir.errors import OffloadWarning
+
+BATCH = torch.ones(16, 96)
+
+
+class Blocks(nn.Module):
+    """Four equal blocks, of which the first is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(96, 96) for _ in range(4))
+        self.blocks[0].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return x.square().mean()
+
+
+@pytest.fixture(scope="module")
+def compiled() -> CompiledProgram:
+    return compile_model(Blocks(), BATCH, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (
+            {"page_optimizer": "1GiB"},
+            "--page-optimizer 1GiB has no effect: all states, 227.3 kB on each rank, stay on the device.",
+        ),
+        (
+            {"offload": "activations"},
+            "--offload activations has no effect: no value of 64 KiB or more is away while two other units compute.",
+        ),
+        (
+            {"offload": "gradients", "offload_units": "blocks.0"},
+            "--offload gradients has no effect: nothing is trained in these units.",
+        ),
+        (
+            {"offload": "optimizer", "offload_units": "blocks.0"},
+            "--offload optimizer has no effect: nothing is trained in these units.",
+        ),
+    ],
+)
+def test_a_warning_says_that_nothing_moves(
+    compiled: CompiledProgram, options: OffloadKeywords, why: str
+) -> None:
+    with pytest.warns(OffloadWarning) as warned:
+        compiled.with_offload(**options)
+    assert [str(warning.message) for warning in warned] == [why]
+
+
+def test_no_warning_where_something_moves(compiled: CompiledProgram) -> None:
+    outside = compiled.with_offload(offload="optimizer,gradients,parameters", offload_fraction=1e-9)
+    paged = compiled.with_offload(page_optimizer="64KiB", page_bytes="16KiB")
+    assert idle_offload(outside.program) == idle_offload(paged.program) == ()

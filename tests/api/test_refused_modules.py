@@ -1,0 +1,235 @@
+"""Modules, hooks and arguments that a program would not honour are refused by name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import zeroir
+from tests.api.small_net import BATCH, Net, compiled, made, unchanged
+from zeroir.errors import UserError
+
+ACTIVATIONS: list[Tensor] = []
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.outputs: list[Tensor] = []
+
+    def __call__(self, _: nn.Module, __: object, output: Tensor) -> None:
+        self.outputs.append(output)
+
+    def note(self, _: nn.Module, __: object, output: Tensor) -> None:
+        self.outputs.append(output)
+
+
+def counted_by_a_hook(net: Net) -> None:
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    net.first.register_forward_hook(count)
+
+
+def gradients_in_a_list(net: Net) -> None:
+    gradients: list[object] = []
+    net.first.register_full_backward_hook(lambda _, __, given: gradients.append(given))
+
+
+def parameter_gradients_in_a_list(net: Net) -> None:
+    norms: list[Tensor] = []
+    register: Callable[..., object] = net.first.weight.register_hook
+    register(lambda gradient: norms.append(gradient.norm()))
+
+
+def hooked_after_the_gradient(net: Net) -> None:
+    register: Callable[..., object] = net.first.weight.register_post_accumulate_grad_hook
+    register(unchanged)
+
+
+class Doubling(Tensor):
+    """Computes something else than a tensor."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: object, types: object, args: object = (), kwargs: object = None
+    ) -> object:
+        raise NotImplementedError
+
+
+REFUSED: dict[str, tuple[Callable[[Net], object], str]] = {
+    "hook with a list": (
+        lambda net: net.first.register_forward_hook(lambda _, __, out: ACTIVATIONS.append(out)),
+        "changes test_refused_modules.py:ACTIVATIONS at every call",
+    ),
+    "hook that counts": (counted_by_a_hook, "changes count:calls at every call"),
+    "hook that is an object": (
+        lambda net: net.first.register_forward_hook(Recorder()),
+        r"changes Recorder\.outputs at every call",
+    ),
+    "hook that is a method": (
+        lambda net: net.first.register_forward_hook(Recorder().note),
+        r"changes Recorder\.outputs at every call",
+    ),
+    "backward hook with a list": (gradients_in_a_list, "changes <lambda>:gradients at every call"),
+    "hook of a gradient with a list": (
+        parameter_gradients_in_a_list,
+        "changes <lambda>:norms at every call",
+    ),
+    "hook after the gradient": (
+        hooked_after_the_gradient,
+        r"parameter first\.weight of the model has a hook of register_post_accumulate_grad_hook",
+    ),
+    "deprecated backward hook": (
+        lambda net: net.first.register_backward_hook(lambda *_: None),
+        "module first of the model has a hook of register_backward_hook",
+    ),
+    "part of another parameter": (
+        lambda net: setattr(net.second, "bias", nn.Parameter(net.first.weight.data[0])),
+        r"parameters first\.weight and second\.bias of the model share memory",
+    ),
+    "batch norm over ranks": (
+        lambda net: setattr(net, "norm", nn.SyncBatchNorm(8)),
+        "module norm of the model is a SyncBatchNorm",
+    ),
+    "replicated part": (
+        lambda net: setattr(net, "first", nn.DataParallel(net.first)),
+        r"module first of the model is a DataParallel, .* pass the module in it, \.module",
+    ),
+    "scripted part": (
+        lambda net: setattr(net, "first", torch.jit.script(net.first)),
+        "module first of the model is TorchScript",
+    ),
+    "sparse buffer": (
+        lambda net: net.register_buffer("mask", torch.eye(8).to_sparse()),
+        "buffer mask of the model is of layout sparse_coo",
+    ),
+    "subclass of tensor": (
+        lambda net: net.register_buffer("mask", torch.ones(8).as_subclass(Doubling)),
+        "buffer mask of the model is a Doubling",
+    ),
+    "lazy": (
+        lambda net: setattr(net, "first", nn.LazyLinear(8)),
+        r"parameter first\.weight of the model has no shape yet",
+    ),
+    "frozen": (lambda net: net.requires_grad_(False), "module Net has no trainable parameter"),
+    "lock": (
+        lambda net: setattr(net, "lock", threading.Lock()),
+        "module Net cannot be copied, .* pass a function that makes it instead",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_program_would_not_honour_is_refused_by_name(what: str) -> None:
+    change, sentence = REFUSED[what]
+    net = made(change)
+    keys = {name: set(vars(module)) for name, module in net.named_modules()}
+    ACTIVATIONS.clear()
+    with pytest.raises(UserError, match=sentence) as caught:
+        compiled(net)
+    assert "\n" not in str(caught.value)
+    assert ACTIVATIONS == []
+    assert keys == {name: set(vars(module)) for name, module in net.named_modules()}
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def with_a_sharded_parameter(net: Net) -> nn.Module:
+    mesh = device_mesh.init_device_mesh("cpu", (1,))
+    net.first.weight = nn.Parameter(distribute_tensor(net.first.weight, mesh, [Shard(0)]))
+    return net
+
+
+def with_a_sharded_module(net: Net) -> nn.Module:
+    fully_shard(net.first)
+    return net
+
+
+DISTRIBUTED: dict[str, tuple[Callable[[Net], nn.Module], str]] = {
+    "DDP": (DistributedDataParallel, r"The model is a DistributedDataParallel, .*, \.module"),
+    "FSDP": (with_a_sharded_module, "module first of the model is a FSDPModule, .* before fully_s"),
+    "DTensor": (
+        with_a_sharded_parameter,
+        r"parameter first\.weight .* sharded already \(DTensor\)",
+    ),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("what", DISTRIBUTED)
+def test_a_module_that_is_distributed_already_is_refused(what: str) -> None:
+    change, sentence = DISTRIBUTED[what]
+    with pytest.raises(UserError, match=sentence):
+        compiled(change(made(unchanged)))
+
+
+def test_hooks_for_all_modules_are_refused() -> None:
+    net = made(unchanged)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(UserError, match="is registered for all modules of this process"):
+            compiled(net)
+    finally:
+        handle.remove()
+
+
+def test_a_loss_function_that_uses_another_module_is_refused() -> None:
+    net, other = made(unchanged), nn.Linear(8, 1)
+
+    def loss(module: nn.Module, batch: tuple[Tensor]) -> Tensor:
+        value: Tensor = module(*batch) + other(*batch).mean()
+        return value
+
+    with pytest.raises(UserError, match="requires a gradient and is no parameter"):
+        zeroir.compile(net, BATCH, loss=loss, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((3,), "must be the path of a model file, a torch.nn.Module or a function .* not int"),
+        ((made(unchanged),), "is traced with an example batch of one rank, and none is given"),
+        ((made(unchanged), (3,)), "The example batch has no tensor"),
+        ((made(unchanged), (torch.ones(4, 7),)), "model's forward cannot be traced"),
+        ((lambda: 3, BATCH), r"<lambda>\(\) returned int; it must return a torch.nn.Module"),
+        ((lambda: 1 // 0, BATCH), r"<lambda>\(\) failed at .*test_refused_modules.py:\d+: ZeroDiv"),
+        (("model.py", BATCH), "batch= has no effect on a model file: define `batch` in model.py"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: tuple[object, ...], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        zeroir.compile(*arguments, world_size=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        (lambda *_: None, r"<lambda>\(\) must return the loss: .* it returned NoneType"),
+        (lambda module, batch: (module(*batch), {}, 3), r"<lambda>\(\) must return the loss"),
+        (lambda *_: 1 // 0, r"<lambda>\(\) cannot be traced at .*test_refused_modules"),
+    ],
+)
+def test_a_bad_loss_function_is_refused(loss: Callable[..., object], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        zeroir.compile(made(unchanged), BATCH, loss=loss, world_size=1)

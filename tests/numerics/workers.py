@@ -1,0 +1,68 @@
+"""One rank that carries out some trainings: ``python -m tests.numerics.workers BACKEND NAME [ARGUMENT ...]``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from tests.numerics.trainings import TRAININGS
+from tests.runtime.support import initial_flats
+from zeroir.runtime import rendezvous
+from zeroir.runtime.comm.job import Backend
+from zeroir.runtime.engine import Engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """A rank of a job that a test starts, and the folder of the test."""
+
+    number: int
+    world_size: int
+    folder: Path
+
+    @staticmethod
+    def joined() -> Rank:
+        """This process, once all ranks have met."""
+        rank = Rank(
+            number=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            folder=Path(os.environ["TEST_FOLDER"]),
+        )
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{rank.folder}/store",
+            rank=rank.number,
+            world_size=rank.world_size,
+        )
+        return rank
+
+    def finish(self, engine: Engine, losses: Sequence[float], name: str) -> None:
+        """End a training: rank 0 writes the losses and the state of all ranks."""
+        tensors = {f"{f}/{quantity}": t for (f, quantity), t in engine.full_state().items()}
+        tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
+        engine.close()
+        if self.number == 0:
+            path = self.folder / f"{name}.safetensors"
+            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
+
+
+def main(backend: str, name: str, *more: str) -> None:
+    """Carry out one training after the other."""
+    rank = Rank.joined()
+    for training in TRAININGS[name](*more):
+        engine = Engine(training.scheduled(), backend=Backend(backend))
+        engine.initialise_flats(initial_flats(training.logical))
+        losses = [engine.step(step[rank.number]).loss for step in training.batches()]
+        rank.finish(engine, losses, training.name)
+    rendezvous.leave_job()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

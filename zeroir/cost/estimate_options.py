@@ -1,0 +1,214 @@
+"""The input of an estimate, and what an optimizer keeps of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Final, Literal, Self, assert_never
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from zeroir.config import Precision
+from zeroir.config.offload_fields import (
+    ACTIVATIONS,
+    ADAPTIVE,
+    HOST,
+    OFFLOADED,
+    OPTIMIZER,
+    PAGE_BYTES,
+    Offload,
+    OffloadFraction,
+    OffloadTo,
+    OptimizerBits,
+    PageBytes,
+    PageOptimizer,
+    named_places,
+)
+from zeroir.ir.amounts import parse_bytes
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL
+
+Optimizer = Literal[
+    "sgd",
+    "momentum",
+    "adam",
+    "adamw",
+    "adam-fp32-master",
+    "lion",
+    "muon",
+    "adafactor",
+    "shampoo",
+]
+
+STATE_BYTES: Final = 4
+_QUANTISED: Final = ("momentum", "adam", "adamw", "lion")
+"""Optimizers whose states can have 8 bits."""
+
+QUANTISED_BYTES: Final = 1 + STATE_BYTES / BLOCK_NUMEL
+"""Bytes of a state of 8 bits: each block of elements has one FP32 scale."""
+
+PAGED_NUMBERS: Final[Mapping[str, int]] = {
+    "momentum": 1,
+    "lion": 1,
+    "muon": 1,
+    "adam": 2,
+    "adamw": 2,
+    "adam-fp32-master": 2,
+}
+"""How many numbers of a parameter can be paged: those that an optimizer keeps of each element."""
+
+_LEAST_SLOTS: Final = 2
+MOST_SLOTS: Final = 3
+"""Places on the device through which pages go in turn, as `page-optimizer` has them."""
+
+
+class EstimateOptions(BaseModel):
+    """The input of an estimate. The descriptions are the help of the command line."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    params: Annotated[float, Field(ge=1, description="Number of parameters, as 7.5e9.")]
+    world_size: Annotated[int, Field(ge=1, description="Number of ranks.")] = 1
+    optimizer: Annotated[Optimizer, Field(description="The update rule.")] = "adamw"
+    precision: Annotated[
+        Precision, Field(description="Dtype of parameters, activations and gradients.")
+    ] = "bf16"
+    master: Annotated[
+        bool, Field(description="Whether the optimizer keeps an FP32 copy of 16-bit parameters.")
+    ] = True
+    ema: Annotated[
+        bool, Field(description="Whether a moving average of the weights is kept, in FP32.")
+    ] = False
+    layers: Annotated[int | None, Field(ge=1, description="Transformer layers.")] = None
+    hidden: Annotated[int | None, Field(ge=1, description="Width of a layer.")] = None
+    heads: Annotated[int | None, Field(ge=1, description="Attention heads.")] = None
+    seq: Annotated[int | None, Field(ge=1, description="Tokens of a sequence.")] = None
+    batch: Annotated[int, Field(ge=1, description="Sequences of a rank's micro-batch.")] = 1
+    vocab: Annotated[
+        int | None, Field(ge=1, description="Entries of the vocabulary, for the logits.")
+    ] = None
+    recompute: Annotated[
+        bool, Field(description="Keep the input of each layer alone, and compute the layer again.")
+    ] = False
+    flash: Annotated[
+        bool, Field(description="Attention that keeps no scores (or computes them again).")
+    ] = False
+    offload: Offload = ()
+    offload_to: OffloadTo = HOST
+    offload_fraction: OffloadFraction = None
+    page_optimizer: PageOptimizer = None
+    page_bytes: PageBytes = PAGE_BYTES
+    optimizer_bits: OptimizerBits = 32
+
+    @model_validator(mode="after")
+    def _shape_is_whole(self) -> Self:
+        given = {"layers": self.layers, "hidden": self.hidden, "seq": self.seq}
+        needed = {**given, "heads": self.heads}
+        if not self.flash and not self.recompute:
+            given = needed
+        absent = [name for name, value in given.items() if value is None]
+        asked = [name for name, value in needed.items() if value is not None]
+        asked += [] if self.vocab is None else ["vocab"]
+        # Layers alone say how large a unit is.
+        if absent and set(asked) - {"layers"}:
+            raise ValueError(
+                f"activations need {', '.join(f'--{name}' for name in absent)} as well"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _offload_is_known(self) -> Self:
+        if self.offload == (ADAPTIVE,):
+            raise ValueError(
+                "an estimate knows no budget: --offload takes "
+                f"{', '.join(OFFLOADED)}, separated by commas"
+            )
+        if ACTIVATIONS in self.offload and self.layers is None:
+            raise ValueError("--offload activations needs --layers and the shape of a layer")
+        for kind in named_places(self.offload_to):
+            if kind not in self.offload:
+                raise ValueError(
+                    f"--offload-to {self.offload_to} has a place for {kind}, but --offload has "
+                    f"{', '.join(self.offload) or 'nothing'}"
+                )
+        if self.optimizer_bits == 8 and self.optimizer not in _QUANTISED:
+            raise ValueError(
+                f"--optimizer-bits 8 is for {', '.join(_QUANTISED)}, not for {self.optimizer}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pages_are_possible(self) -> Self:
+        size_bytes = parse_bytes(self.page_bytes)
+        if self.page_optimizer is None:
+            if size_bytes != parse_bytes(PAGE_BYTES):
+                raise ValueError(f"--page-bytes {self.page_bytes} needs --page-optimizer")
+            return self
+        if OPTIMIZER in self.offload:
+            raise ValueError(
+                f"--page-optimizer {self.page_optimizer} updates on the device, and --offload optimizer on the host; "
+                "leave one of them out"
+            )
+        if self.optimizer not in PAGED_NUMBERS:
+            raise ValueError(
+                f"--page-optimizer {self.page_optimizer} has no effect: {self.optimizer} keeps no states of single "
+                "elements"
+            )
+        if parse_bytes(self.page_optimizer) < _LEAST_SLOTS * size_bytes:
+            raise ValueError(
+                f"--page-optimizer {self.page_optimizer} is less than {_LEAST_SLOTS} pages of --page-bytes "
+                f"{self.page_bytes}, one that comes in and one that is updated"
+            )
+        return self
+
+    @property
+    def itemsize_bytes(self) -> int:
+        """Bytes of a parameter, a gradient, or an element of an activation."""
+        return 4 if self.precision == "fp32" else 2
+
+
+def states_per_parameter(optimizer: Optimizer) -> tuple[int, int]:
+    """The fewest and the most FP32 numbers that an optimizer keeps for each parameter.
+
+    Adafactor keeps the first moment (that of torch and of zeroir does not), and of the second only the sums of rows and
+    columns, which are negligible. Shampoo keeps, of an m × n parameter, m × m and n × n statistics, and besides these
+    their roots, a moment and a diagonal accumulator where an implementation has them; the numbers are those of square
+    parameters.
+    """
+    match optimizer:
+        case "sgd":
+            return 0, 0
+        case "momentum" | "lion" | "muon":
+            return 1, 1
+        case "adafactor":
+            return 0, 1
+        case "adam" | "adamw":
+            return 2, 2
+        case "adam-fp32-master":
+            return 3, 3
+        case "shampoo":
+            return 2, 6
+        case _:
+            assert_never(optimizer)
+
+
+def gathered_bytes_per_parameter(optimizer: Optimizer) -> int:
+    """Bytes that the update gathers for each parameter from stage 1 on, because its step needs whole parameters.
+
+    Muon gathers its directions in BF16, Adafactor gradients and parameters in FP32, and Shampoo gradients and two
+    statistics (of square parameters).
+    """
+    return {"muon": 2, "adafactor": 8, "shampoo": 12}.get(optimizer, 0)
+
+
+def optimizer_bytes_per_parameter(options: EstimateOptions) -> float:
+    """K of the ZeRO paper: bytes of optimizer state for each parameter, with master weights and averages."""
+    numbers = states_per_parameter(options.optimizer)[1]
+    quantised = numbers if options.optimizer_bits == 8 else 0
+    numbers += has_master(options) and options.optimizer != "adam-fp32-master"
+    numbers += options.ema
+    return STATE_BYTES * (numbers - quantised) + QUANTISED_BYTES * quantised
+
+
+def has_master(options: EstimateOptions) -> bool:
+    """Whether an FP32 copy of the parameters is among the optimizer's states."""
+    is_low = options.itemsize_bytes < STATE_BYTES
+    return options.optimizer == "adam-fp32-master" or (is_low and options.master)
