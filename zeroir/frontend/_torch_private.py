@@ -1,8 +1,8 @@
 """The parts of torch that the frontend uses and torch does not promise to keep: one module to adapt to a new torch.
 
 * ``joint_graph`` and ``function_graph``: AOTAutograd's joint export, its descriptors, and fx's node metadata;
-* ``DATA_DEPENDENT``, ``is_on_another_device`` and ``is_higher_order``: the exceptions that torch raises where code reads the
-  data of a traced tensor, uses a tensor that is not the model's, or passes a function to an operator such as
+* ``DATA_DEPENDENT``, ``is_on_another_device`` and ``is_higher_order``: the exceptions that torch raises where code
+  reads the data of a traced tensor, uses a tensor that is not the model's, or passes a function to an operator such as
   ``torch.cond``;
 * ``autograd_functions_replaced``: a replacement for every call of a ``torch.autograd.Function``.
 """
