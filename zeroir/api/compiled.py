@@ -287,7 +287,10 @@ def compile_model(
     config: Config | None = None,
     **options: Unpack[CompileKeywords],
 ) -> CompiledProgram:
-    """Compile ``path/to/model.py`` (or ``model.py:factory``), a module, or a function that makes the module.
+    """Compile a model file, a module, or a function that makes the module.
+
+    A model file is named as on the command line: ``path/to/model.py`` or ``package.module``, and ``:build`` or
+    ``:build(layers=12)`` after it for another factory than ``model``.
 
     ``batch`` is an example micro-batch of one rank: needed, except for a model file, which has its own. The loss is
     what the module's forward returns, or ``loss(module, batch)``, which returns it or a pair of it and outputs.
