@@ -15,13 +15,14 @@ __all__ = ["OPTION_GROUPS", "OffloadOptions", "Options"]
 OPTION_GROUPS: Final = {
     "Sharding": "stage mesh world_size units",
     "Precision": "precision keep_fp32",
-    "Steps": "micro_steps accumulate_locally evaluate outputs",
+    "Steps": "micro_steps order accumulate_locally evaluate outputs",
     "Optimizer": "optimizer lr schedule weight_decay no_decay group clip ema optimizer_bits",
     "Settings of single optimizers": "momentum dampening nesterov beta1 beta2 eps ns_steps ns_coefficients "
     "adjust_lr_fn beta2_decay eps2 d",
     "Communication": "prefetch prefetch_bytes prefetch_budget bucket bucket_gathers overlap_update elide",
     "Memory": "memory_budget recompute select_saved unshard unshard_bytes live_gradients",
-    "Offloading": "offload offload_to offload_units offload_fraction host_cache page_optimizer page_bytes",
+    "Offloading": "offload offload_to offload_units offload_fraction host_cache page_optimizer page_bytes "
+    "speculate",
     "Loss scale (fp16)": "loss_scale initial_loss_scale loss_scale_window loss_scale_factor loss_scale_hysteresis "
     "loss_scale_consecutive_hysteresis minimum_loss_scale",
 }
