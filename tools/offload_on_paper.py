@@ -63,7 +63,10 @@ class Scenario:
         return replace(self, options=kept)
 
 
-_OFFLOADING = ("offload", "offload_to", "offload_fraction", "optimizer_bits", "page_optimizer")
+_OFFLOADING = (
+    *("offload", "offload_to", "host_cache", "offload_fraction", "optimizer_bits"),
+    "page_optimizer",
+)
 
 
 def _options(
@@ -95,6 +98,7 @@ SCENARIOS: Sequence[Scenario] = (
             (8, 1, {"optimizer_bits": 8}),
             (4, 8, {"optimizer_bits": 8, "offload_fraction": 0.85}),
             (4, 8, {"offload_to": "disk"}),
+            (4, 8, {"offload_to": "disk", "host_cache": "65GB"}),
         )
     ),
     *(
