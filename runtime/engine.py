@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,6 +36,7 @@ from zeroir.runtime.live_optimizer import LiveOptimizer, SettingsOfRanks
 from zeroir.runtime.malloc import keep_freed_memory, return_freed_memory
 from zeroir.runtime.measured_workspaces import DeviceWatcher, on_host
 from zeroir.runtime.module_values import Factory, StateSource
+from zeroir.runtime.not_finite import BadParameter, first_bad_parameter
 from zeroir.runtime.opened_program import EngineSettings, open_program
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.results import Evaluation, StepResult
@@ -94,12 +94,15 @@ class Engine(EngineValues):
         self._lender = None
         self._recorder = SpanRecorder()
         self._accumulation = Accumulation(
-            partial(inputs_of, program), self._micro_steps, lambda: self.program.interleaved
+            lambda batch: inputs_of(self.program, batch),
+            self._micro_steps,
+            lambda: self.program.interleaved,
         )
         self._optimizer = None
         self._facts = None
         self._is_allocated = False
         self._has_values = False
+        self._last_result: StepResult | None = None
         self._open(program)
         self._checkpoints = Checkpointer(self.job, timeout)
         if cuda_graphs and self.device.type != "cuda" and self.rank == 0:
@@ -142,11 +145,32 @@ class Engine(EngineValues):
             )
         return Scheduler(schedule, self.optimizer.param_groups, steps)
 
-    def _accumulate(self) -> None:
-        """Go on with the program for accumulation: parameters, master weights and states keep their tensors."""
-        assert self._accumulating is not None
-        program, step_count, seed = self._accumulating(), self.step_count, self._executor.seed
+    def go_on_with(self, program: Program) -> None:
+        """Go on with another program of the same model, such as one for other batches. All ranks call this together.
+
+        Parameters, states, buffers of the model, the loss scale, the step count and the settings stay as they are. The
+        new program takes several batches a step only if it was compiled for that.
+
+        Raises:
+            UserError: within a step; where the program has other parameters, states or buffers of the model, or is for
+                another mesh.
+        """
+        self._accumulation.require_none("go_on_with")
+        self._checkpoints.join()
+        state_of_buffers.require_same_state(self.program, program)
         self._accumulating = None
+        self._replace_program(program)
+
+    def _accumulate(self) -> None:
+        """Go on with the program for accumulation."""
+        assert self._accumulating is not None
+        program = self._accumulating()
+        self._accumulating = None
+        self._replace_program(program)
+
+    def _replace_program(self, program: Program) -> None:
+        """Run another program: parameters, master weights and states keep their tensors."""
+        step_count, seed = self.step_count, self._executor.seed
         self._end()
         self._open(program, kept=self._memory)
         self._executor.step_count = step_count
@@ -234,7 +258,8 @@ class Engine(EngineValues):
                 self._accumulate()
         self._allocate_once()
         (result,) = self._executor.step([batches])
-        return StepResult(rank=result)
+        self._last_result = StepResult(rank=result)
+        return self._last_result
 
     def micro_step(self, batch: Batch, is_last: bool | None = None) -> MicroStepResult:
         """Add the gradient of one batch to those of the step; ``update`` ends the step.
@@ -259,7 +284,13 @@ class Engine(EngineValues):
         """
         self._accumulation.finish()
         (result,) = self._executor.update()
-        return StepResult(rank=result)
+        self._last_result = StepResult(rank=result)
+        return self._last_result
+
+    @property
+    def last_result(self) -> StepResult | None:
+        """The result of the last step, also where ``optimizer.step()`` took it; None before the first."""
+        return self._last_result
 
     @property
     def loss_scale(self) -> float:
@@ -382,6 +413,16 @@ class Engine(EngineValues):
             return module
 
         return noting
+
+    def first_bad_parameter(self) -> BadParameter | None:
+        """The first parameter whose gradient is not finite, between the last micro-step and the update.
+
+        None where there is none. An update that overlaps the backward has changed gradients by then: compile with
+        ``overlap_update=False``. All ranks call this together.
+        """
+        with self._executor.entered():
+            self._executor.finish()
+            return first_bad_parameter(self.program, self._memory, self.job)
 
     def record(self, step: int) -> None:
         """Record the beginning and end of every op of that step, counting from 1, for ``timelines``."""

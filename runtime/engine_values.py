@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Final
 
+import torch
 from torch import Tensor, nn
 
 from zeroir.errors import UserError, memory_for
@@ -20,6 +21,8 @@ from zeroir.runtime.executor import StepExecutor
 from zeroir.runtime.gathered import Lender
 from zeroir.runtime.live_optimizer import LiveOptimizer
 from zeroir.runtime.rank_memory import RankMemory
+from zeroir.runtime.returned_values import return_values
+from zeroir.runtime.whereabouts import Whereabouts
 from zeroir.runtime.whole_parameters import whole_parameters
 
 _LESS: Final = "gather smaller modules, one after the other"
@@ -65,6 +68,10 @@ class EngineValues:
             raise UserError("The program updates no parameter, so it has no optimizer.")
         return self._optimizer
 
+    def whereabouts(self) -> Whereabouts:
+        """Where this rank is in its program. Any thread may ask."""
+        return self._executor.whereabouts()
+
     def buffer(self, name: str) -> Tensor:
         """A buffer of this rank; it is a copy only where the buffer is on disk."""
         return self._memory.read(name)
@@ -97,6 +104,26 @@ class EngineValues:
                 module = loan.enter_context(self._lender.lent(name, masters=masters, ema=ema))
         with loan:
             yield module
+
+    def return_values(self, module: nn.Module, device: torch.device | None = None) -> None:
+        """Give the module in hand the present values back, whole on every rank. All ranks call this together.
+
+        Its tensors get their own dtypes, FP32 masters where there are some, on ``device``, by default the CPU. The
+        engine keeps its values.
+
+        Raises:
+            UserError: where the program was not compiled from this module.
+        """
+        with self._executor.entered():
+            self._executor.finish()
+            with memory_for("the whole model on each rank"):
+                return_values(
+                    self.program,
+                    self._memory,
+                    self.job.comm,
+                    module,
+                    device or torch.device("cpu"),
+                )
 
     def parameters(self, *, masters: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Every parameter with its name, whole, one unit after the other, FP32 masters where there are some.
@@ -135,18 +162,26 @@ class EngineValues:
             self._executor.finish()
             return state_of_buffers.full_state(self.program, [self._memory], self.job.comm)
 
-    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
+    def state_dict(
+        self, *, rank0_only: bool = False, only_trained: bool = False
+    ) -> dict[str, Tensor]:
         """What the module's ``state_dict`` would have: whole tensors on the CPU, copied. All ranks call this together.
 
         Parameters are FP32 where the program has masters. Tied ones stand under each of their names. With
-        ``rank0_only`` the result is empty on the other ranks.
+        ``rank0_only`` the result is empty on the other ranks, with ``only_trained`` it lacks frozen parameters.
         """
         is_kept = self.rank == 0 or not rank0_only
         facts = self._model_facts() if is_kept else ModelFacts()
         with self._executor.entered():
             self._executor.finish()
             return state_dicts.module_state(
-                self.program, self._memory, self.job.comm, facts, self._others, is_kept=is_kept
+                self.program,
+                self._memory,
+                self.job.comm,
+                facts,
+                self._others,
+                is_kept=is_kept,
+                only_trained=only_trained,
             )
 
     def load_state_dict(

@@ -53,6 +53,7 @@ from zeroir.runtime.seeds import site_seed
 from zeroir.runtime.streams import Streams
 from zeroir.runtime.trace import Task, Watch
 from zeroir.runtime.weights import RankWeights, WeightFunction
+from zeroir.runtime.whereabouts import Whereabouts
 from zeroir.torch_ops.batches import Batch
 
 RunSection = Callable[[Section, Callable[[], None]], None]
@@ -128,6 +129,7 @@ class StepExecutor:
         self._to_watch: tuple[int, Watch] | None = None
         self._is_begun = False
         self._has_failed = False
+        self._present: OpPosition | None = None
         self._prepared: dict[str, list[Task]] = {}
         self._bound: dict[tuple[str, Watch | None], list[Task]] = {}
         self._saved: list[SavedState] = []
@@ -176,13 +178,16 @@ class StepExecutor:
             return self._update()
 
     def _micro_steps(self, groups: Sequence[Sequence[Batch]], *, is_last: bool) -> None:
+        name = LAST_MICRO_STEP if is_last else MICRO_STEP
+        # Ranks compare their settings before the first op.
+        self._present = self._first_position(name)
         if self.settings is not None:
             self.settings.before_micro_step(self.step_count + 1, is_last=is_last)
         self._set_inputs(groups, self.micro_steps_done)
         for weights, own in zip(self._weights, groups, strict=True):
             for index, batch in enumerate(own):
                 weights.add(batch, self._weight, index)
-        self._run(LAST_MICRO_STEP if is_last else MICRO_STEP, self._watch())
+        self._run(name, self._watch())
         self.micro_steps_done += self._program.interleaved
 
     def _update(self) -> list[RankResult]:
@@ -315,6 +320,25 @@ class StepExecutor:
         for weights, total in zip(self._weights, weight_sums, strict=True):
             weights.go_on(total)
 
+    def whereabouts(self) -> Whereabouts:
+        """The op that began last, or that the host is outside the program. Any thread may ask."""
+        position, done = self._present, (self.step_count, self.micro_steps_done)
+        if position is None:
+            return Whereabouts(
+                order=(*done, -1, -1),
+                text=f"outside its program, in the data or in other code, after step {self.step_count}",
+            )
+        sections = list(self._program.section_by_name)
+        return Whereabouts(
+            order=(*done, sections.index(position.section), position.index),
+            text=f"in {self._labels[position]} of step {self.step_count + 1}",
+        )
+
+    def _first_position(self, name: str) -> OpPosition | None:
+        section = self._program.section_by_name.get(name)
+        ops_in_order = () if section is None else section.positioned_ops()
+        return next((position for position, _ in ops_in_order), None)
+
     def close(self) -> None:
         """Stop the streams."""
         self._streams.close()
@@ -339,9 +363,11 @@ class StepExecutor:
             if self._run_section is None or watch is not None:
                 self._issue(section, watch)
             else:
+                self._present = self._first_position(name)
                 self._run_section(section, partial(self._issue, section, None))
             self._streams.join(leaving)
         self._has_failed = False
+        self._present = None
 
     def _issue(self, section: Section, watch: Watch | None) -> None:
         if watch is None and torch.autograd.profiler._is_profiler_enabled:
@@ -377,6 +403,7 @@ class StepExecutor:
         step = self.local_ranks.prepare(op)
 
         def run() -> None:
+            self._present = position
             try:
                 step()
             except UserError:

@@ -17,6 +17,7 @@ from typing import Final
 
 from zeroir.runtime.rendezvous import JOIN_TIMEOUT, LaunchEnvironment, open_store
 from zeroir.runtime.roll_call import KeyValueStore
+from zeroir.runtime.whereabouts import Whereabouts, behind
 
 INTERVAL_S: Final = 3.0
 _SILENCE_S: Final = 60.0
@@ -37,8 +38,9 @@ class HeartbeatTiming:
 class Heartbeat:
     """Gives this rank's signs of life, and watches the next rank of the ring.
 
-    The watching thread calls ``on_alarm`` when the next rank, after its first sign of life, has been silent for too
-    long, or when the store is lost.
+    A sign of life also says where the rank is in its program, once there is a ``tell``. The watching thread calls
+    ``on_alarm`` when the next rank, after its first sign of life, has been silent for too long, or when the store is
+    lost.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Heartbeat:
         self._next = (rank + 1) % world_size
         self._on_alarm = on_alarm
         self._timing = timing or HeartbeatTiming()
+        self.tell: Callable[[], Whereabouts] | None = None
         self._is_over = threading.Event()
         # A daemon, because a store that no longer answers must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="zeroir-heartbeat", daemon=True)
@@ -94,7 +97,8 @@ class Heartbeat:
         changed_s = checked_s = time.monotonic()
         while not self._is_over.is_set():
             own_count += 1
-            self._store.set(str(self._rank), str(own_count))
+            told = "" if self.tell is None else self.tell().encoded()
+            self._store.set(str(self._rank), f"{own_count} {told}")
             count = self._count_of(self._next)
             now_s = time.monotonic()
             # A rank that was itself stopped does not know how long others were silent.
@@ -102,16 +106,28 @@ class Heartbeat:
             if count != last_count or was_stopped:
                 last_count, changed_s = count, now_s
             elif now_s - changed_s > self._timing.silence_s and count not in (b"", _DONE):
+                place = self._place_of(self._next)
                 self._on_alarm(
                     f"Rank {self._next} has given no sign of life for {self._timing.silence_s:.0f} s: it was stopped, "
                     "or its machine cannot be reached."
+                    + ("" if place is None else f" It was {place.text}.")
                 )
                 return
             checked_s = now_s
             self._is_over.wait(self._timing.interval_s)
 
+    def ranks_behind(self) -> str | None:
+        """A sentence on the ranks that are behind the others by their last signs of life; None where none is known."""
+        try:
+            return behind([self._place_of(rank) for rank in range(self._world_size)])
+        except RuntimeError:  # the store is gone
+            return None
+
+    def _place_of(self, rank: int) -> Whereabouts | None:
+        return Whereabouts.decoded(self._count_of(rank).decode().partition(" ")[2])
+
     def _count_of(self, rank: int) -> bytes:
-        """The counter of a rank, or ``_DONE``; empty before its first sign of life."""
+        """The counter of a rank and its whereabouts, or ``_DONE``; empty before its first sign of life."""
         key = str(rank)
         return bytes(self._store.get(key)) if self._store.check([key]) else b""
 
@@ -119,20 +135,20 @@ class Heartbeat:
 @contextlib.contextmanager
 def watched(
     launch: LaunchEnvironment, on_alarm: Alarm, timing: HeartbeatTiming | None = None
-) -> Iterator[None]:
+) -> Iterator[Heartbeat | None]:
     """Run a heartbeat while the body runs; a job of one rank needs none.
 
     Raises:
         UserError: where the job's store cannot be reached.
     """
     if launch.world_size == 1:
-        yield
+        yield None
         return
     # A connection of its own, because the job's may be blocked in a wait.
     store = open_store(launch, "heartbeat", JOIN_TIMEOUT)
     heartbeat = Heartbeat(store, launch.rank, launch.world_size, on_alarm, timing)
     try:
-        yield
+        yield heartbeat
     except BaseException:
         # The interpreter would abort the process at its end if the thread were inside torch's store.
         heartbeat.break_off()

@@ -37,7 +37,7 @@ from zeroir.runtime.module_values import (
     free_module,
 )
 from zeroir.runtime.rank_memory import RankMemory
-from zeroir.runtime.state import fill_scalars
+from zeroir.runtime.state import fill_constants, fill_scalars
 from zeroir.runtime.tensors import IR_DTYPE, TORCH_DTYPE, common
 from zeroir.runtime.whole_parameters import flat_buffers
 
@@ -72,13 +72,7 @@ def initialise(
             from the module's. A note on the error says in which state the module in hand is left.
     """
     memories = list(ranks)
-    for binding in program.module_buffers:
-        if binding.data:
-            # A copy, because torch refuses read-only memory.
-            buffer = program.buffer_by_name[binding.buffer]
-            data = torch.frombuffer(bytearray(binding.data), dtype=TORCH_DTYPE[buffer.dtype])
-            for memory in memories:
-                memory.write(buffer.name, 0, data)
+    fill_constants(program, memories)
     fill_scalars(program, memories)
     tensors = _tensors(program)
     open_values = partial(_open, program, source, seed, state, keep_module=keep_module)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from zeroir.checkpoint.folder import Best, CheckpointFolder
 from zeroir.errors import UserError
 from zeroir.runtime.checkpoint.background import PendingSave
-from zeroir.runtime.stop_signal import StopSignal
 from zeroir.runtime.training_state import TrainingState
 
 
@@ -33,23 +32,15 @@ class Retention:
 class Saves:
     """Saves a training run in a folder after every ``every``-th step and after the last one. Ranks call it together.
 
-    Files are written while training goes on. ``stop`` is the request to end of this process.
+    Files are written while training goes on.
     """
 
     training: TrainingState
     folder: CheckpointFolder
     every: int | None
     retention: Retention | None
-    stop: StopSignal
     _pending: tuple[int, PendingSave] | None = field(default=None, init=False)
     _cleaning: _Cleaning | None = field(default=None, init=False)
-
-    def is_stopping(self) -> bool:
-        """Whether any rank was asked to end; all ranks have the same answer."""
-        is_stopping = self.training.engine.average(float(self.stop.is_sent)) > 0
-        if is_stopping:
-            self.stop.acknowledge()
-        return is_stopping
 
     def after_step(
         self,

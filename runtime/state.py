@@ -13,6 +13,7 @@ from zeroir.ir.contents import EMA, GRAD, MASTER, OWN_COORDINATES, PARAM, FlatCo
 from zeroir.ir.factors import own_numel
 from zeroir.ir.held_elements import held_by_all, held_elements
 from zeroir.ir.layout import used_numel
+from zeroir.ir.mesh import Mesh
 from zeroir.ir.program import Flat, Program, State
 from zeroir.runtime.comm.base import Comm
 from zeroir.runtime.rank_memory import RankMemory
@@ -60,12 +61,71 @@ def initialise_flats(
 def take_over(program: Program, memory: RankMemory, earlier: RankMemory) -> None:
     """Begin with the persistent buffers of another program's memory, and with first values of the other scalars.
 
-    The loss begins with 0: a program for one micro-step leaves that of its last step there.
+    Constants are the program's own, and the loss begins with 0: a program for one micro-step leaves that of its last
+    step there.
     """
-    kept = memory.adopt(earlier)
+    kept = memory.adopt(earlier) - {b.buffer for b in program.module_buffers if b.data is not None}
+    memory.clear({b.buffer for b in program.module_buffers if b.data is not None})
+    fill_constants(program, [memory])
     fill_scalars(program, [memory], without=kept)
     if program.loss is not None:
         memory.buffer(program.loss).zero_()
+
+
+def require_same_state(present: Program, following: Program) -> None:
+    """Raise UserError unless a program can go on with the persistent buffers of another one, which runs at present.
+
+    Both have the same mesh, parameters in the same places, states, settings and buffers of the model. Constants, sums
+    of gradients, inputs and outputs may differ.
+    """
+    if present.mesh != following.mesh:
+        raise UserError(
+            f"The engine runs on {_text(present.mesh)}, but the program to go on with is for {_text(following.mesh)}: "
+            "compile it for the same mesh."
+        )
+    own, theirs = _state(present), _state(following)
+    for name in {**own, **theirs}:
+        if own.get(name) != theirs.get(name):
+            owner = (
+                "only the program to go on with" if name not in own else "only the engine's program"
+            )
+            if name in own and name in theirs:
+                raise UserError(
+                    f"'{name}' is another one in the program to go on with: compile it from the same model with the "
+                    "same options, and with other batches, outputs or micro-steps alone."
+                )
+            raise UserError(
+                f"'{name}' is in {owner}: compile both from the same model with the same options."
+            )
+
+
+def _text(mesh: Mesh) -> str:
+    return "the mesh " + ", ".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
+
+
+def _state(program: Program) -> dict[str, object]:
+    """What a program keeps from step to step, by the names of flats, persistent buffers and buffers of the model."""
+    buffers = {
+        buffer.name: (buffer.space, buffer.dtype, buffer.numel, buffer.holds)
+        for buffer in program.buffers
+        if isinstance(buffer.holds, FlatContent) and buffer.holds.quantity != GRAD
+    }
+    return {
+        **{flat.name: flat for flat in program.flats},
+        **buffers,
+        **{binding.name: binding for binding in program.module_buffers if binding.data is None},
+    }
+
+
+def fill_constants(program: Program, ranks: Iterable[RankMemory]) -> None:
+    """Give every constant of the program its value."""
+    for binding in program.module_buffers:
+        if binding.data:
+            # A copy, because torch refuses read-only memory.
+            dtype = TORCH_DTYPE[program.buffer_by_name[binding.buffer].dtype]
+            values = torch.frombuffer(bytearray(binding.data), dtype=dtype)
+            for memory in ranks:
+                memory.write(binding.buffer, 0, values)
 
 
 def fill_scalars(

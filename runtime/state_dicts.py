@@ -55,14 +55,19 @@ def module_state(
     others: Mapping[str, Tensor],
     *,
     is_kept: bool,
+    only_trained: bool = False,
 ) -> dict[str, Tensor]:
     """Parameters (FP32 where the program has masters) and persistent buffers, whole, copied to the CPU.
 
     ``others`` are the tensors of the module that the program does not hold. Names stand in the module's order, where it
-    is known. All ranks call this together; without ``is_kept`` this one takes part, and its result is empty.
+    is known. All ranks call this together; without ``is_kept`` this one takes part, and its result is empty. With
+    ``only_trained`` frozen parameters are neither gathered nor there.
     """
+    names = None
+    if only_trained:
+        names = {slot.name for flat in program.flats if flat.is_trainable for slot in flat.slots}
     values: dict[str, Tensor] = {}
-    for slot, (whole,) in whole_parameters(program, [memory], comm, masters=True):
+    for slot, (whole,) in whole_parameters(program, [memory], comm, names, masters=True):
         if is_kept:
             values |= dict.fromkeys((slot.name, *slot.aliases), whole.cpu())
     if not is_kept:
@@ -70,8 +75,8 @@ def module_state(
     for binding in program.module_buffers:
         if binding.data is None:
             tensor = memory.buffer(binding.buffer).detach().to("cpu", copy=True)
-            names = (binding.name, *facts.aliases(binding.name))
-            values |= dict.fromkeys(names, tensor.view(binding.shape))
+            own_names = (binding.name, *facts.aliases(binding.name))
+            values |= dict.fromkeys(own_names, tensor.view(binding.shape))
     for name, tensor in others.items():
         copy = tensor.detach().to("cpu", copy=True)
         values |= dict.fromkeys((name, *facts.aliases(name)), copy)

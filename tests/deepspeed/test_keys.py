@@ -486,7 +486,7 @@ def test_a_key_without_effect_beside_others_is_one_line(zero: dict[str, object],
 
 def test_keys_of_one_reason_share_a_line() -> None:
     (note,) = translated({"tensorboard": {"enabled": True}, "wandb": {"enabled": True}}).notes
-    assert note.startswith("tensorboard, wandb: no meaning here; `zeroir run --json` writes")
+    assert note.startswith("tensorboard, wandb: no meaning here; `zeroir run --log FILE` writes")
 
 
 def test_the_documentation_has_the_table(update_golden: bool) -> None:

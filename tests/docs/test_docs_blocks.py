@@ -17,8 +17,11 @@ The language of a block says how it is checked:
 The blocks of one document run in order in one directory that holds a copy of `examples/`. A comment
 before a block changes how it is checked: `<!-- slow -->` leaves its page to the whole suite,
 `<!-- file model.py -->` saves a `python` block under that name instead of running it,
-`<!-- exits 2 -->` expects the last command of a `console` block to fail with that status, and
-`<!-- fails Z101 -->` expects the verifier to reject a `zir` block with that code.
+`<!-- needs accelerate -->` leaves the block out where that package is not installed,
+`<!-- ranks 2 -->` runs a script on two ranks under torchrun, `<!-- same -->` expects it to print
+what the script before it has printed, `<!-- exits 2 -->` expects the last command of a `console`
+block to fail with that status, and `<!-- fails Z101 -->` expects the verifier to reject a `zir`
+block with that code.
 """
 
 import doctest
@@ -31,6 +34,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
 
@@ -49,11 +53,8 @@ DOCUMENTS = (
 
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\S*) *$")
-DIRECTIVE = re.compile(
-    r"^ *<!-- (?P<words>{word}(, {word})*) -->$".format(
-        word=r"(slow|exits \d+|fails Z\d+|file \w+\.py)"
-    )
-)
+WORD = r"(slow|same|exits \d+|fails Z\d+|needs \w+|ranks \d+|file \w+\.py)"
+DIRECTIVE = re.compile(rf"^ *<!-- (?P<words>{WORD}(, {WORD})*) -->$")
 DIFF_LINE = re.compile(r"^( |\+|-|@@ |$)")
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)(?P<path>[^)#]+)(#[^)]*)?\)")
 
@@ -70,6 +71,9 @@ class Block:
     exit_status: int = 0
     fails_with: str | None = None
     file: str | None = None
+    needs: str | None = None
+    ranks: int | None = None
+    is_same: bool = False
 
     @property
     def place(self) -> str:
@@ -89,6 +93,9 @@ class Block:
             exit_status=int(values.get("exits", "0")),
             fails_with=values.get("fails"),
             file=values.get("file"),
+            needs=values.get("needs"),
+            ranks=int(values["ranks"]) if "ranks" in values else None,
+            is_same="same" in values,
         )
 
 
@@ -153,11 +160,21 @@ def check_python(block: Block, directory: Path, *, is_forked: bool) -> None:
         return
     script = directory / f"block_{block.line}.py"
     script.write_text(block.text, encoding="utf-8")
-    if is_forked:
+    if block.ranks is not None:
+        # The ranks come of a process that has imported torch.
+        launch = ["--standalone", f"--nproc-per-node={block.ranks}", "-m"]
+        launch += ["tests.docs.script_of_a_rank", script.name]
+        result = run_forked("torch.distributed.run", launch, directory, PLAIN, is_merged=True)
+    elif is_forked:
         result = run_forked(script.name, [], directory, PLAIN, is_merged=True)
     else:
         result = _run([sys.executable, script.name], directory)
     assert result.returncode == 0, f"{block.place}:\n{result.stdout}"
+    printed = directory / "printed.txt"
+    if block.is_same:
+        assert result.stdout.strip(), f"{block.place} prints nothing"
+        assert result.stdout == printed.read_text("utf-8"), block.place
+    printed.write_text(result.stdout, encoding="utf-8")
 
 
 def check_console(block: Block, directory: Path, *, is_forked: bool) -> None:
@@ -280,8 +297,14 @@ def _run(command: list[str], directory: Path) -> subprocess.CompletedProcess[str
 def _check_document(document: Path, directory: Path, *, is_forked: bool = False) -> None:
     shutil.copytree(ROOT / "examples", directory / "examples")
     name = document.relative_to(ROOT).as_posix()
+    missing: set[str] = set()
     for block in blocks_of(name, document.read_text(encoding="utf-8")):
+        if block.needs is not None and find_spec(block.needs) is None:
+            missing.add(block.needs)
+            continue
         check_block(block, directory, is_forked=is_forked)
+    if missing:
+        pytest.skip(f"not installed: {', '.join(sorted(missing))}; the blocks without them hold")
 
 
 SLOW = [

@@ -150,6 +150,14 @@ class CompiledProgram:
         warn_of_idle_offload(compiled.program)
         return replace(compiled, source=self.source)
 
+    def without_overlap(self) -> CompiledProgram:
+        """The same program lowered again with an update that begins after the backward; its results are the same."""
+        if not self.options.overlap_update:
+            return self
+        options = make_options({**self.as_requested.model_dump(), "overlap_update": False})
+        compiled = _with_proof(self.artifact, _lower(self.logical, options), self.path)
+        return replace(compiled, source=self.source)
+
     @property
     def accumulates(self) -> bool:
         """Whether its steps take several batches: any number, or where they run unit by unit a multiple of a group."""

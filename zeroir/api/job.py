@@ -23,6 +23,7 @@ from zeroir.errors import (
 )
 
 if TYPE_CHECKING:
+    from zeroir.runtime.heartbeat import Heartbeat
     from zeroir.runtime.rendezvous import JobRank
 
 
@@ -33,7 +34,7 @@ class ClosedOutputError(ZeroirError):
 
 
 @contextmanager
-def watched_job() -> Iterator[None]:
+def watched_job() -> Iterator[Heartbeat | None]:
     """End this rank where another rank stops responding or the job's store is gone.
 
     Raises:
@@ -41,13 +42,15 @@ def watched_job() -> Iterator[None]:
     """
     from zeroir.runtime import heartbeat, rendezvous
 
-    with heartbeat.watched(rendezvous.read_launch_environment(), _give_up):
-        yield
+    with heartbeat.watched(rendezvous.read_launch_environment(), _give_up) as watch:
+        yield watch
 
 
 @contextmanager
-def joined_job() -> Iterator[JobRank]:
+def joined_job(watch: Heartbeat | None) -> Iterator[JobRank]:
     """Join the job. In a job of several ranks, the rank that fails says why and ends.
+
+    A rank that lost its peers also says which of them is behind the others, as its heartbeat knows.
 
     Raises:
         UserError: in a job of one rank.
@@ -61,7 +64,7 @@ def joined_job() -> Iterator[JobRank]:
     except (Exception, KeyboardInterrupt) as error:
         if environment.world_size == 1:
             raise
-        _fail(error, environment.rank)
+        _fail(error, environment.rank, watch)
 
 
 def _give_up(why: str) -> NoReturn:
@@ -74,18 +77,21 @@ def _give_up(why: str) -> NoReturn:
     train.abandon_job(UserError.exit_code)
 
 
-def _fail(error: BaseException, rank: int) -> NoReturn:
+def _fail(error: BaseException, rank: int, watch: Heartbeat | None) -> NoReturn:
     """Say once why this rank of a job stops, and end the process."""
     from zeroir.runtime import train
-    from zeroir.runtime.comm.job import PeerError
+    from zeroir.runtime.comm.job import LostPeersError, PeerError
     from zeroir.runtime.heartbeat import INTERVAL_S
 
     match error:
         case ZeroirError():
             if isinstance(error, PeerError):
                 train.give_way(INTERVAL_S)
+            behind = None
+            if isinstance(error, LostPeersError) and watch is not None:
+                behind = watch.ranks_behind()
             where = "" if str(error).startswith("Rank ") else f" on rank {rank}"
-            say(f"Error{where}: {error}")
+            say(f"Error{where}: {error}" + ("" if behind is None else f" {behind}"))
             train.abandon_job(error.exit_code)
         case KeyboardInterrupt():
             if rank != 0:

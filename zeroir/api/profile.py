@@ -79,11 +79,11 @@ def profile_program(
     Raises:
         UserError: in a job of one rank, or before the job is joined.
     """
-    with watched_job():
+    with watched_job() as watch:
         base = load_machine(machine)
         compiled = load_program(path)
         source = load_model(compiled, model=model, allow_model_change=allow_model_change)
-        with joined_job() as job_rank:
+        with joined_job(watch) as job_rank:
             from zeroir.runtime.disk.disk_rates import measure_disk
             from zeroir.runtime.host_profile import measure_host
             from zeroir.runtime.profile import record

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +25,8 @@ from zeroir.api.outside_memory import (
     require_disk_folder,
     require_host_memory,
 )
-from zeroir.api.run_checkpoints import held_folder, resume, saving
-from zeroir.api.run_options import RunOptions
+from zeroir.api.run_checkpoints import held_folder, resume, saves_of, stopping
+from zeroir.api.run_options import TENSORBOARDS, RunOptions
 from zeroir.api.sentences import LOGGER, say, warnings_as_sentences
 from zeroir.artifact import Artifact
 from zeroir.artifact.outputs import TIMELINE, require_writable, write_whole
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from zeroir.runtime.module_values import StateSource
     from zeroir.runtime.rendezvous import JobRank
     from zeroir.runtime.saves import Saves
+    from zeroir.runtime.stop_signal import StopSignal
     from zeroir.runtime.training_state import TrainingState
 
 
@@ -58,20 +60,22 @@ def run_program(path: Path, options: RunOptions) -> None:
         UserError: in a job of one rank, or before the job is joined.
     """
     trace = options.trace
-    with watched_job():
-        if trace is not None and os.environ.get("RANK", "0") == "0":
-            require_writable(trace, TIMELINE)
+    with watched_job() as watch:
+        if os.environ.get("RANK", "0") == "0":
+            require_outputs(options)
         compiled = load_program(path)
         source = load_model(
             compiled, model=options.model, allow_model_change=options.allow_model_change
         )
-        with joined_job() as job_rank, held_folder(options.save, job_rank.rank):
+        with joined_job(watch) as job_rank, held_folder(options.save, job_rank.rank):
             with _same_on_all_ranks(job_rank):
                 compiled = with_optimizer_bits(compiled, source, options.optimizer_bits)
             compiled = _fit_and_report(compiled, job_rank, options.offload)
             evaluations = _evaluations(compiled, source, job_rank, options)
             with _same_on_all_ranks(job_rank):
                 compiled = _for_micro_steps(compiled, options)
+                if options.check_finite:
+                    compiled = _checkable(compiled)
             with warnings_as_sentences():
                 engine = open_engine(
                     compiled,
@@ -82,6 +86,8 @@ def run_program(path: Path, options: RunOptions) -> None:
                     cuda_graphs=options.cuda_graphs,
                     self_check=options.self_check,
                 )
+                if watch is not None:
+                    watch.tell = engine.whereabouts
                 training = _training(engine, source, job_rank, options)
                 resume(training, options)
             if source.batches is None and job_rank.rank == 0:
@@ -89,8 +95,15 @@ def run_program(path: Path, options: RunOptions) -> None:
             training.data.open()
             if trace is not None:
                 engine.record(options.steps)
-            with saving(training, options.save) as saves:
-                _train(training, evaluations, saves, options)
+            with stopping() as stop:
+                _train(
+                    training,
+                    evaluations,
+                    saves_of(training, options.save),
+                    stop,
+                    options,
+                    at_peak_s=_at_peak_s(compiled, job_rank, options.machine),
+                )
             if trace is not None and engine.step_count == options.steps:
                 _write_trace(trace, engine)
             engine.close()
@@ -171,11 +184,28 @@ def _same_on_all_ranks(job_rank: JobRank) -> Iterator[None]:
         raise PeerError(str(error)) from error
 
 
+def _checkable(compiled: CompiledProgram) -> CompiledProgram:
+    """The program with all gradients there before the update.
+
+    Raises:
+        UserError: in fp16, where gradients that are not finite are a part of loss scaling.
+    """
+    if compiled.options.precision == "fp16":
+        raise UserError(
+            "--check-finite has no meaning in fp16, where steps with gradients that are not finite are skipped: leave "
+            "it out."
+        )
+    return compiled.without_overlap()
+
+
 def _train(
     training: TrainingState,
     evaluations: Evaluations | None,
     saves: Saves | None,
+    stop: StopSignal,
     options: RunOptions,
+    *,
+    at_peak_s: float | None,
 ) -> None:
     from zeroir.runtime import progress, train
 
@@ -187,9 +217,12 @@ def _train(
             progress.reporter(
                 engine.rank,
                 options.steps,
+                steps_done=engine.step_count,
                 as_json=options.as_json,
                 out=sys.stdout,
                 err=sys.stderr,
+                log=options.log,
+                tensorboard=options.tensorboard,
             ) as report,
             warnings_as_sentences(),
         ):
@@ -201,6 +234,9 @@ def _train(
                 micro_steps=options.micro_steps,
                 evaluations=evaluations,
                 saves=saves,
+                stop=stop,
+                at_peak_s=at_peak_s,
+                check_finite=options.check_finite,
             )
         if engine.step_count < options.steps and engine.rank == 0:
             say(f"Stopped by SIGTERM after {engine.step_count} of {options.steps} steps.")
@@ -214,6 +250,36 @@ def _train(
         raise UserError(
             f"Training stopped, because its output could not be written: {error.strerror}."
         ) from error
+
+
+def require_outputs(options: RunOptions) -> None:
+    """Raise UserError where a file that the run is to write cannot be written, before anything else happens."""
+    if options.trace is not None:
+        require_writable(options.trace, TIMELINE)
+    if options.log is not None:
+        try:
+            options.log.open("a").close()
+        except OSError as error:
+            raise UserError(f"'{options.log}' cannot be written: {error.strerror}.") from None
+    if options.tensorboard is not None and not any(map(find_spec, TENSORBOARDS)):
+        raise UserError(
+            "--tensorboard needs the package tensorboard, which is not installed: pip install 'zeroir[tensorboard]'."
+        )
+
+
+def _at_peak_s(compiled: CompiledProgram, job_rank: JobRank, machine: str | None) -> float | None:
+    """The seconds of the model's arithmetic in a micro-step at the peak of the rank's device, if that is known."""
+    from zeroir.cost.arithmetic_at_peak import micro_step_at_peak_s
+    from zeroir.cost.machine import load_machine, machine_of_device
+
+    if machine is not None:
+        return micro_step_at_peak_s(compiled.logical, load_machine(machine))
+    if job_rank.device.type != "cuda":
+        return None
+    import torch
+
+    known = machine_of_device(torch.cuda.get_device_name(job_rank.device))
+    return None if known is None else micro_step_at_peak_s(compiled.logical, known)
 
 
 def open_data(source: ModelSource, job_rank: JobRank, seed: int) -> TrainingData:

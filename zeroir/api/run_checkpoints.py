@@ -17,6 +17,7 @@ from zeroir.report.names import counted
 if TYPE_CHECKING:
     from zeroir.runtime.checkpoint.loading import LoadedState
     from zeroir.runtime.saves import Saves
+    from zeroir.runtime.stop_signal import StopSignal
     from zeroir.runtime.training_state import Resumed, TrainingState
 
 
@@ -34,27 +35,31 @@ def held_folder(options: SaveOptions | None, rank: int) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def saving(training: TrainingState, options: SaveOptions | None) -> Iterator[Saves | None]:
-    """The saves of a run, None without ``--save``. While the body runs, SIGTERM ends training after its step."""
+def saves_of(training: TrainingState, options: SaveOptions | None) -> Saves | None:
+    """The saves of a run, None without ``--save``."""
     from zeroir.runtime.saves import Retention, Saves
-    from zeroir.runtime.stop_signal import stop_signal
 
     if options is None:
-        yield None
-        return
+        return None
     retention = None
     if options.keep is not None:
         best = None if options.keep_best is None else Best(metric=options.keep_best)
         retention = Retention(keep=options.keep, best=best)
+    return Saves(
+        training=training,
+        folder=CheckpointFolder(root=options.folder),
+        every=options.every,
+        retention=retention,
+    )
+
+
+@contextmanager
+def stopping() -> Iterator[StopSignal]:
+    """While the body runs, SIGTERM asks for the end of training after the present step."""
+    from zeroir.runtime.stop_signal import stop_signal
+
     with stop_signal(_end_unfinished) as stop:
-        yield Saves(
-            training=training,
-            folder=CheckpointFolder(root=options.folder),
-            every=options.every,
-            retention=retention,
-            stop=stop,
-        )
+        yield stop
 
 
 def _end_unfinished() -> NoReturn:

@@ -12,6 +12,9 @@ from zeroir.errors import UserError
 AUTO: Final = "auto"
 NONE: Final = "none"
 
+TENSORBOARDS: Final = ("tensorboard", "tensorboardX")
+"""Packages that write TensorBoard's files; the first one that is installed does."""
+
 _METRICS: Final = ("loss", "eval_loss")
 
 
@@ -35,7 +38,8 @@ class RunOptions:
     ``steps`` counts from the beginning of training, so a resumed run takes those that are left. ``micro_steps`` is None
     for as many as the program was compiled with, and ``order`` for their order there. ``offload`` are the options of
     what is kept outside device memory that replace the program's own; ``optimizer_bits`` does, too, but the model is
-    traced again for it.
+    traced again for it. ``log`` is a file of JSON lines and ``tensorboard`` a folder that reports are added to;
+    ``machine`` is one of `zeroir simulate`.
     """
 
     steps: int
@@ -50,6 +54,10 @@ class RunOptions:
     resume: str = AUTO
     model: str | None = None
     allow_model_change: bool = False
+    log: Path | None = None
+    tensorboard: Path | None = None
+    machine: str | None = None
+    check_finite: bool = False
     trace: Path | None = None
     kernels: str = "eager"
     cuda_graphs: bool = False

@@ -72,6 +72,25 @@ def run(
             "Python prints, warnings and errors, unless the model file configures logging]"
         ),
     ] = None,
+    log: Annotated[
+        Path | None, Parameter(help="Add a JSON object for each report to the lines of this file.")
+    ] = None,
+    tensorboard: Annotated[
+        Path | None, Parameter(help="Write the reports for TensorBoard to this folder.")
+    ] = None,
+    machine: Annotated[
+        str | None,
+        Parameter(
+            help="The machine, as in `zeroir simulate`, for the MFU. [default: known from the name of the GPU]"
+        ),
+    ] = None,
+    check_finite: Annotated[
+        bool,
+        Parameter(
+            negative=(),
+            help="Look at all gradients before each update, and name the first parameter whose gradient is not finite.",
+        ),
+    ] = False,
     eval_every: Annotated[
         int | None,
         Parameter(
@@ -136,14 +155,35 @@ def run(
     Example: torchrun --nproc-per-node 2 -m zeroir run gpt.zir --steps 100 --save checkpoints
     """
     from zeroir.api.job import launch
-    from zeroir.api.run import run_program
+    from zeroir.api.run import require_outputs, run_program
     from zeroir.api.run_options import RunOptions, save_options
-    from zeroir.artifact.outputs import TIMELINE, require_writable
 
     given = {} if offload is None else offload.given
-    saving = save_options(save, save_every, keep, keep_best, eval_every)
-    if trace is not None and "RANK" not in os.environ:
-        require_writable(trace, TIMELINE)
+    options = RunOptions(
+        steps=steps,
+        micro_steps=micro_steps,
+        order=order,
+        offload=cast("OffloadKeywords", given),
+        optimizer_bits=optimizer_bits,
+        seed=seed,
+        log_every=log_every,
+        eval_every=eval_every,
+        save=save_options(save, save_every, keep, keep_best, eval_every),
+        resume=resume,
+        model=model,
+        allow_model_change=allow_model_change,
+        log=log,
+        tensorboard=tensorboard,
+        machine=machine,
+        check_finite=check_finite,
+        trace=trace,
+        kernels=kernels,
+        cuda_graphs=cuda_graphs,
+        self_check=self_check,
+        as_json=as_json,
+    )
+    if "RANK" not in os.environ:
+        require_outputs(options)
     if nproc is not None and "RANK" not in os.environ:
         values: dict[str, object | None] = {
             "--steps": steps,
@@ -160,11 +200,15 @@ def run(
             "--keep-best": keep_best,
             "--resume": resume,
             "--model": model,
+            "--log": log,
+            "--tensorboard": tensorboard,
+            "--machine": machine,
             "--trace": trace,
             "--kernels": kernels,
         }
         flags = {
             "--allow-model-change": allow_model_change,
+            "--check-finite": check_finite,
             "--cuda-graphs": cuda_graphs,
             "--no-self-check": not self_check,
             "--json": as_json,
@@ -176,26 +220,5 @@ def run(
         return launch(nproc, [*arguments, *(name for name, is_set in flags.items() if is_set)])
     if log_level is not None:
         show_log(log_level, os.environ.get("RANK", "0"))
-    run_program(
-        program,
-        RunOptions(
-            steps=steps,
-            micro_steps=micro_steps,
-            order=order,
-            offload=cast("OffloadKeywords", given),
-            optimizer_bits=optimizer_bits,
-            seed=seed,
-            log_every=log_every,
-            eval_every=eval_every,
-            save=saving,
-            resume=resume,
-            model=model,
-            allow_model_change=allow_model_change,
-            trace=trace,
-            kernels=kernels,
-            cuda_graphs=cuda_graphs,
-            self_check=self_check,
-            as_json=as_json,
-        ),
-    )
+    run_program(program, options)
     return 0

@@ -219,12 +219,14 @@ class MeasuredOp(_Table):
 class Machine(_Table):
     """See the module's docstring. A machine without ``network`` is a single node.
 
+    ``device_names`` are the names that CUDA has for the accelerator.
     ``segments_scale`` is the factor by which the computed time of a segment without a measurement is multiplied. It
     makes segments with and without a measurement comparable.
     """
 
     name: Text
     accelerator: Text
+    device_names: tuple[Text, ...] = ()
     accelerators_per_node: Count
     compute: Arithmetic
     memory: MemoryFigures
@@ -257,6 +259,12 @@ def machine_names() -> tuple[str, ...]:
     """The machines that zeroir describes."""
     names = (file.name for file in _MACHINES.iterdir())
     return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
+
+
+def machine_of_device(device_name: str) -> Machine | None:
+    """A machine of zeroir whose accelerators have this name; None where there is none."""
+    machines = (load_machine(name) for name in machine_names())
+    return next((machine for machine in machines if device_name in machine.device_names), None)
 
 
 def load_machine(name: str | Path) -> Machine:
@@ -343,6 +351,8 @@ def _write_table(lines: list[str], path: str, table: Mapping[str, object]) -> No
         match value:
             case dict() if "value" not in value:
                 later.append((f"{path}{_key(key)}", value, False))
+            case [str(), *_]:
+                lines.append(f"{_key(key)} = {_literal(value)}")
             case list():
                 later += [(f"{path}{_key(key)}", item, True) for item in value]
             case _:
@@ -364,6 +374,8 @@ def _literal(value: object) -> str:
             return str(value).lower()
         case dict():
             return "{ " + ", ".join(f"{_key(k)} = {_literal(v)}" for k, v in value.items()) + " }"
+        case list():
+            return f"[{', '.join(map(_literal, value))}]"
         case str():
             escaped = value.replace("\\", "\\\\").replace('"', '\\"')
             return '"' + "".join(c if c >= " " else f"\\u{ord(c):04x}" for c in escaped) + '"'

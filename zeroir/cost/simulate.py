@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from zeroir.cost.arithmetic_at_peak import micro_step_at_peak_s
 from zeroir.cost.classes import RankClass, rank_classes
 from zeroir.cost.durations import Durations
 from zeroir.cost.events import Timeline, Timing, run
@@ -167,8 +168,7 @@ def simulate(
     flops, ideal_s = _flops(tasks[steps.first :], durations, machine)
     model_s = ideal_s
     if logical is not None:
-        model = step_tasks(logical, count, is_issuing=False, host_computes=False)
-        _, model_s = _flops(model, Durations(logical, machine), machine)
+        model_s = count * micro_step_at_peak_s(logical, machine)
     return Simulation(
         machine=machine.name,
         world_size=program.mesh.world_size,

@@ -26,7 +26,9 @@ from zeroir.deepspeed.treatment import (
 _UNITS = meaningless("parameters travel by unit; --units chooses the units")
 _KEPT = meaningless("small parameters lie in the flat buffer of their unit and travel with it")
 _RUN_LOG = meaningless("`zeroir run` prints losses; see --log-every, --json and --trace")
-_MONITOR = meaningless("`zeroir run --json` writes one JSON object per step for any monitor")
+_MONITOR = meaningless(
+    "`zeroir run --log FILE` writes JSON objects for any monitor, and --tensorboard for TensorBoard"
+)
 _NO_CHECKPOINTS = meaningless("it concerns DeepSpeed's checkpoint files")
 _INTERNAL = meaningless("it concerns the inside of DeepSpeed")
 _COMMUNICATION = meaningless("the program states every collective, and zeroir proves them")

@@ -1,0 +1,96 @@
+"""ZeroirTrainer does what Hugging Face's Trainer does, and refuses in a sentence what it cannot do."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from zeroir.errors import UserError
+
+# Imports of transformers take seconds, so tests that are left out make none.
+pytestmark = [
+    pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed"),
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6"),
+]
+
+
+@pytest.mark.dist
+def test_three_ranks_train_as_ddp_and_go_on_bit_for_bit(tmp_path: Path) -> None:
+    module = "tests.integrations.trainer_workers"
+    ranks = Ranks(3, tmp_path, module=module, sources=COMPILING_SOURCES)
+    require_success(ranks.wait(240))
+
+
+Refusal = tuple[dict[str, object], str]
+REFUSALS: list[Refusal] = [
+    ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+    ({"save_only_model": True, "load_best_model_at_end": True}, "save_only_model"),
+]
+
+
+@pytest.mark.parametrize(("given", "sentence"), REFUSALS, ids=["batch-size", "best-model"])
+def test_arguments_that_an_engine_cannot_follow_are_refused(
+    given: dict[str, object], sentence: str, tmp_path: Path
+) -> None:
+    from tests.integrations import trainer_workers as workers
+    from zeroir import ZeroirTrainer
+
+    saving = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    with pytest.raises(UserError, match=sentence):
+        ZeroirTrainer(workers.model(), workers.arguments(tmp_path, **saving, **given))
+    with pytest.raises(UserError, match="leave order= out"):
+        ZeroirTrainer(zeroir_options={"order": "layer"})
+
+
+def test_a_rank_alone_trains_with_the_users_optimizer_and_schedule(tmp_path: Path) -> None:
+    """Rows are added to the last batch of an epoch; changes of the model between two trainings count."""
+    from transformers import Trainer
+
+    from tests.integrations import trainer_workers as workers
+    from zeroir import ZeroirTrainer
+
+    losses: list[list[float]] = []
+    for kind in (Trainer, ZeroirTrainer):
+        model = workers.model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        given = {"lr_scheduler_type": "constant", "num_train_epochs": 1}
+        trainer = kind(
+            model,
+            workers.arguments(tmp_path / kind.__name__, **given),
+            data_collator=workers.collate,
+            train_dataset=workers.samples(7, longest=5),
+            eval_dataset=workers.samples(5, longest=5),
+            optimizers=(optimizer, schedule),
+        )
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        evaluated = trainer.evaluate()["eval_loss"]
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+        logged = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        rates = [log["learning_rate"] for log in trainer.state.log_history if "loss" in log]
+        changed = trainer.evaluate()["eval_loss"]
+        # Predictions need a program with outputs, compiled as for training although the model evaluates.
+        labelled = trainer.predict(cast("Any", workers.samples(2, longest=4)))
+        predicted = torch.as_tensor(labelled.predictions)
+        assert predicted.shape == (2, 4, workers.VOCABULARY)
+        mass = float(predicted.abs().sum())
+        ids = {"input_ids": torch.ones(2, 4, dtype=torch.long)}
+        unlabelled = cast("Any", [{"input_ids": row} for row in ids["input_ids"]])
+        trainer.data_collator = lambda rows: {
+            "input_ids": torch.stack([r["input_ids"] for r in rows])
+        }
+        predicted = torch.as_tensor(trainer.predict(unlabelled).predictions)
+        assert predicted.shape == (2, 4, workers.VOCABULARY)
+        total = float(predicted.abs().sum())
+        losses.append([before, evaluated, changed, mass, total, *logged, *rates])
+    expected, actual = losses
+    assert actual == pytest.approx(expected, rel=1e-4)
+    assert expected[1] != pytest.approx(expected[2], rel=1e-3)

@@ -1,0 +1,490 @@
+"""``ZeroirTrainer``: the ``Trainer`` of Hugging Face with an engine of zeroir in the place of DDP, FSDP or DeepSpeed.
+
+The trainer keeps its loop, callbacks, logs, schedules, metrics and folders of checkpoints. An engine does what it does
+with a wrapped model, gradients and an optimizer; the loss that the trainer computes is compiled into the program.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer import Trainer
+from transformers.trainer_pt_utils import nested_concat
+
+from zeroir.errors import CheckpointWarning, UserError
+from zeroir.integrations.engine_of_trainer import EngineOfTrainer, TrainerBatch
+from zeroir.integrations.fitted_batches import BatchShape, Inputs, cropped, rows_of
+from zeroir.runtime.random_states import host_generators_kept
+from zeroir.torch_ops.batches import with_tensors
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+    from transformers.trainer_utils import TrainOutput
+    from transformers.training_args import TrainingArguments
+
+    from zeroir.api.keywords import CompileKeywords
+    from zeroir.config import Precision
+
+_STATE: Final = "zeroir"
+"""The folder of the engine's state in a checkpoint of the trainer."""
+
+_SCHEDULER: Final = "scheduler.pt"
+_NO_OUTPUTS: Final = ("loss", "past_key_values")
+
+_joined: Final = cast("Callable[[object, object], object]", nested_concat)
+"""Two predictions of the same structure, one after the other, padded to one length."""
+
+
+class ZeroirTrainer(Trainer):
+    """Hugging Face's ``Trainer``, trained by an engine; under torchrun, or alone.
+
+    ``zeroir_options`` are keywords of ``zeroir.compile``, such as ``stage`` (3 unless given) or ``offload``, and have
+    precedence over what follows from ``args``: ``precision``, ``clip`` and ``micro_steps``. At the end of ``train`` the
+    model gets its values back, whole on the CPU of every rank, unless ``return_model`` is False. ``others`` are further
+    arguments of ``Trainer``, by name.
+
+    While it trains, the values of the model are in the engine: ``gathered`` lends them.
+
+    Raises:
+        UserError: where ``args`` ask for another way to distribute the training.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *,
+        zeroir_options: CompileKeywords | None = None,
+        return_model: bool = True,
+        **others: object,
+    ) -> None:
+        if args is not None:
+            _require_supported(args)
+        self._options: CompileKeywords = zeroir_options or {}
+        if self._options.get("order", "step") != "step":
+            raise UserError(
+                "ZeroirTrainer takes micro-batches one by one, and reports the loss of each: leave order= out of "
+                "zeroir_options."
+            )
+        self._returns_model = return_model
+        self._running: EngineOfTrainer | None = None
+        super().__init__(cast("Any", model), args, **cast("dict[str, Any]", others))
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Lend the model with its present values, whole, for reading; see ``Engine.gathered``. Ranks call it together.
+
+        Before the first training this is the model itself.
+        """
+        if self._running is None:
+            yield cast("nn.Module", self.model)
+            return
+        with self._running.engine.gathered(masters=True) as module:
+            yield module
+
+    # ------------------------------------------------------------------------------------------------------ training
+
+    def _build_accelerator_args(self, **kwargs: object) -> dict[str, Any]:
+        """Leave precision to the program: without it, accelerate would scale losses and cast outputs."""
+        arguments = super()._build_accelerator_args(**kwargs)
+        return {**arguments, "mixed_precision": "no"}
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the model where it is: each rank's device gets its shards alone."""
+
+    def _wrap_model(
+        self, model: nn.Module, training: bool = True, dataloader: DataLoader[object] | None = None
+    ) -> nn.Module:
+        if self._running is not None:
+            return self._running.wrapped
+        return super()._wrap_model(model, training, dataloader)
+
+    def _prepare_for_training(
+        self,
+        max_steps: int,
+        train_dataloader: DataLoader[object],
+        resume_from_checkpoint: str | None,
+    ) -> tuple[nn.Module, DataLoader[object]]:
+        if self._created_lr_scheduler:
+            self.lr_scheduler = None
+            self._created_lr_scheduler = False
+        running = self._running
+        if running is None or running.model is not self.model:
+            running = self._open(train_dataloader)
+        else:
+            running.take_changes()
+        engine = running.engine
+        _move_scheduler(self.lr_scheduler, self.optimizer, engine.optimizer)
+        self.optimizer = engine.optimizer
+        self.accelerator._optimizers.append(_SkippedSteps(running=running))
+        self.create_scheduler(num_training_steps=max_steps)
+        self.model_wrapped = running.wrapped
+        if resume_from_checkpoint is not None:
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        for attribute in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, attribute, getattr(self, attribute))
+        self.callback_handler.train_dataloader = train_dataloader
+        return running.wrapped, train_dataloader
+
+    def _open(self, train_dataloader: DataLoader[object]) -> EngineOfTrainer:
+        """Compile a program for the data's first samples, and make an engine with the model's values."""
+        if self._running is not None:
+            self._running.engine.close()
+            self._running = None
+        args, model = self.args, cast("nn.Module", self.model)
+        optimizer = self.create_optimizer()
+        example = self._prepare_inputs(
+            cast("dict[str, Any]", _first_batch(train_dataloader, self._train_batch_size))
+        )
+        num_items = self._get_num_items_in_batch([example], args.device)
+        config = getattr(model, "config", None)
+        pad_token = getattr(self.processing_class, "pad_token_id", None)
+        if pad_token is None:
+            pad_token = getattr(config, "pad_token_id", None)
+        needs_outputs = self.compute_metrics is not None and not args.prediction_loss_only
+        self._running = EngineOfTrainer(
+            model,
+            self._program_loss,
+            TrainerBatch(
+                inputs=with_tensors(example, lambda tensor: tensor.cpu()),
+                num_items=_number(num_items),
+            ),
+            optimizer=_without_schedule(optimizer),
+            options=self._compile_options(model),
+            has_outputs=needs_outputs,
+            pad_token=pad_token if isinstance(pad_token, int) else 0,
+            most_positions=getattr(config, "max_position_embeddings", None),
+            seed=args.seed,
+            kernels="inductor" if args.torch_compile else "eager",
+        )
+        return self._running
+
+    def _compile_options(self, model: nn.Module) -> CompileKeywords:
+        args = self.args
+        options: CompileKeywords = {
+            "world_size": args.world_size,
+            "precision": _precision(args, model),
+            "micro_steps": args.gradient_accumulation_steps,
+            "clip": args.max_grad_norm if args.max_grad_norm else None,
+        }
+        return {**options, **self._options}
+
+    def _program_loss(
+        self,
+        module: nn.Module,
+        inputs: dict[str, object],
+        num_items: Tensor | None,
+        micro_steps: Tensor,
+    ) -> tuple[Tensor, object]:
+        """The loss of a micro-batch, whose mean over the micro-steps and ranks the program differentiates."""
+        result = self.compute_loss(
+            module, inputs, return_outputs=True, num_items_in_batch=num_items
+        )
+        loss, outputs = result
+        if self._is_sum_over_micro_steps(has_items=num_items is not None):
+            loss = loss * micro_steps
+        return loss, self._predictions(outputs)
+
+    def _is_sum_over_micro_steps(self, *, has_items: bool) -> bool:
+        """Whether the loss of a step is the sum over its micro-batches and not their mean; see ``compute_loss``."""
+        if self.loss_is_scaled_for_ga is not None:
+            return self.loss_is_scaled_for_ga
+        return (self.model_accepts_loss_kwargs and has_items) or self.compute_loss_func is not None
+
+    def _predictions(self, outputs: object) -> object:
+        """What an evaluation yields beside the loss: the outputs that the trainer takes for predictions."""
+        if not isinstance(outputs, Mapping):
+            return outputs[1:] if isinstance(outputs, tuple) else outputs
+        config = getattr(self.model, "config", None)
+        ignored = getattr(config, "keys_to_ignore_at_inference", ()) if config is not None else ()
+        return {
+            name: value
+            for name, value in outputs.items()
+            if name not in (*_NO_OUTPUTS, *ignored) and value is not None
+        }
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[object], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | int | None]:
+        """Take the batches of a step, and let the engine go on with a program that they fit."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._running is not None and batches:
+            self._running.fit(batches, in_rows_of_the_program=False, needs_outputs=False)
+        return batches, num_items
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor | Any],
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """Take a micro-step, and return the part of the step's loss that is this batch's."""
+        del model  # Its values are in the engine.
+        assert self._running is not None
+        micro_steps = self.current_gradient_accumulation_steps
+        batch = TrainerBatch(
+            inputs=self._prepare_inputs(inputs),
+            num_items=_number(num_items_in_batch),
+            micro_steps=micro_steps,
+        )
+        result = self._running.micro_step(batch, is_last=self.accelerator.sync_gradients)
+        return torch.tensor(result.loss / micro_steps, device=self.args.device)
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Do nothing: the program clips."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> None:
+        """Do nothing: the norm is a result of the update, which follows."""
+
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: Tensor,
+        grad_norm: Tensor | float | None,
+        model: nn.Module,
+        trial: object,
+        epoch: float,
+        ignore_keys_for_eval: list[str] | None,
+        start_time: float,
+        learning_rate: float | None = None,
+    ) -> None:
+        if self._running is not None and self._running.engine.last_result is not None:
+            grad_norm = self._running.engine.last_result.grad_norm
+        super()._maybe_log_save_evaluate(
+            tr_loss,
+            grad_norm,
+            model,
+            cast("Any", trial),
+            epoch,
+            ignore_keys_for_eval,
+            start_time,
+            learning_rate=learning_rate,
+        )
+
+    def _finalize_training(
+        self, trial: object, num_train_samples: int, start_time: float
+    ) -> TrainOutput:
+        finalize: Callable[..., TrainOutput] = super()._finalize_training
+        output = finalize(trial, num_train_samples, start_time)
+        if self._running is not None and self._returns_model:
+            self._running.return_values()
+        return output
+
+    # ---------------------------------------------------------------------------------------------------- evaluation
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor | Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Evaluate a batch by the engine, once there is one; see ``Trainer.prediction_step``.
+
+        A batch without labels has no loss: the model is gathered for it, and computes the predictions by itself.
+        """
+        if self._running is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._running.take_changes()
+        if any(inputs.get(name) is None for name in self.label_names) or not self.label_names:
+            with self.gathered() as whole:
+                whole.eval()
+                return super().prediction_step(whole, inputs, prediction_loss_only, ignore_keys)
+        inputs = self._prepare_inputs(inputs)
+        loss, outputs = self._evaluated(inputs, needs_outputs=not prediction_loss_only)
+        if prediction_loss_only:
+            return loss, None, None
+        if isinstance(outputs, Mapping):
+            names = [name for name in outputs if name not in (ignore_keys or ())]
+            outputs = tuple(outputs[name] for name in names)
+        if isinstance(outputs, tuple | list) and len(outputs) == 1:
+            outputs = outputs[0]
+        labels = tuple(inputs[name] for name in self.label_names)
+        return loss, cast("Tensor", outputs), labels[0] if len(labels) == 1 else cast("Any", labels)
+
+    def _evaluated(self, inputs: Inputs, *, needs_outputs: bool) -> tuple[Tensor, object]:
+        """The loss of a batch of any number of rows, and the outputs of the model.
+
+        Pieces of as many rows as the program's batches are evaluated one after the other.
+        """
+        assert self._running is not None
+        running = self._running
+        most_rows = running.fit([inputs], in_rows_of_the_program=True, needs_outputs=needs_outputs)
+        own, per_piece = BatchShape.of(inputs), running.shape.rows
+        loss, total = 0.0, 0
+        outputs: object = None
+        for start in range(0, most_rows, per_piece):
+            piece = rows_of(inputs, start, start + per_piece)
+            num_items = _number(self._get_num_items_in_batch([piece], self.args.device))
+            evaluation = running.evaluate(TrainerBatch(inputs=piece, num_items=num_items))
+            if start >= own.rows:
+                continue  # Another rank has more rows.
+            shape = BatchShape.of(piece)
+            weight = shape.rows if num_items is None else num_items
+            loss, total = loss + weight * evaluation.loss, total + weight
+            if needs_outputs:
+                new = _cropped(evaluation.outputs, shape, running.shape)
+                outputs = new if outputs is None else _joined(outputs, new)
+        return torch.tensor(loss / total if total else loss, device=self.args.device), outputs
+
+    # --------------------------------------------------------------------------------------------------- checkpoints
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model for ``from_pretrained``, in the dtypes in which it was loaded.
+
+        While it trains, all ranks call this together, because rank 0 gathers the values.
+        """
+        running = self._running
+        if running is None or running.is_returned:
+            super().save_model(output_dir, _internal_call)
+            return
+        values = running.engine.state_dict(
+            rank0_only=not self.args.save_on_each_node,
+            # An adapter is saved without its base model, which may fit no host.
+            only_trained=hasattr(running.model, "peft_config"),
+        )
+        dtypes = {name: tensor.dtype for name, tensor in running.model.state_dict().items()}
+        self._save(
+            output_dir,
+            state_dict={name: value.to(dtypes.get(name)) for name, value in values.items()},
+        )
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save what training needs to go on: the engine's state, of which every rank writes its part."""
+        assert self._running is not None
+        state = Path(output_dir, _STATE)
+        if self.args.should_save and state.is_dir():
+            # The trainer has replaced the model's files of an earlier run in this folder, too.
+            shutil.rmtree(state)
+        self._running.engine.save(state)
+        if self.args.should_save and self.lr_scheduler is not None:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        """Load the model of another trainer's checkpoint; those of this one are loaded with the engine's state."""
+        if not Path(resume_from_checkpoint, _STATE).is_dir():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        assert self._running is not None
+        state, scheduler = Path(checkpoint, _STATE), Path(checkpoint, _SCHEDULER)
+        if state.is_dir():
+            self._running.engine.load(state)
+        else:
+            warnings.warn(
+                f"'{checkpoint}' has no state of ZeroirTrainer: the weights go on, and the optimizer begins anew.",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+        if scheduler.is_file() and self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+    def _load_best_model(self) -> None:
+        assert self._running is not None
+        best = self.state.best_model_checkpoint
+        assert best is not None
+        self._running.engine.load(Path(best, _STATE), weights_only=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SkippedSteps:
+    """Tells accelerate, and so the trainer's schedule, of an update that an overflow has skipped."""
+
+    running: EngineOfTrainer
+
+    @property
+    def step_was_skipped(self) -> bool:
+        result = self.running.engine.last_result
+        return result is not None and result.is_skipped
+
+
+def _require_supported(args: TrainingArguments) -> None:
+    """Refuse arguments that an engine cannot follow, and keep one process on one device.
+
+    Raises:
+        UserError: where there are such arguments.
+    """
+    if args.fsdp or args.deepspeed:
+        which = "fsdp" if args.fsdp else "deepspeed"
+        raise UserError(
+            f"TrainingArguments has {which}=, which distributes the training itself: leave it out, and pass the ZeRO "
+            "stage and the offloading as zeroir_options."
+        )
+    if args.auto_find_batch_size:
+        raise UserError(
+            "ZeroirTrainer does not try batch sizes: leave auto_find_batch_size out, and look at what "
+            "`zeroir plan` finds for the model."
+        )
+    if args.save_only_model and args.load_best_model_at_end:
+        raise UserError(
+            "load_best_model_at_end needs the state of the engine in the checkpoints: leave save_only_model out."
+        )
+    if args.n_gpu > 1:
+        args._n_gpu = 1  # As the trainer does for models that use several devices by themselves.
+
+
+def _precision(args: TrainingArguments, model: nn.Module) -> Precision:
+    """The precision that the arguments ask for, or else that of the model's parameters."""
+    if args.bf16:
+        return "bf16"
+    if args.fp16:
+        return "fp16"
+    dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point}
+    return "bf16" if dtypes == {torch.bfloat16} else "fp32"
+
+
+def _without_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer without empty groups, and without the mark of a scheduler, which will drive the engine's."""
+    groups = [g for g in optimizer.param_groups if any(p.requires_grad for p in g["params"])]
+    optimizer.param_groups[:] = groups
+    for group in groups:
+        group.pop("initial_lr", None)
+    return optimizer
+
+
+def _move_scheduler(
+    scheduler: object, old: torch.optim.Optimizer | None, new: torch.optim.Optimizer
+) -> None:
+    """Let a scheduler that the user made for the optimizer drive the engine's."""
+    if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) or old is new:
+        return
+    # A scheduler counts the steps of its optimizer, for which torch replaces the optimizer's method ``step``.
+    torch.optim.lr_scheduler.LambdaLR(new, lambda _: 1.0)
+    for group, base_lr in zip(new.param_groups, scheduler.base_lrs, strict=True):
+        group["initial_lr"] = base_lr
+    scheduler.optimizer = new
+
+
+def _first_batch(dataloader: DataLoader[object], rows: int) -> object:
+    """A batch of the first samples of a data set; it leaves the data loader and random generators as they are."""
+    dataset = cast("Any", dataloader.dataset)
+    collate = dataloader.collate_fn
+    assert collate is not None
+    with host_generators_kept():
+        if isinstance(dataset, torch.utils.data.IterableDataset):
+            samples: Iterable[object] = islice(iter(dataset), rows)
+        else:
+            samples = (dataset[index] for index in range(min(rows, len(dataset))))
+        return collate(list(samples))
+
+
+def _number(num_items: Tensor | int | None) -> int | None:
+    return None if num_items is None else round(float(num_items))
+
+
+def _cropped(outputs: object, own: BatchShape, shape: BatchShape) -> object:
+    return with_tensors(outputs, lambda output: cropped(output, own, shape))
