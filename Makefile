@@ -9,18 +9,18 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test gpu bench format clean
+.PHONY: help setup demo check test gpu docs bench format clean
 
 help:
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
 
 setup: $(STAMP)  ## create .venv with pinned dependencies and zeroir itself
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found: install it or call make PYTHON=/path/to/python."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,docs]'
 	touch $@
 
 demo: setup  ## compile, show and train a small GPT on two CPU ranks (about a minute)
@@ -45,6 +45,10 @@ gpu: setup  ## the tests that need a CUDA device
 	else \
 	  echo "No CUDA device was found, so the GPU tests were not run."; \
 	fi
+
+docs: setup  ## build the documentation site in build/site; a wrong link is an error
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html docs build/site
+	@echo "Open build/site/index.html in a browser."
 
 bench: setup  ## measure everything on docs/performance.md anew, on an idle machine
 	$(BIN)/python -m tools.bench_peers peers --record docs/records/peers.json

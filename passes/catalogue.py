@@ -16,6 +16,7 @@ from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
 from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.passes.overlap_update import OverlapUpdate
+from zeroir.passes.overlap_uploads import OverlapUploads
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.prefetch import PrefetchGathers
@@ -26,6 +27,7 @@ from zeroir.passes.select_saved import SelectSaved
 from zeroir.passes.shard_gradients import ShardGradients
 from zeroir.passes.shard_optimizer import ShardOptimizer
 from zeroir.passes.shard_parameters import ShardParameters
+from zeroir.passes.speculate_update import SpeculateUpdate
 from zeroir.passes.unshard import Unshard
 
 PASSES: tuple[type[Pass], ...] = (
@@ -49,7 +51,9 @@ PASSES: tuple[type[Pass], ...] = (
     OffloadGradients,
     OffloadParameters,
     OffloadActivations,
+    SpeculateUpdate,
     OffloadToDisk,
+    OverlapUploads,
     SaveState,
     PlanMemory,
 )

@@ -9,8 +9,8 @@ the work on a piece.
 An update moves each element once each way: master weights, states and averages are loaded once, updated, averaged and
 rounded to 16 bits, and stored once.
 
-Host memory is the cache of the disk: ``cache_bytes`` of these buffers stay in it. A step uses all of them in one order,
-so the best rule of replacement, Belady's, never replaces: the same buffers stay, those of which most bytes would
+Host memory is the cache of the disk: ``cache_bytes`` of these buffers stay in it. A step uses all of them in one
+order, so the best rule of replacement, Belady's, never replaces: the same buffers stay, those of which most bytes would
 otherwise travel in a step for each byte that stays. These are parameters, which the forward and the backward load,
 before activations, and what the update alone uses.
 
@@ -128,7 +128,7 @@ class OffloadToDisk(Pass):
 
 
 def _cached(program: Program, homes: Collection[str], cache_bytes: int) -> set[str]:
-    """The buffers, of those on disk in a program, that stay in host memory: whole ones, as many as have room."""
+    """The buffers, of those on disk in a program, that stay in host memory: whole ones, as many as fit."""
     moved_bytes: Counter[str] = Counter()
     for op in program.step_ops():
         if isinstance(op, ops.Load | ops.Store):

@@ -43,12 +43,13 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Region, Role
 from zeroir.ir.contents import Content, FlatContent, NamedContent, Zeros
 from zeroir.ir.effects import effects
-from zeroir.ir.mesh import COMPUTE, Executor, Stream
+from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Holding, Program, Section, State
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.conflicts import Touched
+from zeroir.passes.common.update_streams import BESIDE
 
 _Movable = (
     ops.Decide
@@ -62,8 +63,6 @@ _Movable = (
     | ops.AllGather
     | ops.AllReduce
 )
-
-STREAM = Stream(name="update", executor=Executor.DEVICE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +89,7 @@ class OverlapUpdate(Pass):
             UPDATE: replace(update, entry=between, body=left),
         }
         program = rewrite.map_sections(program, lambda section: changed.get(section.name, section))
-        return replace(program, streams=(*program.streams, STREAM))
+        return replace(program, streams=(*program.streams, BESIDE))
 
 
 def _is_free(update: Section) -> bool:
@@ -182,7 +181,7 @@ def _placed(last: Section, moved: Iterable[_Movable], program: Program) -> tuple
         at = max(touched.against(together), default=-1)
         for placed in together:
             touched.add(placed, at)
-            stream = STREAM.name if placed.stream == COMPUTE else placed.stream
+            stream = BESIDE.name if placed.stream == COMPUTE else placed.stream
             after.setdefault(at, []).append(replace(placed, stream=stream))
     return (*after.get(-1, ()), *rewrite.insert(last.body, after=after))
 
@@ -234,10 +233,9 @@ def _results(op: Op, program: Program) -> Iterator[tuple[Region, Content]]:
 def _advanced(region: Region, program: Program) -> Iterator[tuple[Region, Content]]:
     """The next version of a persistent buffer's resting content."""
     match program.buffer_by_name[region.buffer].holds:
-        case FlatContent() as holds:
-            offset = holds.offset + region.offset
-            shard = region.shard or holds.shard
-            yield region, replace(holds, offset=offset, shard=shard, version=holds.version + 1)
+        case FlatContent():
+            content = rewrite.content_of(region, program)
+            yield region, replace(content, version=content.version + 1)
         case NamedContent() as holds:
             yield region, replace(holds, version=holds.version + 1)
         case _:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zeroir.config import CompileOptions
+from zeroir.config.offload_fields import OPTIMIZER
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.program import Program
 from zeroir.passes.all_reduce_gradients import AllReduceGradients
@@ -25,6 +26,7 @@ from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
 from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.passes.overlap_update import OverlapUpdate
+from zeroir.passes.overlap_uploads import OverlapUploads
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.prefetch import PrefetchGathers
@@ -35,6 +37,7 @@ from zeroir.passes.select_saved import SelectSaved
 from zeroir.passes.shard_gradients import ShardGradients
 from zeroir.passes.shard_optimizer import ShardOptimizer
 from zeroir.passes.shard_parameters import ShardParameters
+from zeroir.passes.speculate_update import SpeculateUpdate
 from zeroir.passes.unshard import Unshard
 
 __all__ = ["PASSES", "for_options", "for_stage", "lower", "lower_with_proof", "parse_spec"]
@@ -182,8 +185,12 @@ def _offload(options: CompileOptions) -> tuple[Pass, ...]:
                 made.append(OffloadActivations(units=units))
             case _:
                 raise InternalError(f"There is no pass that offloads {kind}.")
+    if options.speculate and "optimizer" in options.offload:
+        made.append(SpeculateUpdate())
     if options.kept_on_disk:
         made.append(OffloadToDisk(what=options.kept_on_disk, cache_bytes=options.host_cache_bytes))
+    if OPTIMIZER in options.offload:
+        made.append(OverlapUploads())
     return tuple(made)
 
 

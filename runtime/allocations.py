@@ -21,7 +21,12 @@ from torch.profiler import ProfilerActivity, profile
 from zeroir.errors import InternalError
 
 _STDERR: Final = 2
-_NOTICES: Final = (b"SyncActivityProfilerHandler", b"Memory block of unknown size")
+_NOTICES: Final = (
+    b"SyncActivityProfilerHandler",
+    b"ActivityProfilerController.cpp",
+    b"DeviceProperties.cpp",  # a CUDA build of torch on a machine without a GPU
+    b"Memory block of unknown size",
+)
 
 
 class Range(NamedTuple):
@@ -55,7 +60,10 @@ def allocations(action: Callable[[], object]) -> list[AllocatorEvent]:
     try:
         with (
             _without_notices(),
-            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+            # Without `acc_events` torch 2.12 warns of later cycles, and there are none.
+            profile(
+                activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+            ) as profiler,
         ):
             kept = action()
     finally:

@@ -52,11 +52,17 @@ def _checked(binding: InputBinding, leaves: BatchLeaves) -> Tensor:
         )
     if tuple(tensor.shape) != binding.shape or tensor.dtype is not TORCH_DTYPE[binding.dtype]:
         actual = _describe(str(tensor.dtype), tuple(tensor.shape))
+        remedy = _DROP_LAST if _is_shorter(tuple(tensor.shape), binding.shape) else _REMEDY
         raise UserError(
-            f"The batch's '{binding.path}' is {actual}, but the program was compiled for {expected}: {_REMEDY}, or "
+            f"The batch's '{binding.path}' is {actual}, but the program was compiled for {expected}: {remedy}, or "
             "compile for the new ones."
         )
     return tensor
+
+
+def _is_shorter(shape: tuple[int, ...], compiled: tuple[int, ...]) -> bool:
+    """Whether a tensor has fewer samples than the program was compiled for, and is otherwise of the compiled shape."""
+    return bool(shape and compiled) and shape[0] < compiled[0] and shape[1:] == compiled[1:]
 
 
 def _check_constant(binding: ConstantBinding, leaves: BatchLeaves) -> None:
@@ -89,6 +95,10 @@ def _unknown(program: Program, leaves: BatchLeaves) -> UserError:
     )
 
 
+_DROP_LAST = (
+    "the last batch of an epoch is shorter where the number of samples is no multiple of the batch size, so pass "
+    "drop_last=True to the DataLoader"
+)
 _REMEDY = "give batches like the example that it was compiled with"
 
 

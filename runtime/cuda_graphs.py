@@ -33,6 +33,7 @@ from zeroir.ir.issuing import issued_apart
 from zeroir.ir.mesh import HOST, Executor
 from zeroir.ir.program import SAVE, Program, Section
 from zeroir.runtime.comm.job import Backend, Job
+from zeroir.runtime.kernels.foreign import op_outside_graphs
 from zeroir.runtime.rank_memory import RankMemory
 
 WARM_UP: Final = 2
@@ -65,6 +66,10 @@ def why_not(program: Program, section: Section, backend: Backend = Backend.LOCAL
             return f"a thread issues its copies on stream {effect.stream}, which wait for the host"
         if effect.comm is not None and backend in _ON_HOST:
             return f"{backend} moves data in the host's memory"
+        if isinstance(op, ops.Compute):
+            name = op_outside_graphs(program.segment_by_name[op.segment])
+            if name is not None:
+                return f"the operator {name} of segment @{op.segment} reads values on the host"
         if isinstance(op, ops.OptimizerStep) and _asks_for_the_step(program, op):
             return "momentum with dampening asks the device for the step count"
         if isinstance(op, ops.OptimizerStep) and op.algorithm is ops.Algorithm.SHAMPOO:
@@ -102,7 +107,7 @@ def _buffers(op: ops.Op) -> Iterator[str]:
     """The buffers that an op uses, begins or ends, except hyper-parameters, which are constants of a graph."""
     effect = effects(op)
     for region in (*effect.reads, *effect.writes, *effect.accumulates):
-        settings = op.settings if isinstance(op, ops.Direction | ops.OptimizerStep) else ()
+        settings = op.settings if isinstance(op, ops.StepOp) else ()
         if not any(region == s.hyper for s in settings):
             yield region.buffer
     yield from effect.allocs
@@ -167,7 +172,7 @@ class SectionGraphs:
                 {
                     settings.hyper.buffer
                     for op in section.body
-                    if isinstance(op, ops.Direction | ops.OptimizerStep)
+                    if isinstance(op, ops.StepOp)
                     for settings in op.settings
                 }
             )

@@ -6,8 +6,8 @@ and the FP32 states of one chunk exist at a time. Elsewhere these are many small
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel
 from zeroir.ir.ops import Algorithm
-from zeroir.runtime import optim
+from zeroir.runtime.chunked_update import GroupPieces
 from zeroir.runtime.compiled_rounding import CompiledRounding
 from zeroir.runtime.eight_bit_states import Scratch, code_map, narrow, widen
 from zeroir.workspace.op_scratch import (
@@ -61,14 +61,6 @@ class _TorchState:
     def _own(self, blocks: slice) -> tuple[Tensor, Tensor]:
         elements = slice(blocks.start * BLOCK_NUMEL, blocks.stop * BLOCK_NUMEL)
         return self.state.codes[elements], self.state.absmax[blocks]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPieces:
-    """The parts of a region that a group has, and its operands, whose params, grads and states are empty."""
-
-    pieces: Sequence[slice]
-    operands: optim.Operands
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,22 +120,4 @@ class CodedUpdate:
 
     def _update(self, chunk: slice, values: Sequence[Tensor]) -> None:
         for group in self.groups:
-            pieces = list(_within(group.pieces, chunk))
-            if not pieces:
-                continue
-            places = [slice(chunk.start + p.start, chunk.start + p.stop) for p in pieces]
-            operands = replace(
-                group.operands,
-                params=[self.param[place] for place in places],
-                grads=[self.grad[place] for place in places],
-                states=[[wide[piece] for piece in pieces] for wide in values],
-            )
-            optim.update(self.algorithm, operands)
-
-
-def _within(pieces: Sequence[slice], chunk: slice) -> Iterator[slice]:
-    """The parts of pieces within a chunk, counted from its first element."""
-    for piece in pieces:
-        start, stop = max(piece.start, chunk.start), min(piece.stop, chunk.stop)
-        if start < stop:
-            yield slice(start - chunk.start, stop - chunk.start)
+            group.update(self.algorithm, chunk, self.param[chunk], self.grad[chunk], values)

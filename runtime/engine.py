@@ -123,7 +123,7 @@ class Engine(EngineValues):
         self._graphs = opened.graphs
         if self._optimizer is not None:
             self._optimizer.write_to([self._memory])
-        elif any(isinstance(op, ops.OptimizerStep) for op in program.ops()):
+        elif any(isinstance(op, ops.OptimizerStep | ops.CommitStep) for op in program.ops()):
             self._optimizer = LiveOptimizer(program, [self._memory], self.update)
         if self._optimizer is not None:
             self._executor.settings = SettingsOfRanks(optimizer=self._optimizer, job=self.job)

@@ -67,8 +67,8 @@ class RankResult:
     ``loss`` is f32[]: the mean over the step's micro-batches of this rank, weighted where they have weights;
     ``mean_loss`` that over all ranks, or None where the program does not reduce it. ``weight`` is the sum of this
     rank's weights, f32[] or the number of micro-batches. ``is_skipped`` and ``grad_norm`` are f32[], or None where the
-    program computes neither; the norm is of the averaged, unscaled gradient, before clipping. Reading a value waits for
-    the device.
+    program computes neither; the norm is of the averaged, unscaled gradient, before clipping. ``is_redone`` is f32[]:
+    whether the host undid its speculative update, or None where the update waits. Reading a value waits for the device.
     """
 
     loss: Tensor
@@ -76,6 +76,7 @@ class RankResult:
     mean_loss: Tensor | None
     is_skipped: Tensor | None
     grad_norm: Tensor | None
+    is_redone: Tensor | None = None
 
 
 class StepSettings(Protocol):
@@ -539,6 +540,7 @@ class StepExecutor:
             mean_loss=mean_loss,
             is_skipped=None if skip is None else memory.region(skip)[0].clone(),
             grad_norm=norm,
+            is_redone=None if decide.redo is None else memory.region(decide.redo)[0].clone(),
         )
 
     @cached_property

@@ -23,11 +23,13 @@ from zeroir.ir.eight_bit_states import is_signed
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Program
 from zeroir.runtime import numerics, optim
+from zeroir.runtime.chunked_update import GroupPieces, SpeculativeUpdate
 from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
 from zeroir.runtime.compiled_rounding import CompiledRounding
-from zeroir.runtime.eight_bit_update import CodedState, CodedUpdate, GroupPieces
+from zeroir.runtime.eight_bit_update import CodedState, CodedUpdate
 from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.kernels.declared import misdeclared
+from zeroir.runtime.kernels.foreign import require_registered
 from zeroir.runtime.prepared_op import PreparedOp, one_after_the_other
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.state import flat_start
@@ -43,7 +45,8 @@ class LocalRanks:
     compiled code that rounds states of 8 bits on the CPU; where it is None torch's operators do.
 
     Raises:
-        UserError: where the types that a segment declares are not those that its operators make.
+        UserError: where the types that a segment declares are not those that its operators make, or an operator of a
+            library or the model is not registered.
     """
 
     program: Program
@@ -55,6 +58,7 @@ class LocalRanks:
     _temporary: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
+        require_registered(self.program)
         problem = misdeclared(self.program.segments)
         if problem is not None:
             raise UserError(
@@ -224,6 +228,16 @@ def _prepare_locally(
                 memory.region(op.destination),
                 is_added=op.mode is Mode.ACCUMULATE,
             )
+        case ops.Guess():
+            return partial(
+                numerics.guess,
+                step=memory.region(op.step),
+                next_step=memory.region(op.next_step),
+                gradient_divisor=memory.region(op.gradient_divisor),
+                divisor=op.divisor,
+                loss_scale=_region(memory, op.loss_scale),
+                weight=_region(memory, op.weight),
+            )
         case ops.Decide():
             return partial(
                 numerics.decide,
@@ -236,6 +250,8 @@ def _prepare_locally(
                 skip=_region(memory, op.skip),
                 max_norm=op.max_norm,
                 weight=_region(memory, op.weight),
+                guess=_region(memory, op.guess),
+                redo=_region(memory, op.redo),
             )
         case ops.Direction():
             return _prepare_directions(op, memory, local_ranks.program)
@@ -245,6 +261,11 @@ def _prepare_locally(
             if op.scales:
                 return _prepare_coded_update(op, memory, local_ranks)
             return _prepare_update(op, memory, local_ranks.program)
+        case ops.SpeculativeStep():
+            return _speculative_update(op, memory, local_ranks.program).speculate
+        case ops.CommitStep():
+            update = _speculative_update(op, memory, local_ranks.program)
+            return partial(update.commit, memory.region(op.redo))
         case ops.Average():
             return partial(
                 numerics.average,
@@ -310,23 +331,6 @@ def _prepare_coded_update(
 ) -> PreparedOp:
     """One step for all groups, because the states are widened and rounded once for all of them."""
     program, param = local_ranks.program, memory.region(op.param)
-    groups = [
-        GroupPieces(
-            pieces=_pieces(op.param, settings.group, memory, program),
-            operands=optim.Operands(
-                params=(),
-                grads=(),
-                states=(),
-                step=memory.region(op.step),
-                lr=memory.region(settings.lr),
-                hyper=memory.region(settings.hyper),
-                divisor=memory.region(op.gradient_divisor),
-                skip=_region(memory, op.skip),
-                padding=_padding(op.param, memory, program),
-            ),
-        )
-        for settings in op.settings
-    ]
     update = CodedUpdate(
         algorithm=op.algorithm,
         param=param,
@@ -339,12 +343,53 @@ def _prepare_coded_update(
                 op.algorithm.state_names, op.states, op.scales, strict=True
             )
         ],
-        groups=groups,
+        groups=_group_pieces(op, memory, program),
         skip=_region(memory, op.skip),
         compiled=local_ranks.rounding if param.device.type == "cpu" else None,
     )
     update.prepare()
     return update
+
+
+def _speculative_update(
+    op: ops.SpeculativeStep | ops.CommitStep, memory: RankMemory, program: Program
+) -> SpeculativeUpdate:
+    return SpeculativeUpdate(
+        algorithm=op.algorithm,
+        param=memory.region(op.param),
+        grad=memory.region(op.grad),
+        states=[memory.region(state) for state in op.states],
+        kept=[memory.region(kept) for kept in op.kept],
+        rounded=_region(memory, op.rounded),
+        groups=_group_pieces(op, memory, program),
+    )
+
+
+def _group_pieces(
+    op: ops.OptimizerStep | ops.SpeculativeStep | ops.CommitStep,
+    memory: RankMemory,
+    program: Program,
+) -> list[GroupPieces]:
+    """What each group of an op has on this rank."""
+    skip = None if isinstance(op, ops.SpeculativeStep) else op.skip
+    padding = _padding(op.param, memory, program)
+    return [
+        GroupPieces(
+            pieces=_pieces(op.param, settings.group, memory, program),
+            operands=optim.Operands(
+                params=(),
+                grads=(),
+                states=(),
+                step=memory.region(op.step),
+                lr=memory.region(settings.lr),
+                hyper=memory.region(settings.hyper),
+                divisor=memory.region(op.gradient_divisor),
+                skip=_region(memory, skip),
+                padding=padding,
+            ),
+        )
+        for settings in op.settings
+    ]
 
 
 def _prepare_directions(op: ops.Direction, memory: RankMemory, program: Program) -> PreparedOp:

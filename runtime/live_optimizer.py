@@ -283,7 +283,7 @@ def _require_same(owners: Sequence[str], rows: Sequence[Sequence[float]], own_ra
 
 def _groups(program: Program) -> list[_LiveGroup]:
     """The groups that the program's steps name, in the order of its header."""
-    steps = [op for op in program.ops() if isinstance(op, ops.OptimizerStep)]
+    steps = [op for op in program.ops() if isinstance(op, ops.OptimizerStep | ops.CommitStep)]
     # A program without groups takes all settings from its steps; its group has no names of parameters.
     used = {own.group: (step.algorithm, own) for step in reversed(steps) for own in step.settings}
     names = [group.name for group in program.groups if group.name in used] or list(used)

@@ -118,7 +118,9 @@ class Lockstep:
 
     @property
     def _running(self) -> Running:
-        has_steps = any(isinstance(op, ops.OptimizerStep) for op in self.program.ops())
+        has_steps = any(
+            isinstance(op, ops.OptimizerStep | ops.CommitStep) for op in self.program.ops()
+        )
         return Running(
             program=self.program,
             memories=self._memories,

@@ -59,6 +59,31 @@ def has_overflow(sources: Sequence[Tensor], destination: Tensor, *, is_added: bo
     destination.masked_fill_(is_finite.logical_not(), 1.0)
 
 
+def guess(
+    *,
+    step: Tensor,
+    next_step: Tensor,
+    gradient_divisor: Tensor,
+    divisor: int,
+    loss_scale: Tensor | None,
+    weight: Tensor | None,
+) -> None:
+    """Carry out ``ops.Guess``. Every tensor is f32[1]; of a longer ``loss_scale`` the first element counts."""
+    gradient_divisor.copy_(_unclipped_divisor(gradient_divisor, divisor, weight, loss_scale))
+    torch.add(step, 1.0, out=next_step)
+
+
+def _unclipped_divisor(
+    like: Tensor, divisor: int, weight: Tensor | None, loss_scale: Tensor | None
+) -> Tensor:
+    scale = torch.full_like(like, float(divisor))
+    if weight is not None:
+        scale.mul_(weight)
+    if loss_scale is not None:
+        scale.mul_(loss_scale[:1])
+    return scale
+
+
 def decide(
     *,
     step: Tensor,
@@ -70,18 +95,19 @@ def decide(
     skip: Tensor | None,
     max_norm: float | None,
     weight: Tensor | None = None,
+    guess: Tensor | None = None,
+    redo: Tensor | None = None,
 ) -> None:
     """Carry out ``ops.Decide``. Every tensor is f32[1]; of a longer ``loss_scale`` the first element counts."""
-    scale = torch.full_like(gradient_divisor, float(divisor))
-    if weight is not None:
-        scale.mul_(weight)
-    if loss_scale is not None:
-        scale.mul_(loss_scale[:1])
+    scale = _unclipped_divisor(gradient_divisor, divisor, weight, loss_scale)
     if max_norm is not None and norm is not None:
         clip = max_norm / (norm.sqrt() / scale + 1e-6)
         gradient_divisor.copy_(scale / clip.clamp(max=1.0))
     else:
         gradient_divisor.copy_(scale)
+    if redo is not None and guess is not None:
+        # A divisor that is NaN differs from any guess.
+        redo.copy_(gradient_divisor != guess)
     if skip is None:
         step.add_(1.0)
         return
@@ -91,6 +117,8 @@ def decide(
     if weight is not None:
         is_skipped |= weight == 0
     skip.copy_(is_skipped)
+    if redo is not None:
+        redo.masked_fill_(is_skipped, 1.0)
     step.add_(1.0 - skip)
 
 

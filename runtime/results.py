@@ -37,6 +37,11 @@ class StepResult:
         return self.rank.is_skipped is not None and bool(self.rank.is_skipped > 0)
 
     @property
+    def is_redone(self) -> bool:
+        """Whether clipping or an overflow undid the speculative update of a host; False where updates wait."""
+        return self.rank.is_redone is not None and bool(self.rank.is_redone > 0)
+
+    @property
     def grad_norm(self) -> float | None:
         """Global L2 norm of the averaged gradient before clipping; None where the program computes none."""
         return None if self.rank.grad_norm is None else float(self.rank.grad_norm)

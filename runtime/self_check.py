@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -30,15 +30,28 @@ from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.calls import is_multiple, operator, resolver
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.kernels.eager import laid_out
+from zeroir.runtime.kernels.foreign import watched_call
 from zeroir.runtime.kernels.tolerance import tolerance
 from zeroir.runtime.rank_memory import RankMemory
+from zeroir.torch_ops.purity import is_foreign
 from zeroir.workspace.eager_plan import laid_out_values
+from zeroir.workspace.scratch.allowance import GROUPED_PRODUCTS
 
 _OTHER_KERNELS: Final = 64.0
 """The tolerance of other kernels, as a multiple of that of a CPU's eager kernels."""
 
 _SCALES: Final = (1.0, 2.0**-8)
 """Sizes of random numbers, tried in turn: repeated sums of the larger ones may leave no significant digit."""
+
+_REFUSALS: Final = (
+    ArithmeticError,
+    AssertionError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Exceptions by which operators refuse their arguments; those of libraries and models are written in Python."""
 
 _BEYOND_NOISE: Final = 256.0
 """A difference counts if it is this many times the effect of rounding every argument."""
@@ -129,8 +142,8 @@ class _CheckedCall:
             expected = self._expected()
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
-            return f"its operators refuse random numbers: {str(error).splitlines()[0]}"
+        except _REFUSALS as error:
+            return f"its operators refuse random numbers: {(str(error) or repr(error)).splitlines()[0]}"
         kernel(self.arguments, self.destinations)
         gaps: dict[int, str] = {}
         for output, (wanted, result) in enumerate(zip(expected, self.destinations, strict=True)):
@@ -157,13 +170,15 @@ class _CheckedCall:
 
     def _fill(self, scale: float) -> None:
         """Fill the tensors with positive numbers, where most functions are defined, and with valid indices."""
-        limits = _index_limits(self.segment)
+        limits, group_rows = _index_limits(self.segment), _group_rows(self.segment)
         # Destinations come first, because one that overlaps an argument must hold the argument's numbers.
         for tensor in self.destinations:
             if tensor is not None:
                 _randomise(tensor, scale, 1)
         for number, tensor in enumerate(self.arguments):
             _randomise(tensor, scale, limits.get(number, 1))
+            if number in group_rows:
+                _fill_group_ends(tensor, group_rows[number])
 
     def _expected(self) -> list[Tensor | None]:
         """The contents of the destinations that the plain form gives."""
@@ -257,6 +272,35 @@ def _index_limits(segment: Segment) -> dict[int, int]:
     return limits
 
 
+def _group_rows(segment: Segment) -> dict[int, int]:
+    """The number of rows in all groups, for each input that is the ends of groups."""
+    types = segment.types()
+    rows: dict[int, int] = {}
+    for node in segment.nodes:
+        if node.op not in GROUPED_PRODUCTS:
+            continue
+        ends = dict(node.kwargs).get("offs", node.args[2] if len(node.args) > 2 else None)
+        if isinstance(ends, Ref) and ends.index < len(segment.inputs):
+            first, second = (types[arg.index] for arg in node.args[:2] if isinstance(arg, Ref))
+            assert first is not None
+            assert second is not None
+            match len(first.shape), len(second.shape):
+                case 2, 3:
+                    rows[ends.index] = first.shape[0]
+                case 3, 2:
+                    rows[ends.index] = second.shape[1]
+                case _:
+                    rows[ends.index] = first.shape[-1]
+    return rows
+
+
+def _fill_group_ends(ends: Tensor, rows: int) -> None:
+    """Fill a tensor with the ends of groups that contain all rows, where every second group is empty."""
+    count = ends.numel()
+    places = [rows * (group // 2 + 1) // -(-count // 2) for group in range(count)]
+    ends.copy_(torch.tensor(places, dtype=ends.dtype).reshape(ends.shape))
+
+
 def _rows(node: Node, types: Sequence[TensorType | None]) -> int:
     """The number of rows in the table."""
     position, _, dim = _LOOKUPS[node.op]
@@ -304,8 +348,20 @@ def _results(
 ) -> Sequence[Tensor | None]:
     function = operator(node.op)
     args = [resolver(arg, device)(values) for arg in node.args]
-    returned = function(*args, **{name: resolver(arg, device)(values) for name, arg in node.kwargs})
-    return returned if is_multiple(function) else [returned]
+    kwargs = {name: resolver(arg, device)(values) for name, arg in node.kwargs}
+    if is_foreign(function):
+        returned = watched_call(node, function, args, kwargs, _is_repeated)
+    else:
+        returned = function(*args, **kwargs)
+    if is_multiple(function):
+        return cast("Sequence[Tensor | None]", returned)
+    return [cast("Tensor", returned)]
+
+
+def _is_repeated(result: Tensor, again: Tensor) -> bool:
+    """Whether two equal calls of an operator gave equal results, up to the order of sums on several threads."""
+    eps = torch.finfo(result.dtype).eps if result.dtype.is_floating_point else 0.0
+    return _gap(again, result, 4 * eps * _OTHER_KERNELS) is None
 
 
 # -------------------------------------------------------------------------------------------------------- comparison

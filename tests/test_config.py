@@ -185,6 +185,22 @@ IN_VAIN: list[tuple[dict[str, object], str]] = [
         {"offload": "parameters", "offload_fraction": 0.5},
         "--offload-fraction 0.5 needs --offload optimizer",
     ),
+    (
+        {"clip": 1.0, "speculate": True},
+        "--speculate is for an update on the host: it needs --offload optimizer",
+    ),
+    (
+        {"offload": "optimizer", "speculate": True},
+        "--speculate needs --clip or --precision fp16: without them no decision holds the update back",
+    ),
+    (
+        {"offload": "optimizer", "offload_to": "disk", "clip": 1.0, "speculate": True},
+        "--speculate updates states in host memory, but --offload-to disk keeps them on a disk",
+    ),
+    (
+        {"offload": "optimizer", "optimizer_bits": 8, "clip": 1.0, "speculate": True},
+        "--speculate is for states of 32 bits, but --optimizer-bits is 8",
+    ),
     ({"page_bytes": 4096}, "--page-bytes 4096 needs --page-optimizer"),
     (
         {"page_optimizer": "1MB"},

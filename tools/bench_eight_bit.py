@@ -28,8 +28,9 @@ from zeroir.ir.buffers import Role
 from zeroir.ir.eight_bit_states import blocks_numel, is_signed
 from zeroir.ir.ops import Algorithm
 from zeroir.runtime import optim
+from zeroir.runtime.chunked_update import GroupPieces
 from zeroir.runtime.compiled_rounding import CompiledRounding
-from zeroir.runtime.eight_bit_update import CodedState, CodedUpdate, GroupPieces
+from zeroir.runtime.eight_bit_update import CodedState, CodedUpdate
 
 Bits = Literal[32, 8]
 BITS: tuple[Bits, ...] = (32, 8)

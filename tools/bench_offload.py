@@ -1,13 +1,14 @@
 """Measure offloading on this machine, and simulate it for models of published sizes.
 
-    python -m tools.bench_offload [--parts traffic rates paper] [--models gpt_10b …] [--steps 10]
-                                  [--folder DIR] [--record FILE]
+    python -m tools.bench_offload [--parts traffic rates paper speculation] [--models gpt_10b …]
+                                  [--steps 10] [--folder DIR] [--record FILE]
 
 * ``traffic``: `tools/peers/gpt.py` on one rank, on a CPU, where device and host are arenas that are counted apart. The
   bytes that a step copied, by its recorded ops, against the plan's; the share of the copies and of the host's updates
   that ran beside the segments; the step against the same without offloading, in rounds that take turns.
 * ``rates``: an update on the host against a plain copy in memory, and the disk against fio on the same folder.
 * ``paper``: simulated steps of models whose states exceed the memory of their GPUs, and published results beside them.
+* ``speculation``: simulated steps under clipping whose update on the host waits for the decision, or does not.
 
 Parts and models that are left out keep what the record has. Nothing else should run on the machine.
 """
@@ -41,7 +42,7 @@ from zeroir.runtime.engine import Engine
 from zeroir.runtime.host_profile import measure_host
 
 MODEL = "tools/peers/gpt.py"
-PARTS = ("traffic", "rates", "paper")
+PARTS = ("traffic", "rates", "paper", "speculation")
 OFFLOADS = (
     "optimizer",
     "optimizer,gradients",
@@ -246,6 +247,9 @@ def main() -> int:
         tables["paper"] = {"head": offload_on_paper.HEAD, "rows": rows}
         head = offload_on_paper.PUBLISHED_HEAD
         tables["published"] = {"head": head, "rows": offload_on_paper.published_rows(rows)}
+    if "speculation" in arguments.parts:
+        head = offload_on_paper.SPECULATION_HEAD
+        tables["speculation"] = {"head": head, "rows": list(offload_on_paper.speculation_rows())}
     for table in tables.values():
         assert isinstance(table, dict)
         record_file.print_table(table["head"], table["rows"])

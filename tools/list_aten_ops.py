@@ -1,9 +1,9 @@
 """Write ``zeroir/ir/aten_ops.txt``, the ops that a segment may name, and ``filling_ops.txt``, see below.
 
-A segment may name an op that can only compute: it changes no argument, returns only tensors, takes no storage, stream
-or generator, reads no file and draws no random numbers. It may name a view where ``zeroir.ir.views`` has a rule for it.
-Zeroir's own ops are in the list. Run the tool with the newest torch that zeroir supports; ops that only an older
-version has are kept. ``zeroir/ir/filling_ops.txt`` lists the ops that can write their result to given memory.
+A segment may name an op that can only compute, by the rules of ``zeroir.torch_ops.purity``. It may name a view where
+``zeroir.ir.views`` has a rule for it. Zeroir's own ops are in the list. Run the tool with the newest torch that zeroir
+supports; ops that only an older version has are kept. ``zeroir/ir/filling_ops.txt`` lists the ops that can write their
+result to given memory.
 
     python -m tools.list_aten_ops            write the files
     python -m tools.list_aten_ops --check    exit with 1 where they lack an op of this torch
@@ -12,7 +12,6 @@ version has are kept. ``zeroir/ir/filling_ops.txt`` lists the ops that can write
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Iterable
 from itertools import groupby
@@ -23,8 +22,8 @@ import torch._prims  # registers the namespace prims
 
 import zeroir.torch_ops  # noqa: F401 - registers the namespace zeroir
 from zeroir.ir.op_lists import listed_ops
-from zeroir.ir.views import BITCAST, is_view
 from zeroir.runtime.kernels.calls import out_overload
+from zeroir.torch_ops.purity import breach
 
 FOLDER = Path(__file__).parents[1] / "zeroir" / "ir"
 PATH = FOLDER / "aten_ops.txt"
@@ -32,51 +31,10 @@ FILLING_PATH = FOLDER / "filling_ops.txt"
 
 NAMESPACES = ("aten", "prims", "zeroir")
 
-ARGUMENT_TYPES = re.compile(
-    r"(Optional\[)?(List\[)?(Optional\[)?(Tensor|int|bool|float|number|str|Device)\]*"
-)
-"""All types but generators, storages, streams and classes. Dtypes, layouts and memory formats are int here."""
-
-RESULT_TYPES = frozenset({"Tensor", "List[Tensor]"})
-
-RANDOM_ONLY_WITH_DROPOUT = re.compile(r"_?(scaled_dot_product|flash|efficient|cudnn)_.*attention")
-"""Fused attention is tagged random for its dropout, which the frontend turns off."""
-
-REFUSED = re.compile(
-    # storage, files, devices, metadata
-    r"from_file|.*as_strided.*|_reshape_alias.*|unsafe_(chunk|split.*)|.*resize.*|set|set_data|data|.*pin_memory|is_.*|_is_.*|_to_cpu|_copy_from.*|_lazy_clone"
-    # debugging and tracing
-    r"|_test_.*|_debug.*|_async.*|_assert.*|_functional_(assert|sym).*|_make_dep_token|_print|_foobar"
-    # forward-mode differentiation, batching, casting modes
-    r"|_fw_primal.*|_(make|unpack)_dual.*|_(add|remove)_batch_dim|_autocast.*|_amp_.*|_has_.*"
-    # anything but dense tensors, and packed weights, which hold pointers
-    r"|.*sparse.*|hspmm|_?coalesced?|_?(ccol_|col_|crow_|row_)?(indices|values)(_copy)?|.*nested.*"
-    r"|.*_(csr|coo)_.*|.*jagged.*|.*quantized.*|_make_per_.*|int_repr|dequantize|.*prepack.*|.*fbgemm.*"
-    r"|_mkldnn_.*|mkldnn_.*|.*mkldnn|_cslt.*|.*qparams.*|.*int[48]pack.*|_dyn_quant.*"
-    # kernels of one kind of machine, and recurrent cells, which keep hidden state
-    r"|.*_mps|_mps_.*|.*miopen.*|_triton_.*|.*rnn.*|.*lstm.*|.*gru.*"
-    # these update running statistics without saying so in their schema
-    r"|batch_norm|native_batch_norm|cudnn_batch_norm|instance_norm|_batch_norm_impl_index"
-    r"|batch_norm_update_stats|batch_norm_gather_stats.*"
-)
-"""Ops that are functional by their schemas, but have no place in a pure function of dense tensors."""
-
 
 def is_pure(op: torch._ops.OpOverload) -> bool:
     """Whether the op can only compute."""
-    schema = op._schema
-    name = f"{op.namespace}.{op._opname}.{op._overloadname}"
-    is_aliasing = any(result.alias_info is not None for result in schema.returns)
-    is_random = torch.Tag.nondeterministic_seeded in op.tags
-    return (
-        not schema.is_mutable
-        and (not is_aliasing or is_view(name) or name == BITCAST)
-        and bool(schema.returns)
-        and all(str(result.type) in RESULT_TYPES for result in schema.returns)
-        and all(ARGUMENT_TYPES.fullmatch(str(argument.type)) for argument in schema.arguments)
-        and (op.namespace == "zeroir" or not REFUSED.fullmatch(op._opname))
-        and (not is_random or RANDOM_ONLY_WITH_DROPOUT.match(op._opname) is not None)
-    )
+    return breach(op) is None
 
 
 def ops_that(is_wanted: Callable[[torch._ops.OpOverload], bool]) -> set[str]:

@@ -1,14 +1,21 @@
 """Models of published sizes for `tools.bench_offload`, in the shapes of their papers; no weight is ever allocated.
 
 The 10 billion parameters are those of DeepSpeed's tutorial on ZeRO-Offload (50 layers of width 4,096, batches of 10),
-13 and 70 billion those of Llama 2 (Touvron et al. 2023), and 175 billion those of GPT-3 (Brown et al. 2020).
+13 and 70 billion those of Llama 2 (Touvron et al. 2023), and 175 billion those of GPT-3 (Brown et al. 2020). 740
+million parameters are 12 layers of width 2,048.
 """
 
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-LENGTHS = {"gpt_10b": 1024, "llama_13b": 2048, "llama_70b": 2048, "gpt_175b": 2048}
+LENGTHS = {
+    "gpt_740m": 1024,
+    "gpt_10b": 1024,
+    "llama_13b": 2048,
+    "llama_70b": 2048,
+    "gpt_175b": 2048,
+}
 """Tokens of a sequence, by model."""
 
 
@@ -16,6 +23,8 @@ def module(name: str) -> nn.Module:
     """A model by its name, on the meta device."""
     with torch.device("meta"):
         match name:
+            case "gpt_740m":
+                return _gpt(width=2048, layers=12, heads=16, length=LENGTHS[name])
             case "gpt_10b":
                 return _gpt(width=4096, layers=50, heads=32, length=LENGTHS[name])
             case "llama_13b":

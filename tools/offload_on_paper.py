@@ -26,6 +26,10 @@ HEAD = [
     *("model", "on", "offloaded", "batch", "micro-steps", "device", "host", "disk"),
     *("step, s", "TFLOP/s per GPU", "speed kept"),
 ]
+SPECULATION_HEAD = [
+    *("machine", "batch", "micro-steps", "without clipping", "clipping, waiting", "speculative"),
+    "redone",
+]
 PUBLISHED_HEAD = ["system", "result", "published TFLOP/s per GPU", "ours, simulated", "source"]
 
 
@@ -59,7 +63,10 @@ class Scenario:
         return replace(self, options=kept)
 
 
-_OFFLOADING = ("offload", "offload_to", "offload_fraction", "optimizer_bits", "page_optimizer")
+_OFFLOADING = (
+    *("offload", "offload_to", "host_cache", "offload_fraction", "optimizer_bits"),
+    "page_optimizer",
+)
 
 
 def _options(
@@ -91,6 +98,7 @@ SCENARIOS: Sequence[Scenario] = (
             (8, 1, {"optimizer_bits": 8}),
             (4, 8, {"optimizer_bits": 8, "offload_fraction": 0.85}),
             (4, 8, {"offload_to": "disk"}),
+            (4, 8, {"offload_to": "disk", "host_cache": "65GB"}),
         )
     ),
     *(
@@ -213,3 +221,53 @@ def published_rows(simulated_rows: Sequence[list[str]]) -> list[list[str]]:
         figure = figures.get(row["ours"], "")
         rows.append([row["system"], row["what"], f"{row['tflops']}", figure, row["source"]])
     return rows
+
+
+_CLIPPING = tuple(
+    Scenario(
+        model="gpt_740m",
+        batch=batch,
+        machine=machine,
+        ranks=ranks,
+        micro_steps=micro_steps,
+        options=_options(3, offload="optimizer,gradients"),
+    )
+    for machine, ranks in (("dgx-h100", 8), ("1xh100-pcie", 1))
+    for batch, micro_steps in ((16, 1), (8, 4 if ranks > 1 else 8))
+)
+
+
+def speculation_rows() -> Iterator[list[str]]:
+    """What clipping leaves of the speed without offloading, where the host's update waits and where it does not.
+
+    Each share is of the step with the same clipping and without offloading. ``redone`` is a step whose update is
+    undone and taken again.
+    """
+    for scenario in _CLIPPING:
+        machine = load_machine(scenario.machine)
+        plain = {
+            clip: zeroir.simulate(_compiled(_with(scenario.without_offload, clip=clip)), machine)
+            for clip in (None, 1.0)
+        }
+        waiting, speculative = (
+            zeroir.simulate(_compiled(_with(scenario, clip=1.0, speculate=choice)), machine)
+            for choice in (False, True)
+        )
+        free = zeroir.simulate(_compiled(scenario), machine)
+        redone_s = speculative.redone_s
+        assert redone_s is not None
+        yield [
+            f"{scenario.ranks} of {scenario.machine}",
+            f"{scenario.batch} × {offload_models.LENGTHS[scenario.model]}",
+            str(scenario.micro_steps),
+            f"{plain[None].step_s / free.step_s:.0%}",
+            *(
+                f"{plain[1.0].step_s / step_s:.0%}"
+                for step_s in (waiting.step_s, speculative.step_s, redone_s)
+            ),
+        ]
+
+
+def _with(scenario: Scenario, **more: object) -> Scenario:
+    options = {name: value for name, value in more.items() if value is not None}
+    return replace(scenario, options=(*scenario.options, *options.items()))

@@ -21,8 +21,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGES = tuple(
     DOCS / name
     for name in (
-        *("checkpoints.md", "conformance.md", "ir.md", "offload.md", "performance.md"),
-        "trust.md",
+        *("checkpoints.md", "conformance.md", "ir.md", "offload.md", "operators.md"),
+        *("performance.md", "trust.md"),
     )
 )
 RECORDS = DOCS / "records"
@@ -133,8 +133,11 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "eight-bit-update": _rows,
     "paging": _rows,
     "fault-offload": _rows,
-    "disk": _rows,
-    **{f"bench-offload {part}": _part(part) for part in ("traffic", "rates", "paper", "published")},
+    **{
+        f"bench-offload {part}": _part(part)
+        for part in ("traffic", "rates", "paper", "published", "speculation")
+    },
+    "causal-models": _rows,
     "conformance": _outcomes,
     "conformance refused": _refusals,
 }

@@ -179,6 +179,14 @@ def contributed_buffers(program: Program) -> Mapping[str, Flat]:
     return flats
 
 
+def content_of(region: Region, program: Program) -> FlatContent:
+    """The content of a region of a persistent buffer that rests with elements of a flat."""
+    holds = program.buffer_by_name[region.buffer].holds
+    if not isinstance(holds, FlatContent):
+        raise InternalError(f"%{region.buffer} does not rest with elements of a flat")
+    return replace(holds, offset=holds.offset + region.offset, shard=region.shard or holds.shard)
+
+
 def complete_gradient(holding: Holding) -> FlatContent | None:
     """The content of the region, if it is the gradient of all micro-steps."""
     match holding.content:

@@ -17,6 +17,9 @@ UPDATE_OUT: Final = "update_out"
 UPDATE_IN: Final = "update_in"
 """Copies to the device of what the host computed."""
 
+BESIDE: Final = Stream(name="update", executor=Executor.DEVICE)
+"""Ops of an update on the device that run beside the backward. They wait for no update of the host."""
+
 _COPIES: Final = tuple(
     Stream(name=name, executor=Executor.DEVICE) for name in (UPDATE_IN, UPDATE_OUT)
 )

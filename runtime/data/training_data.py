@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import Final, Literal, Protocol, runtime_checkable
 
+from torch.utils.data import RandomSampler
+
 from zeroir.errors import UserError
 from zeroir.runtime.data.loader import IS_GLOBAL
 from zeroir.runtime.users_code import in_users_code
@@ -50,6 +52,10 @@ class RankOfData:
 class TrainingData:
     """The batches of one rank. ``function`` is the user's, and is called once, when the first batch is needed.
 
+    What it returns is iterated again, epoch after epoch, where it can be, as a list and a ``DataLoader`` can; before
+    each epoch but the first the sampler of a ``DataLoader`` is told its number, if it has ``set_epoch``. A generator
+    ends, and so does what a function with ``start_step`` returns, because that is the rest of the batches.
+
     The position counts the batches that were taken, not those that a loader holds ready.
     """
 
@@ -85,7 +91,8 @@ class TrainingData:
                 batch = next(iterator)
         except StopIteration:
             raise UserError(
-                f"batches() ended before step {step}: yield for ever, or ask for fewer --steps."
+                f"batches() ended before step {step}: yield for ever, return a DataLoader or a list, which begin "
+                "again, or ask for fewer --steps."
             ) from None
         self._taken += 1
         return batch
@@ -127,7 +134,7 @@ class TrainingData:
     def _opened(self) -> Iterator[Batch]:
         if self._iterator is None:
             self._batches = self._call(start_step=0)
-            self._iterator = _iterate(self._batches)
+            self._iterator = self._iterate(self._batches)
         return self._iterator
 
     def _load_loader(self, state: Mapping[str, object], world_size: int) -> Resumption:
@@ -145,13 +152,13 @@ class TrainingData:
             )
         with in_users_code("load_state_dict() of the loader"):
             batches.load_state_dict(state)
-        self._batches, self._iterator = batches, _iterate(batches)
+        self._batches, self._iterator = batches, self._iterate(batches)
         return "loader"
 
     def _start_at(self, taken: int) -> Resumption:
         self._batches = self._call(start_step=taken)
         _require_no_loader(self._batches, taken)
-        self._iterator = _iterate(self._batches)
+        self._iterator = self._iterate(self._batches)
         return "start-step"
 
     def _replay(self, taken: int, world_size: int) -> Resumption:
@@ -163,7 +170,12 @@ class TrainingData:
             )
         self._batches = self._call(start_step=0)
         _require_no_loader(self._batches, taken)
-        self._iterator = _iterate(self._batches)
+        if taken and _is_shuffled_without_seed(self._batches):
+            raise UserError(
+                "batches() returned a DataLoader that shuffles without a generator, so its order is another one after "
+                "each start: give it generator=torch.Generator().manual_seed(seed), or return a zeroir.ResumableLoader."
+            )
+        self._iterator = self._iterate(self._batches)
         with in_users_code("batches()", f" while {taken} batches were skipped"):
             skipped = sum(1 for _ in islice(self._iterator, taken))
         if skipped < taken:
@@ -172,6 +184,12 @@ class TrainingData:
                 "it must yield the same batches again."
             )
         return "replay"
+
+    def _iterate(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        with in_users_code("batches()"):
+            iterator = iter(batches)
+        is_single_use = iterator is batches or self._takes_start_step
+        return iterator if is_single_use else _epochs(batches, iterator)
 
     @property
     def _takes_start_step(self) -> bool:
@@ -193,9 +211,22 @@ class TrainingData:
             return self._function(*given)
 
 
-def _iterate(batches: Iterable[Batch]) -> Iterator[Batch]:
-    with in_users_code("batches()"):
-        return iter(batches)
+def _epochs(batches: Iterable[Batch], first: Iterator[Batch]) -> Iterator[Batch]:
+    """The batches of ``first``, and then those of ``batches`` again and again, until an epoch has none."""
+    set_epoch = None
+    if not isinstance(batches, StatefulLoader):
+        set_epoch = getattr(getattr(batches, "sampler", None), "set_epoch", None)
+    epoch, iterator = 0, first
+    is_empty = False
+    while not is_empty:
+        is_empty = True
+        for batch in iterator:
+            is_empty = False
+            yield batch
+        epoch += 1
+        if set_epoch is not None:
+            set_epoch(epoch)
+        iterator = iter(batches)
 
 
 _POSITIONAL: Final = (
@@ -210,6 +241,12 @@ def _require_no_loader(batches: Iterable[Batch], taken: int) -> None:
             "batches() returned a loader with load_state_dict(), but the checkpoint has no state of a loader: "
             "return what it returned when the checkpoint was saved."
         )
+
+
+def _is_shuffled_without_seed(batches: Iterable[Batch]) -> bool:
+    """Whether torch's global generator, which nothing seeds, decides the order of a loader."""
+    sampler = getattr(batches, "sampler", None)
+    return isinstance(sampler, RandomSampler) and sampler.generator is None
 
 
 def repeated(batch: Callable[[], Batch]) -> BatchFunction:

@@ -16,16 +16,22 @@ import msgpack
 
 from zeroir.artifact import schema
 from zeroir.ir.bindings import Binding
+from zeroir.ir.operators import Operator
 from zeroir.ir.segment import Segment
+from zeroir.runtime.kernels.stand_ins import StandIns
 
 _LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request to compile a segment into an empty folder, for a device and a number of threads."""
+    """A request to compile a segment into an empty folder, for a device and a number of threads.
+
+    ``operators`` are the foreign operators that it calls.
+    """
 
     segment: Segment
+    operators: tuple[Operator, ...]
     bindings: tuple[Binding | None, ...]
     device: str
     threads: int
@@ -48,13 +54,14 @@ def receive(stream: IO[bytes]) -> bytes | None:
     return data if len(data) == size else None
 
 
-def compile_segment(request: Request) -> None:
-    """Compile in this process."""
+def compile_segment(request: Request, stand_ins: StandIns) -> None:
+    """Compile in this process, which ``stand_ins`` gives the foreign operators."""
     import torch
 
     from zeroir.runtime.kernels import _inductor_private, graph
     from zeroir.runtime.kernels.decompositions import decompositions
 
+    stand_ins.define(request.operators, request.segment)
     device = torch.device(request.device)
     torch.set_num_threads(request.threads)
     if device.type == "cuda":
@@ -75,11 +82,12 @@ def main() -> None:
     # The output of compilers must not mix with the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    stand_ins = StandIns()
     while (data := receive(requests)) is not None:
         try:
             request = schema.decode(Request, msgpack.unpackb(data))
             assert isinstance(request, Request)
-            compile_segment(request)
+            compile_segment(request, stand_ins)
         except Exception as error:  # noqa: BLE001 - the answer reports it, and other segments may succeed
             send(answers, (f"{type(error).__name__}: {error}".strip() or "unknown").encode())
         else:

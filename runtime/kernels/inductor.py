@@ -33,6 +33,7 @@ from zeroir.runtime.kernels.compile_pool import HostShare, compile_missing
 from zeroir.runtime.kernels.compile_worker import Request
 from zeroir.runtime.kernels.cpp_library import NO_COMPILER, cpp_compiler
 from zeroir.runtime.kernels.eager import EagerKernels
+from zeroir.torch_ops.purity import declarations
 
 
 class InductorKernels:
@@ -64,6 +65,7 @@ class InductorKernels:
         if not self._load(key, kernel):
             self._missing[key] = Request(
                 segment=segment,
+                operators=declarations(node.op for node in segment.nodes),
                 bindings=tuple(bindings),
                 device=str(self._device),
                 threads=self._threads,

@@ -24,8 +24,32 @@ DATA = Path(__file__).parents[1] / "data"
 PRESENT = DATA / f"schema_{SCHEMA_VERSION[0]}_{SCHEMA_VERSION[1]}.zir"
 
 
+@torch.library.custom_op("fixture::scaled", mutates_args=())
+def scaled(x: Tensor, by: float) -> Tensor:
+    return x * by
+
+
+scaled.register_fake(lambda x, *_: torch.empty_like(x))
+
+
+class Factor(torch.autograd.function.FunctionCtx):
+    by: float
+
+
+def keep_factor(ctx: Factor, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    assert output.shape == inputs[0].shape
+    ctx.by = inputs[1]
+
+
+def scaled_backward(ctx: Factor, grad: Tensor) -> tuple[Tensor, None]:
+    return scaled(grad, ctx.by), None
+
+
+scaled.register_autograd(scaled_backward, setup_context=keep_factor)
+
+
 class Net(nn.Module):
-    """Two linear layers of one weight, batch norm, and a head."""
+    """Two linear layers of one weight, batch norm, an operator of our own, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +62,7 @@ class Net(nn.Module):
         hidden: Tensor = self.norm(x)
         for layer in self.layers:
             hidden = nn.functional.dropout(layer(hidden).relu(), 0.1, self.training)
-        logits: Tensor = self.head(hidden)
+        logits: Tensor = self.head(scaled(hidden, 1.5))
         return logits
 
 

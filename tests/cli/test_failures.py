@@ -128,7 +128,7 @@ def ended(exit_code: int, out: str, err: str) -> Job:
 SENTENCES = {
     "raise": "batches() failed at step 3 (model.py:{line}): ValueError: the data file is damaged",
     "exit": "batches() failed at step 3 (model.py:{line}): SystemExit: 5",
-    "end": "batches() ended before step 3: yield for ever, or ask for fewer --steps.",
+    "end": "batches() ended before step 3: yield for ever, return a DataLoader",
     "shape": "The batch's '0' is float32[3, 8], but the program was compiled for float32[4, 8]",
     "nan": "The loss is nan at step 3, because the batch's '0' has values that are not finite: look at",
     "interrupt": "",

@@ -6,8 +6,8 @@ The language of a block says how it is checked:
 `python`       runs as a script and must succeed
 `console`      commands after `$ `, each followed by its output, where `...` stands for any text
 `bash`         commands that cannot run here: only `git clone`, `cd`, `pip install`, `pre-commit
-               install`, `make TARGET`, and `.venv/bin/python -m pytest` of tests; targets and
-               tests must exist
+               install`, `source .venv/bin/activate`, `make TARGET`, and `.venv/bin/python -m
+               pytest` of tests; targets and tests must exist
 `zir`          a program that must parse and verify
 `toml` `json`  must parse
 `diff`         every line must be a line of a unified diff
@@ -16,6 +16,7 @@ The language of a block says how it is checked:
 
 The blocks of one document run in order in one directory that holds a copy of `examples/`. A comment
 before a block changes how it is checked: `<!-- slow -->` leaves its page to the whole suite,
+`<!-- file model.py -->` saves a `python` block under that name instead of running it,
 `<!-- needs accelerate -->` leaves the block out where that package is not installed,
 `<!-- ranks 2 -->` runs a script on two ranks under torchrun, `<!-- same -->` expects it to print
 what the script before it has printed, `<!-- exits 2 -->` expects the last command of a `console`
@@ -52,7 +53,7 @@ DOCUMENTS = (
 
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\S*) *$")
-WORD = r"(slow|same|exits \d+|fails Z\d+|needs \w+|ranks \d+)"
+WORD = r"(slow|same|exits \d+|fails Z\d+|needs \w+|ranks \d+|file \w+\.py)"
 DIRECTIVE = re.compile(rf"^ *<!-- (?P<words>{WORD}(, {WORD})*) -->$")
 DIFF_LINE = re.compile(r"^( |\+|-|@@ |$)")
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)(?P<path>[^)#]+)(#[^)]*)?\)")
@@ -69,6 +70,7 @@ class Block:
     is_slow: bool = False
     exit_status: int = 0
     fails_with: str | None = None
+    file: str | None = None
     needs: str | None = None
     ranks: int | None = None
     is_same: bool = False
@@ -90,6 +92,7 @@ class Block:
             is_slow="slow" in values,
             exit_status=int(values.get("exits", "0")),
             fails_with=values.get("fails"),
+            file=values.get("file"),
             needs=values.get("needs"),
             ranks=int(values["ranks"]) if "ranks" in values else None,
             is_same="same" in values,
@@ -151,7 +154,10 @@ def check_block(block: Block, directory: Path, *, is_forked: bool = False) -> No
 
 
 def check_python(block: Block, directory: Path, *, is_forked: bool) -> None:
-    """Run the block as a script."""
+    """Run the block as a script, or save it where a file is named."""
+    if block.file is not None:
+        (directory / block.file).write_text(block.text, encoding="utf-8")
+        return
     script = directory / f"block_{block.line}.py"
     script.write_text(block.text, encoding="utf-8")
     if block.ranks is not None:
@@ -230,6 +236,8 @@ def check_bash(block: Block) -> None:
             del words[0]
         match words:
             case [] | ["git", "clone", _] | ["cd", _] | ["pip", "install", *_]:
+                pass
+            case ["source", ".venv/bin/activate"]:
                 pass
             case ["pre-commit", "install"]:
                 assert (ROOT / ".pre-commit-config.yaml").is_file()
@@ -318,6 +326,24 @@ def test_blocks_that_take_their_time_hold(document: Path, tmp_path: Path) -> Non
     _check_document(document, tmp_path, is_forked=True)
 
 
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="Python runs outside an environment")
+def test_a_fresh_shell_finds_zeroir_after_the_set_up_of_the_readme(tmp_path: Path) -> None:
+    blocks = blocks_of("README.md", (ROOT / "README.md").read_text("utf-8"))
+    tour = next(place for place, block in enumerate(blocks) if block.language == "console")
+    lines = [line for block in blocks[:tour] for line in block.text.splitlines()]
+    (activation,) = [line for line in lines if line.startswith("source ")]
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    shell = subprocess.run(
+        ["bash", "--norc", "-c", f"{activation}\nzeroir --version"],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (shell.returncode, shell.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 def test_links_lead_somewhere(document: Path) -> None:
     for link in LINK.finditer(document.read_text(encoding="utf-8")):
@@ -347,6 +373,12 @@ def test_commands_that_do_not_run_must_name_what_exists() -> None:
     for wrong in (f".venv/bin/python -m pytest {test}_not", "make nothing", "A=b ls"):
         with pytest.raises((AssertionError, pytest.fail.Exception)):
             check_block(_block("bash", wrong), ROOT)
+
+
+def test_a_block_with_a_file_is_saved_and_not_run(tmp_path: Path) -> None:
+    (block,) = blocks_of("test.md", "<!-- file net.py -->\n```python\n1 / 0\n```\n")
+    check_block(block, tmp_path)
+    assert (tmp_path / "net.py").read_text() == "1 / 0\n"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.support.zygote import run_forked
+from zeroir.config.model_spec import ModelSpec
 from zeroir.errors import UserError
 from zeroir.frontend import load_model_file
 
@@ -48,6 +49,79 @@ def test_a_factory_replaces_model(tmp_path: Path) -> None:
     module = load_model_file(write(tmp_path, GOOD) + ":other").model()
     assert isinstance(module, torch.nn.Linear)
     assert module.out_features == 5
+
+
+PACKAGE = """
+import torch
+from torch import nn
+
+from .layers import WIDTH
+from shapes import HEIGHT
+
+def build(depth=1, *, bias=True, names=()):
+    return nn.Sequential(*(nn.Linear(WIDTH, HEIGHT, bias=bias) for _ in range(depth)))
+
+def batch():
+    return (torch.ones(1, WIDTH),)
+"""
+
+
+def test_a_module_of_a_package_in_the_current_folder_is_loaded_with_arguments_of_its_factory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "nets" / "small"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        write(folder, "", "__init__.py")
+    write(package, "WIDTH = 3", "layers.py")
+    write(package, PACKAGE, "net.py")
+    write(tmp_path, "HEIGHT = 5", "shapes.py")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    by_name = load_model_file("nets.small.net:build(2, bias=False, names=['a:b', (1, None)])")
+    assert sys.path == before
+    assert by_name.file is not None
+    assert by_name.file.path == Path("nets/small/net.py")
+    assert sorted(by_name.file.imports) == [
+        "nets",
+        "nets.small",
+        "nets.small.layers",
+        "shapes",
+    ]
+    model = by_name.model()
+    assert [name for name, _ in model.named_parameters()] == ["0.weight", "1.weight"]
+    # What a program keeps of it is enough to build the same model again.
+    again = load_model_file(f"{by_name.file.path}:{by_name.file.factory}")
+    assert again.file == by_name.file
+    assert [shape.shape for shape in again.build().parameters()] == [(5, 3), (5, 3)]
+    with pytest.raises(UserError, match=r"build\(height=3\) failed: TypeError: .*'height'"):
+        load_model_file("nets.small.net:build(height=3)").build()
+    with pytest.raises(UserError, match=r"no model file nets\.large, and no module nets\.large"):
+        load_model_file("nets.large:build")
+
+
+@pytest.mark.parametrize(
+    "arguments", ["(", "(layers)", "(**{})", "(1e999)", "(f())", "()()", "(a=1, a=2)", "(1)+f(2)"]
+)
+def test_arguments_of_a_factory_that_are_no_literals_get_one_sentence(arguments: str) -> None:
+    with pytest.raises(UserError, match=r"^'f\(.* does not name a factory: write "):
+        ModelSpec.parse(f"model.py:f{arguments}")
+
+
+@pytest.mark.parametrize(
+    ("text", "stem", "factory"),
+    [
+        ("a/gpt.v2.py", "gpt.v2", None),
+        ("gpt.py:build", "gpt", "build"),
+        ("a:b/gpt.py:f(x='c:d')", "gpt", "f(x='c:d')"),
+        ("nets.gpt:f( 1,y = -2.5 )", "gpt", "f(1, y=-2.5)"),
+        ("nets.gpt", "gpt", None),
+    ],
+)
+def test_specs_of_models_are_read(text: str, stem: str, factory: str | None) -> None:
+    spec = ModelSpec.parse(text)
+    assert spec.stem == stem
+    assert (None if spec.factory is None else spec.factory.text) == factory
 
 
 def test_init_is_called_on_every_module_once_it_is_built(tmp_path: Path) -> None:
@@ -113,6 +187,13 @@ def test_wrong_files_get_one_sentence(text: str, sentence: str, tmp_path: Path) 
     with pytest.raises(UserError, match=sentence) as caught:
         load_model_file(write(tmp_path, text))
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_defines_an_operator_is_executed_once(tmp_path: Path) -> None:
+    text = "import torch\ntorch.library.define('entry::op', '(Tensor x) -> Tensor')\n" + GOOD
+    load_model_file(write(tmp_path, text))
+    with pytest.raises(UserError, match=r"model\.py:2 defines an operator for a second time"):
+        load_model_file(write(tmp_path, text))
 
 
 def test_missing_files_and_folders(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def test_a_pattern_selects_called_modules_before_lists() -> None:
     module.head = nn.Linear(4, 4)
     assert list(find_units(module, "*").labels) == ["blocks.0", "blocks.1", "head"]
     assert list(find_units(module, "blocks").labels) == ["blocks"]
+    assert list(find_units(module, "head, class:Block").labels) == ["blocks.0", "blocks.1", "head"]
 
 
 def test_without_repetition_there_are_no_units() -> None:

@@ -1,16 +1,19 @@
-"""The shipped example: its data, its contract as a model file, and its reference curve."""
+"""The shipped examples: their data, their contract as model files, and the reference curve of the GPT."""
 
 import itertools
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from torch import nn
 
-from examples import gpt
+from examples import cnn, gpt
 from tools import reference_curve
+from zeroir.cli.app import run_command
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 CURVE = json.loads((Path(__file__).parents[1] / "data" / "gpt_reference_curve.json").read_text())
 
 
@@ -55,3 +58,23 @@ def test_the_reference_curve_is_what_pytorch_computes() -> None:
         ranks=settings["ranks"], steps=8, seed=settings["seed"], learning_rate=settings["lr"]
     )
     assert losses == pytest.approx(CURVE["losses"][:8], rel=1e-3)
+
+
+def test_the_images_of_the_cnn_depend_on_seed_and_position_alone() -> None:
+    streams = [iter(cnn.batches(0, 2, seed=1)) for _ in range(2)]
+    next(streams[0]), next(streams[1])
+    (images, labels), (again, _) = (cast("cnn.Batch", next(stream)) for stream in streams)
+    assert torch.equal(images, again)
+    for real, example in zip((images, labels), cnn.batch(), strict=True):
+        assert (real.shape, real.dtype) == (example.shape, example.dtype)
+    assert set(labels.tolist()) == set(range(cnn.CLASSES))
+    evaluated = [cast("cnn.Batch", next(iter(cnn.eval_batches(rank, 2, 0)))) for rank in range(2)]
+    assert not torch.equal(evaluated[0][0], evaluated[1][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["cnn.py", "llama.py:model(layers=1)"])
+def test_examples_equal_eager_pytorch(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--world-size", "3", "--steps", "2"]
+    assert run_command(["check", str(EXAMPLES / spec), *options]) == 0
+    assert "equal 3 eager replicas bit for bit" in capsys.readouterr().out

@@ -31,6 +31,8 @@ OF_THE_VERIFIER = {
     "zeroir.ir.factors",
     "zeroir.ir.held_elements",
     "zeroir.ir.mesh",
+    "zeroir.ir.micro_batches",
+    "zeroir.ir.operators",
     "zeroir.ir.ops",
     "zeroir.ir.output_paths",
     "zeroir.ir.program",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "zeroir", "passes", "runtime")
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "zeroir", "passes", "runtime")
 
 USER_SCRIPT = """
 import sys
@@ -42,16 +42,21 @@ def _run(*command: str | Path, cwd: Path, **environment: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def _copy_sources(folder: Path) -> None:
+    """Copy the sources as a clone has them, with the symbolic links."""
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
+        else:
+            shutil.copy(ROOT / name, folder / name)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build a source distribution from a copy of the sources, and the wheel from that."""
     source = tmp_path_factory.mktemp("source")
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            ignore = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
-        else:
-            shutil.copy(ROOT / name, source / name)
+    _copy_sources(source)
     _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", cwd=source)
     (built,) = (source / "dist").glob("*.whl")
     return built
@@ -84,3 +89,48 @@ def test_a_users_own_runtime_and_passes_stay_theirs(wheel: Path, tmp_path: Path)
         (user / name).write_text('OWNER = "user"\n', encoding="utf-8")
     (user / "train.py").write_text(USER_SCRIPT, encoding="utf-8")
     _run(sys.executable, "train.py", site, cwd=user, PYTHONPATH=str(site))
+
+
+SCRIPT_BESIDE_A_CLONE = """
+import site
+import sys
+from pathlib import Path
+
+site.addsitedir(sys.argv[1])
+import zeroir
+
+here = Path(__file__).parent
+assert zeroir.__file__, "a namespace package"
+assert Path(zeroir.__file__) == here / "zeroir" / "zeroir" / "__init__.py", zeroir.__file__
+"""
+
+
+@pytest.mark.slow
+def test_a_clone_named_zeroir_beside_a_script_is_no_namespace_package(tmp_path: Path) -> None:
+    clone, site, wheels = tmp_path / "zeroir", tmp_path / "site", tmp_path / "wheels"
+    clone.mkdir()
+    _copy_sources(clone)
+    build = f"from setuptools import build_meta; build_meta.build_editable({str(wheels)!r})"
+    _run(sys.executable, "-c", build, cwd=clone)
+    (editable,) = wheels.glob("*.whl")
+    zipfile.ZipFile(editable).extractall(site)
+    (tmp_path / "train.py").write_text(SCRIPT_BESIDE_A_CLONE, encoding="utf-8")
+    _run(sys.executable, "train.py", site, cwd=tmp_path, PYTHONPATH="")
+
+
+@pytest.mark.parametrize("name", ["passes", "runtime"])
+def test_a_checkout_without_symbolic_links_cannot_be_built(name: str, tmp_path: Path) -> None:
+    (tmp_path / "zeroir").mkdir()
+    for sound in ("passes", "runtime"):
+        (tmp_path / "zeroir" / sound).symlink_to(ROOT / sound)
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    link = tmp_path / "zeroir" / name
+    link.unlink()
+    link.write_text(f"../{name}", encoding="utf-8")  # what git writes there without core.symlinks
+    build = "from setuptools import build_meta; build_meta.get_requires_for_build_wheel()"
+    result = subprocess.run(
+        [sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert result.returncode != 0
+    assert f"zeroir/{name} is not the symbolic link" in result.stderr
+    assert "git config core.symlinks true" in result.stderr

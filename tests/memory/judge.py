@@ -36,7 +36,7 @@ from zeroir.workspace.op_scratch import SCALAR_BYTES, scratch_bytes
 from zeroir.workspace.segments import Workspace, eager_workspace
 
 CPU = torch.device("cpu")
-SCALAR_OPS = (ops.CheckFinite, ops.Decide, ops.UpdateScale)
+SCALAR_OPS = (ops.CheckFinite, ops.Guess, ops.Decide, ops.UpdateScale)
 """Ops of which only a bound is declared, a few bytes."""
 
 

@@ -141,6 +141,17 @@ def products() -> Iterator[OneCall]:
             yield one("aten.bmm.default", left, of(3, m, k, dtype=dtype).transpose(1, 2))
 
 
+def grouped_products() -> Iterator[OneCall]:
+    """Of rows, of columns, and summed over rows; the second of three groups is empty."""
+    operands = (((16, 8), (3, 8, 24)), ((3, 8, 24), (24, 16)), ((24, 16), (16, 8)))
+    for dtype, (first, second) in itertools.product((F32, BF16), operands):
+        ends = torch.tensor([8, 8, 16], dtype=torch.int32)
+        for op in ("aten._grouped_mm.default", "zeroir.grouped_mm.default"):
+            yield one(op, of(*first, dtype=dtype), of(*second, dtype=dtype), ends)
+            turned = of(*second[:-2], second[-1], second[-2], dtype=dtype).transpose(-2, -1)
+            yield one(op, of(*first, dtype=dtype), turned, ends)
+
+
 def convolutions() -> Iterator[OneCall]:
     for dtype, (channels, stride, side) in itertools.product(
         FLOATS, ((3, 1, 3), (8, 2, 3), (16, 2, 1))
@@ -252,7 +263,15 @@ def bounded() -> Iterator[OneCall]:
         lookups,
         *(
             pytest.param(calls, marks=pytest.mark.slow)
-            for calls in (elementwise, reductions, norms, products, convolutions, attention)
+            for calls in (
+                elementwise,
+                reductions,
+                norms,
+                products,
+                grouped_products,
+                convolutions,
+                attention,
+            )
         ),
     ],
     ids=lambda calls: calls.__name__,

@@ -43,6 +43,11 @@ ELSEWHERE: Final[Mapping[str, Mapping[str, object]]] = {
         "offload_units": "optimizer:blocks.*",
     },
     "everything": {"offload": "optimizer,gradients,parameters,activations"},
+    "speculative-optimizer": {"offload": "optimizer", "speculate": True},
+    "speculative-everything": {
+        "offload": "optimizer,gradients,parameters,activations",
+        "speculate": True,
+    },
     "everything-on-disk": {
         "offload": "optimizer,gradients,parameters,activations",
         "offload_to": "disk",
@@ -77,6 +82,9 @@ ELSEWHERE: Final[Mapping[str, Mapping[str, object]]] = {
 NUMBERS: Final = frozenset({"optimizer_bits"})
 """Options of these that change the numbers, so that the run without the others has them, too."""
 
+CLIPS: Final = (None, 0.5, 4.0)
+"""The largest norms: the first clips every step, the second clips the first step and none of the last."""
+
 OVERFLOWING: Final = {"none": (), "one": (1,), "all": None}
 """The ranks that overflow in the second and the third step; None for all."""
 
@@ -95,14 +103,20 @@ class Case:
 
     def __str__(self) -> str:
         parts = [self.kept, f"stage-{self.stage}", f"{self.world_size}-ranks", self.precision]
-        parts += ["clip"] if self.clip is not None else []
+        parts += [f"clip-{self.clip:g}"] if self.clip is not None else []
         parts += [f"k-{self.micro_steps}"] if self.micro_steps > 1 else []
         parts += [f"{self.overflow}-overflow"] if self.overflow != "none" else []
         return "-".join(parts)
 
     @property
     def is_possible(self) -> bool:
-        """Whether there is such a training: FP16 alone overflows, and one rank of one is all."""
+        """Whether there is such a training.
+
+        FP16 alone overflows, one rank of one is all, and only where a step may be clipped or skipped is there a guess.
+        """
+        is_speculative = "speculate" in ELSEWHERE[self.kept]
+        if is_speculative and self.clip is None and self.precision != "fp16":
+            return False
         if self.overflow == "none":
             return True
         return self.precision == "fp16" and (self.overflow == "all" or self.world_size > 1)
@@ -131,7 +145,7 @@ class Case:
 def _possible(kept: Sequence[str]) -> list[Case]:
     """Every case."""
     chosen = product(
-        kept, range(4), range(1, 5), ("fp32", "bf16", "fp16"), (None, 0.5), (1, 4), OVERFLOWING
+        kept, range(4), range(1, 5), ("fp32", "bf16", "fp16"), CLIPS, (1, 4), OVERFLOWING
     )
     cases = (
         Case(

@@ -18,3 +18,4 @@ ACCUMULATING: Final = replace(
 SAVING: Final = parse((_FOLDER / "saved.zir").read_text("utf-8"))
 KEEPING: Final = parse((_FOLDER / "kept.zir").read_text("utf-8"))
 AWAY: Final = parse((_FOLDER / "away.zir").read_text("utf-8"))
+CLIPPED: Final = parse((_FOLDER / "clipped.zir").read_text("utf-8"))

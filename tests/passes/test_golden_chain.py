@@ -18,7 +18,14 @@ from typing import Final
 
 import pytest
 
-from tests.passes.example_programs import ACCUMULATING, AWAY, KEEPING, LOGICAL, SAVING
+from tests.passes.example_programs import (
+    ACCUMULATING,
+    AWAY,
+    CLIPPED,
+    KEEPING,
+    LOGICAL,
+    SAVING,
+)
 from tests.support.lowering import applied
 from zeroir.ir.program import Program
 from zeroir.ir.text import parse, print_program
@@ -32,12 +39,14 @@ from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
 from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.passes.overlap_update import OverlapUpdate
+from zeroir.passes.overlap_uploads import OverlapUploads
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.recompute import Recompute
 from zeroir.passes.save_state import SaveState
 from zeroir.passes.select_saved import SelectSaved
+from zeroir.passes.speculate_update import SpeculateUpdate
 from zeroir.passes.unshard import Unshard
 
 GOLDEN: Final = Path(__file__).parent / "golden"
@@ -81,8 +90,14 @@ LINKS: Final = (
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadOptimizer()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadGradients()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadParameters()),
+    Link(
+        logical=CLIPPED,
+        earlier=(*CHAIN[:8], OffloadOptimizer(), OffloadGradients()),
+        step=SpeculateUpdate(),
+    ),
     Link(logical=AWAY, step=OffloadActivations(units=("a",), smallest=0)),
     Link(logical=LOGICAL, earlier=(*CHAIN[:8], OffloadOptimizer()), step=OffloadToDisk()),
+    Link(logical=LOGICAL, earlier=(*CHAIN[:8], OffloadOptimizer()), step=OverlapUploads()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=SaveState()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=PlanMemory()),
 )

@@ -24,8 +24,9 @@ from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program, State
 from zeroir.passes import manager
 from zeroir.passes.common.order import derive_waits, without_waits
+from zeroir.passes.common.update_streams import BESIDE
 from zeroir.passes.manager import apply
-from zeroir.passes.overlap_update import STREAM, OverlapUpdate
+from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.pipelines import for_options, for_stage
 from zeroir.runtime.lockstep import Lockstep
 from zeroir.verify import verify
@@ -338,7 +339,7 @@ def test_an_early_step_of_a_clipped_program_is_rejected(stage: int) -> None:
 
 def test_the_stream_is_declared_and_carries_the_update() -> None:
     program = _overlapped(2)
-    assert program.streams[-1] == STREAM
+    assert program.streams[-1] == BESIDE
     found = {op.stream for op in program.ops() if isinstance(op, ops.OptimizerStep | ops.Decide)}
-    assert found == {STREAM.name}
-    assert STREAM not in LOGICAL.streams
+    assert found == {BESIDE.name}
+    assert BESIDE not in LOGICAL.streams

@@ -114,6 +114,19 @@ def test_a_section_that_needs_the_host_cannot_be_a_graph() -> None:
     assert why_not(program, section_of(fill())) is None
 
 
+def test_a_section_with_an_operator_that_reads_on_the_host_cannot_be_a_graph() -> None:
+    program = mlp()
+    first = program.segments[0]
+    node = replace(first.nodes[0], op="zeroir.grouped_mm.default")
+    reading = replace(first, nodes=(node, *first.nodes[1:]))
+    program = replace(program, segments=(reading, *program.segments[1:]))
+    calls = [op for op in program.ops() if isinstance(op, ops.Compute) and op.segment == first.name]
+    reason = why_not(program, section_of(*calls))
+    assert reason is not None
+    assert reason.startswith("the operator zeroir.grouped_mm.default of segment @")
+    assert why_not(mlp(), section_of(*calls)) is None
+
+
 def test_memory_of_the_host_is_part_of_a_graph_only_where_the_device_copies_it() -> None:
     program = on_host(mlp(), "loss")
     reason = "%loss, which it uses, is in the memory of the host"

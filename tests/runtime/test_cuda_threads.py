@@ -20,11 +20,13 @@ from zeroir.ir.issuing import issued_apart
 from zeroir.ir.mesh import HOST, OPTIMIZER
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
+from zeroir.passes.base import Pass
 from zeroir.passes.common.update_streams import UPDATE_IN, UPDATE_OUT
 from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.pipelines import for_stage
 from zeroir.passes.save_state import SaveState
+from zeroir.passes.speculate_update import SpeculateUpdate
 from zeroir.runtime.cuda import CudaStreams
 
 CUDA = torch.device("cuda")
@@ -131,9 +133,12 @@ class Run:
             self.computed += isinstance(op, ops.Compute)
 
 
-def offloaded(stage: int, *, clip: float | None, gradients: bool) -> Program:
+def offloaded(
+    stage: int, *, clip: float | None, gradients: bool, speculates: bool = False
+) -> Program:
     passes = for_stage(stage, 4, overlap_update=clip is None)
-    further = (OffloadGradients(),) if gradients else ()
+    further: tuple[Pass, ...] = (OffloadGradients(),) if gradients else ()
+    further += (SpeculateUpdate(),) if speculates else ()
     return applied(
         mlp(blocks=4, precision="bf16", clip=clip),
         (*passes, OffloadOptimizer(), *further, SaveState()),
@@ -142,13 +147,17 @@ def offloaded(stage: int, *, clip: float | None, gradients: bool) -> Program:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize(
+    ("clip", "speculates"),
+    [(None, False), (1.0, False), (1.0, True)],
+    ids=["beside", "behind", "speculative"],
+)
 @pytest.mark.parametrize("stage", range(4))
 def test_the_issuing_thread_waits_for_no_update_of_the_host(
-    stage: int, clip: float | None, gradients: bool
+    stage: int, clip: float | None, gradients: bool, *, speculates: bool
 ) -> None:
     """The whole backward is issued while the host has updated nothing; then all ops run in the program's order."""
-    program = offloaded(stage, clip=clip, gradients=gradients)
+    program = offloaded(stage, clip=clip, gradients=gradients, speculates=speculates)
     run = Run(program)
     body = program.section_by_name[LAST_MICRO_STEP].body
     computes = sum(isinstance(op, ops.Compute) for op in body)
@@ -176,6 +185,9 @@ def test_the_issuing_thread_waits_for_no_update_of_the_host(
 
 def test_streams_of_copies_that_wait_for_the_host_have_threads_and_no_others() -> None:
     assert issued_apart(offloaded(3, clip=1.0, gradients=False)) == {UPDATE_IN, UPDATE_OUT}
+    # No gradient waits for the buffer of another one, because all of them stay for the commit.
+    speculative = offloaded(3, clip=1.0, gradients=False, speculates=True)
+    assert issued_apart(speculative) == {UPDATE_IN}
     assert issued_apart(applied(mlp(), (*for_stage(3, 4), SaveState()))) == frozenset()
 
 

@@ -16,8 +16,9 @@ from tests.support.examples import examples
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL, code_values, is_signed
 from zeroir.ir.ops import Algorithm
 from zeroir.runtime import eight_bit_update, optim
+from zeroir.runtime.chunked_update import GroupPieces
 from zeroir.runtime.eight_bit_states import Scratch, narrow, widen
-from zeroir.runtime.eight_bit_update import CodedState, CodedUpdate, GroupPieces
+from zeroir.runtime.eight_bit_update import CodedState, CodedUpdate
 
 CPU = torch.device("cpu")
 CODED = [(algorithm, hyper) for algorithm, hyper in CASES if algorithm.has_states_of_elements]

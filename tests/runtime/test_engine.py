@@ -72,6 +72,7 @@ def test_a_changed_model_is_named() -> None:
     ("batch", "expected"),
     [
         ({"x": torch.zeros(5, 6)}, r"'x' is float32\[5, 6\].*compiled for float32\[4, 6\]"),
+        ({"x": torch.zeros(3, 6)}, r"float32\[4, 6\]: the last batch .* pass drop_last=True"),
         ({"x": torch.zeros(4, 6).double()}, r"'x' is float64\[4, 6\].*float32\[4, 6\]"),
         ({"y": torch.zeros(4, 6)}, r"has no 'x'.*float32\[4, 6\]"),
         ((torch.zeros(4, 6),), r"has no 'x'"),

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import zeroir
+from tests.memory.nodes import bound, segment_of
 from tests.runtime.support import (
     ROOT,
     Ranks,
@@ -29,6 +30,7 @@ from tests.runtime.support import (
     require_success,
 )
 from tests.support.lockstep import run_lockstep
+from tests.support.models import operators
 from tests.support.programs import mlp
 from zeroir.api.run import kernel_backend, load_model
 from zeroir.config import Precision
@@ -189,6 +191,21 @@ def test_every_segment_and_whole_steps_agree_with_eager(
     engine.close()
     assert found_losses == pytest.approx(losses, rel=LOSS_BOUND[precision])
     assert found_losses[-1] < found_losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cache")
+def test_compiled_code_calls_an_operator_of_the_model() -> None:
+    """The process that compiles does not know it. An eager kernel that takes over would warn."""
+    x = torch.randn(2, 3)
+    name = str(operators.power._opoverload)
+    segment, arguments = segment_of(name, x, [1, 2], 0.5, way="mean")
+    kernels = InductorKernels(CPU)
+    kernel = kernels.compile(segment, bound(segment))
+    kernels.finish()
+    results = [torch.zeros(2, 3), torch.zeros(())]
+    kernel(arguments, results)
+    assert all(map(torch.equal, results, operators.power(x, [1, 2], 0.5, way="mean")))
 
 
 TOLERANT_STEPS = 3

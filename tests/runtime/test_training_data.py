@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
+from typing import cast
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from zeroir.errors import UserError
 from zeroir.runtime.data.training_data import BatchFunction, RankOfData, TrainingData, repeated
@@ -131,8 +135,56 @@ def test_the_example_is_repeated() -> None:
     assert take(later, 1) == ["example"]
 
 
-def short(rank: int, world_size: int, seed: int) -> list[str]:
-    return [f"{rank} {world_size} {seed}"]
+def test_a_data_loader_begins_again_with_another_order_in_each_epoch() -> None:
+    def shuffled(rank: int, world_size: int, seed: int) -> DataLoader[int]:
+        samples = cast("Dataset[int]", list(range(20)))
+        sampler: DistributedSampler[int] = DistributedSampler(
+            samples, world_size, rank, seed=seed, drop_last=True
+        )
+        return DataLoader(samples, batch_size=2, sampler=sampler, drop_last=True)
+
+    def plain_data(source: TrainingData, count: int) -> list[list[int]]:
+        return [cast("torch.Tensor", batch).tolist() for batch in take(source, count)]
+
+    whole = plain_data(data(shuffled), 12)
+    epochs = [list(chain(*whole[start : start + 5])) for start in (0, 5)]
+    assert len(set(epochs[0])) == 10
+    assert epochs[0] != epochs[1]
+    source = data(shuffled)
+    take(source, 7)
+    later = data(shuffled)
+    assert later.load_state_dict(source.state_dict(), world_size=2) == "replay"
+    assert plain_data(later, 5) == whole[7:]
+
+
+def test_a_shuffled_data_loader_resumes_where_a_seed_decides_its_order() -> None:
+    def loader(generator: torch.Generator | None) -> DataLoader[int]:
+        samples = cast("Dataset[int]", list(range(8)))
+        return DataLoader(samples, batch_size=4, shuffle=True, generator=generator)
+
+    def seeded(_rank: int, _world_size: int, seed: int) -> DataLoader[int]:
+        return loader(torch.Generator().manual_seed(seed))
+
+    def unseeded(_rank: int, _world_size: int, _seed: int) -> DataLoader[int]:
+        return loader(None)
+
+    whole = [str(batch) for batch in take(data(seeded), 5)]
+    source = data(seeded)
+    take(source, 3)
+    later = data(seeded)
+    later.load_state_dict(source.state_dict(), world_size=2)
+    assert [str(batch) for batch in take(later, 2)] == whole[3:]
+    with pytest.raises(UserError, match="shuffles without a generator"):
+        data(unseeded).load_state_dict(source.state_dict(), world_size=2)
+
+
+def test_an_iterable_without_batches_ends() -> None:
+    with pytest.raises(UserError, match="ended before step 1"):
+        data(lambda *_: []).take(1)
+
+
+def short(rank: int, world_size: int, seed: int) -> Iterator[str]:
+    yield f"{rank} {world_size} {seed}"
 
 
 def failing(rank: int, world_size: int, seed: int) -> Iterator[int]:

@@ -32,7 +32,7 @@ def _forget_decision(op: Op, _program: Program, chance: Random) -> tuple[Op, ...
 
 
 def _no_skip(op: Op, _program: Program, _chance: Random) -> tuple[Op, ...] | None:
-    if isinstance(op, ops.Direction | ops.OptimizerStep | ops.Average):
+    if isinstance(op, ops.Direction | ops.OptimizerStep | ops.CommitStep | ops.Average):
         return (replace(op, skip=None),)
     return None
 
@@ -124,13 +124,73 @@ def _settings(op: Op, _program: Program, chance: Random) -> tuple[Op, ...] | Non
     return (chance.choice(choices),)
 
 
+def _speculation(program: Program, chance: Random) -> Program | None:
+    """A guess, a speculative step or its commit is told something else, or the decision compares something else."""
+    kinds = (ops.Guess, ops.Decide, ops.SpeculativeStep, ops.CommitStep)
+    found = places(program, is_of(*kinds))
+    if not any(isinstance(at(program, place), ops.Guess) for place in found):
+        return None
+    place = chance.choice(found)
+    op = at(program, place)
+    alike = [at(program, other) for other in found if type(at(program, other)) is type(op)]
+    like = chance.choice(alike)
+    choices: list[tuple[Op, ...]] = [()]
+    match op:
+        case ops.Guess():
+            choices += [(replace(op, divisor=op.divisor + 1),), (replace(op, loss_scale=None),)]
+            choices += [
+                (replace(op, gradient_divisor=op.next_step, next_step=op.gradient_divisor),)
+            ]
+        case ops.Decide():
+            choices = [
+                (replace(op, guess=None, redo=None),),
+                (replace(op, guess=op.gradient_divisor),),
+                (replace(op, guess=op.redo),),
+            ]
+        case ops.SpeculativeStep():
+            assert isinstance(like, ops.SpeculativeStep)
+            choices += [
+                (replace(op, kept=op.kept[::-1]),),
+                (replace(op, kept=like.kept),),
+                (replace(op, grad=like.grad),),
+                (replace(op, lr=op.gradient_divisor, gradient_divisor=op.lr),),
+                (replace(op, step=op.gradient_divisor, gradient_divisor=op.step),),
+                (replace(op, others=()),),
+                (replace(op, rounded=None),),
+                (replace(op, rounded=like.rounded),),
+                (op, op),
+            ]
+        case ops.CommitStep():
+            assert isinstance(like, ops.CommitStep)
+            choices += [
+                (replace(op, kept=op.kept[::-1]),),
+                (replace(op, kept=like.kept),),
+                (replace(op, kept=(op.param, *op.states)),),
+                (replace(op, redo=op.gradient_divisor),),
+                (replace(op, redo=op.skip or op.step),),
+                (replace(op, states=op.states[::-1]),),
+                (replace(op, grad=like.grad),),
+                (replace(op, skip=None),),
+                (replace(op, others=()),),
+                (replace(op, rounded=None),),
+                (replace(op, rounded=like.rounded),),
+                (op, op),
+            ]
+        case _:
+            return None
+    return put(program, place, *chance.choice(choices))
+
+
 UPDATE_MUTATIONS: Mapping[str, Mutation] = {
     "change-divisor": on_one(is_of(ops.Decide), _divisor),
     "forget-decision": on_one(is_of(ops.Decide), _forget_decision),
-    "forget-skip": on_one(is_of(ops.Direction, ops.OptimizerStep, ops.Average), _no_skip),
+    "forget-skip": on_one(
+        is_of(ops.Direction, ops.OptimizerStep, ops.CommitStep, ops.Average), _no_skip
+    ),
     "change-decay": on_one(is_of(ops.Average), _decay),
     "change-sources": on_one(is_of(ops.GradNorm, ops.CheckFinite), _fewer_sources),
     "tell-step": _tell,
     "change-group": _group,
+    "change-speculation": _speculation,
     "change-settings": on_one(is_of(ops.Direction, ops.OptimizerStep), _settings),
 }

@@ -15,6 +15,7 @@ from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
 from zeroir.passes.page_optimizer import PageOptimizer
+from zeroir.passes.speculate_update import SpeculateUpdate
 
 PAGED: Final = PageOptimizer(device_bytes=6144, page_bytes=2048)
 """Room for three pages of the small programs' states."""
@@ -22,6 +23,7 @@ PAGED: Final = PageOptimizer(device_bytes=6144, page_bytes=2048)
 OFFLOADS: Final[Mapping[str, tuple[Pass, ...]]] = {
     "activations": (OffloadActivations(smallest=0),),
     "optimizer": (OffloadOptimizer(),),
+    "speculative optimizer": (OffloadOptimizer(), SpeculateUpdate()),
     "gradients": (OffloadGradients(),),
     "parameters": (OffloadParameters(),),
     "pages": (PAGED,),

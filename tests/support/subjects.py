@@ -27,6 +27,7 @@ from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
+from zeroir.passes.speculate_update import SpeculateUpdate
 from zeroir.runtime.lockstep import Lockstep
 from zeroir.runtime.saved_state import SavedState
 from zeroir.torch_ops.batches import Batch, flatten
@@ -62,6 +63,21 @@ CASES: Mapping[str, Case] = {
     ),
     "stage 2, half updated on the host": Case(
         stage=2, clip=1.0, offload=(OffloadOptimizer(fraction=0.5), OffloadGradients())
+    ),
+    "stage 1, speculative": Case(
+        stage=1,
+        keep_fp32=True,
+        precision="fp16",
+        clip=8.0,  # below the norm of the first step alone
+        micro_steps=2,
+        is_grouped=True,
+        offload=(OffloadOptimizer(), SpeculateUpdate()),
+    ),
+    "stage 3, speculative, averaged": Case(
+        stage=3,
+        ema=0.5,
+        clip=20.5,  # below the norm of the second step alone
+        offload=(*OFFLOAD, SpeculateUpdate()),
     ),
     "stage 0, gradients on the host": Case(
         stage=0, precision="bf16", tied=True, offload=(OffloadGradients(),)
@@ -121,6 +137,7 @@ SAVING = (
     "stage 1, averaged",
     "stage 3, parameters on the host",
     "stage 1, updated on the host",
+    "stage 1, speculative",
     "stage 3, activations on the host",
     "stage 3, paged",
     *WRITTEN,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -107,6 +108,53 @@ def test_a_release_that_is_pending_at_a_joint_still_holds_its_bytes() -> None:
     # And placement knows: without offsets, the two get places of their own.
     bare = parse(late.replace(" offset=0", ""))
     assert place_all(bare)[Space.DEVICE].size_bytes == 1024
+
+
+ON_ONE_STREAM = """zeroir 1
+mesh dp=1
+streams compute:device gather:device
+buffer %x : f32[1] device scalar = value x
+buffer %y : f32[64] device activation offset=0
+buffer %z : f32[64] device activation offset=0
+
+section last_micro_step {
+  alloc %y  stream=gather
+  !0 = release %y  stream=gather
+  alloc %z  stream=gather
+  !1 = release %z  stream=gather
+  exit pending !0 stream=gather
+  exit pending !1 stream=gather
+}
+
+section update {
+  entry pending !0 stream=gather
+  entry pending !1 stream=gather
+}
+"""
+
+
+def test_what_crosses_a_joint_on_one_stream_may_have_shared_its_bytes() -> None:
+    def found(text: str) -> list[str]:
+        return [f.code for f in verify(parse(text)).findings if f.code != "Z403"]
+
+    def places(text: str) -> Mapping[str, int]:
+        return place_all(parse(text.replace(" offset=0", "")))[Space.DEVICE].offsets
+
+    assert found(ON_ONE_STREAM) == []
+    # Where both are live at once, their own section says so.
+    at_once = ON_ONE_STREAM.replace("  !0 = release %y  stream=gather\n", "", 1).replace(
+        "  !1 = release %z", "  !0 = release %y  stream=gather\n  !1 = release %z"
+    )
+    assert "Z106" in found(at_once)
+    assert places(ON_ONE_STREAM) == {"y": 0, "z": 0}
+    assert places(at_once) == {"y": 0, "z": 512}
+    # On two streams neither release stands for the other.
+    apart = ON_ONE_STREAM.replace(
+        "  alloc %z  stream=gather\n  !1 = release %z  stream=gather",
+        "  wait !0  on=compute\n  alloc %z  stream=compute\n  !1 = release %z  stream=compute",
+    ).replace("pending !1 stream=gather", "pending !1 stream=compute")
+    assert "Z106" in found(apart)
+    assert places(apart) == {"y": 0, "z": 512}
 
 
 @pytest.mark.parametrize(

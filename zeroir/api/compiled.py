@@ -25,6 +25,7 @@ from zeroir.verify import Report, VerificationError
 from zeroir.verify import verify as verify_program
 
 if TYPE_CHECKING:
+    from zeroir.api.speculation import SpeculationChoice
     from zeroir.cost.machine import Machine
     from zeroir.frontend.source import LossFunction, Model, ModelSource, WeightFunction
     from zeroir.passes.manager import Proof
@@ -38,13 +39,15 @@ class CompiledProgram:
     """A scheduled program, the logical program that it was lowered from, and its verification report.
 
     ``path`` is the file that it was read from, if any; the model file is also searched from there. ``source`` is the
-    module in hand or function that it was compiled from in this process, if any.
+    module in hand or function that it was compiled from in this process, if any. ``speculation`` is the choice whether
+    the host's update is speculative, if it was made in this process.
     """
 
     artifact: Artifact
     report: Report
     path: Path | None = None
     source: ModelSource | None = field(default=None, compare=False)
+    speculation: SpeculationChoice | None = field(default=None, compare=False)
 
     @property
     def program(self) -> Program:
@@ -63,12 +66,14 @@ class CompiledProgram:
 
     @property
     def as_requested(self) -> CompileOptions:
-        """The options with ``--offload adaptive`` where that was asked for, instead of what it came to."""
+        """The options as they were asked for: what the compiler chose is open again, as with ``--offload adaptive``."""
         requested = self.logical.option
-        if requested.get("offload") != ADAPTIVE:
-            return self.options
-        places = {name: requested.get(name) for name in ("offload_to", "host_cache")}
-        given = {"offload": ADAPTIVE, **places, "offload_units": ()}
+        given: dict[str, object] = {}
+        if "speculate" not in requested:
+            given["speculate"] = None
+        if requested.get("offload") == ADAPTIVE:
+            places = {name: requested.get(name) for name in ("offload_to", "host_cache")}
+            given |= {"offload": ADAPTIVE, **places, "offload_units": ()}
         return make_options({**self.options.model_dump(), **given})
 
     @property
@@ -290,7 +295,10 @@ def compile_model(
     config: Config | None = None,
     **options: Unpack[CompileKeywords],
 ) -> CompiledProgram:
-    """Compile ``path/to/model.py`` (or ``model.py:factory``), a module, or a function that makes the module.
+    """Compile a model file, a module, or a function that makes the module.
+
+    A model file is named as on the command line: ``path/to/model.py`` or ``package.module``, and ``:build`` or
+    ``:build(layers=12)`` after it for another factory than ``model``.
 
     ``batch`` is an example micro-batch of one rank: needed, except for a model file, which has its own. The loss is
     what the module's forward returns, or ``loss(module, batch)``, which returns it or a pair of it and outputs.
@@ -327,15 +335,15 @@ def compile_source(
     artifact = replace(capture_source(source, options), config=config)
     try:
         # The program holds the options that the model itself sets, such as the units to recompute.
-        proof = _lower(artifact.logical, options_from_pairs(artifact.logical.options))
+        chosen = _lower(artifact.logical, options_from_pairs(artifact.logical.options))
     except VerificationError as error:
         raise InternalError(f"The traced program is broken before any pass. {error}") from error
     from zeroir.runtime.kernels.declared import misdeclared
 
-    problem = misdeclared(proof.program.segments)
+    problem = misdeclared(chosen.proof.program.segments)
     if problem is not None:
         raise InternalError(f"The program declares results that torch does not compute: {problem}.")
-    compiled = _with_proof(artifact, proof, None)
+    compiled = _with_proof(artifact, chosen, None)
     warn_of_idle_offload(compiled.program)
     return compiled if source.file is not None else replace(compiled, source=source)
 
@@ -420,11 +428,11 @@ def lowered(artifact: Artifact, options: CompileOptions, machine: Machine) -> Co
     Its segments declare the workspaces that were measured on the machine, if there are any.
     """
     logical = replace(artifact.logical, options=options.to_pairs())
-    proof = _lower(logical, options, machine)
-    artifact = replace(artifact, logical=logical, scheduled=proof.program)
+    chosen = _lower(logical, options, machine)
+    artifact = replace(artifact, logical=logical, scheduled=chosen.proof.program)
     compiled = _require_valid(_verified(artifact, None, machine=machine))
     warn_of_idle_offload(compiled.program)
-    return compiled
+    return replace(compiled, speculation=chosen.speculation)
 
 
 def load_program(path: str | Path) -> CompiledProgram:
@@ -446,20 +454,36 @@ def load_unverified(
     return _verified(artifacts.load(Path(path)), Path(path), budget_bytes, machine)
 
 
-def _lower(logical: Program, options: CompileOptions, machine: Machine | None = None) -> Proof:
-    """The scheduled program; what ``--offload adaptive`` comes to is decided first."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lowered:
+    """A scheduled program with its proof, and the choice that was made for it."""
+
+    proof: Proof
+    speculation: SpeculationChoice | None
+
+
+def _lower(logical: Program, options: CompileOptions, machine: Machine | None = None) -> _Lowered:
+    """The scheduled program; what options leave open is chosen first: ``--offload adaptive``, and speculation."""
     from zeroir.api.adaptive import settled
+    from zeroir.api.speculation import choose
     from zeroir.passes.pipelines import lower_with_proof
 
-    return lower_with_proof(logical, settled(logical, options, machine))
+    options = settled(logical, options, machine)
+    speculation = choose(logical, options, machine)
+    if speculation is not None:
+        options = options.model_copy(update={"speculate": speculation.speculates})
+    return _Lowered(proof=lower_with_proof(logical, options), speculation=speculation)
 
 
-def _with_proof(artifact: Artifact, proof: Proof, path: Path | None) -> CompiledProgram:
+def _with_proof(artifact: Artifact, lowered: _Lowered, path: Path | None) -> CompiledProgram:
     """The program that the passes made of the artefact's logical program; a budget is all that is left to verify."""
+    proof = lowered.proof
     artifact = replace(artifact, scheduled=proof.program)
     if proof.program.option.get("memory_budget") is not None:
-        return _require_valid(_verified(artifact, path))
-    return CompiledProgram(artifact=artifact, report=proof.report, path=path)
+        compiled = _require_valid(_verified(artifact, path))
+    else:
+        compiled = CompiledProgram(artifact=artifact, report=proof.report, path=path)
+    return replace(compiled, speculation=lowered.speculation)
 
 
 def _verified(

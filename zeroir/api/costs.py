@@ -18,6 +18,7 @@ from zeroir.cost.machine import Machine, load_machine
 from zeroir.cost.simulate import Simulation, simulate_evaluation
 from zeroir.cost.simulate import simulate as simulate_program
 from zeroir.errors import UserError
+from zeroir.ir import ops
 
 
 def simulate(
@@ -37,14 +38,23 @@ def simulate(
     """
     compiled = program if isinstance(program, CompiledProgram) else load_program(program)
     loaded_machine = machine if isinstance(machine, Machine) else load_machine(machine)
-    simulation = simulate_program(
-        compiled.program,
-        loaded_machine,
-        logical=compiled.logical,
-        straggler=straggler,
-        micro_steps=micro_steps,
+
+    def simulated(*, is_redone: bool) -> Simulation:
+        return simulate_program(
+            compiled.program,
+            loaded_machine,
+            logical=compiled.logical,
+            straggler=straggler,
+            micro_steps=micro_steps,
+            is_redone=is_redone,
+        )
+
+    speculates = any(isinstance(op, ops.CommitStep) for op in compiled.program.ops())
+    return replace(
+        simulated(is_redone=False),
+        evaluation_s=simulate_evaluation(compiled.program, loaded_machine),
+        redone_s=simulated(is_redone=True).step_s if speculates else None,
     )
-    return replace(simulation, evaluation_s=simulate_evaluation(compiled.program, loaded_machine))
 
 
 def estimate(params: float, **options: Unpack[EstimateKeywords]) -> Estimate:

@@ -81,6 +81,7 @@ class CompileKeywords(TypedDict, total=False):
     host_cache: str | None
     offload_units: str | Sequence[str]
     offload_fraction: float | None
+    speculate: bool | None
     page_optimizer: str | None
     page_bytes: str | int
     optimizer_bits: Literal[32, 8]

@@ -27,10 +27,11 @@ from zeroir.api.outside_memory import (
 )
 from zeroir.api.run_checkpoints import held_folder, resume, saves_of, stopping
 from zeroir.api.run_options import TENSORBOARDS, RunOptions
-from zeroir.api.sentences import say, warnings_as_sentences
+from zeroir.api.sentences import LOGGER, say, warnings_as_sentences
 from zeroir.artifact import Artifact
 from zeroir.artifact.outputs import TIMELINE, require_writable, write_whole
 from zeroir.config import make_options
+from zeroir.config.model_spec import Factory
 from zeroir.errors import UserError
 from zeroir.report.names import counted, format_bytes
 
@@ -365,8 +366,7 @@ def load_model(
             "with zeroir.load(path).engine(model=...)."
         )
     path = find_model(compiled) if model is None else model
-    has_factory = str(path).rpartition(":")[2].isidentifier() and not Path(path).exists()
-    text = read_model_file(str(path) if has_factory else f"{path}:{artifact.model_factory}")
+    text = read_model_file(str(path), Factory.parse(artifact.model_factory))
     changed = None if allow_model_change else _changed(text, artifact)
     if changed is not None:
         raise UserError(
@@ -461,7 +461,7 @@ def open_engine(
 
     def accumulating() -> Program:
         if job_rank.rank == 0:
-            say(
+            LOGGER.info(
                 "The program was compiled for steps of one batch: it is lowered again for steps of any number. With "
                 "--micro-steps 2 it is so from the start."
             )

@@ -1,12 +1,17 @@
-"""Tell the user something on stderr, one sentence a line."""
+"""Tell the user something on stderr, one sentence a line.
+
+A command prints its sentences. The functions that scripts call log their notes to the logger ``zeroir``, which has no
+handler of its own, so a script shows them as its logging is configured.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Final, Literal, TextIO
 
 from zeroir.errors import (
     CheckpointWarning,
@@ -16,6 +21,10 @@ from zeroir.errors import (
     OffloadWarning,
 )
 
+LOGGER: Final = logging.getLogger("zeroir")
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
 _OWN = (CheckpointWarning, GraphWarning, KernelWarning, ModelWarning, OffloadWarning)
 
 
@@ -24,10 +33,40 @@ def say(sentence: str) -> None:
     sys.stderr.write(sentence + "\n")
 
 
+def show_log(level: LogLevel, rank: str) -> None:
+    """Print the log records of all libraries from this level on to stderr, with the rank, the level and the logger."""
+    form = f"rank {rank} %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=level.upper(), format=form, stream=sys.stderr)
+
+
+class _Sentences(logging.Handler):
+    """Prints the notes of zeroir's functions as a command prints its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
+@contextmanager
+def _notes_as_sentences() -> Iterator[None]:
+    handler, level, propagates = _Sentences(), LOGGER.level, LOGGER.propagate
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    LOGGER.propagate = False
+    try:
+        yield
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(level)
+        LOGGER.propagate = propagates
+
+
 @contextmanager
 def warnings_as_sentences(*, is_silent: bool = False) -> Iterator[None]:
-    """Print zeroir's own warnings as one sentence each, without the line of code that issued them; or none of them."""
-    with warnings.catch_warnings():
+    """Print zeroir's own warnings and notes as one sentence each, without the line of code that issued them.
+
+    Where ``is_silent``, none of the warnings is printed.
+    """
+    with warnings.catch_warnings(), _notes_as_sentences():
         for category in _OWN:
             warnings.simplefilter("ignore" if is_silent else "always", category)
         show_as_python = warnings.showwarning

@@ -1,7 +1,8 @@
 """The ``.zir`` file: a compiled program that can be stored, sent and proved again, and that contains no code.
 
-The file is msgpack with a fixed envelope. It holds only plain data, names only ops of the allow-list, and has equal
-bytes for equal contents. Loading checks the form of the file; ``zeroir.verify`` checks the program.
+The file is msgpack with a fixed envelope. It holds only plain data, names only pure ops, which are on the list or
+declared with their schemas, and has equal bytes for equal contents. Loading checks the form of the file;
+``zeroir.verify`` checks the program.
 """
 
 from __future__ import annotations

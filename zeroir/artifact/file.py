@@ -24,6 +24,7 @@ from zeroir.artifact.schema import SCHEMA_VERSION, SchemaError, decode, pack
 from zeroir.errors import UserError
 from zeroir.ir.allowlist import refusal
 from zeroir.ir.limits import LARGEST_FILE_BYTES
+from zeroir.ir.operators import call_problem, declaration_problem
 from zeroir.ir.program import Program
 
 _HEAD: Final = struct.Struct(">8sHHQ")
@@ -207,9 +208,17 @@ def _decoded(body: bytes, name: str, version: tuple[int, int]) -> Artifact:
 
 
 def _check_ops(program: Program, name: str) -> None:
+    for operator in program.operators:
+        reason = declaration_problem(operator)
+        if reason is not None:
+            raise UserError(
+                f"'{name}' is refused: it declares the operator '{operator.name}', which {reason}; compile it again "
+                "from a model that you trust."
+            )
+    declared = program.operator_by_name
     for segment in program.segments:
         for node in segment.nodes:
-            reason = refusal(node.op)
+            reason = refusal(node.op, declared) or call_problem(node, declared)
             if reason is not None:
                 raise UserError(
                     f"'{name}' is refused: segment @{segment.name} calls '{node.op}', which "

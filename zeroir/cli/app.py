@@ -14,7 +14,7 @@ from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, Unused
 
 from zeroir import __version__
 from zeroir.cli.arguments import AsJson, ProgramFile
-from zeroir.cli.console import accept_any_text, err, out, print_json, shortened_words
+from zeroir.cli.console import accept_any_text, err, help_console, out, print_json, shortened_words
 from zeroir.cli.exports import print_pass, show_passes
 from zeroir.errors import MEMORY_REMEDY, UserError, ZeroirError, is_out_of_memory
 
@@ -31,6 +31,7 @@ app = App(
     help_format="plaintext",
     default_parameter=Parameter(negative_iterable=(), show_default=_shown_default),
     suppress_keyboard_interrupt=False,
+    console=help_console,
 )
 
 
@@ -232,6 +233,7 @@ app.command("zeroir.cli.exports:export", name="export")
 app.command("zeroir.cli.imports:import_", name="import")
 app.command("zeroir.cli.exports:report", name="report")
 app.command("zeroir.cli.checkpoint:app", name="checkpoint")
+app.command("zeroir.cli.completion:completion", name="completion")
 
 
 def run_command(arguments: Sequence[str]) -> int:

@@ -9,7 +9,11 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 Model = Annotated[
-    str, Parameter(help="MODEL.PY or MODEL.PY:FACTORY; the file defines model() and batch().")
+    str,
+    Parameter(
+        help="MODEL.PY or PACKAGE.MODULE, which defines model() and batch(). :FACTORY after it names another function "
+        "than model(), and :FACTORY(layers=12) gives it arguments."
+    ),
 ]
 ProgramFile = Annotated[Path, Parameter(help="A compiled program (.zir).")]
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print one JSON document.")]

@@ -12,13 +12,15 @@ from cyclopts import Parameter
 from zeroir.api.config_file import DEFAULT_FILE, ResolvedOptions, resolve_options
 from zeroir.cli.arguments import AsJson, AtLeastOne, InSeeds, Kernels, Model
 from zeroir.cli.console import err, out, print_json, progress
+from zeroir.cli.option_groups import Options
 from zeroir.config import GivenOptions
+from zeroir.config.model_spec import ModelSpec
 from zeroir.config.offload_fields import ADAPTIVE
 
 if TYPE_CHECKING:
     from zeroir.frontend.source import ModelSource
 
-Options = Annotated[GivenOptions | None, Parameter(name="*")]
+CompileOptions = Annotated[Options | None, Parameter(name="*")]
 Config = Annotated[
     Path | None,
     Parameter(
@@ -57,7 +59,7 @@ def compile(  # noqa: A001 - the command's name is the field's word
         ),
     ] = None,
     config: Config = None,
-    options: Options = None,
+    options: CompileOptions = None,
     as_json: AsJson = False,
 ) -> int:
     """Trace a model, place every collective for the stage, prove the schedule, and write a program.
@@ -71,7 +73,7 @@ def compile(  # noqa: A001 - the command's name is the field's word
     from zeroir.report.config import config_json, render_config
     from zeroir.report.render import render_summary
 
-    path = Path(f"{Path(model.partition(':')[0]).stem}.zir") if output is None else output
+    path = Path(f"{ModelSpec.parse(model).stem}.zir") if output is None else output
     require_writable(path, PROGRAM)
     with progress(f"Compiling {model}"), warnings_as_sentences():
         source = cache(lambda: file_source(model))
@@ -86,6 +88,8 @@ def compile(  # noqa: A001 - the command's name is the field's word
         out.print(render_summary(compiled.summary()))
         if ADAPTIVE in chosen.options.offload:
             out.print(chosen_in_words(compiled.options), markup=False)
+        if compiled.speculation is not None:
+            out.print(compiled.speculation.in_words(), markup=False)
         out.print(f"Wrote {path}.", markup=False)
     return 0
 
@@ -95,7 +99,7 @@ def check(
     /,
     *,
     config: Config = None,
-    options: Options = None,
+    options: CompileOptions = None,
     steps: Annotated[int, Parameter(validator=AtLeastOne, help="Training steps to compare.")] = 3,
     seed: Annotated[
         int,

@@ -49,14 +49,16 @@ class _Console(Console):
         raise BrokenPipeError
 
 
-def _console(*, is_stderr: bool) -> Console:
+def _console(*, is_stderr: bool, pipe_width: int | None = _PIPE_WIDTH) -> Console:
     stream = sys.stderr if is_stderr else sys.stdout
-    width = None if stream.isatty() else _PIPE_WIDTH
+    width = None if stream.isatty() else pipe_width
     return _Console(stderr=is_stderr, highlight=False, soft_wrap=True, width=width, emoji=False)
 
 
 out = _console(is_stderr=False)
 err = _console(is_stderr=True)
+help_console = _console(is_stderr=False, pipe_width=None)
+"""The console of ``--help``, whose lines are folded for a person to read in a pager, too."""
 
 
 def print_json(value: object) -> None:

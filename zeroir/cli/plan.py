@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, AtLeastOne, Machine, Model
-from zeroir.cli.compiling import Config, Options, print_notes, resolved
+from zeroir.cli.compiling import CompileOptions, Config, print_notes, resolved
 from zeroir.cli.console import out, print_json, progress
 from zeroir.errors import UserError
 
@@ -28,7 +28,7 @@ def plan(
         Parameter(name=["-o", "--output"], help="The program file to write. [default: none]"),
     ] = None,
     config: Config = None,
-    options: Options = None,
+    options: CompileOptions = None,
     most_tried: Annotated[
         int, Parameter(validator=AtLeastOne, help="Largest number of choices to try.")
     ] = 500,

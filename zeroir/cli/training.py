@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from cyclopts import Parameter
 
+from zeroir.api.sentences import LogLevel, show_log
 from zeroir.cli.arguments import (
     AllowModelChange,
     AtLeastOne,
@@ -17,7 +18,7 @@ from zeroir.cli.arguments import (
     Ranks,
     Seed,
 )
-from zeroir.config.offload_fields import GivenOffload
+from zeroir.cli.option_groups import OffloadOptions
 from zeroir.config.texts import text_of
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def run(
         ),
     ] = None,
     offload: Annotated[
-        GivenOffload | None,
+        OffloadOptions | None,
         Parameter(
             name="*", show_default=False, help="As in `zeroir compile`, whose options they replace."
         ),
@@ -64,6 +65,13 @@ def run(
     log_every: Annotated[
         int, Parameter(validator=AtLeastOne, help="Number of steps between two printed losses.")
     ] = 10,
+    log_level: Annotated[
+        LogLevel | None,
+        Parameter(
+            help="Print what the model file and the libraries log, from this level on, with the rank. [default: what "
+            "Python prints, warnings and errors, unless the model file configures logging]"
+        ),
+    ] = None,
     log: Annotated[
         Path | None, Parameter(help="Add a JSON object for each report to the lines of this file.")
     ] = None,
@@ -184,6 +192,7 @@ def run(
             "--optimizer-bits": optimizer_bits,
             "--seed": seed,
             "--log-every": log_every,
+            "--log-level": log_level,
             "--eval-every": eval_every,
             "--save": save,
             "--save-every": save_every,
@@ -209,5 +218,7 @@ def run(
         for name, value in values.items():
             arguments += [] if value is None else [name, str(value)]
         return launch(nproc, [*arguments, *(name for name, is_set in flags.items() if is_set)])
+    if log_level is not None:
+        show_log(log_level, os.environ.get("RANK", "0"))
     run_program(program, options)
     return 0

@@ -177,6 +177,15 @@ OffloadFraction = Annotated[
     ),
 ]
 
+Speculate = Annotated[
+    bool | None,
+    Field(
+        description="Begin the host's update before clipping or loss scaling has decided about it, and undo it where "
+        "that decides otherwise; takes host memory (--offload optimizer with --clip or fp16). [default: where a "
+        "simulated step is faster]"
+    ),
+]
+
 PageOptimizer = Annotated[
     OptionalAmount,
     Field(

@@ -79,7 +79,21 @@ def offload_problem(options: CompileOptions) -> str | None:
             f"--page-optimizer {options.page_optimizer} updates on the device, and --offload optimizer on the host; "
             "leave one of them out"
         )
-    return _page_problem(options) or _bits_problem(options)
+    return _speculation_problem(options) or _page_problem(options) or _bits_problem(options)
+
+
+def _speculation_problem(options: CompileOptions) -> str | None:
+    if not options.speculate:
+        return None
+    if OPTIMIZER not in options.offload:
+        return "--speculate is for an update on the host: it needs --offload optimizer"
+    if not options.has_decision:
+        return "--speculate needs --clip or --precision fp16: without them no decision holds the update back"
+    if OPTIMIZER in options.kept_on_disk:
+        return f"--speculate updates states in host memory, but --offload-to {options.offload_to} keeps them on a disk"
+    if options.optimizer_bits != 32:
+        return f"--speculate is for states of 32 bits, but --optimizer-bits is {options.optimizer_bits}"
+    return None
 
 
 def _adaptive_problem(options: CompileOptions) -> str | None:
@@ -93,6 +107,7 @@ def _adaptive_problem(options: CompileOptions) -> str | None:
             f"{options.offload_to}"
         )
     chosen = {
+        "--speculate": options.speculate,
         "--offload-units": options.offload_units,
         "--offload-fraction": options.offload_fraction,
         "--page-optimizer": options.page_optimizer,

@@ -23,6 +23,7 @@ from zeroir.config.offload_fields import (
     OptimizerBits,
     PageBytes,
     PageOptimizer,
+    Speculate,
 )
 from zeroir.errors import UserError
 from zeroir.ir.limits import MOST_BYTES, MOST_COUNT, MOST_RANKS
@@ -90,8 +91,8 @@ class OptionFields(BaseModel):
     units: Annotated[
         str | None,
         Field(
-            description="The submodules that share a flat buffer: a pattern of names (blocks.*), class:NAME or "
-            "min:NUMEL. [default: repeated blocks]"
+            description="The submodules that share a flat buffer: patterns of names (blocks.*), class:NAME or "
+            "min:NUMEL, separated by commas. [default: repeated blocks]"
         ),
     ] = None
     keep_fp32: Annotated[
@@ -318,6 +319,7 @@ class OptionFields(BaseModel):
     host_cache: HostCache = None
     offload_units: OffloadUnits = ()
     offload_fraction: OffloadFraction = None
+    speculate: Speculate = None
     page_optimizer: PageOptimizer = None
     page_bytes: PageBytes = PAGE_BYTES
     optimizer_bits: OptimizerBits = 32

@@ -16,6 +16,7 @@ from zeroir.config.meshes import parse_mesh
 from zeroir.config.offload_fields import (
     HOST,
     KEPT_ON_DISK,
+    OPTIMIZER,
     disk_folders,
     named_places,
     place_of,
@@ -126,7 +127,19 @@ class CompileOptions(OptionFields):
     @property
     def is_update_overlapped(self) -> bool:
         """Whether the update begins in the backward, which is possible if no decision waits for all gradients."""
-        return self.overlap_update and self.clip is None and self.precision != "fp16"
+        return self.overlap_update and not self.has_decision
+
+    @property
+    def has_decision(self) -> bool:
+        """Whether the update waits for a decision about all gradients: clipping, or whether to skip the step."""
+        return self.clip is not None or self.precision == "fp16"
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether the host's update could begin before such a decision, and nothing says whether it shall."""
+        is_of_host = OPTIMIZER in self.offload and OPTIMIZER not in self.kept_on_disk
+        has_wide_states = self.optimizer_bits == 32
+        return self.speculate is None and is_of_host and has_wide_states and self.has_decision
 
     @property
     def has_dynamic_loss_scale(self) -> bool:

@@ -105,10 +105,14 @@ def _dtype(node: Node, types: tuple[TensorType | None, ...]) -> DType:
 
 
 class Durations:
-    """The times of a program's ops on a machine."""
+    """The times of a program's ops on a machine.
 
-    def __init__(self, program: Program, machine: Machine) -> None:
+    A guess of a speculative step is right, so that committing it takes no time, unless the step ``is_redone``.
+    """
+
+    def __init__(self, program: Program, machine: Machine, *, is_redone: bool = False) -> None:
         self._program = program
+        self._is_redone = is_redone
         self._machine = machine
         self._segment_costs: dict[str, SegmentCost] = {}
         self._executors = {stream.name: stream.executor for stream in program.streams}
@@ -146,6 +150,8 @@ class Durations:
     def flow(self, op: ops.Op) -> FlowCost | None:
         """The cost of a transfer, or of an op that the host carries out; None for any other op."""
         match op:
+            case ops.CommitStep() if not self._is_redone:
+                return self._host.work(0, 0, 0)
             case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
                 return self._host.transfer(op, self._bytes(op.source), self._measured_s(op))
             case ops.Elementwise() | ops.Update() if self._is_of_host(op.stream):

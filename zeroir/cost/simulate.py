@@ -16,7 +16,15 @@ from zeroir.cost.classes import RankClass, rank_classes
 from zeroir.cost.durations import Durations
 from zeroir.cost.events import Timeline, Timing, run
 from zeroir.cost.machine import Machine
-from zeroir.cost.tasks import Task, TaskKind, require_micro_steps, section_tasks, step_tasks
+from zeroir.cost.tasks import (
+    Task,
+    TaskKind,
+    is_next_step_overlapped,
+    require_micro_steps,
+    section_tasks,
+    step_tasks,
+    two_steps_tasks,
+)
 from zeroir.cost.wires import FlowCost
 from zeroir.errors import UserError
 from zeroir.ir import ops
@@ -79,12 +87,15 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """A simulated step. ``classes`` are in the order of their first ranks.
+    """A simulated step; where the end of a step runs beside the next one, a step that follows another.
+
+    ``classes`` are in the order of their first ranks.
 
     ``critical_path`` is in the order of time, and its durations add up to ``step_ns``: each of its ops began as soon as
     the one before it ended. ``flops`` are those of one rank, recomputation included. ``hfu`` is the time that they take
     at the dense peak, as a fraction of the step; ``mfu`` is the same without recomputation. ``evaluation_s`` are the
-    seconds of an evaluation between two steps, None where the program has none or none was simulated.
+    seconds of an evaluation between two steps, None where the program has none or none was simulated. ``redone_s`` are
+    those of a step that undoes its speculative update, None where it has none, or that was not simulated.
     """
 
     machine: str
@@ -99,6 +110,7 @@ class Simulation:
     hfu: float
     measured: Measured
     evaluation_s: float | None = None
+    redone_s: float | None = None
 
     @property
     def step_s(self) -> float:
@@ -123,8 +135,11 @@ def simulate(
     logical: Program | None = None,
     straggler: float | None = None,
     micro_steps: int | None = None,
+    is_redone: bool = False,
 ) -> Simulation:
     """Simulate a training step. With ``straggler``, the work of rank 0 takes longer by this factor.
+
+    Speculative steps have guessed right, unless the step ``is_redone``.
 
     ``logical`` is the program before any pass: floating-point operations beyond its own are recomputation. Without it
     no operation counts as recomputation.
@@ -140,15 +155,17 @@ def simulate(
         program.mesh, machine.node_ranks, straggler=None if straggler is None else 0
     )
     issue_ns = _ns(machine.host.issue_s.value)
-    tasks = step_tasks(program, count, is_issuing=issue_ns > 0, host_computes=machine.host.computes)
-    durations = Durations(program, machine)
+    steps = _simulated_steps(program, machine, count)
+    tasks = steps.tasks
+    durations = Durations(program, machine, is_redone=is_redone)
     timings = [
         _timings(program, tasks, durations, rank_class, issue_ns, straggler or 1.0)
         for rank_class in classes
     ]
     timelines = run(tasks, classes, timings)
-    step_ns = max((end_ns for timeline in timelines for end_ns in timeline.end_ns), default=0)
-    flops, ideal_s = _flops(tasks, durations, machine)
+    window = steps.window(timelines)
+    step_ns = window.end_ns - window.start_ns
+    flops, ideal_s = _flops(tasks[steps.first :], durations, machine)
     model_s = ideal_s
     if logical is not None:
         model_s = count * micro_step_at_peak_s(logical, machine)
@@ -159,10 +176,10 @@ def simulate(
         straggler=straggler or 1.0,
         step_ns=step_ns,
         classes=tuple(
-            _class_result(program, tasks, durations, rank_class, timeline)
+            _class_result(program, steps, durations, rank_class, timeline, window)
             for rank_class, timeline in zip(classes, timelines, strict=True)
         ),
-        critical_path=_critical_path(tasks, timelines),
+        critical_path=_critical_path(steps, timelines, window),
         flops=flops,
         mfu=model_s * _NS / step_ns if step_ns else 0.0,
         hfu=ideal_s * _NS / step_ns if step_ns else 0.0,
@@ -195,6 +212,49 @@ def simulate_evaluation(program: Program, machine: Machine) -> float | None:
     ]
     timelines = run(tasks, classes, timings)
     return max((end_ns for timeline in timelines for end_ns in timeline.end_ns), default=0) / _NS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StepTime:
+    """The time of the step that is reported, from the beginning of the simulation on."""
+
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SimulatedSteps:
+    """The tasks to simulate, of which the last step's begin with the task ``first``.
+
+    ``joints`` are the ends of the two steps. They are None for one step, which ends with its last task.
+    """
+
+    tasks: Sequence[Task]
+    first: int = 0
+    joints: tuple[int, int] | None = None
+
+    def window(self, timelines: Sequence[Timeline]) -> _StepTime:
+        """The time of the last step."""
+        if self.joints is None:
+            ends = (end_ns for timeline in timelines for end_ns in timeline.end_ns)
+            return _StepTime(start_ns=0, end_ns=max(ends, default=0))
+        start, end = self.joints
+        return _StepTime(
+            start_ns=max(timeline.end_ns[start] for timeline in timelines),
+            end_ns=max(timeline.end_ns[end] for timeline in timelines),
+        )
+
+
+def _simulated_steps(program: Program, machine: Machine, micro_steps: int) -> _SimulatedSteps:
+    """One step, or two where the end of a step runs beside the next one."""
+    is_issuing, host_computes = _ns(machine.host.issue_s.value) > 0, machine.host.computes
+    if not is_next_step_overlapped(program):
+        tasks = step_tasks(program, micro_steps, is_issuing=is_issuing, host_computes=host_computes)
+        return _SimulatedSteps(tasks=tasks)
+    tasks, joints = two_steps_tasks(
+        program, micro_steps, is_issuing=is_issuing, host_computes=host_computes
+    )
+    return _SimulatedSteps(tasks=tasks, first=joints[0] + 1, joints=joints)
 
 
 def _ns(seconds: float) -> int:
@@ -252,10 +312,11 @@ def _timing(
 
 def _class_result(
     program: Program,
-    tasks: Sequence[Task],
+    steps: _SimulatedSteps,
     durations: Durations,
     rank_class: RankClass,
     timeline: Timeline,
+    window: _StepTime,
 ) -> ClassResult:
     spans: list[Span] = []
     busy_ns: dict[str, int] = {}
@@ -263,7 +324,7 @@ def _class_result(
     communicating: list[tuple[int, int]] = []
     transferring: list[tuple[int, int]] = []
     sent: dict[str, float] = {}
-    for number, task in enumerate(tasks):
+    for number, task in enumerate(steps.tasks):
         op = task.op
         if op is None or task.kind is not TaskKind.RUN:
             continue
@@ -276,9 +337,10 @@ def _class_result(
         if isinstance(op, ops.Wait):
             # A wait occupies its stream from the moment at which the stream arrives at it.
             start_ns = 0 if task.stream_before is None else timeline.end_ns[task.stream_before]
-        spans.append(Span(task.section, task.index, start_ns, end_ns))
-        duration_ns = end_ns - begun_ns
-        busy_ns[task.stream] = busy_ns.get(task.stream, 0) + duration_ns
+        if number >= steps.first:
+            start_ns = max(start_ns, window.start_ns) - window.start_ns
+            spans.append(Span(task.section, task.index, start_ns, end_ns - window.start_ns))
+            busy_ns[task.stream] = busy_ns.get(task.stream, 0) + end_ns - begun_ns
         if isinstance(op, ops.Collective):
             communicating.append((ready_ns, end_ns))
             ring = rank_class.rings[program.comm_by_name[op.comm].axis]
@@ -287,7 +349,7 @@ def _class_result(
             flow = durations.flow(op)
             if flow is not None:
                 transferring.append((begun_ns, end_ns))
-        if flow is not None:
+        if flow is not None and number >= steps.first:
             for wire, count in flow.bytes_by_wire.items():
                 sent[wire.value] = sent.get(wire.value, 0.0) + count
         if task.stream == COMPUTE:
@@ -301,16 +363,22 @@ def _class_result(
             for stream in program.streams
             if stream.name in busy_ns
         },
-        exposed_s=_outside_ns(communicating, working) / _NS,
-        exposed_transfers_s=_outside_ns(transferring, working) / _NS,
+        exposed_s=_outside_ns(communicating, working, window) / _NS,
+        exposed_transfers_s=_outside_ns(transferring, working, window) / _NS,
         bytes_by_wire=dict(sorted(sent.items())),
     )
 
 
-def _outside_ns(intervals: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> int:
-    """The length of the first union of intervals, less its intersection with the second one."""
-    marks = [(at, 0, step) for a, b in intervals for at, step in ((a, 1), (b, -1))]
-    marks += [(at, 1, step) for a, b in others for at, step in ((a, 1), (b, -1))]
+def _outside_ns(
+    intervals: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]], window: _StepTime
+) -> int:
+    """The length of the first union of intervals within a window, less its intersection with the second one."""
+    marks: list[tuple[int, int, int]] = []
+    for which, pairs in enumerate((intervals, others)):
+        for begun_ns, ended_ns in pairs:
+            start_ns, end_ns = max(begun_ns, window.start_ns), min(ended_ns, window.end_ns)
+            if start_ns < end_ns:
+                marks += ((start_ns, which, 1), (end_ns, which, -1))
     open_counts = [0, 0]
     total = last = 0
     for at, which, step in sorted(marks):
@@ -321,19 +389,25 @@ def _outside_ns(intervals: Iterable[tuple[int, int]], others: Iterable[tuple[int
     return total
 
 
-def _critical_path(tasks: Sequence[Task], timelines: Sequence[Timeline]) -> tuple[PathItem, ...]:
-    """The chain of causes that ends with the last task to end; tasks without a duration are left out."""
+def _critical_path(
+    steps: _SimulatedSteps, timelines: Sequence[Timeline], window: _StepTime
+) -> tuple[PathItem, ...]:
+    """The chain of causes, within the step, that ends with its end; tasks without a duration are left out."""
+    tasks = steps.tasks
+    ends = range(len(tasks)) if steps.joints is None else steps.joints[1:]
     latest = [
         (timeline.end_ns[number], rank_class, number)
         for rank_class, timeline in enumerate(timelines)
-        for number in range(len(tasks))
+        for number in ends
     ]
     backwards: list[PathItem] = []
     cause = max(latest)[1:] if latest else None
     while cause is not None:
         rank_class, number = cause
         task, timeline = tasks[number], timelines[rank_class]
-        duration_ns = timeline.end_ns[number] - timeline.begun_ns[number]
+        duration_ns = timeline.end_ns[number] - max(timeline.begun_ns[number], window.start_ns)
+        if duration_ns < 0:
+            break
         if duration_ns:
             backwards.append(
                 PathItem(

@@ -90,10 +90,42 @@ def step_tasks(
     )
 
 
+def two_steps_tasks(
+    program: Program, micro_steps: int, *, is_issuing: bool, host_computes: bool
+) -> tuple[list[Task], tuple[int, int]]:
+    """The tasks of two training steps, and the numbers of the joints that end them.
+
+    What is pending when a step ends runs beside the next one, so the time between the joints is that of every step but
+    the first.
+    """
+    sections = step_sections(program, micro_steps)
+    tasks = section_tasks(
+        program,
+        [*sections, *sections],
+        is_issuing=is_issuing,
+        host_computes=host_computes,
+        is_joined=True,
+    )
+    joints = [number for number, task in enumerate(tasks) if task.kind is TaskKind.JOINT]
+    return tasks, (joints[len(sections) - 1], joints[-1])
+
+
+def is_next_step_overlapped(program: Program) -> bool:
+    """Whether ops of a step may be under way when the next step begins."""
+    sections = step_sections(program)
+    signalled = {op.event for s in sections for op in s.body if not isinstance(op, ops.Wait)}
+    return any(pending.event in signalled for s in sections[-1:] for pending in s.exit.pending)
+
+
 def section_tasks(
-    program: Program, sections: Sequence[Section], *, is_issuing: bool, host_computes: bool
+    program: Program,
+    sections: Sequence[Section],
+    *,
+    is_issuing: bool,
+    host_computes: bool,
+    is_joined: bool = False,
 ) -> list[Task]:
-    """The tasks of sections that follow each other, each after its predecessors.
+    """The tasks of sections that follow each other, each after its predecessors; last a joint if ``is_joined``.
 
     With ``is_issuing`` the host takes time to issue an op. With ``host_computes`` it issues nothing while it carries
     out an op of the stream ``compute``, or while it waits at a joint. Without it the issuing thread waits where a
@@ -107,6 +139,8 @@ def section_tasks(
             tasks.join(sections[number - 1])
         for index, op in enumerate(section.body):
             tasks.add(section.name, index, op)
+    if is_joined:
+        tasks.join(sections[-1])
     return tasks.tasks
 
 

@@ -1,8 +1,8 @@
 """The parts of torch that the frontend uses and torch does not promise to keep: one module to adapt to a new torch.
 
 * ``joint_graph`` and ``function_graph``: AOTAutograd's joint export, its descriptors, and fx's node metadata;
-* ``DATA_DEPENDENT``, ``UNREGISTERED`` and ``is_higher_order``: the exceptions that torch raises where code reads the
-  data of a traced tensor, uses a tensor that is not the model's, or passes a function to an operator such as
+* ``DATA_DEPENDENT``, ``is_on_another_device`` and ``is_higher_order``: the exceptions that torch raises where code
+  reads the data of a traced tensor, uses a tensor that is not the model's, or passes a function to an operator such as
   ``torch.cond``;
 * ``autograd_functions_replaced``: a replacement for every call of a ``torch.autograd.Function``.
 """
@@ -31,7 +31,6 @@ from torch._higher_order_ops.effects import with_effects
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorDeviceMismatchError,
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -40,9 +39,6 @@ from torch.nn.modules import module as nn_module
 from torch.nn.utils import stateless
 
 from zeroir.frontend.storage_views import rewrite_storage_views
-
-# Raised for a tensor without data that is neither a parameter nor a buffer of the model.
-UNREGISTERED: tuple[type[Exception], ...] = (FakeTensorDeviceMismatchError,)
 
 Function = Callable[..., object]
 GradientHook = Callable[[Tensor], Tensor | None]
@@ -57,6 +53,22 @@ DATA_DEPENDENT: tuple[type[Exception], ...] = (
 def asks_for_data(error: BaseException) -> bool:
     """Whether torch raised an exception because its C++ code read a tensor that has no data."""
     return isinstance(error, RuntimeError) and "its data is not allocated yet" in str(error)
+
+
+def is_on_another_device(error: BaseException) -> bool:
+    """Whether torch raised an exception because a tensor is not on the device of the others.
+
+    A tensor without data that is neither a parameter nor a buffer of the model is on the meta device. Before torch 2.13
+    the exception had no class of its own.
+    """
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(part in text for part in _OTHER_DEVICE)
+
+
+_OTHER_DEVICE = (
+    "Expected all tensors to be on the same device",
+    "Unhandled FakeTensor Device Propagation",
+)
 
 
 def is_higher_order(error: BaseException) -> bool:

@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zeroir.errors import InternalError, UserError, ZeroirError
 from zeroir.frontend._torch_private import (
     DATA_DEPENDENT,
-    UNREGISTERED,
     InputChangedError,
     ParameterChangedError,
     TracedGraph,
@@ -25,6 +24,7 @@ from zeroir.frontend._torch_private import (
     asks_for_data,
     fake_mode,
     is_higher_order,
+    is_on_another_device,
     joint_graph,
     tracer_settings,
 )
@@ -66,6 +66,7 @@ from zeroir.ir.limits import LONGEST_NAME, obeyed_character
 from zeroir.ir.program import ConstantBinding
 from zeroir.torch_ops.batches import Batch, BatchLeaves, flatten
 from zeroir.torch_ops.conditions import tracing_conditions
+from zeroir.torch_ops.purity import ImpureOperatorError
 
 MAX_DROPOUT_SITES = 65536
 
@@ -328,14 +329,12 @@ def _traced(
             return joint_graph(mode, step, inputs)
     except ZeroirError:
         raise
+    except ImpureOperatorError as error:
+        raise UserError(
+            f"{capitalised(source.place_of(error))} uses the operator {error.op}, which {error.breach}."
+        ) from None
     except DATA_DEPENDENT as error:
         raise _depends_on_values(error, source) from None
-    except UNREGISTERED as error:
-        raise UserError(
-            f"{capitalised(source.place_of(error))} uses a tensor that is not a parameter or buffer of the model; "
-            "keep modules in nn.ModuleList or nn.ModuleDict and tensors with register_buffer, not in plain lists or "
-            "dicts."
-        ) from None
     except InputChangedError as error:
         raise UserError(
             f"{model} changes its input {paths[error.position]} in place; clone it first."
@@ -348,6 +347,12 @@ def _traced(
     except UnknownDescriptorError as error:
         raise InternalError(f"tracing {source.names.model} failed: {error}") from error
     except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the model or of torch
+        if is_on_another_device(error):
+            raise UserError(
+                f"{capitalised(source.place_of(error))} uses a tensor that is not a parameter or buffer of the model; "
+                "keep modules in nn.ModuleList or nn.ModuleDict and tensors with register_buffer, not in plain lists "
+                "or dicts."
+            ) from None
         if is_higher_order(error):
             raise UserError(
                 f"{capitalised(source.place_of(error))} uses a higher-order operator such as torch.cond or "

@@ -2,7 +2,8 @@
 
 The file is read once and hashed, and so are the user's modules that it imports. It is executed from that text, under a
 unique module name, so that it neither hides nor is hidden by another module. While its code runs, its folder is the
-first entry of ``sys.path``, as for a script.
+first entry of ``sys.path``, as for a script, and the current folder follows, as for ``python -m``. A file of a package,
+which is one whose folder has an ``__init__.py``, may import relatively: the folder above the package is an entry, too.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from typing import TypeVar, cast
 
 from torch import nn
 
+from zeroir.config.model_spec import Factory, ModelSpec
 from zeroir.errors import UserError, ZeroirError
 from zeroir.frontend.code_contexts import line_of_caller, noting_autocasts
-from zeroir.frontend.imports import hashes_of_imports, hashes_of_modules
+from zeroir.frontend.imports import file_of_module, hashes_of_imports, hashes_of_modules
 from zeroir.frontend.source import (
     BatchFunction,
     FileOrigin,
@@ -45,10 +47,10 @@ _IMPORTS = "_zeroir_imports"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelText:
-    """A model file that was read but not executed: ``path`` as the user wrote it, ``name`` of the factory."""
+    """A model file that was read but not executed: ``path`` as the user wrote it, and the factory."""
 
     path: Path
-    name: str
+    factory: Factory
     text: bytes
 
     @property
@@ -58,13 +60,15 @@ class ModelText:
 
     def imports(self, more_names: Iterable[str] = ()) -> dict[str, str]:
         """The SHA-256 of the user's modules that it imports and of those in ``more_names``, by name."""
-        with _folder_first(self.path):
-            imported = hashes_of_imports(self.text)
+        with _importing_from(self.path):
+            imported = hashes_of_imports(self.text, _package_of(self.path)[0])
             return {**hashes_of_modules(set(more_names) - set(imported)), **imported}
 
 
 def load_model_file(spec: str) -> ModelSource:
-    """Load ``path/to/model.py``, or ``path/to/model.py:factory`` to call ``factory`` instead of ``model``.
+    """Load ``path/to/model.py`` or ``package.module``; ``:factory`` after it names another function than ``model``.
+
+    ``:factory(layers=12)`` also gives it arguments.
 
     Raises:
         UserError: where the file cannot be read, is not Python, raises, or lacks ``model`` or ``batch``.
@@ -72,14 +76,15 @@ def load_model_file(spec: str) -> ModelSource:
     return run_model_file(read_model_file(spec))
 
 
-def read_model_file(spec: str) -> ModelText:
-    """Read ``path/to/model.py``, or ``path/to/model.py:factory``, without executing it.
+def read_model_file(spec: str, default: Factory | None = None) -> ModelText:
+    """Read what ``load_model_file`` takes, without executing it; ``default`` is the factory where none is named.
 
     Raises:
         UserError: where the file cannot be read.
     """
-    path, name = _split(spec)
-    return ModelText(path=path, name=name, text=_read(path))
+    parsed = ModelSpec.parse(spec)
+    path = _file(parsed)
+    return ModelText(path=path, factory=parsed.factory or default or Factory(), text=_read(path))
 
 
 def run_model_file(text: ModelText) -> ModelSource:
@@ -91,40 +96,47 @@ def run_model_file(text: ModelText) -> ModelSource:
     Raises:
         UserError: where the file is not Python, raises, or lacks ``model`` or ``batch``.
     """
-    path, name = text.path, text.name
+    path, factory = text.path, text.factory
     _forget_changed_modules()
     modules_before = set(sys.modules)
     module = ModuleType(_module_name(text.sha256))
     module.__file__ = str(path)
+    module.__package__, _ = _package_of(path)
     # Dataclasses and pickle look up a class's module by name.
     sys.modules[module.__name__] = module
     autocasts: dict[str, str] = {}
     noting = noting_autocasts(autocasts, lambda: line_of_caller(path.parent, in_libraries=False))
-    with _folder_first(path), one_device(), noting:
+    with _importing_from(path), one_device(), noting:
         try:
             exec(compile(text.text, str(path), "exec"), module.__dict__)
         except SyntaxError as error:
             raise UserError(f"{path}:{error.lineno} is not valid Python: {error.msg}.") from None
         except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the user's code
             line = line_in(error, path)
+            if "Duplicate registration" in str(error):
+                raise UserError(
+                    f"{line or path} defines an operator for a second time, because a model file may be executed "
+                    "several times in a process: use torch.library.custom_op, or define the operator in a module that "
+                    "the file imports."
+                ) from None
             raise UserError(explain(error, line, f"{path} cannot be imported")) from None
     imports = text.imports(set(sys.modules) - modules_before)
     setattr(module, _IMPORTS, imports)
     functions = _Functions(module, path)
-    build = functions.required(name, f"{name}() -> torch.nn.Module")
+    build = functions.factory(factory)
     batch = functions.required("batch", "batch() -> tuple or dict of example tensors")
     loss = functions.optional("loss", "loss(module, batch)")
     weight = functions.optional("weight", "weight(batch)")
     return ModelSource(
         names=SourceNames(
             model=f"the model in {path}",
-            maker=f"{name}() in {path}",
+            maker=f"{factory.call} in {path}",
             batch=f"batch() in {path}",
             loss="the model's forward" if loss is None else f"loss() in {path}",
         ),
         folder=path.parent,
-        build=functions.guarded(cast("Callable[[], nn.Module]", build), f"{name}()"),
-        model=functions.initialised_model(name),
+        build=build,
+        model=functions.initialised(build, factory.call),
         batch=functions.guarded(cast("Callable[[], Batch]", batch), "batch()"),
         loss=loss,
         weight=weight,
@@ -132,7 +144,7 @@ def run_model_file(text: ModelText) -> ModelSource:
         eval_batches=functions.iterator("eval_batches", "eval_batches(rank, ...)"),
         modules=(module.__name__, *imports),
         autocasts=autocasts,
-        file=FileOrigin(path=path, factory=name, sha256=text.sha256, imports=imports),
+        file=FileOrigin(path=path, factory=factory.text, sha256=text.sha256, imports=imports),
     )
 
 
@@ -156,11 +168,32 @@ def _forget_changed_modules() -> None:
         importlib.invalidate_caches()
 
 
-def _split(spec: str) -> tuple[Path, str]:
-    head, colon, name = spec.rpartition(":")
-    if colon and name.isidentifier() and head:
-        return Path(head), name
-    return Path(spec), "model"
+def _file(spec: ModelSpec) -> Path:
+    """The file that a spec names, relative to the current folder if it lies below it and is named as a module."""
+    path = Path(spec.place)
+    if not spec.is_module:
+        return path
+    with _importing_from(path):
+        file = file_of_module(spec.place)
+    if file is None:
+        raise UserError(
+            f"There is no model file {spec.place}, and no module {spec.place} in the current folder or installed: name "
+            "a file, such as model.py, or a module, such as package.module."
+        )
+    return file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+
+
+def _package_of(path: Path) -> tuple[str, Path]:
+    """The package that a file lies in, and the folder above it; ``""`` and the file's folder where it is in none.
+
+    A package is a folder with ``__init__.py``.
+    """
+    folder = path.resolve().parent
+    names: list[str] = []
+    while (folder / "__init__.py").is_file() and folder.name.isidentifier():
+        names.append(folder.name)
+        folder = folder.parent
+    return ".".join(reversed(names)), folder
 
 
 def _read(path: Path) -> bytes:
@@ -177,14 +210,20 @@ def _read(path: Path) -> bytes:
 
 
 @contextlib.contextmanager
-def _folder_first(path: Path) -> Iterator[None]:
-    folder = str(path.resolve().parent)
-    sys.path.insert(0, folder)
+def _importing_from(path: Path) -> Iterator[None]:
+    """Let imports search the file's folder, the folder above its package, and the current folder, before all others."""
+    _, above_package = _package_of(path)
+    places = [path.resolve().parent, above_package]
+    with contextlib.suppress(FileNotFoundError):  # the current folder was removed
+        places.append(Path.cwd())
+    folders = list(dict.fromkeys(map(str, places)))
+    sys.path[:0] = folders
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(folder)
+        for folder in folders:
+            with contextlib.suppress(ValueError):
+                sys.path.remove(folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,20 +251,24 @@ class _Functions:
 
         return call
 
-    def initialised_model(self, name: str) -> Callable[[], nn.Module]:
-        """The factory, followed by the file's ``init`` where there is one."""
-        factory = cast("Callable[[], nn.Module]", getattr(self.module, name))
+    def factory(self, factory: Factory) -> Callable[[], nn.Module]:
+        """The function that builds the model, bound to its arguments."""
+        function = self.required(factory.name, f"{factory.name}() -> torch.nn.Module")
+        bound = functools.partial(function, *factory.positional, **dict(factory.keywords))
+        return self.guarded(cast("Callable[[], nn.Module]", bound), factory.call)
+
+    def initialised(self, build: Callable[[], nn.Module], what: str) -> Callable[[], nn.Module]:
+        """``build``, which messages call ``what``, followed by the file's ``init`` where there is one."""
         init = cast("Callable[[nn.Module], None] | None", self.optional("init", "init(module)"))
-        built = self.guarded(factory, f"{name}()")
         if init is None:
-            return built
+            return build
 
         def initialised() -> nn.Module:
-            model = built()
+            model = build()
             shapes = parameter_shapes(model)
             with _users_code(self.path, "init()"):
                 model.apply(init)
-            require_same_parameters(model, shapes, f"init() in {self.path}", f"{name}()")
+            require_same_parameters(model, shapes, f"init() in {self.path}", what)
             return model
 
         return initialised
@@ -239,10 +282,10 @@ class _Functions:
         @functools.wraps(function)
         def iterable(*args: object, **kwargs: object) -> Iterable[Batch]:
             batches = function(*args, **kwargs)
-            if not isinstance(batches, Iterable):
+            if not (isinstance(batches, Iterable) or hasattr(type(batches), "__getitem__")):
                 raise UserError(
                     f"{name}() in {self.path} returned {type(batches).__name__}; it must return an iterable over "
-                    "batches, as a function with `yield` does."
+                    "batches, such as a DataLoader, a list, or what a function with `yield` returns."
                 )
             return cast("Iterable[Batch]", batches)
 
@@ -263,7 +306,7 @@ class _Functions:
 @contextlib.contextmanager
 def _users_code(path: Path, what: str) -> Iterator[None]:
     """Run the user's code as a script would, but ignore the devices that it names, and explain its errors."""
-    with _folder_first(path), one_device():
+    with _importing_from(path), one_device():
         try:
             yield
         except (ZeroirError, KeyboardInterrupt):

@@ -24,15 +24,15 @@ NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]
 """The beginnings of the file names of torch's code, of zeroir's, and of code without a file."""
 
 
-def hashes_of_imports(source: bytes) -> dict[str, str]:
+def hashes_of_imports(source: bytes, package: str = "") -> dict[str, str]:
     """The SHA-256 of each of the user's modules that a Python file imports, directly or not, by name.
 
-    ``source`` is the file's text. Every import in it counts, whether it is executed or not. Text that is not valid
-    Python imports nothing.
+    ``source`` is the file's text, and ``package`` the name of the package that it lies in. Every import in it counts,
+    whether it is executed or not. Text that is not valid Python imports nothing.
     """
     specs: dict[str, ModuleSpec | None] = {}
     hashes: dict[str, str] = {}
-    waiting = [(source, "")]
+    waiting = [(source, package)]
     while waiting:
         text, package = waiting.pop()
         for name in _imported_names(text, package):
@@ -63,6 +63,22 @@ def hashes_of_modules(names: set[str]) -> dict[str, str]:
         if file is not None:
             hashes[name] = hashlib.sha256(file.read_bytes()).hexdigest()
     return hashes
+
+
+def file_of_module(name: str) -> Path | None:
+    """The Python file of a module, found by its full name without running anything; None where there is none."""
+    folders: list[str] | None = None
+    spec: ModuleSpec | None = None
+    for full_name in _with_parents(name):
+        if spec is not None:
+            if spec.submodule_search_locations is None:
+                return None
+            folders = list(spec.submodule_search_locations)
+        spec = _first_spec(full_name, folders)
+        if spec is None:
+            return None
+    file = None if spec is None else _users_file(spec)
+    return file if file is not None and file.suffix == ".py" else None
 
 
 def is_known_package(module: str | None) -> bool:

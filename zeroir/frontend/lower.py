@@ -40,6 +40,7 @@ from zeroir.ir.program import (
     Section,
     State,
 )
+from zeroir.torch_ops.purity import declarations
 
 
 def lower(
@@ -107,6 +108,7 @@ def lower(
             *scalar_buffers,
             *micro_step.buffers.values(),
         ),
+        operators=declarations(node.op for segment in segments for node in segment.nodes),
         segments=segments,
         sections=tuple(sections),
         inputs=tuple(

@@ -15,7 +15,9 @@ from zeroir.frontend._torch_private import is_backward, is_gradient_sum
 from zeroir.frontend.storage_views import bounds_error
 from zeroir.ir.allowlist import refusal
 from zeroir.ir.segment import TensorType
+from zeroir.torch_ops.purity import breach, is_foreign
 from zeroir.torch_ops.types import IR_DTYPE
+from zeroir.workspace.scratch.allowance import GROUPED_PRODUCTS
 
 aten = torch.ops.aten
 
@@ -46,7 +48,10 @@ def facts_of(node: fx.Node, source: str) -> NodeFacts:
     Raises:
         UserError: where the operator or an element type does not exist in programs, or a view exceeds its tensor.
     """
-    op = node.target
+    op: object = node.target
+    if isinstance(op, torch._ops.HigherOrderOperator) and node.args:
+        # The tracer wraps an operator that changes its arguments.
+        op = node.args[0]
     if not isinstance(op, torch._ops.OpOverload):
         raise UserError(
             f"{source or 'The model'} uses {op}, which zeroir cannot trace; call the function in it directly."
@@ -91,14 +96,12 @@ def require_dtype(dtype: torch.dtype, source: str) -> None:
 
 
 def _check(op: torch._ops.OpOverload, source: str, value: object) -> None:
-    if torch.Tag.nondeterministic_seeded in op.tags:
-        raise UserError(
-            f"{source or 'The model'} draws random numbers with {op}, which programs cannot: they have no "
-            "hidden random state. Pass the numbers with the batch, or draw uniform or normal ones."
-        )
-    if op._schema.is_mutable:
+    if op._schema.is_mutable and not is_foreign(op):
         raise InternalError(f"the joint graph changes a tensor in place with {op} ({source})")
-    reason = refusal(str(op))
+    broken = breach(op)
+    reason = None if broken is None else str(broken)
+    if reason is None and not is_foreign(op):
+        reason = refusal(str(op))
     if reason is not None:
         if isinstance(value, Tensor):
             require_dtype(value.dtype, source)  # Its message explains the refusal better.
@@ -140,7 +143,7 @@ def _fake(arg: object) -> object:
 def _flops(
     op: object, args: tuple[object, ...], kwargs: Mapping[str, object], result: object
 ) -> int:
-    """The FLOPs of one call, by torch's formulae, also for zeroir's attention; 0 for ops without a formula.
+    """The FLOPs of one call, by torch's formulae, also for zeroir's attention and grouped products; otherwise 0.
 
     A multiplication and an addition are two. ``args`` hold fake tensors.
     """
@@ -150,6 +153,11 @@ def _flops(
     if op is torch.ops.zeroir.attention_backward.default:
         grad, q, k, v = (cast("Tensor", x) for x in args[:4])
         return int(_BACKWARD(grad.shape, q.shape, _grouped(q, k), _grouped(q, v)))
+    if str(op) in GROUPED_PRODUCTS:
+        first, second = (cast("Tensor", x) for x in args[:2])
+        groups = first.shape[0] if (first.dim(), second.dim()) == (3, 2) else 1
+        products = 2 if str(op).endswith("_backward.default") else 1
+        return products * 2 * first.numel() * second.shape[-1] // groups
     formula = _FORMULAE.get(getattr(op, "overloadpacket", None))
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 

@@ -50,7 +50,8 @@ class SourceNames:
 class FileOrigin:
     """The model file of a source: its path as the user wrote it, its factory, and the SHA-256 of its bytes.
 
-    ``imports`` maps the names of the user's modules that it imports to their SHA-256.
+    ``factory`` is the text of a ``config.model_spec.Factory``, such as ``model`` or ``build(layers=12)``. ``imports``
+    maps the names of the user's modules that it imports to their SHA-256.
     """
 
     path: Path

@@ -2,7 +2,8 @@
 
 By default the units are the repeated blocks: modules in a ``ModuleList`` or ``Sequential`` whose class occurs there at
 least twice with the same parameters. ``blocks.*`` selects units by pattern, ``class:Block`` by class, and ``min:1e6``
-selects the smallest modules of at least that many parameter elements. Of nested candidates the outermost is the unit.
+selects the smallest modules of at least that many parameter elements; commas separate several of these. Of nested
+candidates the outermost is the unit.
 Parameters outside all units belong to the root.
 """
 
@@ -47,9 +48,23 @@ def find_units(module: nn.Module, spec: str | None) -> Units:
     Raises:
         UserError: where the specification is invalid or matches no module.
     """
-    if spec is None:
-        names = _repeated(module)
-    elif spec.startswith("class:"):
+    names = (
+        _repeated(module)
+        if spec is None
+        else set().union(*(_named(module, part.strip()) for part in spec.split(",")))
+    )
+    return Units(
+        labels={
+            name: _snake_case(type(module.get_submodule(name)).__name__)
+            for name, _ in module.named_modules()
+            if name in names and not _is_inside(name, names)
+        }
+    )
+
+
+def _named(module: nn.Module, spec: str) -> set[str]:
+    """The modules that one pattern of names, class or size selects."""
+    if spec.startswith("class:"):
         names = _by_class(module, spec.removeprefix("class:"))
     elif spec.startswith("min:"):
         names = _by_size(module, _numel(spec))
@@ -64,13 +79,7 @@ def find_units(module: nn.Module, spec: str | None) -> Units:
             )
         # A list is never called, so its members are meant, unless the pattern matches lists only.
         names = {name for name in names if not _is_list(module.get_submodule(name))} or names
-    return Units(
-        labels={
-            name: _snake_case(type(module.get_submodule(name)).__name__)
-            for name, _ in module.named_modules()
-            if name in names and not _is_inside(name, names)
-        }
-    )
+    return names
 
 
 def _repeated(module: nn.Module) -> set[str]:

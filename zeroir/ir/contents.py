@@ -65,6 +65,8 @@ class FlatContent:
     mesh axes over which a gradient has been summed, in mesh order, and ``micro`` the micro-steps it holds. Padding, the
     elements of a flat that belong to no parameter, is zero in every quantity. Only an optimizer state rests in parts of
     slices, with a ``stride``.
+
+    ``guessed`` elements are those of a speculative step, which a ``commit_step`` makes final.
     """
 
     quantity: str
@@ -75,6 +77,7 @@ class FlatContent:
     reduced: tuple[str, ...] = ()
     micro: Micro | None = None
     stride: int | None = None
+    guessed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from zeroir.ir.contents import Content
 from zeroir.ir.copies import CopyOf, copies
 from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import STREAMS, Communicator, Executor, Mesh, Stream
+from zeroir.ir.operators import Operator
 from zeroir.ir.ops import Algorithm, Op
 from zeroir.ir.segment import Segment
 
@@ -224,6 +225,7 @@ class Program:
     """See the module's docstring. ``options`` and ``passes`` are for people and re-lowering, not for execution.
 
     ``loss`` names the buffer of this rank's loss in a step, ``eval_loss`` that of an evaluation's, f32[1] both.
+    ``operators`` are the foreign operators that the nodes of segments call.
     ``weight`` names the one that receives the weight of each micro-batch; without it each has the weight 1.
     ``interleaved`` is the number of micro-batches that a micro-step section runs; see ``zeroir/ir/micro_batches.py``.
     """
@@ -234,6 +236,7 @@ class Program:
     bounds: tuple[Bound, ...] = ()
     flats: tuple[Flat, ...] = ()
     buffers: tuple[Buffer, ...] = ()
+    operators: tuple[Operator, ...] = ()
     segments: tuple[Segment, ...] = ()
     sections: tuple[Section, ...] = ()
     inputs: tuple[InputBinding, ...] = ()
@@ -273,6 +276,11 @@ class Program:
     def streams_off_device(self) -> frozenset[str]:
         """The names of the streams that the host or a disk carries out."""
         return frozenset(s.name for s in self.streams if s.executor is not Executor.DEVICE)
+
+    @cached_property
+    def operator_by_name(self) -> Mapping[str, Operator]:
+        """Foreign operators by name."""
+        return {operator.name: operator for operator in self.operators}
 
     @cached_property
     def segment_by_name(self) -> Mapping[str, Segment]:

@@ -76,11 +76,14 @@ class Decide(Update):
     ``weight`` (f32[1]) is the sum of the weights of the step's micro-batches. ``divisor`` is the size of the mesh axes
     that it is not summed over: the world size where each rank counts its own micro-steps, 1 where the weights of all
     ranks are summed. Without ``weight``, ``divisor`` is the world size × the number of micro-steps.
+
+    ``guess`` (f32[1]) is the divisor that speculative steps took. ``redo`` (f32[1]) is then 1 where that was wrong,
+    because ``gradient_divisor`` is another number or ``skip`` is 1, else 0.
     """
 
     syntax = (
         "step={step} gradient_divisor={gradient_divisor} divisor={divisor} [overflow={overflow}] [norm={norm}]"
-        " [loss_scale={loss_scale}] [skip={skip}] [max_norm={max_norm}] [weight={weight}]"
+        " [loss_scale={loss_scale}] [skip={skip}] [max_norm={max_norm}] [weight={weight}] [guess={guess}] [redo={redo}]"
     )
 
     step: Accumulated[Region]
@@ -92,6 +95,32 @@ class Decide(Update):
     loss_scale: Read[Region] | None = None
     skip: Written[Region] | None = None
     max_norm: Attribute[float] | None = None
+    weight: Read[Region] | None = None
+    guess: Read[Region] | None = None
+    redo: Written[Region] | None = None
+    event: Signalled[str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guess(Update):
+    """Write the results that ``decide`` has where it neither clips nor skips.
+
+    ``gradient_divisor`` (f32[1]) is S of ``Decide``, by the same operations, so it has the same bits;
+    ``divisor``, ``loss_scale`` and ``weight`` are those of ``Decide``. ``next_step``
+    (f32[1]) is ``step`` + 1.
+    """
+
+    syntax = (
+        "step={step} next_step={next_step} gradient_divisor={gradient_divisor} divisor={divisor}"
+        " [loss_scale={loss_scale}] [weight={weight}]"
+    )
+
+    step: Read[Region]
+    next_step: Written[Region]
+    gradient_divisor: Written[Region]
+    divisor: Attribute[int]
+    stream: StreamName[str]
+    loss_scale: Read[Region] | None = None
     weight: Read[Region] | None = None
     event: Signalled[str] | None = None
 
@@ -219,6 +248,86 @@ class OptimizerStep(Update):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeStep(Update):
+    """Update ``param`` and ``states`` with guessed scalars, and keep their old elements in ``kept``.
+
+    It is an ``optimizer_step`` whose ``step`` and ``gradient_divisor`` a ``guess`` wrote, and which never skips.
+    ``kept`` are regions like ``param`` and ``states``, in this order. ``grad`` stays as it is; it has any
+    floating-point dtype, and is widened to FP32 chunk by chunk. ``rounded`` gets the updated parameters, rounded to
+    its dtype. Only optimizers that work element by element, with FP32 states, have such steps.
+    """
+
+    syntax = (
+        "{algorithm} param={param} grad={grad} states=({states}) kept=({kept}) [rounded={rounded}] step={step} lr={lr}"
+        " hyper={hyper} gradient_divisor={gradient_divisor} | group={group} [others=({others})]"
+    )
+    participle = "updated"
+    same_elements = ("param", "grad", "states", "kept", "rounded")
+
+    algorithm: Attribute[Algorithm]
+    param: Accumulated[Region]
+    grad: Read[Region]
+    states: tuple[Accumulated[Region], ...]
+    kept: tuple[Written[Region], ...]
+    step: Read[Region]
+    lr: Read[Region]
+    hyper: Read[Region]
+    gradient_divisor: Read[Region]
+    stream: StreamName[str]
+    rounded: Written[Region] | None = None
+    group: Attribute[str] = "default"
+    others: tuple[GroupSettings, ...] = ()
+    event: Signalled[str] | None = None
+
+    @property
+    def settings(self) -> tuple[GroupSettings, ...]:
+        """The settings of every group that the op names."""
+        own = GroupSettings(group=self.group, lr=self.lr, hyper=self.hyper)
+        return (own, *self.others)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitStep(Update):
+    """Make a speculative step final.
+
+    Where ``redo`` is 0 the guess was right, and ``param`` and ``states`` stay as they are. Else they get the elements
+    of ``kept`` back, and unless ``skip`` is 1 the step is taken again, with the scalars of the decision; ``rounded``
+    follows ``param``. These and the other fields are those of the ``speculative_step``; ``grad`` stays as it is.
+    """
+
+    syntax = (
+        "{algorithm} param={param} grad={grad} states=({states}) kept=({kept}) [rounded={rounded}] redo={redo}"
+        " step={step} lr={lr} hyper={hyper} gradient_divisor={gradient_divisor} [skip={skip}] | group={group}"
+        " [others=({others})]"
+    )
+    participle = "committed"
+    same_elements = ("param", "grad", "states", "kept", "rounded")
+
+    algorithm: Attribute[Algorithm]
+    param: Accumulated[Region]
+    grad: Read[Region]
+    states: tuple[Accumulated[Region], ...]
+    kept: tuple[Read[Region], ...]
+    redo: Read[Region]
+    step: Read[Region]
+    lr: Read[Region]
+    hyper: Read[Region]
+    gradient_divisor: Read[Region]
+    stream: StreamName[str]
+    skip: Read[Region] | None = None
+    rounded: Accumulated[Region] | None = None
+    group: Attribute[str] = "default"
+    others: tuple[GroupSettings, ...] = ()
+    event: Signalled[str] | None = None
+
+    @property
+    def settings(self) -> tuple[GroupSettings, ...]:
+        """The settings of every group that the op names."""
+        own = GroupSettings(group=self.group, lr=self.lr, hyper=self.hyper)
+        return (own, *self.others)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Average(Update):
     """Move the moving average of parameters one step: ``average`` × decay + ``param`` × (1 − decay).
 
@@ -266,4 +375,18 @@ class UpdateScale(Update):
     event: Signalled[str] | None = None
 
 
-UpdateOp = GradNorm | CheckFinite | Decide | Direction | OptimizerStep | Average | UpdateScale
+UpdateOp = (
+    GradNorm
+    | CheckFinite
+    | Guess
+    | Decide
+    | Direction
+    | OptimizerStep
+    | SpeculativeStep
+    | CommitStep
+    | Average
+    | UpdateScale
+)
+
+StepOp = Direction | OptimizerStep | SpeculativeStep | CommitStep
+"""The ops that read a gradient and the settings of groups."""

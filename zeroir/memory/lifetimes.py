@@ -135,7 +135,13 @@ class _Sweep:
         for pending in entry.pending:
             stream, _ = self.clocks.enter(pending)
             for name in self.crossing.get(pending.event, ()):
-                self._end(self._begin(name, stream, self.start), stream, self.start)
+                if name in entry.live:
+                    continue  # It has begun again since.
+                life = self._begin(name, stream, self.start)
+                self._end(life, stream, self.start)
+                # Those that cross on one stream end one after the other; where they began, it is known which of them
+                # were live at once.
+                self.lifetimes.free_from[stream][life] = self.start
 
     def _begin(self, name: str, stream: int, moment: int) -> int:
         lifetimes = self.lifetimes

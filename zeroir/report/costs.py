@@ -89,6 +89,9 @@ def render_simulation(program: Program, simulation: Simulation) -> RenderableTyp
     steps = counted(simulation.micro_steps, "micro-step")
     slow = "" if simulation.straggler == 1 else f", rank 0 slower by {simulation.straggler:g}"
     grid.add_row("step", f"{format_seconds(simulation.step_s)} ({steps}{slow})")
+    if simulation.redone_s is not None:
+        redone = f"{format_seconds(simulation.redone_s)}, if clipping or an overflow undoes the speculative update"
+        grid.add_row("redone", redone)
     if simulation.evaluation_s is not None:
         grid.add_row("evaluation", f"{format_seconds(simulation.evaluation_s)}, between two steps")
     grid.add_row("exposed communication", _share(simulation.exposed_s, simulation.step_s))
@@ -172,6 +175,7 @@ def simulation_json(program: Program, simulation: Simulation) -> dict[str, objec
         "micro_steps": simulation.micro_steps,
         "straggler": simulation.straggler,
         "step_seconds": simulation.step_s,
+        "redone_seconds": simulation.redone_s,
         "evaluation_seconds": simulation.evaluation_s,
         "exposed_communication_seconds": simulation.exposed_s,
         "exposed_transfer_seconds": simulation.exposed_transfers_s,

@@ -159,10 +159,12 @@ def _row(program: Program, owners: dict[str, str], line: int, op: ops.Op) -> Row
             return row(units_of(op.region.buffer), f"%{op.region.buffer}")
         case ops.GradNorm() | ops.CheckFinite():
             return row((), f"{counted(len(op.sources), 'gradient')} → %{op.destination.buffer}")
+        case ops.Guess():
+            return row((), f"gradients divided by {op.divisor}, and not clipped")
         case ops.Decide():
             clip = "" if op.max_norm is None else f", clipped at {op.max_norm:g}"
             return row((), f"gradients divided by {op.divisor}{clip}")
-        case ops.OptimizerStep():
+        case ops.OptimizerStep() | ops.SpeculativeStep() | ops.CommitStep():
             numel = op.param.local_numel(program.mesh)
             groups = f" in {len(op.settings)} groups" if op.others else ""
             what = f"{op.algorithm} on {counted(numel, 'element')}{groups}"

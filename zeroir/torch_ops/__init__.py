@@ -2,13 +2,14 @@
 
 The frontend traces them into segments and the runtime executes them. Importing this package registers with torch
 ``zeroir::attention``, ``zeroir::batch_norm`` and ``zeroir::ctc_loss``, each with its backward, ``zeroir::dropout``,
-``zeroir::uniform`` and the operators of ``out_variants`` and ``strided``.
+``zeroir::grouped_mm``, ``zeroir::uniform`` and the operators of ``out_variants`` and ``strided``.
 """
 
 from zeroir.torch_ops.attention import attention, attention_backward
 from zeroir.torch_ops.batch_norm import batch_norm, batch_norm_backward
 from zeroir.torch_ops.ctc import ctc_loss, ctc_loss_backward
 from zeroir.torch_ops.dropout import dropout
+from zeroir.torch_ops.grouped import grouped_mm
 from zeroir.torch_ops.neutral import NeutralOps, neutral_ops
 from zeroir.torch_ops.out_variants import addmm_out, bmm_out, embedding_gradient, mm_out, store
 from zeroir.torch_ops.random_numbers import uniform
@@ -26,6 +27,7 @@ __all__ = [
     "ctc_loss_backward",
     "dropout",
     "embedding_gradient",
+    "grouped_mm",
     "mm_out",
     "neutral_ops",
     "store",

@@ -65,10 +65,13 @@ def differentiate(
     result. ``backward`` returns the gradients of the first arguments; the others have none.
     """
 
-    def set_up(ctx: _Context, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
-        tensors, ctx.options = saved(inputs, output)
+    def set_up(
+        ctx: _Context, inputs: tuple[object, ...], output: Tensor | tuple[Tensor, ...]
+    ) -> None:
+        results = (output,) if isinstance(output, Tensor) else output
+        tensors, ctx.options = saved(inputs, results)
         ctx.save_for_backward(*cast("tuple[Tensor, ...]", tuple(tensors)))
-        ctx.mark_non_differentiable(*output[1:])
+        ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
         ctx.argument_count = len(inputs)
 

@@ -26,6 +26,8 @@ from zeroir.torch_ops.conditions import tracing_conditions
 from zeroir.torch_ops.ctc import reduced_ctc_loss
 from zeroir.torch_ops.devices import on_one_device
 from zeroir.torch_ops.dropout import dropout
+from zeroir.torch_ops.grouped import grouped_mm
+from zeroir.torch_ops.purity import foreign_operator, pure_call
 from zeroir.torch_ops.random_numbers import SeededRandomOps
 from zeroir.torch_ops.recurrent import (
     RecurrentStep,
@@ -125,6 +127,8 @@ class NeutralOps(TorchFunctionMode):
             F.dropout2d: self._dropout_channels,
             F.dropout3d: self._dropout_channels,
             F.batch_norm: _batch_norm,
+            F.grouped_mm: partial(_grouped_mm, F.grouped_mm),
+            torch._grouped_mm: partial(_grouped_mm, torch._grouped_mm),
             torch.gru: partial(self._recurrent, gru_step),
             torch.lstm: partial(self._recurrent, lstm_step),
             torch.rnn_relu: partial(self._recurrent, relu_step),
@@ -154,9 +158,16 @@ class NeutralOps(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Call ``func`` or its replacement."""
+        """Call ``func`` or its replacement.
+
+        Raises:
+            ImpureOperatorError: where it is a foreign operator that breaks a rule.
+        """
         call = self._wrapped(on_one_device(func))
         named_args = dict(kwargs or {})
+        foreign = foreign_operator(func)
+        if foreign is not None:
+            return pure_call(foreign, lambda: call(*args, **named_args))
         if func in _ONE_DTYPE_FUNCTIONS:
             args, named_args = self._wrapped(_with_one_dtype)(func, args, named_args)  # type: ignore[misc]
         if func in self._replacements:
@@ -301,6 +312,16 @@ def _batch_norm(
         running_mean.copy_(mean)
         running_var.copy_(var)
     return cast("Tensor", result.to(input.dtype))
+
+
+def _grouped_mm(
+    original: Function, x: Tensor, weight: Tensor, *, offs: Tensor | None = None, **others: object
+) -> object:
+    """The product of groups in any dtype; what it cannot do is left to torch."""
+    is_plain = offs is not None and all(other is None for other in others.values())
+    if offs is None or not is_plain or x.dtype is torch.bfloat16 or x.dtype != weight.dtype:
+        return original(x, weight, offs=offs, **others)
+    return grouped_mm(x, weight, offs)
 
 
 def _widen(value: object) -> object:

@@ -65,10 +65,15 @@ class _ArenaCheck:
 
     def run(self, crossing: Crossing) -> None:
         """Check the section for one way to come to it."""
+        live = self.section.entry.live
         for pending in self.section.entry.pending:
             carried = crossing.get(pending.event)
             for name in () if carried is None else carried.effects.frees:
-                self._begin(name, None, -1)
+                if name in live:
+                    continue  # It has begun again since, in a section that was checked.
+                # What comes after the later one of a stream comes after the earlier ones, too. Whether these were live
+                # at once is checked where they began.
+                self._begin(name, self.order.streams[pending.stream], -1)
                 self.live.pop(name).end = self.order.signallers[pending.event]
         for name in self.section.entry.live:
             self._begin(name, None, -1)

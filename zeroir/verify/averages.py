@@ -11,7 +11,7 @@ from zeroir.verify.context import spell
 from zeroir.verify.decisions import check_skip
 from zeroir.verify.descriptions import describe
 from zeroir.verify.domain import POISON, Cover, Elements, FlatKey, Value, cut
-from zeroir.verify.optimizer_steps import stepped
+from zeroir.verify.step_operands import stepped
 
 if TYPE_CHECKING:
     from zeroir.verify.interpreter import SectionRun
@@ -30,6 +30,7 @@ def average(run: SectionRun, op: ops.Average) -> None:
             or not isinstance(key, FlatKey)
             or key.quantity not in (MASTER, PARAM)
             or key.version != 1
+            or key.guess is not None
         ):
             if not algebra.is_poisoned(value):
                 run.fail(

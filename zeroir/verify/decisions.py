@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import Micro
-from zeroir.verify.context import spell
+from zeroir.verify.context import spell, title
 from zeroir.verify.domain import (
     POISON,
     Decision,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from zeroir.verify.interpreter import SectionRun
 
 
-ChangeOp = ops.Direction | ops.OptimizerStep | ops.Average
+ChangeOp = ops.StepOp | ops.Average
 """The ops that change parameters, their states or their averages, unless the decision is to skip."""
 
 NORM_ORDER: Final = "order of the norm"
@@ -37,21 +37,13 @@ NORM_ORDER: Final = "order of the norm"
 def decide(run: SectionRun, op: ops.Decide) -> None:
     """Check what the decision reads, and write its results."""
     _check_divisor(run, op)
+    _check_loss_scale(run, op)
     for region, kind in ((op.overflow, OVERFLOW), (op.norm, NORM)):
         if region is None:
             continue
         problem = statistic_problem(run, region, kind)
         if problem is not None:
             run.fail("Z405", f"decide rests on a wrong statistic: {problem}", region.buffer)
-    scales = {o.state.buffer for o in run.program.ops() if isinstance(o, ops.UpdateScale)}
-    if scales and (op.loss_scale is None or op.loss_scale.buffer not in scales):
-        run.fail("Z405", "decide ignores the loss scale that update_scale maintains")
-    if op.loss_scale is not None and not is_version(run, op.loss_scale, 0):
-        run.fail(
-            "Z405",
-            "decide reads a loss scale that is no longer the one the backward used",
-            op.loss_scale.buffer,
-        )
     setting = (
         "decide",
         op.overflow is not None,
@@ -70,6 +62,7 @@ def decide(run: SectionRun, op: ops.Decide) -> None:
     number = run.numbering.of(("decision", run.section.name, run.line))
     run.decided[number] = op.skip is not None
     run.memory.write(op.gradient_divisor, [(0, 1, Decision("divisor", number))])
+    _compare_with_guess(run, op, number)
     if op.skip is not None:
         run.memory.write(op.skip, [(0, 1, Decision("skip", number))])
         run.reported[op.skip] = list(run.memory.read(op.skip))
@@ -79,17 +72,54 @@ def decide(run: SectionRun, op: ops.Decide) -> None:
     run.decisions += 1
 
 
-def _check_divisor(run: SectionRun, op: ops.Decide) -> None:
+def guess(run: SectionRun, op: ops.Guess) -> None:
+    """Check that the guess is the decision of a step that is neither clipped nor skipped, and write its results."""
+    _check_divisor(run, op)
+    _check_loss_scale(run, op)
+    if not is_version(run, op.step, 0):
+        run.fail("Z405", "guess reads a step count that has advanced already", op.step.buffer)
+    number = run.numbering.of(("guess", run.section.name, run.line))
+    run.memory.write(op.gradient_divisor, [(0, 1, Decision("guessed divisor", number))])
+    run.memory.write(op.next_step, [(0, 1, Decision("next step", number))])
+
+
+def _compare_with_guess(run: SectionRun, op: ops.Decide, number: int) -> None:
+    """The decision says whether a guess was right."""
+    if op.guess is None or op.redo is None:
+        return
+    guessed = decision_number(run, op.guess, "guessed divisor")
+    if guessed is None:
+        where = spell(op.guess, run.program)
+        run.fail("Z405", f"decide compares itself with {where}, which is no guess", op.guess.buffer)
+        return
+    run.guesses[number] = guessed
+    run.memory.write(op.redo, [(0, 1, Decision("redo", number))])
+
+
+def _check_loss_scale(run: SectionRun, op: ops.Decide | ops.Guess) -> None:
+    """The loss scale by which gradients are divided is the one that the backward used."""
+    scales = {o.state.buffer for o in run.program.ops() if isinstance(o, ops.UpdateScale)}
+    if scales and (op.loss_scale is None or op.loss_scale.buffer not in scales):
+        run.fail("Z405", f"{title(op)} ignores the loss scale that update_scale maintains")
+    if op.loss_scale is not None and not is_version(run, op.loss_scale, 0):
+        run.fail(
+            "Z405",
+            f"{title(op)} reads a loss scale that is no longer the one the backward used",
+            op.loss_scale.buffer,
+        )
+
+
+def _check_divisor(run: SectionRun, op: ops.Decide | ops.Guess) -> None:
     """Gradients are sums over ranks and micro-steps, so the divisor counts these, or adds up their weights."""
     if op.weight is not None:
         _check_weight(run, op, op.weight)
     elif run.program.weight is not None:
-        run.fail("Z402", "decide ignores the weights of the micro-batches")
+        run.fail("Z402", f"{title(op)} ignores the weights of the micro-batches")
     else:
         _check_fixed_divisor(run, op)
 
 
-def _check_weight(run: SectionRun, op: ops.Decide, region: Region) -> None:
+def _check_weight(run: SectionRun, op: ops.Decide | ops.Guess, region: Region) -> None:
     """The divisor is the weight of all micro-steps, summed over axes, times the sizes of the other axes."""
     ((_, _, value),) = run.memory.read(region)
     first = value.terms[0].summed if isinstance(value, Weight) and value.terms else ()
@@ -98,13 +128,11 @@ def _check_weight(run: SectionRun, op: ops.Decide, region: Region) -> None:
     problem = weight_problem(run, value, Micro.ALL, summed)
     where = spell(region, run.program)
     if problem is not None:
-        run.fail("Z402", f"decide divides by {where}: {problem.sentence}", region.buffer)
+        run.fail("Z402", f"{title(op)} divides by {where}: {problem.sentence}", region.buffer)
         return
     missing = [axis for axis in axes if axis not in summed]
     if run.program.weight is not None and missing:
-        what = (
-            f"decide divides by {where}, this rank's weights: they are not summed over {missing[0]}"
-        )
+        what = f"{title(op)} divides by {where}, this rank's weights: they are not summed over {missing[0]}"
         run.fail("Z402", what, region.buffer)
         return
     divisor = math.prod(run.layout.sizes[axis] for axis in missing)
@@ -112,13 +140,14 @@ def _check_weight(run: SectionRun, op: ops.Decide, region: Region) -> None:
         over = " and ".join(summed) or "no axis"
         run.fail(
             "Z402",
-            f"decide divides by {op.divisor} × {where}, whose weight is summed over {over}, instead of {divisor} × it",
+            f"{title(op)} divides by {op.divisor} × {where}, whose weight is summed over {over}, instead of {divisor} "
+            "× it",
             region.buffer,
             advice=f"Say divisor={divisor}: gradients are sums over ranks and micro-steps.",
         )
 
 
-def _check_fixed_divisor(run: SectionRun, op: ops.Decide) -> None:
+def _check_fixed_divisor(run: SectionRun, op: ops.Decide | ops.Guess) -> None:
     """The engine runs as many micro-steps as the option ``micro_steps`` says."""
     world_size = run.program.mesh.world_size
     given = run.program.option.get("micro_steps", "" if run.layout.has_past else "1")
@@ -126,7 +155,7 @@ def _check_fixed_divisor(run: SectionRun, op: ops.Decide) -> None:
     if count < 1:
         run.fail(
             "Z402",
-            f"decide divides gradients by {op.divisor}, but no option says for how many micro-steps",
+            f"{title(op)} divides gradients by {op.divisor}, but no option says for how many micro-steps",
             advice="Give the header micro_steps=…: the engine takes that many batches a step.",
         )
     elif count % run.program.interleaved:
@@ -145,7 +174,7 @@ def _check_fixed_divisor(run: SectionRun, op: ops.Decide) -> None:
         ranks = ranks if count == 1 else f"{world_size} ranks × {count} micro-steps"
         run.fail(
             "Z402",
-            f"decide divides gradients by {op.divisor} instead of {ranks}",
+            f"{title(op)} divides gradients by {op.divisor} instead of {ranks}",
             advice=f"Say divisor={world_size * count}: gradients are sums over ranks and micro-steps.",
         )
 

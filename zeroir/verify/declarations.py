@@ -30,6 +30,7 @@ from zeroir.ir.contents import (
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel
 from zeroir.ir.factors import own_numel
 from zeroir.ir.mesh import HOST
+from zeroir.ir.operators import call_problem, declaration_problem
 from zeroir.ir.program import (
     PARAMETER_ALIGNMENT_NUMEL,
     SECTION_NAMES,
@@ -220,6 +221,8 @@ def _content_problem(program: Program, content: Content, numel: int) -> str | No
         return "holds a gradient, but does not say of which micro-steps"
     if content.quantity != GRAD and (content.micro is not None or content.reduced):
         return f"gives {content.quantity} an attribute that only gradients have"
+    if content.guessed and (content.quantity == GRAD or not content.version):
+        return f"holds guessed {content.quantity}, but only parameters and states after a step are guessed"
     if any(not program.mesh.has_axis(axis) for axis in content.reduced):
         return "is reduced over an undeclared axis"
     if content.quantity in (GRAD, MASTER) and not flat.is_trainable:
@@ -240,12 +243,19 @@ def _stride_problem(content: FlatContent, stride: int, numel: int) -> str | None
 
 def _segments(program: Program) -> Problems:
     """Segments use allowed operators in order, and their views have the types that the operators give them."""
+    declared = program.operator_by_name
+    if len(declared) < len(program.operators):
+        yield "Z008", "an operator is declared twice"
+    for operator in program.operators:
+        reason = declaration_problem(operator)
+        if reason is not None:
+            yield "Z008", f"the operator {operator.name} {reason}"
     for segment in program.segments:
         count = len(segment.inputs)
         types = segment.types()
         for number, node in enumerate(segment.nodes):
             where = f"node {number} ({node.op}) of segment @{segment.name}"
-            reason = refusal(node.op)
+            reason = refusal(node.op, declared) or call_problem(node, declared)
             if reason is not None:
                 yield "Z008", f"{where} names an operator that {reason}"
             missing = [ref.index for ref in node.refs() if not 0 <= ref.index < count]

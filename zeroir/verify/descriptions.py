@@ -46,10 +46,11 @@ def describe(value: Value) -> str:
             return "zeros"
         case Poison():
             return "a value that is already reported"
-        case Elements(key=FlatKey(quantity=quantity, flat=flat, version=version)):
+        case Elements(key=FlatKey(quantity=quantity, flat=flat, version=version, guess=guess)):
             place = f" from element {value.shift}" if value.shift else ""
             cut = "".join(f", cut along {axis}" for axis, _ in value.strides)
-            return f"{quantity} of flat {flat} after {version} updates{place}{cut}"
+            updates = f"{version} updates" if guess is None else "a speculative step"
+            return f"{quantity} of flat {flat} after {updates}{place}{cut}"
         case Elements(key=NamedKey(name=name)):
             return f"the value {name}"
         case Elements():
@@ -66,6 +67,6 @@ def describe(value: Value) -> str:
         case Statistic():
             return f"the {value.kind} of gradients"
         case Decision():
-            return f"the {value.what} that decide chose"
+            return f"the {value.what} that a decision or a guess wrote"
         case _:
             assert_never(value)

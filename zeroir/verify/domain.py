@@ -17,11 +17,16 @@ Strides = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class FlatKey:
-    """A flat quantity (param, master, a state) at a version."""
+    """A flat quantity (param, master, a state) at a version.
+
+    ``guess`` is the value number of what a speculative step took its scalars and settings from; the elements are final
+    where it is None.
+    """
 
     quantity: str
     flat: str
     version: int
+    guess: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +154,17 @@ class Statistic:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A result of ``decide``: ``divisor`` or ``skip``; ``number`` tells one decision from another."""
+    """A result of ``decide`` or ``guess``; ``number`` tells one of these ops from another.
+
+    ``what`` is ``divisor``, ``skip`` or ``redo``, of a guess ``guessed divisor`` or ``next step``.
+    """
 
     what: str
     number: int
 
+
+UNKNOWN_GUESS: Final = -1
+"""Marks guessed elements in an entry state, which does not say what they were computed from."""
 
 Pieces = tuple[tuple[int, int, "Value"], ...]
 

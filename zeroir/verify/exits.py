@@ -175,7 +175,7 @@ def _check_flat(run: SectionRun, region: Region, pieces: PieceList, content: Fla
     strides = run.layout.strides(content, run.memory.numel(region))
     expected = Elements(FlatKey(content.quantity, content.flat, version), content.offset, strides)
     for a, b, value in pieces:
-        if value == expected or algebra.is_poisoned(value):
+        if _final(value, is_guessed=content.guessed) == expected or algebra.is_poisoned(value):
             continue
         if isinstance(value, Zero) and not strides and _is_padding(run, content, a, b):
             continue
@@ -183,6 +183,7 @@ def _check_flat(run: SectionRun, region: Region, pieces: PieceList, content: Fla
         # Compute ops read gathered copies (Z401); the update writes persistent ones (Z403).
         code = "Z403" if buffer.is_persistent or content.quantity != PARAM else "Z401"
         stage = "the updated " if is_stepped else ""
+        stage = "the guessed " if content.guessed else stage
         _fail(
             run,
             code,
@@ -190,6 +191,15 @@ def _check_flat(run: SectionRun, region: Region, pieces: PieceList, content: Fla
             f"should hold {stage}{content.quantity} of flat {content.flat} but holds {describe(value)}",
         )
         return
+
+
+def _final(value: Value, *, is_guessed: bool) -> Value | None:
+    """The value without its guess; None where it has one although it should not, or has none although it should."""
+    if not isinstance(value, Elements) or not isinstance(value.key, FlatKey):
+        return value
+    if (value.key.guess is not None) is not is_guessed:
+        return None
+    return replace(value, key=replace(value.key, guess=None))
 
 
 def _is_padding(run: SectionRun, content: FlatContent, start: int, stop: int) -> bool:
@@ -306,7 +316,7 @@ def _check_scalars(run: SectionRun) -> None:
     written: set[str] = set()
     for op in program.ops():
         match op:
-            case ops.Direction() | ops.OptimizerStep():
+            case ops.Direction() | ops.OptimizerStep() | ops.SpeculativeStep() | ops.CommitStep():
                 kept.update(region.buffer for s in op.settings for region in (s.lr, s.hyper))
             case ops.UpdateScale():
                 advancing.add(op.state.buffer)

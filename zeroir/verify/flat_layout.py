@@ -21,6 +21,7 @@ from zeroir.verify.domain import (
     ALL_TERM,
     PAST_TERM,
     STALE,
+    UNKNOWN_GUESS,
     ZERO,
     Cover,
     Elements,
@@ -128,7 +129,8 @@ class FlatLayout:
                         return window(array, content.offset, numel)
                     value: Value = Slice(array, content.offset, strides)
                     return [(0, numel, simplify(value, numel, self.sizes))]
-                key = FlatKey(content.quantity, content.flat, content.version)
+                guess = UNKNOWN_GUESS if content.guessed else None
+                key = FlatKey(content.quantity, content.flat, content.version, guess)
                 return [(0, numel, Elements(key, content.offset, strides))]
 
     def beside(self, holding: Holding, resting: Content) -> Content:

@@ -22,6 +22,7 @@ from zeroir.verify import (
     decisions,
     optimizer_steps,
     pages,
+    speculation,
     statistics,
     transfers,
 )
@@ -48,7 +49,7 @@ from zeroir.verify.domain import (
     current_micro_batch,
 )
 from zeroir.verify.flat_layout import FlatLayout
-from zeroir.verify.optimizer_steps import Stepped
+from zeroir.verify.step_operands import Stepped
 from zeroir.verify.value_numbers import CallOperand, Segments
 
 Contributions = dict[str, list[int]]
@@ -98,7 +99,8 @@ class SectionRun:
     dtype, and ``sums`` which contributions were added to which; each with the line of its op. ``decided`` are the
     decisions so far, and whether each may skip the update. ``slices`` are the contents of buffers of micro-batches
     after each of them, where the section is repeated. ``reported`` is what the engine reports of the step, by region:
-    the norm and the weight that a decision read, and whether it skips.
+    the norm and the weight that a decision read, and whether it skips. ``guesses`` is the guess that each decision
+    compared itself with.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class SectionRun:
         self.sums: dict[algebra.Sum, int] = {}
         self.decided: dict[int, bool] = {} if before is None else dict(before.decided)
         self.reported: dict[Region, PieceList] = {} if before is None else dict(before.reported)
+        self.guesses: dict[int, int] = {} if before is None else dict(before.guesses)
         self.slices: dict[str, list[PieceList]] = {}
         self._calls: set[tuple[int, Hashable]] = set()
         self._lines: dict[int, int] = {}
@@ -186,12 +189,15 @@ class SectionRun:
             self._carry(before)
 
     def _carry(self, before: SectionRun) -> None:
-        """Keep statistics and decisions of the section before, of which the entry state gives only names."""
+        """Keep statistics, decisions and guesses of the section before, of which the entry state gives only names."""
         for buffer in self.program.buffers:
             if isinstance(buffer.holds, NamedContent):
                 pieces = before.memory.read(whole(buffer))
                 if any(isinstance(value, Statistic | Decision) for _, _, value in pieces):
                     self.memory.write(whole(buffer), pieces)
+        for holding in self.section.entry.holdings:
+            if isinstance(holding.content, FlatContent) and holding.content.guessed:
+                self.memory.write(holding.region, before.memory.read(holding.region))
         for region in before.reported:
             if isinstance(self.program.buffer_by_name[region.buffer].holds, WeightContent):
                 self.memory.write(region, before.memory.read(region))
@@ -220,12 +226,18 @@ class SectionRun:
                 self._scale(op)
             case ops.GradNorm() | ops.CheckFinite():
                 statistics.statistic(self, op)
+            case ops.Guess():
+                decisions.guess(self, op)
             case ops.Decide():
                 decisions.decide(self, op)
             case ops.Direction():
                 optimizer_steps.direction(self, op)
             case ops.OptimizerStep():
                 optimizer_steps.optimizer_step(self, op)
+            case ops.SpeculativeStep():
+                speculation.speculative_step(self, op)
+            case ops.CommitStep():
+                speculation.commit_step(self, op)
             case ops.Average():
                 averages.average(self, op)
             case ops.UpdateScale():

@@ -15,7 +15,7 @@ from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.verify.decisions import NORM_ORDER
 from zeroir.verify.domain import Decision, Elements, PieceList, Statistic, Zero
 from zeroir.verify.interpreter import SectionRun
-from zeroir.verify.optimizer_steps import Stepped
+from zeroir.verify.step_operands import Stepped
 
 Runs = Mapping[str, SectionRun]
 """The computation of each section, by its name."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from zeroir.ir import ops
-from zeroir.ir.buffers import Region
+from zeroir.ir.buffers import Region, Space
 from zeroir.ir.dtypes import DType
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL
 from zeroir.verify.context import title
@@ -23,12 +23,16 @@ def problems(operands: OperandChecks, op: ops.UpdateOp) -> Iterator[Problem]:
         case ops.GradNorm() | ops.CheckFinite():
             yield from operands.scalar(op, "destination", op.destination, DType.F32)
             yield from operands.floating(op, "reads", *op.sources)
+        case ops.Guess():
+            yield from _guess(operands, op)
         case ops.Decide():
             yield from _decide(operands, op)
         case ops.Direction():
             yield from _direction(operands, op)
         case ops.OptimizerStep():
             yield from _optimizer_step(operands, op)
+        case ops.SpeculativeStep() | ops.CommitStep():
+            yield from _speculation(operands, op)
         case ops.Average():
             yield from _average(operands, op)
         case ops.UpdateScale():
@@ -48,18 +52,38 @@ def _decide(operands: OperandChecks, op: ops.Decide) -> Iterator[Problem]:
         ("norm", op.norm),
         ("skip", op.skip),
         ("weight", op.weight),
+        ("guess", op.guess),
+        ("redo", op.redo),
     ):
         yield from operands.scalar(op, name, region, DType.F32)
-    if op.loss_scale is not None and operands.dtype(op.loss_scale) is not DType.F32:
-        yield "Z004", f"decide needs f32 as loss_scale, {operands.spell(op.loss_scale)} is not"
+    yield from _divisor(operands, op)
+    if (op.guess is None) != (op.redo is None):
+        yield "Z005", "decide needs guess and redo together, or neither"
     if op.skip is None and op.overflow is not None:
         yield "Z005", "decide needs skip, because it is given overflow"
     if op.skip is not None and op.overflow is None and op.weight is None:
         yield "Z005", "decide needs overflow or weight, because it is given skip"
     if (op.norm is None) != (op.max_norm is None):
         yield "Z005", "decide needs norm and max_norm together, or neither"
+
+
+def _guess(operands: OperandChecks, op: ops.Guess) -> Iterator[Problem]:
+    for name, region in (
+        ("step", op.step),
+        ("next_step", op.next_step),
+        ("gradient_divisor", op.gradient_divisor),
+        ("weight", op.weight),
+    ):
+        yield from operands.scalar(op, name, region, DType.F32)
+    yield from _divisor(operands, op)
+
+
+def _divisor(operands: OperandChecks, op: ops.Decide | ops.Guess) -> Iterator[Problem]:
+    if op.loss_scale is not None and operands.dtype(op.loss_scale) is not DType.F32:
+        where = operands.spell(op.loss_scale)
+        yield "Z004", f"{title(op)} needs f32 as loss_scale, {where} is not"
     if op.divisor < 1:
-        yield "Z005", f"decide divides by {op.divisor}"
+        yield "Z005", f"{title(op)} divides by {op.divisor}"
 
 
 def _direction(operands: OperandChecks, op: ops.Direction) -> Iterator[Problem]:
@@ -91,6 +115,34 @@ def _optimizer_step(operands: OperandChecks, op: ops.OptimizerStep) -> Iterator[
     yield from operands.typed(op, op.param, DType.F32)
     yield from operands.in_memory(op, op.param)
     yield from _told(operands, op)
+
+
+def _speculation(
+    operands: OperandChecks, op: ops.SpeculativeStep | ops.CommitStep
+) -> Iterator[Problem]:
+    """The gradient has any floating-point dtype, and what is kept is like the parameters and each state."""
+    if op.algorithm.direction_dtype is not None:
+        yield "Z005", f"{op.algorithm} works on whole parameters, and has no {title(op)}"
+        return
+    yield from _states(op)
+    regions = (op.param, *op.states)
+    yield from operands.alike(op, ("Z005", "Z004", "Z006"), *regions, *op.kept)
+    yield from operands.alike(op, ("Z005", "Z006"), op.param, op.grad)
+    yield from operands.floating(op, "reads", op.grad)
+    if op.rounded is not None:
+        yield from operands.alike(op, ("Z005", "Z006"), op.param, op.rounded)
+        yield from operands.floating(op, "rounds to", op.rounded)
+    if len(op.kept) != len(regions):
+        yield "Z005", f"{title(op)} updates {len(regions)} regions, but keeps {len(op.kept)}"
+    yield from _in_lanes(operands, op, *regions, op.grad)
+    yield from operands.typed(op, op.param, DType.F32)
+    yield from operands.in_memory(op, op.param)
+    yield from _told(operands, op)
+    if operands.space(op.param) is not Space.HOST:
+        where = operands.spell(op.param)
+        yield "Z006", f"{title(op)} updates {where}, but only the host speculates"
+    if isinstance(op, ops.CommitStep):
+        yield from operands.scalar(op, "redo", op.redo, DType.F32)
 
 
 def _coded_states(operands: OperandChecks, op: ops.OptimizerStep) -> Iterator[Problem]:
@@ -131,26 +183,25 @@ def _whole_step(operands: OperandChecks, op: ops.OptimizerStep, dtype: DType) ->
         yield from operands.alike(op, ("Z004", "Z006"), op.param, op.whole)
 
 
-def _states(op: ops.Direction | ops.OptimizerStep) -> Iterator[Problem]:
+def _states(op: ops.StepOp) -> Iterator[Problem]:
     count = len(op.algorithm.state_names)
     if len(op.states) != count:
         yield "Z005", f"{op.algorithm} keeps {count} states, {title(op)} has {len(op.states)}"
 
 
-def _in_lanes(
-    operands: OperandChecks, op: ops.Direction | ops.OptimizerStep, *regions: Region
-) -> Iterator[Problem]:
+def _in_lanes(operands: OperandChecks, op: ops.StepOp, *regions: Region) -> Iterator[Problem]:
     for region in regions:
         if region.offset % LANES_NUMEL or operands.numel(region) % LANES_NUMEL:
             where = f"{operands.spell(region)} off the {LANES_NUMEL} elements that its kernels take"
             yield "Z003", f"{title(op)} cuts {where} at a time, which changes the rounding"
 
 
-def _told(operands: OperandChecks, op: ops.Direction | ops.OptimizerStep) -> Iterator[Problem]:
+def _told(operands: OperandChecks, op: ops.StepOp) -> Iterator[Problem]:
     """The scalars, and the settings of each group."""
     yield from operands.scalar(op, "step", op.step, DType.F32)
     yield from operands.scalar(op, "gradient_divisor", op.gradient_divisor, DType.F32)
-    yield from operands.scalar(op, "skip", op.skip, DType.F32)
+    if not isinstance(op, ops.SpeculativeStep):
+        yield from operands.scalar(op, "skip", op.skip, DType.F32)
     named: set[str] = set()
     for settings in op.settings:
         yield from operands.scalar(op, "lr", settings.lr, DType.F64)

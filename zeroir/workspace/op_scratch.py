@@ -43,6 +43,9 @@ CODED_CPU_CHUNK_NUMEL: Final = 1 << 18
 CODED_THREAD_CHUNK_NUMEL: Final = 1 << 16
 """The same for each thread of compiled code on a CPU, where they fit the cache of a core."""
 
+SPECULATED_CHUNK_NUMEL: Final = 1 << 18
+"""Elements whose old values a speculative step keeps, and which it then updates, together; they fit a cache."""
+
 _CODED_SCRATCH_BYTES: Final = 10
 """What rounding to codes takes for an element: the upper half of its bits, a number, a code and a comparison."""
 
@@ -71,7 +74,7 @@ def scratch_bytes(
             return max((_squares_bytes(program, source) for source in op.sources), default=0) + 4
         case ops.CheckFinite():
             return sum(_extremes_bytes(program, source) for source in op.sources) + SCALAR_BYTES
-        case ops.Decide() | ops.UpdateScale() | ops.Scale():
+        case ops.Guess() | ops.Decide() | ops.UpdateScale() | ops.Scale():
             return SCALAR_BYTES
         case ops.Cast() if op.mode is Mode.ACCUMULATE:
             own, wanted = _dtype(program, op.source), _dtype(program, op.destination)
@@ -83,6 +86,8 @@ def scratch_bytes(
             return _direction_bytes(program, op)
         case ops.OptimizerStep():
             return _step_bytes(program, op)
+        case ops.SpeculativeStep() | ops.CommitStep():
+            return _speculation_bytes(program, op)
         case ops.Average():
             chunk = 4 * min(op.average.local_numel(program.mesh), AVERAGED_CHUNK_NUMEL)
             return SCALAR_BYTES + (chunk if op.skip is None else 2 * chunk)
@@ -104,7 +109,7 @@ def _direction_bytes(program: Program, op: ops.Direction) -> int:
 
 def _step_bytes(program: Program, op: ops.OptimizerStep) -> int:
     """Torch's fused kernels need nothing; for the others this is a bound."""
-    chunks = 2 * 4 * min(op.param.local_numel(program.mesh), STEPPED_CHUNK_NUMEL)
+    chunks = _chunks_bytes(program, op.param)
     match op.algorithm:
         case Algorithm.SGD | Algorithm.MOMENTUM | Algorithm.ADAM | Algorithm.ADAMW:
             return _codes_bytes(program, op, 0) if op.scales else 0
@@ -119,6 +124,18 @@ def _step_bytes(program: Program, op: ops.OptimizerStep) -> int:
             return max((_roots_bytes(slot) for slot in _slots(program, op)), default=0) + chunks
         case _:
             assert_never(op.algorithm)
+
+
+def _chunks_bytes(program: Program, param: Region) -> int:
+    """Two FP32 numbers for each element of a chunk of our own optimizers."""
+    return 2 * 4 * min(param.local_numel(program.mesh), STEPPED_CHUNK_NUMEL)
+
+
+def _speculation_bytes(program: Program, op: ops.SpeculativeStep | ops.CommitStep) -> int:
+    """A chunk of the gradient in FP32, and what the step of a chunk needs."""
+    gradient = 4 * min(op.param.local_numel(program.mesh), SPECULATED_CHUNK_NUMEL)
+    is_ours = op.algorithm is Algorithm.LION
+    return gradient + (_chunks_bytes(program, op.param) + SCALAR_BYTES if is_ours else 0)
 
 
 def _codes_bytes(program: Program, op: ops.OptimizerStep, update_bytes: int) -> int:

@@ -17,6 +17,7 @@ from zeroir.ir.contents import (
     Zeros,
 )
 from zeroir.ir.mesh import STREAMS, Axis, Communicator, Executor, Mesh, Stream
+from zeroir.ir.operators import Operator
 from zeroir.ir.ops import Algorithm, Op
 from zeroir.ir.program import (
     ConstantBinding,
@@ -70,6 +71,7 @@ class _ProgramParser:
         self.comms: list[Communicator] = []
         self.flats: list[Flat] = []
         self.buffers: list[Buffer] = []
+        self.operators: list[Operator] = []
         self.segments: list[Segment] = []
         self.sections: list[Section] = []
         self.inputs: list[InputBinding] = []
@@ -100,6 +102,7 @@ class _ProgramParser:
             bounds=tuple(self.bounds),
             flats=tuple(self.flats),
             buffers=tuple(self.buffers),
+            operators=tuple(self.operators),
             segments=tuple(self.segments),
             sections=tuple(self.sections),
             inputs=tuple(self.inputs),
@@ -176,6 +179,8 @@ class _ProgramParser:
                 self.flats.append(self._flat())
             case "buffer":
                 self._buffer()
+            case "operator":
+                self.operators.append(self._operator())
             case "input":
                 self.inputs.append(self._input())
             case "output":
@@ -201,8 +206,8 @@ class _ProgramParser:
             case _:
                 scan.fail(
                     "expected one of pass, fingerprint, mesh, comm, streams, bound, loss, eval_loss, weight, "
-                    "interleaved, flat, buffer, input, output, batch_constant, module_buffer, scalar, group, segment, "
-                    f"section, but found '{keyword}'.",
+                    "interleaved, flat, buffer, operator, input, output, batch_constant, module_buffer, scalar, group, "
+                    f"segment, section, but found '{keyword}'.",
                     start,
                 )
 
@@ -299,6 +304,13 @@ class _ProgramParser:
         self.buffers.append(buffer)
         self.numels[name] = numel
 
+    def _operator(self) -> Operator:
+        scan = self.scanner
+        name = scan.name("the name of an operator")
+        schema = scan.attribute("schema", scan.string)
+        module = scan.name("the name of a module") if scan.accept("module=") else ""
+        return Operator(name=name, schema=schema, module=module)
+
     def _input(self) -> InputBinding:
         scan = self.scanner
         path = scan.name("the path of a tensor in the batch")
@@ -388,6 +400,7 @@ class _ProgramParser:
             reduced=reduced,
             micro=micro,
             stride=stride,
+            guessed=scan.accept_keyword("guessed"),
         )
 
     def _snapshot(self) -> SnapshotContent:

@@ -85,6 +85,9 @@ def header_lines(program: Program) -> Iterator[str]:
         yield from _flat_lines(flat)
     for buffer in program.buffers:
         yield _buffer_line(buffer, program)
+    for operator in program.operators:
+        module = f" module={name(operator.module)}" if operator.module else ""
+        yield f"operator {name(operator.name)} schema={quote(operator.schema)}{module}"
     for binding in program.inputs:
         kind = binding.dtype.value + _numbers(binding.shape)
         yield f"input {name(binding.path)} : {kind} -> %{name(binding.buffer)}"
@@ -177,6 +180,8 @@ def content_text(content: Content) -> str:
     text += _reduced(content.reduced)
     if content.micro is not None:
         text += f" micro={content.micro.value}"
+    if content.guessed:
+        text += " guessed"
     return text
 
 

@@ -11,7 +11,8 @@ allowance is:
 * to products and convolutions a row-major copy of every operand that lies otherwise;
 * to convolutions whatever each output looks at, written out, and two gradients of the weights in FP32;
 * to attention keys and values anew for every head of the queries, and four blocks of scores in FP32;
-* to operators that neither ``counted_ops.txt`` nor ``measured_ops.txt`` names eight times as much.
+* to operators that neither ``counted_ops.txt`` nor ``measured_ops.txt`` names eight times as much, also to those that a
+  library or the model registers.
 """
 
 from __future__ import annotations
@@ -31,6 +32,15 @@ PRODUCTS: Final = frozenset(
     f"aten.{name}.default"
     for name in ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot")
 )
+GROUPED_PRODUCTS: Final = frozenset(
+    {
+        "aten._grouped_mm.default",
+        "transformers.grouped_mm_fallback.default",
+        "transformers.grouped_mm_fallback_backward.default",
+        "zeroir.grouped_mm.default",
+    }
+)
+"""Products of groups of rows or columns, one after the other; their third argument says where each group ends."""
 CONVOLUTIONS: Final = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
 ATTENTION: Final = frozenset({"zeroir.attention.default", "zeroir.attention_backward.default"})
 SLACK_BYTES: Final = 1 << 16
@@ -44,7 +54,7 @@ _SCORES_BLOCK: Final = 512
 
 def allowance_bytes(node: Node, types: Types) -> int:
     """An upper bound of the bytes of a node's op beside the counted ones; 0 where all its bytes are counted."""
-    if node.op in PRODUCTS:
+    if node.op in PRODUCTS or node.op in GROUPED_PRODUCTS:
         return _products_bytes(node, types) + SLACK_BYTES
     if node.op in CONVOLUTIONS:
         return _convolution_bytes(node, types) + SLACK_BYTES

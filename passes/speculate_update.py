@@ -1,0 +1,462 @@
+"""The host updates each flat before the decision about all gradients, and the decision confirms it or undoes it.
+
+Clipping and loss scaling decide by the gradients of all flats, so without this pass the host's update begins behind
+the backward (``offload-optimizer``). Here it begins in the last micro-step, as soon as the gradient of a flat is
+reduced and in host memory. ``guess`` writes the divisor and the step count of a decision that neither clips nor
+skips. A ``speculative_step`` takes them, and keeps the old master weights and states. The guess is exact: where
+``decide`` neither clips nor skips, its divisor has the same bits. ``decide`` compares the two, and ``commit_step`` in
+the section ``update`` does nothing where they are equal. Elsewhere it puts back what is kept, and unless the step is
+skipped, it takes the step again. So each element is the same as without speculation, whatever the guess.
+
+The speculative step also rounds new master weights to 16 bits, where these go up from a buffer of their own. All else
+that follows an update, such as copies up, gathers and averages, stays behind ``commit_step``. The gradient of a flat
+stays in host memory until then. What is kept, rounded, and such gradients are temporary buffers that are live across
+the joint.
+
+A flat whose states are on a disk or have 8 bits is updated behind the decision, as one whose optimizer works on whole
+parameters. A program without such a decision is unchanged: ``overlap-update`` has moved its updates already.
+
+What ``speculate-update`` changes::
+
+    + buffer %guessed_divisor : f32[1] device scalar = value guessed_divisor
+    + buffer %b.param.kept : f32[256] host param
+      section last_micro_step {
+    + guess step=%step next_step=%guessed_step gradient_divisor=%guessed_divisor divisor=2  stream=update
+    + speculative_step momentum param=%b.param.host grad=%b.grad states=(%b.momentum_buffer) kept=(%b.param.kept, …
+    + exit %b.param.host = param b @dp version=1 guessed
+      section update {
+    - decide step=%step gradient_divisor=%divisor divisor=2 norm=%norm max_norm=1.0  stream=compute
+    + decide step=%step gradient_divisor=%divisor divisor=2 norm=%norm max_norm=1.0 guess=%guessed_divisor redo=…
+    - !5 = optimizer_step momentum param=%a.param.host grad=%a.grad states=(%a.momentum_buffer) …
+    + !5 = commit_step momentum param=%a.param.host grad=%a.grad states=(%a.momentum_buffer) kept=(%a.param.kept, …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from zeroir.ir import ops
+from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
+from zeroir.ir.contents import PARAM, FlatContent, NamedContent
+from zeroir.ir.dtypes import DType
+from zeroir.ir.effects import effects
+from zeroir.ir.mesh import OPTIMIZER
+from zeroir.ir.ops import Mode, Op
+from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Holding, Program, Section, State
+from zeroir.passes.base import NO_FACTS, Fact, Pass
+from zeroir.passes.common import rewrite
+from zeroir.passes.common.conflicts import Touched
+from zeroir.passes.common.update_streams import BESIDE, with_update_streams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculateUpdate(Pass):
+    """Begin the host's update before the decision that it depends on, and undo it where that decides otherwise."""
+
+    name: ClassVar[str] = "speculate-update"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_REDUCED, Fact.UNSAVED})
+    establishes: ClassVar[frozenset[Fact]] = NO_FACTS
+    destroys: ClassVar[frozenset[Fact]] = frozenset(
+        {Fact.ONE_DEVICE, Fact.ONE_AXIS, Fact.UPDATE_APART}
+    )
+
+    def __call__(self, program: Program) -> Program:
+        """The program with these updates in the last micro-step; as it was where none can be there."""
+        last = program.section_by_name.get(LAST_MICRO_STEP)
+        update = program.section_by_name.get(UPDATE)
+        if last is None or update is None:
+            return program
+        decisions = [op for op in update.body if isinstance(op, ops.Decide)]
+        steps = tuple(_steps(program, last, update))
+        if len(decisions) != 1 or not _rests_on_gradients(decisions[0]) or not steps:
+            return program
+        return _Speculation(program, decisions[0], steps).run()
+
+
+def _rests_on_gradients(decision: ops.Decide) -> bool:
+    """Whether the decision is one that a guess can be about: to clip, or to skip the step."""
+    return decision.norm is not None or decision.overflow is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HostStep:
+    """An optimizer step on the host, and its gradient there.
+
+    ``widened`` is the temporary buffer in which the update widens the gradient. Where the gradient rests on the device,
+    ``down`` is the copy of it to a temporary buffer, and ``content`` what that buffer then holds. ``rounding`` is the
+    cast of new master weights to a temporary buffer, from which they go up.
+    """
+
+    op: ops.OptimizerStep
+    gradient: Region
+    rounding: ops.Cast | None = None
+    widened: str | None = None
+    down: ops.ToHost | None = None
+    content: FlatContent | None = None
+
+
+def _steps(program: Program, last: Section, update: Section) -> Iterator[_HostStep]:
+    """The optimizer steps that can be speculative: all that they read exists when the last micro-step ends."""
+    for index, op in enumerate(update.body):
+        if isinstance(op, ops.OptimizerStep) and _is_on_host(op, program):
+            step = _step(program, op, last.exit, update.body[:index])
+            if step is not None:
+                yield replace(step, rounding=_rounding(program, op, update.body))
+
+
+def _step(
+    program: Program, op: ops.OptimizerStep, state: State, before: Sequence[Op]
+) -> _HostStep | None:
+    """A step whose gradient is at rest in host memory, or is copied down, and then perhaps widened.
+
+    ``state`` is the one that the update begins with, and ``before`` are its ops before the step. None where another op
+    changes the gradient.
+    """
+    gradient, widened = op.grad, None
+    writers = _writers(before, gradient.buffer)
+    if len(writers) == 1 and isinstance(writers[0], ops.Cast) and writers[0].mode is Mode.WRITE:
+        gradient, widened = writers[0].source, gradient.buffer
+        writers = _writers(before, gradient.buffer)
+    step = _HostStep(op=op, gradient=gradient, widened=widened)
+    if program.buffer_by_name[gradient.buffer].is_persistent:
+        return None if writers else step
+    if len(writers) != 1 or not isinstance(down := writers[0], ops.ToHost):
+        return None
+    content = _complete(state, down.source)
+    if content is None or down.destination != gradient or _writers(before, down.source.buffer):
+        return None
+    return replace(step, down=down, content=content)
+
+
+def _rounding(program: Program, op: ops.OptimizerStep, body: Sequence[Op]) -> ops.Cast | None:
+    """The cast of the master weights that a step has updated, if its result is in a buffer of its own."""
+    for cast in body:
+        if not isinstance(cast, ops.Cast) or cast.source != op.param:
+            continue
+        buffer = program.buffer_by_name[cast.destination.buffer]
+        is_own = not buffer.is_persistent and cast.destination == whole(buffer)
+        if is_own and _writers(body, buffer.name) == [cast]:
+            return cast
+    return None
+
+
+def _writers(body: Sequence[Op], name: str) -> list[Op]:
+    """The ops that change a buffer."""
+    return [
+        op
+        for op in body
+        if any(r.buffer == name for r in (*effects(op).writes, *effects(op).accumulates))
+    ]
+
+
+def _is_on_host(op: ops.OptimizerStep, program: Program) -> bool:
+    """Whether the host updates elements that rest in its memory, one by one, and its states have 32 bits."""
+    buffers = [program.buffer_by_name[region.buffer] for region in (op.param, *op.states)]
+    is_by_element = op.algorithm.direction_dtype is None and not op.scales
+    return is_by_element and all(
+        buffer.space is Space.HOST and isinstance(buffer.holds, FlatContent) for buffer in buffers
+    )
+
+
+def _complete(state: State, region: Region) -> FlatContent | None:
+    """The content of a region that a state describes as a complete gradient."""
+    for holding in state.holdings:
+        if holding.region == region and holding.after is None:
+            return rewrite.complete_gradient(holding)
+    return None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Kept:
+    """The ops and contents of one speculative step."""
+
+    op: ops.SpeculativeStep
+    buffers: list[Buffer]
+    holdings: list[Holding] = field(default_factory=list)
+
+
+class _Speculation:
+    """One run of the pass. ``added`` are its new buffers; a scalar is copied down to the buffer of the decision's."""
+
+    def __init__(self, program: Program, decision: ops.Decide, steps: Sequence[_HostStep]) -> None:
+        self.program = program
+        self.steps = steps
+        self.added: list[Buffer] = []
+        self._taken = set(program.buffer_by_name)
+        self.next_step = self._scalar("guessed_step")
+        self.divisor = self._scalar("guessed_divisor")
+        self.redo = self._scalar("redo")
+        self.redo_on_host = self._added(
+            Buffer(name="redo.host", dtype=DType.F32, numel=1, space=Space.HOST, role=Role.STAGING)
+        )
+        self.decision = replace(decision, guess=whole(self.divisor), redo=whole(self.redo))
+        self.weight = None if decision.weight is None else self._guessed_weight(decision.weight)
+        self.kept = [self._speculative(step) for step in steps]
+
+    def run(self) -> Program:
+        changed = {LAST_MICRO_STEP: self._last, UPDATE: self._update}
+        program = rewrite.map_sections(
+            self.program,
+            lambda section: changed[section.name](section) if section.name in changed else section,
+        )
+        # These stay from one section to the next, so no bound on staging may count them.
+        roles = {step.gradient.buffer: Role.GRAD for step in self.steps if step.down is not None}
+        roles |= dict.fromkeys(self._rounded(), Role.PARAM)
+        widened = {step.widened for step in self.steps}
+        buffers = [
+            buffer
+            if buffer.is_persistent
+            else replace(buffer, role=roles.get(buffer.name, buffer.role))
+            for buffer in program.buffers
+            if buffer.name not in widened
+        ]
+        return replace(
+            program,
+            buffers=(*buffers, *self.added),
+            streams=(
+                *with_update_streams(program.streams),
+                *(() if BESIDE in program.streams else (BESIDE,)),
+            ),
+        )
+
+    def _rounded(self) -> list[str]:
+        """The buffers of rounded master weights."""
+        casts = (step.rounding for step in self.steps)
+        return [cast.destination.buffer for cast in casts if cast is not None]
+
+    # ------------------------------------------------------------------------------------------------------- buffers
+
+    def _added(self, buffer: Buffer) -> Buffer:
+        name = buffer.name
+        while name in self._taken:
+            name += "_"
+        self._taken.add(name)
+        self.added.append(replace(buffer, name=name))
+        return self.added[-1]
+
+    def _scalar(self, name: str) -> Buffer:
+        """A scalar on the device that has a value of its own."""
+        buffer = Buffer(name=name, dtype=DType.F32, numel=1, space=Space.DEVICE, role=Role.SCALAR)
+        buffer = self._added(buffer)
+        self.added[-1] = replace(buffer, holds=NamedContent(name=buffer.name))
+        return self.added[-1]
+
+    def _guessed_weight(self, weight: Region) -> Buffer:
+        buffer = self.program.buffer_by_name[weight.buffer]
+        return self._added(replace(buffer, name="guessed_weight"))
+
+    def _kept_buffer(self, region: Region) -> Buffer:
+        """A temporary buffer for the old elements of a region."""
+        buffer = self.program.buffer_by_name[region.buffer]
+        numel = region.local_numel(self.program.mesh)
+        name = f"{buffer.name.removesuffix('.host')}.kept"
+        return self._added(replace(buffer, name=name, numel=numel, holds=None))
+
+    # ----------------------------------------------------------------------------------------------------------- ops
+
+    def _speculative(self, step: _HostStep) -> _Kept:
+        """The step with the guessed scalars, which stand where the decision's will."""
+        op = step.op
+        changed = (op.param, *op.states)
+        kept = [self._kept_buffer(region) for region in changed]
+        speculative = ops.SpeculativeStep(
+            algorithm=op.algorithm,
+            param=op.param,
+            grad=step.gradient,
+            states=op.states,
+            kept=tuple(map(whole, kept)),
+            rounded=None if step.rounding is None else step.rounding.destination,
+            step=op.step,
+            lr=op.lr,
+            hyper=op.hyper,
+            gradient_divisor=op.gradient_divisor,
+            stream=op.stream,
+            group=op.group,
+            others=op.others,
+        )
+        result = _Kept(op=speculative, buffers=kept)
+        for region, buffer in zip(changed, kept, strict=True):
+            content = rewrite.content_of(region, self.program)
+            guessed = replace(content, version=1, guessed=True)
+            result.holdings.append(Holding(region=region, content=guessed))
+            result.holdings.append(Holding(region=whole(buffer), content=content))
+        if step.rounding is not None:
+            content = rewrite.content_of(op.param, self.program)
+            guessed = replace(content, quantity=PARAM, version=1, guessed=True)
+            result.holdings.append(Holding(region=step.rounding.destination, content=guessed))
+        if step.content is not None:
+            result.holdings.append(Holding(region=step.gradient, content=step.content))
+        return result
+
+    def _between(self, state: State) -> State:
+        """The state between the last micro-step and the update, with guessed and with kept elements."""
+        held = [holding for kept in self.kept for holding in kept.holdings]
+        live = [buffer.name for kept in self.kept for buffer in kept.buffers]
+        live += [step.gradient.buffer for step in self.steps if step.down is not None]
+        live += self._rounded()
+        return replace(state, live=(*state.live, *live), holdings=(*state.holdings, *held))
+
+    def _last(self, last: Section) -> Section:
+        """The last micro-step with each speculative step behind the last op that it must follow."""
+        touched = Touched(self.program_with_added)
+        for index, op in enumerate(last.body):
+            touched.add(op, index)
+        after: dict[int, list[Op]] = {}
+        for together in self._placed():
+            at = max(touched.against(together), default=-1)
+            for op in together:
+                touched.add(op, at)
+            after.setdefault(at, []).extend(together)
+        body = (*after.get(-1, ()), *rewrite.insert(last.body, after=after))
+        ends = (ops.Release(buffer=name, stream=OPTIMIZER) for name in self._scalars_on_host())
+        return replace(last, body=(*body, *ends), exit=self._between(last.exit))
+
+    @property
+    def program_with_added(self) -> Program:
+        return replace(self.program, buffers=(*self.program.buffers, *self.added))
+
+    def _placed(self) -> Iterator[tuple[Op, ...]]:
+        """The ops to place in the last micro-step; those of one tuple stay together."""
+        for op in self._weight_ops():
+            yield (op,)
+        decision = self.decision
+        yield (
+            ops.Guess(
+                step=decision.step,
+                next_step=whole(self.next_step),
+                gradient_divisor=whole(self.divisor),
+                divisor=decision.divisor,
+                loss_scale=decision.loss_scale,
+                weight=None if self.weight is None else whole(self.weight),
+                stream=BESIDE.name,
+            ),
+        )
+        sources = {
+            decision.step.buffer: whole(self.next_step),
+            decision.gradient_divisor.buffer: whole(self.divisor),
+        }
+        for name, down in self._scalars_on_host().items():
+            source = sources.get(down.source.buffer, down.source)
+            yield (
+                ops.Alloc(buffer=name, stream=BESIDE.name),
+                replace(down, source=source, stream=BESIDE.name, event=None),
+            )
+        for step, kept in zip(self.steps, self.kept, strict=True):
+            if step.down is not None:
+                alloc = ops.Alloc(buffer=step.gradient.buffer, stream=step.down.stream)
+                yield (alloc, step.down)
+            begun = [buffer.name for buffer in kept.buffers]
+            begun += [] if step.rounding is None else [step.rounding.destination.buffer]
+            allocs = (ops.Alloc(buffer=name, stream=kept.op.stream) for name in begun)
+            yield (*allocs, kept.op)
+
+    def _weight_ops(self) -> Iterator[Op]:
+        """What makes the weight of the decision, once more, for the guess."""
+        weight = self.decision.weight
+        if weight is None or self.weight is None:
+            return
+
+        def renamed(region: Region) -> Region:
+            assert self.weight is not None
+            return replace(region, buffer=self.weight.name) if region == weight else region
+
+        for op in self.program.section_by_name[UPDATE].body:
+            if isinstance(op, ops.Decide):
+                return
+            match op:
+                case ops.AllReduce():
+                    pairs = tuple(pair for pair in op.pairs if pair.destination == weight)
+                    if pairs:
+                        yield rewrite.map_regions(replace(op, pairs=pairs, event=None), renamed)
+                case ops.Cast() if op.destination == weight:
+                    moved = replace(op, stream=BESIDE.name, event=None)
+                    yield rewrite.map_regions(moved, renamed)
+                case _:
+                    pass
+
+    def _scalars_on_host(self) -> dict[str, ops.ToHost]:
+        """The temporary buffers of scalars that speculative steps read, each with the copy that fills it."""
+        read = {
+            region.buffer
+            for kept in self.kept
+            for region in (
+                kept.op.step,
+                kept.op.gradient_divisor,
+                *(settings.lr for settings in kept.op.settings),
+            )
+        }
+        return {
+            op.destination.buffer: op
+            for op in self.program.section_by_name[UPDATE].body
+            if isinstance(op, ops.ToHost) and op.destination.buffer in read
+        }
+
+    # -------------------------------------------------------------------------------------------------- the decision
+
+    def _update(self, update: Section) -> Section:
+        """The update, in which the decision says whether the guess was right, and steps are committed."""
+        speculative = {
+            step.op: (step, kept) for step, kept in zip(self.steps, self.kept, strict=True)
+        }
+        widened = {step.widened for step in self.steps if step.widened is not None}
+        came_down = {step.gradient.buffer for step in self.steps if step.down is not None}
+        rounded = set(self._rounded())
+        last_step = max(
+            index
+            for index, op in enumerate(update.body)
+            if isinstance(op, ops.OptimizerStep) and op in speculative
+        )
+        body: list[Op] = []
+        for index, op in enumerate(update.body):
+            match op:
+                case ops.Decide():
+                    body += self._decided()
+                case ops.OptimizerStep() if op in speculative:
+                    body += self._commit(*speculative[op])
+                case ops.Memory() if op.buffer in widened | came_down:
+                    pass
+                case ops.ToHost() if op.destination.buffer in came_down:
+                    pass
+                case ops.Cast() if op.destination.buffer in widened | rounded:
+                    pass
+                case ops.Alloc() if op.buffer in rounded:
+                    pass
+                case _:
+                    body.append(op)
+            if index == last_step:
+                body.append(ops.Release(buffer=self.redo_on_host.name, stream=OPTIMIZER))
+        return replace(update, entry=self._between(update.entry), body=tuple(body))
+
+    def _decided(self) -> Iterator[Op]:
+        yield self.decision
+        stream = self.decision.stream
+        host = self.redo_on_host
+        yield ops.Alloc(buffer=host.name, stream=stream)
+        yield ops.ToHost(source=whole(self.redo), destination=whole(host), stream=stream)
+
+    def _commit(self, step: _HostStep, kept: _Kept) -> Iterator[Op]:
+        """The step made final; its gradient and its old elements end with it."""
+        op = step.op
+        yield ops.CommitStep(
+            algorithm=op.algorithm,
+            param=op.param,
+            grad=step.gradient,
+            states=op.states,
+            kept=kept.op.kept,
+            rounded=kept.op.rounded,
+            redo=whole(self.redo_on_host),
+            step=op.step,
+            lr=op.lr,
+            hyper=op.hyper,
+            gradient_divisor=op.gradient_divisor,
+            skip=op.skip,
+            stream=op.stream,
+            group=op.group,
+            others=op.others,
+        )
+        ended = [buffer.name for buffer in kept.buffers]
+        ended += [step.gradient.buffer] if step.down is not None else []
+        for name in ended:
+            yield ops.Release(buffer=name, stream=op.stream)

@@ -1,0 +1,98 @@
+"""Optimizer steps chunk by chunk, where more than the fused kernel happens to each chunk while a cache holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from zeroir.ir.ops import Algorithm
+from zeroir.runtime import optim
+from zeroir.workspace.op_scratch import SPECULATED_CHUNK_NUMEL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPieces:
+    """The parts of a region that a group has, and its operands, whose params, grads and states are empty."""
+
+    pieces: Sequence[slice]
+    operands: optim.Operands
+
+    def update(
+        self,
+        algorithm: Algorithm,
+        chunk: slice,
+        param: Tensor,
+        grad: Tensor,
+        states: Sequence[Tensor],
+    ) -> None:
+        """Update the group's elements in a chunk of the region; the tensors have the elements of the chunk."""
+        pieces = list(_within(self.pieces, chunk))
+        if not pieces:
+            return
+        operands = replace(
+            self.operands,
+            params=[param[piece] for piece in pieces],
+            grads=[grad[piece] for piece in pieces],
+            states=[[state[piece] for piece in pieces] for state in states],
+        )
+        optim.update(algorithm, operands)
+
+
+def _within(pieces: Sequence[slice], chunk: slice) -> Iterator[slice]:
+    """The parts of pieces within a chunk, counted from its first element."""
+    for piece in pieces:
+        start, stop = max(piece.start, chunk.start), min(piece.stop, chunk.stop)
+        if start < stop:
+            yield slice(start - chunk.start, stop - chunk.start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeUpdate:
+    """The ops ``speculative_step`` and ``commit_step`` of a region on one rank.
+
+    ``param``, ``states`` and what is ``kept`` of them, in this order, are f32 in host memory; ``grad`` has any floating
+    dtype and stays as it is, and ``rounded`` follows ``param`` in its own.
+    """
+
+    algorithm: Algorithm
+    param: Tensor
+    grad: Tensor
+    states: Sequence[Tensor]
+    kept: Sequence[Tensor]
+    groups: Sequence[GroupPieces]
+    rounded: Tensor | None
+
+    def speculate(self) -> None:
+        """Keep the old elements, and update them."""
+        for chunk, scratch in self._chunks():
+            for tensor, kept in zip((self.param, *self.states), self.kept, strict=True):
+                kept[chunk].copy_(tensor[chunk])
+            self._step(chunk, scratch)
+
+    def commit(self, redo: Tensor) -> None:
+        """Leave the elements as they are, or with a ``redo`` of 1 update the old ones."""
+        if not redo.item():
+            return
+        for chunk, scratch in self._chunks():
+            for tensor, kept in zip((self.param, *self.states), self.kept, strict=True):
+                tensor[chunk].copy_(kept[chunk])
+            self._step(chunk, scratch)
+
+    def _chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Each chunk of the region, with scratch memory for its gradient."""
+        numel = self.param.numel()
+        scratch = self.param.new_empty(min(numel, SPECULATED_CHUNK_NUMEL))
+        for start in range(0, numel, SPECULATED_CHUNK_NUMEL):
+            chunk = slice(start, min(start + SPECULATED_CHUNK_NUMEL, numel))
+            yield chunk, scratch[: chunk.stop - chunk.start]
+
+    def _step(self, chunk: slice, scratch: Tensor) -> None:
+        # The kernels store the divided gradient in their operand.
+        scratch.copy_(self.grad[chunk])
+        states = [state[chunk] for state in self.states]
+        for group in self.groups:
+            group.update(self.algorithm, chunk, self.param[chunk], scratch, states)
+        if self.rounded is not None:
+            self.rounded[chunk].copy_(self.param[chunk])

@@ -1,0 +1,69 @@
+"""The help, the reference of commands that is made from it, and the completion of shells."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tools import command_reference
+from zeroir.cli.app import run_command
+from zeroir.cli.option_groups import OPTION_GROUPS
+from zeroir.config import CompileOptions
+
+
+def test_every_option_is_in_one_group() -> None:
+    grouped = [name for names in OPTION_GROUPS.values() for name in names.split()]
+    assert len(grouped) == len(set(grouped))
+    missing = set(CompileOptions.model_fields) ^ set(grouped)
+    assert not missing, "name them in zeroir/cli/option_groups.py"
+
+
+def test_the_help_lists_options_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["compile", "--help"]) == 0
+    printed = capsys.readouterr().out
+    places = [printed.index(f"─ {title} ─") for title in OPTION_GROUPS]
+    assert places == sorted(places)
+    assert places[0] < printed.index("│ --stage INT") < places[1]
+    assert places[-1] < printed.index("│ --minimum-loss-scale")
+
+
+def test_the_reference_is_made_from_the_commands(*, update_golden: bool) -> None:
+    text = command_reference.rendered()
+    if update_golden:
+        command_reference.PAGE.write_text(text, encoding="utf-8")
+    assert command_reference.PAGE.read_text("utf-8") == text, (
+        "run `python -m tools.command_reference`"
+    )
+
+
+def test_a_reader_of_the_help_may_end_at_once() -> None:
+    command = ["bash", "-o", "pipefail", "-c", f"'{sys.executable}' -m zeroir show --help | true"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+_COMPLETE = """
+COMP_WORDS=(zeroir {words}) COMP_CWORD={last}
+"$(complete -p zeroir | sed -E 's/.*-F ([^ ]+) .*/\\1/')"
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+def test_bash_completes_commands_options_and_their_values(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_command(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+
+    def completed(*words: str) -> list[str]:
+        ask = _COMPLETE.format(words=" ".join(words), last=len(words))
+        bash = subprocess.run(
+            ["bash", "--norc", "-c", script + ask], capture_output=True, text=True, check=True
+        )
+        return bash.stdout.split()
+
+    assert completed("comp") == ["compile", "completion"]
+    assert completed("compile", "--world") == ["--world-size"]
+    assert completed("compile", "--precision", "f") == ["fp32", "fp16"]
