@@ -152,9 +152,11 @@ class CompiledProgram:
 
     def without_overlap(self) -> CompiledProgram:
         """The same program lowered again with an update that begins after the backward; its results are the same."""
-        if not self.options.overlap_update:
+        options = self.options
+        if not (options.overlap_update or options.speculate or options.may_speculate):
             return self
-        options = make_options({**self.as_requested.model_dump(), "overlap_update": False})
+        given = {"overlap_update": False, "speculate": False}
+        options = make_options({**self.as_requested.model_dump(), **given})
         compiled = _with_proof(self.artifact, _lower(self.logical, options), self.path)
         return replace(compiled, source=self.source)
 
