@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,9 @@ def test_a_program_from_a_file_is_given_its_weights_again(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_program_for_one_batch_says_that_it_is_lowered_again(
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, logger="zeroir")
     torch.manual_seed(0)
     model = unlabelled.model()
     compiled = zeroir.compile(model, unlabelled.batch(), weight=unlabelled.weight, world_size=1)
@@ -99,7 +101,7 @@ def test_a_program_for_one_batch_says_that_it_is_lowered_again(
     for count in (1, 3, 2):
         batches = [next(stream) for _ in range(count)]
         assert engine.step(batches).loss == expected.step(batches).loss
-    said = [line for line in capsys.readouterr().err.splitlines() if "lowered again" in line]
+    said = [record for record in caplog.records if "lowered again" in record.getMessage()]
     assert len(said) == 1
     for name, value in engine.full_parameters().items():
         assert torch.equal(value, expected.full_parameters()[name]), name

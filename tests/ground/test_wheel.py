@@ -115,7 +115,8 @@ def test_a_clone_named_zeroir_beside_a_script_is_no_namespace_package(tmp_path: 
     (editable,) = wheels.glob("*.whl")
     zipfile.ZipFile(editable).extractall(site)
     (tmp_path / "train.py").write_text(SCRIPT_BESIDE_A_CLONE, encoding="utf-8")
-    _run(sys.executable, "train.py", site, cwd=tmp_path, PYTHONPATH="")
+    # Without `site`, so that no other install of this environment is found first.
+    _run(sys.executable, "-S", "train.py", site, cwd=tmp_path, PYTHONPATH="")
 
 
 @pytest.mark.parametrize("name", ["passes", "runtime"])
