@@ -74,6 +74,17 @@ def test_accumulation_on_processes_equals_lockstep(zeroir: Zeroir, tmp_path: Pat
         assert losses == expected, f"compiled for {compiled_for}"
 
 
+def test_a_step_has_whole_groups_of_micro_batches(zeroir: Zeroir, tmp_path: Path) -> None:
+    path = tmp_path / "groups.zir"
+    order = ["--micro-steps", "4", "--order", "layer=2", "--world-size", "2"]
+    assert zeroir("compile", GPT, *order, "-o", path).exit_code == 0
+    steps = ["--steps", "1", "--micro-steps", "3", "--model", GPT]
+    made = run("run", path, "--nproc", "2", *steps, cwd=tmp_path)
+    assert made.returncode == 2
+    assert made.stderr.count("Error") == 1
+    assert "--micro-steps 3 is no multiple of 2" in made.stderr
+
+
 def test_torchrun_with_another_world_size(program: Path, tmp_path: Path) -> None:
     torchrun = ["--standalone", "--nproc-per-node", "3", "-m", "zeroir"]
     arguments: list[str | Path] = ["run", program, "--steps", "2", "--model", str(GPT)]

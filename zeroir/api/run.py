@@ -165,6 +165,12 @@ def _for_micro_steps(compiled: CompiledProgram, options: RunOptions) -> Compiled
     if options.order is not None or (compiled_options.is_step_interleaved and is_other_number):
         order = compiled_options.order if options.order is None else options.order
         return compiled.in_order(order, micro_steps)
+    group = compiled.program.interleaved
+    if micro_steps % group:
+        raise UserError(
+            f"--micro-steps {micro_steps} is no multiple of {group}, but the program runs its micro-batches in groups "
+            f"of {group} (--order {compiled_options.order}): name such a multiple, or another --order."
+        )
     if micro_steps > 1 and not compiled.accumulates:
         return compiled.for_accumulation(micro_steps)
     return compiled
