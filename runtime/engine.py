@@ -207,6 +207,7 @@ class Engine(EngineValues):
         is_alone = self.job.is_alone
         handout = ALONE if is_alone else Handout(rank=self.rank, device=self.device)
         with self._executor.entered():
+            self._executor.finish()
             with memory_for("the model's parameters while they get their first values"):
                 others = initial.initialise(
                     self.program,

@@ -276,7 +276,8 @@ class StepExecutor:
     def finish(self) -> None:
         """Return when all ops are done, on the device too, also the copies of ``save_state``.
 
-        Whoever reads or changes buffers in host memory without an op of the program, or changes any, calls this first.
+        Whoever reads or changes buffers without an op of the program calls this first: copies of new parameters to the
+        device, among others, may still be under way.
         """
         self._streams.finish()
 

@@ -263,6 +263,9 @@ BEST = ("--save", "x", "--keep", "1", "--keep-best", "eval_loss")
         ),
         (("--resume", "missing"), "'missing' is not a checkpoint"),
         (("--save", "/dev/null/x"), "'/dev/null' cannot be written"),
+        (("--machine", "moon"), "There is no machine 'moon': choose"),
+        (("--tensorboard", "/dev/null"), "'/dev/null' cannot be a folder for TensorBoard"),
+        (("--log", "/missing/log.jsonl"), "Name a file in a folder that you may write to."),
     ],
 )
 def test_options_that_contradict_each_other(

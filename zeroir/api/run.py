@@ -259,18 +259,32 @@ def _train(
 
 
 def require_outputs(options: RunOptions) -> None:
-    """Raise UserError where a file that the run is to write cannot be written, before anything else happens."""
+    """Raise UserError where the run could not write its outputs or know its machine, before anything else happens."""
     if options.trace is not None:
         require_writable(options.trace, TIMELINE)
     if options.log is not None:
         try:
             options.log.open("a").close()
         except OSError as error:
-            raise UserError(f"'{options.log}' cannot be written: {error.strerror}.") from None
-    if options.tensorboard is not None and not any(map(find_spec, TENSORBOARDS)):
-        raise UserError(
-            "--tensorboard needs the package tensorboard, which is not installed: pip install 'zeroir[tensorboard]'."
-        )
+            raise UserError(
+                f"'{options.log}' cannot be written: {error.strerror}. Name a file in a folder that you may write to."
+            ) from None
+    if options.tensorboard is not None:
+        if not any(map(find_spec, TENSORBOARDS)):
+            raise UserError(
+                "--tensorboard needs the package tensorboard, which is not installed: "
+                "pip install 'zeroir[tensorboard]'."
+            )
+        try:
+            options.tensorboard.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"'{options.tensorboard}' cannot be a folder for TensorBoard: {error.strerror}. Name another one."
+            ) from None
+    if options.machine is not None:
+        from zeroir.cost.machine import load_machine
+
+        load_machine(options.machine)
 
 
 def _at_peak_s(compiled: CompiledProgram, job_rank: JobRank, machine: str | None) -> float | None:
