@@ -284,41 +284,42 @@ def main() -> None:
     )
     code = 0
     try:
-        match scenario:
-            case "stages":
-                stages(*args)
-            case "hybrid":
-                hybrid(*args)
-            case "kernels":
-                kernels()
-            case "micro-steps":
-                micro_steps(*args)
-            case "model-stages":
-                model_stages(*args)
-            case "evaluations":
-                evaluations(*args)
-            case "initialise":
-                initialise(*args)
-            case "bad-starts":
-                bad_starts()
-            case "build-slowly":
-                build_slowly(*args)
-            case "steps-for-ever":
-                steps_for_ever(*args)
-            case "other-program":
-                other_program()
-            case "nan-loss":
-                nan_loss()
-            case "scheduled-settings":
-                scheduled_settings()
-            case "other-settings":
-                other_settings()
-            case _:
-                raise AssertionError(scenario)
-    except ZeroirError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        code = error.exit_code
-    except KeyboardInterrupt:
+        try:
+            match scenario:
+                case "stages":
+                    stages(*args)
+                case "hybrid":
+                    hybrid(*args)
+                case "kernels":
+                    kernels()
+                case "micro-steps":
+                    micro_steps(*args)
+                case "model-stages":
+                    model_stages(*args)
+                case "evaluations":
+                    evaluations(*args)
+                case "initialise":
+                    initialise(*args)
+                case "bad-starts":
+                    bad_starts()
+                case "build-slowly":
+                    build_slowly(*args)
+                case "steps-for-ever":
+                    steps_for_ever(*args)
+                case "other-program":
+                    other_program()
+                case "nan-loss":
+                    nan_loss()
+                case "scheduled-settings":
+                    scheduled_settings()
+                case "other-settings":
+                    other_settings()
+                case _:
+                    raise AssertionError(scenario)
+        except ZeroirError as error:
+            print(f"Error: {error}", file=sys.stderr)
+            code = error.exit_code
+    except KeyboardInterrupt:  # It may come while the sentence of an error is printed, too.
         print("Interrupted.", file=sys.stderr)
         code = 130
     if code:
