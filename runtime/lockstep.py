@@ -35,12 +35,13 @@ from zeroir.runtime.checkpoint.model_facts import ModelFacts
 from zeroir.runtime.comm.base import CollectiveTensors, TensorPair
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, Job
 from zeroir.runtime.comm.lockstep import LockstepComm
-from zeroir.runtime.executor import RankEvaluation, RankResult, StepExecutor
+from zeroir.runtime.executor import StepExecutor
 from zeroir.runtime.handlers import LocalRanks, PreparedCollective, communicate
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.live_optimizer import LiveOptimizer, SettingsOfRanks
 from zeroir.runtime.module_values import Factory
 from zeroir.runtime.rank_memory import RankMemory
+from zeroir.runtime.rank_results import RankEvaluation, RankResult
 from zeroir.runtime.saved_state import SavedState
 from zeroir.runtime.streams import OpEvent
 from zeroir.runtime.tensors import poison

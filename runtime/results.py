@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroir.runtime.executor import RankEvaluation, RankResult
+from zeroir.runtime.rank_results import RankEvaluation, RankResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,8 +26,8 @@ from zeroir.frontend.tracing import program_of
 from zeroir.ir.program import Program
 from zeroir.ir.text import print_program
 from zeroir.passes.pipelines import for_options
-from zeroir.runtime.executor import RankEvaluation
 from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.rank_results import RankEvaluation
 
 FILE = Path(source.__file__)
 STEPS = 3
