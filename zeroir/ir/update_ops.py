@@ -136,8 +136,25 @@ class GroupSettings:
     hyper: Read[Region]
 
 
+class GroupedUpdate(Update):
+    """The kind of updates that read the settings of optimizer groups."""
+
+    __slots__ = ()
+
+    lr: Read[Region]
+    hyper: Read[Region]
+    group: Attribute[str]
+    others: tuple[GroupSettings, ...]
+
+    @property
+    def settings(self) -> tuple[GroupSettings, ...]:
+        """The settings of every group that the op names."""
+        own = GroupSettings(group=self.group, lr=self.lr, hyper=self.hyper)
+        return (own, *self.others)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Direction(Update):
+class Direction(GroupedUpdate):
     """Compute the direction of each element from its ``grad`` / gradient_divisor, and move its ``states``.
 
     It is the element-wise half of the step of an optimizer that works on whole parameters; ``optimizer_step`` is the
@@ -171,15 +188,24 @@ class Direction(Update):
     others: tuple[GroupSettings, ...] = ()
     event: Signalled[str] | None = None
 
-    @property
-    def settings(self) -> tuple[GroupSettings, ...]:
-        """The settings of every group that the op names."""
-        own = GroupSettings(group=self.group, lr=self.lr, hyper=self.hyper)
-        return (own, *self.others)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterStep(GroupedUpdate):
+    """The fields of every op that changes parameters by a gradient; see ``OptimizerStep``."""
+
+    algorithm: Attribute[Algorithm]
+    param: Accumulated[Region]
+    grad: Read[Region]
+    states: tuple[Accumulated[Region], ...]
+    step: Read[Region]
+    lr: Read[Region]
+    hyper: Read[Region]
+    gradient_divisor: Read[Region]
+    stream: StreamName[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerStep(Update):
+class OptimizerStep(ParameterStep):
     """Update ``param`` (and ``states``) in place with ``grad`` / gradient_divisor, all f32 and of one numel.
 
     ``grad`` is used up: torch's fused kernels store the divided gradient there, and nothing may read it afterwards.
@@ -212,15 +238,7 @@ class OptimizerStep(Update):
     participle = "updated"
     same_elements = ("param", "grad", "states")
 
-    algorithm: Attribute[Algorithm]
-    param: Accumulated[Region]
     grad: Accumulated[Region]
-    states: tuple[Accumulated[Region], ...]
-    step: Read[Region]
-    lr: Read[Region]
-    hyper: Read[Region]
-    gradient_divisor: Read[Region]
-    stream: StreamName[str]
     skip: Read[Region] | None = None
     group: Attribute[str] = "default"
     others: tuple[GroupSettings, ...] = ()
@@ -240,15 +258,9 @@ class OptimizerStep(Update):
         """What ``scales`` hold, in order."""
         return tuple(ABSMAX[name] for name in self.algorithm.state_names) if self.scales else ()
 
-    @property
-    def settings(self) -> tuple[GroupSettings, ...]:
-        """The settings of every group that the op names."""
-        own = GroupSettings(group=self.group, lr=self.lr, hyper=self.hyper)
-        return (own, *self.others)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculativeStep(Update):
+class SpeculativeStep(ParameterStep):
     """Update ``param`` and ``states`` with guessed scalars, and keep their old elements in ``kept``.
 
     It is an ``optimizer_step`` whose ``step`` and ``gradient_divisor`` a ``guess`` wrote, and which never skips.
@@ -264,30 +276,15 @@ class SpeculativeStep(Update):
     participle = "updated"
     same_elements = ("param", "grad", "states", "kept", "rounded")
 
-    algorithm: Attribute[Algorithm]
-    param: Accumulated[Region]
-    grad: Read[Region]
-    states: tuple[Accumulated[Region], ...]
     kept: tuple[Written[Region], ...]
-    step: Read[Region]
-    lr: Read[Region]
-    hyper: Read[Region]
-    gradient_divisor: Read[Region]
-    stream: StreamName[str]
     rounded: Written[Region] | None = None
     group: Attribute[str] = "default"
     others: tuple[GroupSettings, ...] = ()
     event: Signalled[str] | None = None
 
-    @property
-    def settings(self) -> tuple[GroupSettings, ...]:
-        """The settings of every group that the op names."""
-        own = GroupSettings(group=self.group, lr=self.lr, hyper=self.hyper)
-        return (own, *self.others)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommitStep(Update):
+class CommitStep(ParameterStep):
     """Make a speculative step final.
 
     Where ``redo`` is 0 the guess was right, and ``param`` and ``states`` stay as they are. Else they get the elements
@@ -303,28 +300,13 @@ class CommitStep(Update):
     participle = "committed"
     same_elements = ("param", "grad", "states", "kept", "rounded")
 
-    algorithm: Attribute[Algorithm]
-    param: Accumulated[Region]
-    grad: Read[Region]
-    states: tuple[Accumulated[Region], ...]
     kept: tuple[Read[Region], ...]
     redo: Read[Region]
-    step: Read[Region]
-    lr: Read[Region]
-    hyper: Read[Region]
-    gradient_divisor: Read[Region]
-    stream: StreamName[str]
     skip: Read[Region] | None = None
     rounded: Accumulated[Region] | None = None
     group: Attribute[str] = "default"
     others: tuple[GroupSettings, ...] = ()
     event: Signalled[str] | None = None
-
-    @property
-    def settings(self) -> tuple[GroupSettings, ...]:
-        """The settings of every group that the op names."""
-        own = GroupSettings(group=self.group, lr=self.lr, hyper=self.hyper)
-        return (own, *self.others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
