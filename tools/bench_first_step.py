@@ -38,7 +38,7 @@ def model_file(layers: int, folder: Path) -> Path:
 def first_step_seconds(path: Path) -> float:
     """Seconds from a compiled program to the end of its first step, in this process."""
     import zeroir
-    from zeroir.api.run import load_model
+    from zeroir.api.model_of_program import load_model
     from zeroir.runtime.engine import Engine
     from zeroir.runtime.kernels.choice import KernelBackend
 

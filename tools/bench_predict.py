@@ -147,7 +147,8 @@ def start(arguments: list[str]) -> str:
 
 def time_steps(path: Path, steps: int, kernels: str) -> None:
     """As a rank: the median of the seconds of a step, printed by rank 0."""
-    from zeroir.api.run import load_model, open_data, open_engine
+    from zeroir.api.engines import open_data, open_engine
+    from zeroir.api.model_of_program import load_model
     from zeroir.runtime import rendezvous
 
     compiled = zeroir.load(path)

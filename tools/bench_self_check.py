@@ -21,7 +21,7 @@ HEAD = ("layers", "kernels compared", "self-check, s", "to the end of the first 
 def measure(layers: int, folder: Path) -> tuple[int, float, float]:
     """The number of kernels of a model with ``layers`` layers, the seconds to compare them and to end a first step."""
     import zeroir
-    from zeroir.api.run import load_model
+    from zeroir.api.model_of_program import load_model
     from zeroir.runtime.engine import Engine
     from zeroir.runtime.kernels.choice import KernelBackend
     from zeroir.runtime.self_check import check_kernels

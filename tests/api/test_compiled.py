@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.programs import mlp
-from zeroir.api import compiled as api
+from zeroir.api import lowering
 from zeroir.api.compiled import CompiledProgram
 from zeroir.artifact import Artifact
 from zeroir.config import make_options
@@ -46,7 +46,7 @@ def test_what_the_passes_proved_is_not_proved_again_but_for_a_budget(
         return verify(program, reference, budget_bytes)
 
     monkeypatch.setattr(manager, "verify", counted)
-    monkeypatch.setattr(api, "verify_program", counted)
+    monkeypatch.setattr(lowering, "verify_program", counted)
     found = compiled_for_four(memory_budget=budget).for_world_size(2)
     assert examined[-1] is found.program
     assert len([one for one in examined if one is found.program]) == (1 if budget is None else 2)

@@ -12,7 +12,8 @@ import zeroir
 from tests.support.programs import mlp
 from zeroir import artifact as artifacts
 from zeroir.api import CompiledProgram, load_program
-from zeroir.api.run import find_model, fitted
+from zeroir.api.engines import fitted
+from zeroir.api.model_of_program import find_model
 from zeroir.artifact import Artifact
 from zeroir.config import make_options
 from zeroir.errors import UserError

@@ -12,7 +12,7 @@ import zeroir
 from tests.cost.support import machine
 from tests.support.lowering import applied
 from tests.support.programs import mlp
-from zeroir.api.compiled import capture
+from zeroir.api.capture import capture
 from zeroir.api.plan import Planner
 from zeroir.api.search_space import (
     Dimension,

@@ -21,7 +21,7 @@ from tests.support.lockstep import run_lockstep
 from tests.support.programs import mlp
 from zeroir.api.check import check_model
 from zeroir.api.compiled import compile_model
-from zeroir.api.run import load_model
+from zeroir.api.model_of_program import load_model
 from zeroir.config import make_options
 from zeroir.runtime.lockstep import Lockstep
 

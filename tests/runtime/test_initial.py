@@ -16,7 +16,7 @@ from torch import nn
 from tests.runtime.constructors import CONSTRUCTORS, DIM, Mlp, plain
 from tests.runtime.support import Ranks, lowered, require_success
 from tests.support.programs import mlp
-from zeroir.api.run import construction_note
+from zeroir.api.run_lowering import construction_note
 from zeroir.errors import UserError
 from zeroir.runtime import initial
 from zeroir.runtime.digests import Digester

@@ -32,7 +32,8 @@ from tests.runtime.support import (
 from tests.support.lockstep import run_lockstep
 from tests.support.models import operators
 from tests.support.programs import mlp
-from zeroir.api.run import kernel_backend, load_model
+from zeroir.api.engines import kernel_backend
+from zeroir.api.model_of_program import load_model
 from zeroir.config import Precision
 from zeroir.errors import KernelWarning, UserError
 from zeroir.ir.bindings import Binding

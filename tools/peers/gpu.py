@@ -157,7 +157,7 @@ def _fully_sharded(world_size: int, *, is_compiled: bool) -> TakeStep:
 
 def _zeroir(task: MeasurementTask, device: torch.device, options: list[str]) -> TakeStep:
     import zeroir
-    from zeroir.api.run import load_model
+    from zeroir.api.model_of_program import load_model
     from zeroir.runtime.comm.job import Backend
     from zeroir.runtime.engine import Engine
     from zeroir.runtime.kernels.choice import KernelBackend

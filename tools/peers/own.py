@@ -14,7 +14,7 @@ import zeroir
 from tools.peers import gpt
 from zeroir.api.compiled import CompiledProgram
 from zeroir.api.keywords import CompileKeywords
-from zeroir.api.run import load_model
+from zeroir.api.model_of_program import load_model
 from zeroir.runtime import engine as engines
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.kernels.choice import KernelBackend

@@ -113,8 +113,9 @@ def _compared(
 ) -> Comparison:
     import torch
 
+    from zeroir.api.engines import kernel_backend
+    from zeroir.api.model_of_program import load_model
     from zeroir.api.reference import EagerReplicas
-    from zeroir.api.run import kernel_backend, load_model
     from zeroir.runtime.batch import inputs_of
     from zeroir.runtime.lockstep import Lockstep
     from zeroir.runtime.scheduled import Scheduler

@@ -1,4 +1,4 @@
-"""A compiled program: an artefact, its verification, and its public methods."""
+"""A compiled program: an artefact, its verification, and its public methods; and the functions that make one."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from zeroir import artifact as artifacts
+from zeroir.api.capture import capture_source, file_source, given_source
 from zeroir.api.config_file import Config, resolve_options
 from zeroir.api.idle_offload import warn_of_idle_offload
 from zeroir.api.keywords import CompileKeywords, OffloadKeywords, is_torchs
+from zeroir.api.lowering import Lowered, lower, verified
 from zeroir.artifact import Artifact, ConfigRecord
 from zeroir.config import CompileOptions, make_options, options_from_pairs
 from zeroir.config.offload_fields import ADAPTIVE
 from zeroir.errors import InternalError, UserError
-from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.program import EVALUATE, MICRO_STEP, Program, why_not_evaluate
 from zeroir.ir.text import print_program, print_section
 from zeroir.report.names import counted, shortened
 from zeroir.report.summary import Summary, summarise
 from zeroir.verify import Report, VerificationError
-from zeroir.verify import verify as verify_program
 
 if TYPE_CHECKING:
     from zeroir.api.speculation import SpeculationChoice
     from zeroir.cost.machine import Machine
     from zeroir.frontend.source import LossFunction, Model, ModelSource, WeightFunction
-    from zeroir.passes.manager import Proof
     from zeroir.runtime.engine import Engine
     from zeroir.runtime.module_values import StateSource
     from zeroir.torch_ops.batches import Batch
@@ -128,9 +127,9 @@ class CompiledProgram:
             UserError: where the groups of its mesh do not divide the world size.
         """
         options = self.as_requested.for_world_size(world_size)
-        compiled = _with_proof(self.artifact, _lower(self.logical, options), self.path)
+        compiled = self._lowered_again(self.artifact, options)
         warn_of_idle_offload(compiled.program)
-        return replace(compiled, source=self.source)
+        return compiled
 
     def with_offload(self, **given: Unpack[OffloadKeywords]) -> CompiledProgram:
         """The same program, lowered again from its logical program where these options differ from its own.
@@ -146,9 +145,9 @@ class CompiledProgram:
         artifact = replace(self.artifact, offload_folder=folder)
         if options.to_pairs() == requested.to_pairs():
             return replace(self, artifact=artifact)
-        compiled = _with_proof(artifact, _lower(self.logical, options), self.path)
+        compiled = self._lowered_again(artifact, options)
         warn_of_idle_offload(compiled.program)
-        return replace(compiled, source=self.source)
+        return compiled
 
     def without_overlap(self) -> CompiledProgram:
         """The same program lowered again with an update that begins after the backward; its results are the same."""
@@ -157,8 +156,7 @@ class CompiledProgram:
             return self
         given = {"overlap_update": False, "speculate": False}
         options = make_options({**self.as_requested.model_dump(), **given})
-        compiled = _with_proof(self.artifact, _lower(self.logical, options), self.path)
-        return replace(compiled, source=self.source)
+        return self._lowered_again(self.artifact, options)
 
     @property
     def accumulates(self) -> bool:
@@ -175,9 +173,7 @@ class CompiledProgram:
 
         options = self.as_requested.for_micro_steps(micro_steps)
         logical = declared(replace(accumulate(self.logical), options=options.to_pairs()))
-        artifact = replace(self.artifact, logical=logical)
-        compiled = _with_proof(artifact, _lower(logical, options), self.path)
-        return replace(compiled, source=self.source)
+        return self._lowered_again(replace(self.artifact, logical=logical), options)
 
     def in_order(self, order: str, micro_steps: int) -> CompiledProgram:
         """The same program, lowered again from its logical program, for another order of so many micro-batches.
@@ -194,9 +190,12 @@ class CompiledProgram:
         if options.to_pairs() == requested.to_pairs():
             return compiled
         logical = replace(compiled.logical, options=options.to_pairs())
-        artifact = replace(compiled.artifact, logical=logical)
-        lowered_again = _with_proof(artifact, _lower(logical, options), self.path)
-        return replace(lowered_again, source=self.source)
+        return self._lowered_again(replace(compiled.artifact, logical=logical), options)
+
+    def _lowered_again(self, artifact: Artifact, options: CompileOptions) -> CompiledProgram:
+        """The logical program of ``artifact`` lowered with these options, from the same file and source as this one."""
+        compiled = _with_proof(artifact, lower(artifact.logical, options), self.path)
+        return replace(compiled, source=self.source)
 
     def after_pass(self, number: int) -> CompiledProgram:
         """The program after the first ``number`` passes; after 0 passes it is the program of one device.
@@ -267,7 +266,8 @@ class CompiledProgram:
             UserError: where the model file is missing or is not the one that was compiled, or where a kernel and
                 its operators compute different results.
         """
-        from zeroir.api.run import fitted, open_engine, source_for_engine
+        from zeroir.api.engines import fitted, open_engine
+        from zeroir.api.model_of_program import source_for_engine
         from zeroir.runtime import rendezvous
 
         source = source_for_engine(self, model, allow_model_change=allow_model_change)
@@ -337,7 +337,7 @@ def compile_source(
     artifact = replace(capture_source(source, options), config=config)
     try:
         # The program holds the options that the model itself sets, such as the units to recompute.
-        chosen = _lower(artifact.logical, options_from_pairs(artifact.logical.options))
+        chosen = lower(artifact.logical, options_from_pairs(artifact.logical.options))
     except VerificationError as error:
         raise InternalError(f"The traced program is broken before any pass. {error}") from error
     from zeroir.runtime.kernels.declared import misdeclared
@@ -350,87 +350,13 @@ def compile_source(
     return compiled if source.file is not None else replace(compiled, source=source)
 
 
-def capture(model: str | Path, options: CompileOptions) -> Artifact:
-    """The logical program of a model file, scheduled for one device."""
-    return capture_source(file_source(model), options)
-
-
-def capture_source(source: ModelSource, options: CompileOptions) -> Artifact:
-    """The logical program of a source, scheduled for one device."""
-    import torch
-
-    from zeroir import __version__
-    from zeroir.frontend import trace
-    from zeroir.torch_ops.globals import torch_globals_kept
-
-    with torch_globals_kept():
-        logical = trace(source, options)
-    file = source.file
-    return Artifact(
-        logical=logical,
-        scheduled=logical,
-        model_path=source.names.model if file is None else str(_from_here(file.path)),
-        model_factory="" if file is None else file.factory,
-        model_sha256="" if file is None else file.sha256,
-        model_imports=None if file is None else tuple(sorted(file.imports.items())),
-        torch_version=torch.__version__,
-        zeroir_version=__version__,
-        offload_folder=options.offload_folder,
-    )
-
-
-def file_source(model: str | Path) -> ModelSource:
-    """The source of a model file, which is executed."""
-    from zeroir.frontend import entry
-    from zeroir.torch_ops.globals import torch_globals_kept
-
-    with torch_globals_kept():
-        return entry.load_model_file(str(model))
-
-
-def given_source(
-    model: Model, batch: Batch, loss: LossFunction | None, weight: WeightFunction | None
-) -> ModelSource:
-    """The source that the arguments of ``compile_model`` or ``plan`` describe.
-
-    Raises:
-        UserError: where they are wrong, or the model file cannot be executed.
-    """
-    if isinstance(model, str | Path):
-        given = {"batch": batch, "loss": loss, "weight": weight}
-        for name, value in given.items():
-            if value is not None:
-                raise UserError(
-                    f"{name}= has no effect on a model file: define `{name}` in {model} instead."
-                )
-        return file_source(model)
-    if not callable(model):
-        raise UserError(
-            "The model must be the path of a model file, a torch.nn.Module or a function that makes one, not "
-            f"{type(model).__name__}."
-        )
-    if batch is None:
-        raise UserError(
-            "A module is traced with an example batch of one rank, and none is given: pass it as batch=."
-        )
-    from zeroir.frontend.in_hand import source_of
-
-    return source_of(model, batch, loss, weight)
-
-
-def _from_here(path: Path) -> Path:
-    """The path relative to the working directory if the file lies below it: a run follows only such paths."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
-
-
 def lowered(artifact: Artifact, options: CompileOptions, machine: Machine) -> CompiledProgram:
     """A captured model lowered with these options, which must not change the capture.
 
     Its segments declare the workspaces that were measured on the machine, if there are any.
     """
     logical = replace(artifact.logical, options=options.to_pairs())
-    chosen = _lower(logical, options, machine)
+    chosen = lower(logical, options, machine)
     artifact = replace(artifact, logical=logical, scheduled=chosen.proof.program)
     compiled = _require_valid(_verified(artifact, None, machine=machine))
     warn_of_idle_offload(compiled.program)
@@ -456,28 +382,7 @@ def load_unverified(
     return _verified(artifacts.load(Path(path)), Path(path), budget_bytes, machine)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Lowered:
-    """A scheduled program with its proof, and the choice that was made for it."""
-
-    proof: Proof
-    speculation: SpeculationChoice | None
-
-
-def _lower(logical: Program, options: CompileOptions, machine: Machine | None = None) -> _Lowered:
-    """The scheduled program; what options leave open is chosen first: ``--offload adaptive``, and speculation."""
-    from zeroir.api.adaptive import settled
-    from zeroir.api.speculation import choose
-    from zeroir.passes.pipelines import lower_with_proof
-
-    options = settled(logical, options, machine)
-    speculation = choose(logical, options, machine)
-    if speculation is not None:
-        options = options.model_copy(update={"speculate": speculation.speculates})
-    return _Lowered(proof=lower_with_proof(logical, options), speculation=speculation)
-
-
-def _with_proof(artifact: Artifact, lowered: _Lowered, path: Path | None) -> CompiledProgram:
+def _with_proof(artifact: Artifact, lowered: Lowered, path: Path | None) -> CompiledProgram:
     """The program that the passes made of the artefact's logical program; a budget is all that is left to verify."""
     proof = lowered.proof
     artifact = replace(artifact, scheduled=proof.program)
@@ -494,24 +399,7 @@ def _verified(
     budget_bytes: int | None = None,
     machine: Machine | None = None,
 ) -> CompiledProgram:
-    if machine is not None:
-        from zeroir.cost.measured_workspaces import with_measured_workspaces
-
-        scheduled = with_measured_workspaces(artifact.scheduled, machine)
-        artifact = replace(artifact, scheduled=scheduled)
-    budget = artifact.scheduled.option.get("memory_budget")
-    if budget_bytes is None and budget is not None:
-        budget_bytes = parse_bytes(budget)
-    report = verify_program(
-        artifact.scheduled, reference=artifact.logical, budget_bytes=budget_bytes
-    )
-    if budget_bytes is not None and any(f.code == "Z301" for f in report.findings):
-        from zeroir.api.budget import advice
-
-        options = options_from_pairs(artifact.scheduled.options)
-        remedy = advice(artifact.logical, options, budget_bytes, machine)
-        findings = (replace(f, advice=remedy) if f.code == "Z301" else f for f in report.findings)
-        report = replace(report, findings=tuple(findings))
+    artifact, report = verified(artifact, budget_bytes, machine)
     return CompiledProgram(artifact=artifact, report=report, path=path)
 
 

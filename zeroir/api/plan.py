@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final, Unpack
 
 from zeroir.api.adaptive import least_offload, movable_units, possible_kinds
 from zeroir.api.candidates import Candidate, CandidateMeasurer
-from zeroir.api.compiled import CompiledProgram, capture_source, given_source, lowered
+from zeroir.api.capture import capture_source, given_source
+from zeroir.api.compiled import CompiledProgram, lowered
 from zeroir.api.config_file import Config, ResolvedOptions, resolve_options
 from zeroir.api.keywords import CompileKeywords, is_torchs
 from zeroir.api.search_space import (

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from zeroir.api.compiled import load_program
+from zeroir.api.engines import fitted, open_data, open_engine
 from zeroir.api.job import joined_job, watched_job
-from zeroir.api.run import fitted, load_model, open_data, open_engine
+from zeroir.api.model_of_program import load_model
 from zeroir.api.sentences import warnings_as_sentences
 from zeroir.artifact.outputs import MACHINE, write_whole
 from zeroir.cost.host_profile import with_measured_disk, with_measured_host

@@ -1,0 +1,88 @@
+"""The capture of a model, as a file or in hand: its logical program, before any pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zeroir.artifact import Artifact
+from zeroir.config import CompileOptions
+from zeroir.errors import UserError
+
+if TYPE_CHECKING:
+    from zeroir.frontend.source import LossFunction, Model, ModelSource, WeightFunction
+    from zeroir.torch_ops.batches import Batch
+
+
+def capture(model: str | Path, options: CompileOptions) -> Artifact:
+    """The logical program of a model file, scheduled for one device."""
+    return capture_source(file_source(model), options)
+
+
+def capture_source(source: ModelSource, options: CompileOptions) -> Artifact:
+    """The logical program of a source, scheduled for one device."""
+    import torch
+
+    from zeroir import __version__
+    from zeroir.frontend import trace
+    from zeroir.torch_ops.globals import torch_globals_kept
+
+    with torch_globals_kept():
+        logical = trace(source, options)
+    file = source.file
+    return Artifact(
+        logical=logical,
+        scheduled=logical,
+        model_path=source.names.model if file is None else str(_from_here(file.path)),
+        model_factory="" if file is None else file.factory,
+        model_sha256="" if file is None else file.sha256,
+        model_imports=None if file is None else tuple(sorted(file.imports.items())),
+        torch_version=torch.__version__,
+        zeroir_version=__version__,
+        offload_folder=options.offload_folder,
+    )
+
+
+def file_source(model: str | Path) -> ModelSource:
+    """The source of a model file, which is executed."""
+    from zeroir.frontend import entry
+    from zeroir.torch_ops.globals import torch_globals_kept
+
+    with torch_globals_kept():
+        return entry.load_model_file(str(model))
+
+
+def given_source(
+    model: Model, batch: Batch, loss: LossFunction | None, weight: WeightFunction | None
+) -> ModelSource:
+    """The source that the arguments of ``compile_model`` or ``plan`` describe.
+
+    Raises:
+        UserError: where they are wrong, or the model file cannot be executed.
+    """
+    if isinstance(model, str | Path):
+        given = {"batch": batch, "loss": loss, "weight": weight}
+        for name, value in given.items():
+            if value is not None:
+                raise UserError(
+                    f"{name}= has no effect on a model file: define `{name}` in {model} instead."
+                )
+        return file_source(model)
+    if not callable(model):
+        raise UserError(
+            "The model must be the path of a model file, a torch.nn.Module or a function that makes one, not "
+            f"{type(model).__name__}."
+        )
+    if batch is None:
+        raise UserError(
+            "A module is traced with an example batch of one rank, and none is given: pass it as batch=."
+        )
+    from zeroir.frontend.in_hand import source_of
+
+    return source_of(model, batch, loss, weight)
+
+
+def _from_here(path: Path) -> Path:
+    """The path relative to the working directory if the file lies below it: a run follows only such paths."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

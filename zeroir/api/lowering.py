@@ -1,0 +1,70 @@
+"""The passes and the verification of an artefact's logical program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from zeroir.artifact import Artifact
+from zeroir.config import CompileOptions, options_from_pairs
+from zeroir.ir.amounts import parse_bytes
+from zeroir.ir.program import Program
+from zeroir.verify import Report
+from zeroir.verify import verify as verify_program
+
+if TYPE_CHECKING:
+    from zeroir.api.speculation import SpeculationChoice
+    from zeroir.cost.machine import Machine
+    from zeroir.passes.manager import Proof
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """A scheduled program with its proof, and the choice that was made for it."""
+
+    proof: Proof
+    speculation: SpeculationChoice | None
+
+
+def lower(logical: Program, options: CompileOptions, machine: Machine | None = None) -> Lowered:
+    """The scheduled program; what options leave open is chosen first: ``--offload adaptive``, and speculation."""
+    from zeroir.api.adaptive import settled
+    from zeroir.api.speculation import choose
+    from zeroir.passes.pipelines import lower_with_proof
+
+    options = settled(logical, options, machine)
+    speculation = choose(logical, options, machine)
+    if speculation is not None:
+        options = options.model_copy(update={"speculate": speculation.speculates})
+    return Lowered(proof=lower_with_proof(logical, options), speculation=speculation)
+
+
+def verified(
+    artifact: Artifact,
+    budget_bytes: int | None = None,
+    machine: Machine | None = None,
+) -> tuple[Artifact, Report]:
+    """The artefact and the report on its scheduled program, valid or not; ``budget_bytes`` are of device memory.
+
+    Workspaces that were measured on ``machine`` replace the declared ones. Without a budget it is the
+    program's own.
+    """
+    if machine is not None:
+        from zeroir.cost.measured_workspaces import with_measured_workspaces
+
+        scheduled = with_measured_workspaces(artifact.scheduled, machine)
+        artifact = replace(artifact, scheduled=scheduled)
+    budget = artifact.scheduled.option.get("memory_budget")
+    if budget_bytes is None and budget is not None:
+        budget_bytes = parse_bytes(budget)
+    report = verify_program(
+        artifact.scheduled, reference=artifact.logical, budget_bytes=budget_bytes
+    )
+    if budget_bytes is not None and any(f.code == "Z301" for f in report.findings):
+        from zeroir.api.budget import advice
+
+        options = options_from_pairs(artifact.scheduled.options)
+        remedy = advice(artifact.logical, options, budget_bytes, machine)
+        findings = (replace(f, advice=remedy) if f.code == "Z301" else f for f in report.findings)
+        report = replace(report, findings=tuple(findings))
+    return artifact, report

@@ -1,0 +1,118 @@
+"""The program that ``zeroir run`` trains with: lowered again where the job or the run's options ask for another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from zeroir.api.compiled import CompiledProgram, compile_source
+from zeroir.api.engines import fitted
+from zeroir.api.keywords import OffloadKeywords
+from zeroir.api.outside_memory import outside_bytes, outside_note, require_disk_folder
+from zeroir.api.run_options import RunOptions
+from zeroir.api.sentences import say, warnings_as_sentences
+from zeroir.config import make_options
+from zeroir.errors import UserError
+from zeroir.report.names import format_bytes
+
+if TYPE_CHECKING:
+    from zeroir.frontend.source import ModelSource
+    from zeroir.ir.program import Program
+    from zeroir.runtime.rendezvous import JobRank
+
+
+def with_optimizer_bits(
+    compiled: CompiledProgram, source: ModelSource, bits: int | None
+) -> CompiledProgram:
+    """The program with states of so many bits; traced again where it has others, as it is with None.
+
+    Raises:
+        UserError: where its optimizer cannot have them.
+    """
+    if bits in (None, compiled.options.optimizer_bits):
+        return compiled
+    options = make_options({**compiled.as_requested.model_dump(), "optimizer_bits": bits})
+    traced = compile_source(source, options, compiled.config)
+    return replace(traced, path=compiled.path)
+
+
+def fitted_to_job(
+    compiled: CompiledProgram, job_rank: JobRank, offload: OffloadKeywords
+) -> CompiledProgram:
+    """The program for the job's world size, with what the run offloads; rank 0 prints notes on it."""
+    with same_on_all_ranks(job_rank):
+        compiled, note = fitted(compiled, job_rank.world_size)
+        compiled = compiled.with_offload(**offload)
+        outside = outside_bytes(compiled.program)
+        require_disk_folder(outside, compiled.artifact.offload_folder)
+    if job_rank.rank == 0:
+        notes = note, construction_note(compiled.program), outside_note(outside)
+        for sentence in filter(None, notes):
+            say(sentence)
+    return compiled
+
+
+def for_micro_steps(compiled: CompiledProgram, options: RunOptions) -> CompiledProgram:
+    """The program for the run's number and order of micro-steps.
+
+    A program that runs whole steps unit by unit is lowered again for another number of them.
+    """
+    compiled_options = compiled.options
+    micro_steps = options.micro_steps or compiled_options.micro_steps
+    is_other_number = micro_steps != compiled_options.micro_steps
+    if options.order is not None or (compiled_options.is_step_interleaved and is_other_number):
+        order = compiled_options.order if options.order is None else options.order
+        return compiled.in_order(order, micro_steps)
+    group = compiled.program.interleaved
+    if micro_steps % group:
+        raise UserError(
+            f"--micro-steps {micro_steps} is no multiple of {group}, but the program runs its micro-batches in groups "
+            f"of {group} (--order {compiled_options.order}): name such a multiple, or another --order."
+        )
+    if micro_steps > 1 and not compiled.accumulates:
+        return compiled.for_accumulation(micro_steps)
+    return compiled
+
+
+def with_gradients_before_update(compiled: CompiledProgram) -> CompiledProgram:
+    """The program with all gradients there before the update.
+
+    Raises:
+        UserError: in fp16, where gradients that are not finite are a part of loss scaling.
+    """
+    if compiled.options.precision == "fp16":
+        raise UserError(
+            "--check-finite has no meaning in fp16, where steps with gradients that are not finite are skipped: leave "
+            "it out."
+        )
+    return compiled.without_overlap()
+
+
+_NOTABLE_BYTES: Final = 1 << 30
+
+
+def construction_note(program: Program) -> str | None:
+    """A sentence on the host memory that rank 0 needs to build the model; None where it is below 1 GiB."""
+    numel = sum(flat.numel for flat in program.flats)
+    if 4 * numel < _NOTABLE_BYTES:
+        return None
+    return (
+        f"Rank 0 builds the whole model and sends it to the other ranks; until then its host needs "
+        f"{format_bytes(4 * numel)} more memory, if the model is in FP32."
+    )
+
+
+@contextmanager
+def same_on_all_ranks(job_rank: JobRank) -> Iterator[None]:
+    """A body whose errors and warnings are the same on every rank: one sentence is enough, rank 0's."""
+    from zeroir.runtime.comm.job import PeerError
+
+    try:
+        with warnings_as_sentences(is_silent=job_rank.rank != 0):
+            yield
+    except UserError as error:
+        if job_rank.rank == 0:
+            raise
+        raise PeerError(str(error)) from error
