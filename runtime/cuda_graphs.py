@@ -40,7 +40,7 @@ WARM_UP: Final = 2
 """How often a section is issued op by op before it is captured. The first time sets up libraries, communicators and
 kernels, which cannot be captured; the second time shows that everything is there."""
 
-_ON_HOST: Final = frozenset({Backend.GLOO, Backend.PEER_MEMORY})
+_ON_HOST: Final = frozenset({Backend.GLOO, Backend.PEER_MEMORY, Backend.PEER_MEMORY_AND_GLOO})
 
 
 def why_not(program: Program, section: Section, backend: Backend = Backend.LOCAL) -> str | None:

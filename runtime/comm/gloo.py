@@ -4,11 +4,16 @@ Gloo's own reduce_scatter is an all-reduce and a slice, and its order of additio
 buffer. For its other collectives torch makes one more copy on either side. So each rank sends every other rank its
 slice straight from the source to the destination, and adds in rank order: fewer bytes, fewer copies, and the same bits
 for any layout and any stage.
+
+Where several ranks of a group are on one machine, they read each other's memory instead of sending, and an all-gather
+brings each source to each machine once: the ranks of a machine share the work of receiving, and then read from each
+other. The order of additions stays that of the ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,58 +24,87 @@ from zeroir.ir.ops import Reduction
 from zeroir.runtime.comm.base import SMALL_NUMEL, CollectiveTensors, combine, to_wire
 from zeroir.runtime.comm.collectives import broadcast
 from zeroir.runtime.comm.groups import destroy_groups
+from zeroir.runtime.comm.peer_group import PeerGroup, SharedTensors, in_short
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Links:
+    """The ways to the other ranks of one communicator: gloo, and memory that ``near`` ranks read, if there is any."""
+
+    group: ProcessGroup
+    near: PeerGroup | None
+
+    @property
+    def far(self) -> Sequence[int]:
+        """The coordinates that only gloo reaches, from this rank's on, so that the ranks do not all send to one."""
+        size, own = self.group.size(), self.group.rank()
+        near = () if self.near is None else self.near.peers
+        following = ((own + step) % size for step in range(1, size))
+        return [coordinate for coordinate in following if coordinate not in near]
 
 
 class GlooComm:
-    """Collectives of one rank of a gloo world; ``groups`` holds one process group per communicator."""
+    """Collectives of one rank of a gloo world.
 
-    def __init__(self, groups: Mapping[str, ProcessGroup]) -> None:
-        self._groups = groups
+    ``groups`` holds one process group per communicator, ``near`` the ranks of communicators that read each other's
+    memory, on the CPU.
+    """
+
+    def __init__(
+        self, groups: Mapping[str, ProcessGroup], near: Mapping[str, PeerGroup] | None = None
+    ) -> None:
+        self._near = near or {}
+        self._links = {
+            name: _Links(group=group, near=self._near.get(name)) for name, group in groups.items()
+        }
 
     def all_gather(self, tensors: CollectiveTensors) -> None:
         """See ``Comm.all_gather``."""
-        group = self._groups[tensors.comm]
+        links = self._links[tensors.comm]
         sources = [to_wire(pair.source, tensors.wire_dtype) for pair in tensors.pairs[0]]
-        slots = [pair.destination.view(group.size(), -1).unbind() for pair in tensors.pairs[0]]
-        _gather(sources, slots, group)
+        slots = [
+            pair.destination.view(links.group.size(), -1).unbind() for pair in tensors.pairs[0]
+        ]
+        _gather(sources, slots, links)
 
     def reduce_scatter(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
         """See ``Comm.reduce_scatter``."""
-        group = self._groups[tensors.comm]
+        links = self._links[tensors.comm]
         rows = [
-            to_wire(pair.source, tensors.wire_dtype).view(group.size(), -1).unbind()
+            to_wire(pair.source, tensors.wire_dtype).view(links.group.size(), -1).unbind()
             for pair in tensors.pairs[0]
         ]
         destinations = [pair.destination for pair in tensors.pairs[0]]
-        _reduce(rows, destinations, reduction, group, tensors.staging[0])
+        _reduce(rows, destinations, reduction, links, tensors.staging[0])
 
     def all_reduce(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
         """See ``Comm.all_reduce``: the reduce_scatter above and an all_gather."""
-        group = self._groups[tensors.comm]
-        size, own = group.size(), group.rank()
+        links = self._links[tensors.comm]
+        size, own = links.group.size(), links.group.rank()
         sources = [to_wire(pair.source, tensors.wire_dtype) for pair in tensors.pairs[0]]
         destinations = [pair.destination for pair in tensors.pairs[0]]
         if sum(source.numel() for source in sources) <= SMALL_NUMEL:
-            _reduce([[source] * size for source in sources], destinations, reduction, group, None)
+            _reduce([[source] * size for source in sources], destinations, reduction, links, None)
             return
         rows = [source.tensor_split(size) for source in sources]
         slots = [destination.tensor_split(size) for destination in destinations]
-        _reduce(rows, [parts[own] for parts in slots], reduction, group, tensors.staging[0])
-        _gather([parts[own] for parts in slots], slots, group)
+        _reduce(rows, [parts[own] for parts in slots], reduction, links, tensors.staging[0])
+        _gather([parts[own] for parts in slots], slots, links)
 
     def broadcast(self, tensors: CollectiveTensors, root: int) -> None:
         """See ``Comm.broadcast``."""
-        broadcast(tensors, root, self._groups[tensors.comm])
+        broadcast(tensors, root, self._links[tensors.comm].group)
 
     def close(self) -> None:
-        """Destroy the process groups."""
-        destroy_groups(self._groups)
+        """Destroy the process groups, and close the channels to near ranks."""
+        for peer_group in self._near.values():
+            peer_group.close()
+        destroy_groups({name: links.group for name, links in self._links.items()})
 
 
-def _gather(
-    sources: Sequence[Tensor], slots: Sequence[Sequence[Tensor]], group: ProcessGroup
-) -> None:
+def _gather(sources: Sequence[Tensor], slots: Sequence[Sequence[Tensor]], links: _Links) -> None:
     """Copy the ``i``-th source of every rank to that rank's slot in ``slots[i]``."""
+    own = links.group.rank()
     arrived = [
         [
             slot if _can_receive(slot, source) else _host_memory(slot.numel(), source)
@@ -78,27 +112,69 @@ def _gather(
         ]
         for source, source_slots in zip(sources, slots, strict=True)
     ]
-    _exchange([[source] * group.size() for source in sources], arrived, group)
+    if links.near is None:
+        outgoing = [[source] * links.group.size() for source in sources]
+        _exchange(outgoing, arrived, links)
+    else:
+        _gather_by_machine(sources, arrived, links.near, links.group)
     for source, received, source_slots in zip(sources, arrived, slots, strict=True):
         for rank, slot in enumerate(source_slots):
-            message = source if rank == group.rank() else received[rank]
+            message = source if rank == own else received[rank]
             if message.data_ptr() != slot.data_ptr() or message.dtype != slot.dtype:
                 slot.copy_(message)
+
+
+def _gather_by_machine(
+    sources: Sequence[Tensor],
+    arrived: Sequence[Sequence[Tensor]],
+    near: PeerGroup,
+    group: ProcessGroup,
+) -> None:
+    """Receive every other rank's sources in its slots of ``arrived``: from afar once for each machine, then from near.
+
+    Of the ranks of a machine, the one in the place of the source's coordinate, counted round, receives it.
+    """
+    own, machine = near.coordinate, near.machines[near.coordinate]
+
+    def receiver(coordinate: int, on_machine: int) -> int:
+        members = near.members(on_machine)
+        return members[coordinate % len(members)]
+
+    far = [at for at in range(near.size) if near.machines[at] != machine]
+    transfers = _receiving(arrived, [at for at in far if receiver(at, machine) == own], group)
+    far_machines = sorted({near.machines[at] for at in far})
+    outgoing = [[source] * near.size for source in sources]
+    transfers += _sending(outgoing, [receiver(own, other) for other in far_machines], group)
+    _complete(transfers)
+    if not near.peers:
+        return
+    held = [
+        source if at == own else received[at]
+        for source, received in zip(sources, arrived, strict=True)
+        for at in range(near.size)
+    ]
+    shared = SharedTensors(near, f"all_gather of {in_short(held)}", held)
+    for peer in near.peers:
+        for at in [peer, *(at for at in far if receiver(at, machine) == peer)]:
+            for index, received in enumerate(arrived):
+                if received[at].numel():
+                    shared.read(peer, index * near.size + at, 0, received[at])
+    shared.agree()
 
 
 def _reduce(
     rows: Sequence[Sequence[Tensor]],
     destinations: Sequence[Tensor],
     reduction: Reduction,
-    group: ProcessGroup,
+    links: _Links,
     staging: Tensor | None,
 ) -> None:
     """Send every rank its row of each tensor, and combine the rows that the ranks send to this one."""
-    own = group.rank()
+    size, own = links.group.size(), links.group.rank()
     arrived: list[list[Tensor]] = []
     used = 0
     for tensor_rows in rows:
-        numel = group.size() * tensor_rows[own].numel()
+        numel = size * tensor_rows[own].numel()
         # The program's staging buffer is used where it is large enough.
         is_enough = staging is not None and used + numel <= staging.numel()
         if staging is not None and is_enough and _can_receive(staging, tensor_rows[own]):
@@ -106,31 +182,55 @@ def _reduce(
             used += numel
         else:
             memory = _host_memory(numel, tensor_rows[own])
-        arrived.append(list(memory.view(group.size(), -1).unbind()))
-    _exchange(rows, arrived, group)
+        arrived.append(list(memory.view(size, -1).unbind()))
+    _exchange(rows, arrived, links)
     for tensor_rows, received, destination in zip(rows, arrived, destinations, strict=True):
         received[own] = tensor_rows[own]
         combine([part.to(destination.device) for part in received], reduction, destination)
 
 
 def _exchange(
-    outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], group: ProcessGroup
+    outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], links: _Links
 ) -> None:
     """Send every other rank its tensors, and receive as many from it; gloo moves them between CPU memories."""
-    size, own = group.size(), group.rank()
-    peers = [(own + step) % size for step in range(1, size)]
-    transfers = [
+    near, far = links.near, links.far
+    transfers = _receiving(incoming, far, links.group) + _sending(outgoing, far, links.group)
+    if near is not None and near.peers:
+        sent = [tensor for tensors in outgoing for tensor in tensors]
+        shared = SharedTensors(near, f"exchange of {in_short(sent)}", sent)
+        for peer in near.peers:
+            for index, tensors in enumerate(incoming):
+                if tensors[peer].numel():
+                    shared.read(peer, index * near.size + near.coordinate, 0, tensors[peer])
+        shared.agree()
+    _complete(transfers)
+
+
+def _receiving(
+    incoming: Sequence[Sequence[Tensor]], peers: Sequence[int], group: ProcessGroup
+) -> list[dist.Work | None]:
+    """Begin to receive from each of these ranks its tensors."""
+    return [
         dist.irecv(tensors[peer], group=group, group_src=peer)
         for peer in peers
         for tensors in incoming
         if tensors[peer].numel()
     ]
-    transfers += [
+
+
+def _sending(
+    outgoing: Sequence[Sequence[Tensor]], peers: Sequence[int], group: ProcessGroup
+) -> list[dist.Work | None]:
+    """Begin to send each of these ranks its tensors."""
+    return [
         dist.isend(tensors[peer].cpu(), group=group, group_dst=peer)
         for peer in peers
         for tensors in outgoing
         if tensors[peer].numel()
     ]
+
+
+def _complete(transfers: Sequence[dist.Work | None]) -> None:
     for transfer in transfers:
         assert transfer is not None  # this rank belongs to the group
         transfer.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -12,15 +12,21 @@ from torch.distributed import ProcessGroup
 from zeroir.ir.program import Program
 
 
-def make_groups(program: Program, backend: str, timeout: timedelta) -> dict[str, ProcessGroup]:
-    """Create the groups of every communicator; all ranks of the default group call this together.
+def make_groups(
+    program: Program,
+    backend: str,
+    timeout: timedelta,
+    *,
+    is_needed: Callable[[Sequence[int]], bool] = lambda _: True,
+) -> dict[str, ProcessGroup]:
+    """Create the groups of every communicator whose ranks need one; all ranks of the default group call this together.
 
-    Returns this rank's group by the communicator's name.
+    Returns this rank's groups by the communicator's name.
     """
     rank = dist.get_rank()
     own: dict[str, ProcessGroup] = {}
     for comm in program.comms:
-        for members in program.mesh.groups(comm.axis):
+        for members in filter(is_needed, program.mesh.groups(comm.axis)):
             group = dist.new_group(list(members), timeout=timeout, backend=backend)
             if rank in members:
                 own[comm.name] = group

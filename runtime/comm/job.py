@@ -28,10 +28,11 @@ DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
 
 
 class Backend(StrEnum):
-    """The transport of collectives: none (one rank), the host's memory, gloo, NCCL, or simulated."""
+    """The transport of collectives: none (one rank), the memory of one machine or of each, gloo, NCCL, or simulated."""
 
     LOCAL = "local"
     PEER_MEMORY = "peer-memory"
+    PEER_MEMORY_AND_GLOO = "peer-memory and gloo"
     GLOO = "gloo"
     NCCL = "nccl"
     FAKE = "fake"
@@ -112,8 +113,8 @@ def open_job(
 ) -> Job:
     """Make this process a rank of the program's mesh; all ranks call this together.
 
-    Without ``backend`` one rank needs none and CUDA uses NCCL. On CPUs the ranks of one host read each other's memory;
-    gloo serves several hosts, and a host that forbids processes to read each other.
+    Without ``backend`` one rank needs none and CUDA uses NCCL. On CPUs the ranks of one machine read each other's
+    memory; gloo serves ranks of several machines, and of a machine that forbids processes to read each other.
 
     Raises:
         UserError: where the world size of the job differs from the program's, or the programs of two ranks differ.
@@ -158,24 +159,33 @@ def _open_comm(
         from zeroir.runtime.comm.nccl import NcclComm
 
         return Backend.NCCL, NcclComm(make_groups(program, "nccl", timeout))
-    if backend is not Backend.GLOO:
-        peer_memory = None
-        if device.type == "cpu" and sys.platform.startswith("linux"):
-            from zeroir.runtime.comm.peer_memory import open_peer_memory
+    if backend is not Backend.GLOO and device.type == "cpu" and sys.platform.startswith("linux"):
+        from zeroir.runtime.comm.machines import open_machines
 
-            peer_memory = open_peer_memory(
-                program, dist.get_rank(), partial(_exchange_bytes, device=device), timeout
-            )
-        if peer_memory is not None:
-            return Backend.PEER_MEMORY, peer_memory
-        if backend is Backend.PEER_MEMORY:
-            raise UserError(
-                "The ranks cannot read each other's memory: they are on a GPU or on several hosts, or in a container "
-                "that forbids it; use another backend."
-            )
+        exchange = partial(_exchange_bytes, device=device)
+        is_one_needed = backend is Backend.PEER_MEMORY
+        opened = open_machines(
+            program, dist.get_rank(), exchange, timeout, is_one_needed=is_one_needed
+        )
+        if opened is not None:
+            comm, machines = opened
+            return _backend_of(machines), comm
+    if backend is Backend.PEER_MEMORY:
+        raise UserError(
+            "The ranks cannot read each other's memory: they are on a GPU or on several hosts, or in a container "
+            "that forbids it; use another backend."
+        )
     from zeroir.runtime.comm.gloo import GlooComm
 
     return Backend.GLOO, GlooComm(make_groups(program, "gloo", timeout))
+
+
+def _backend_of(machines: Sequence[Sequence[int]]) -> Backend:
+    """The transport between ranks on CPUs, of which those of one machine read each other's memory."""
+    if len(machines) == 1:
+        return Backend.PEER_MEMORY
+    is_shared = any(len(ranks) > 1 for ranks in machines)
+    return Backend.PEER_MEMORY_AND_GLOO if is_shared else Backend.GLOO
 
 
 def digest(program: Program) -> str:

@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -142,13 +142,25 @@ class _PeerAddress(NamedTuple):
         return f"\0zeroir.{self.secret.hex()}.{index}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connected:
+    """What ``connect_peers`` has found.
+
+    ``peers`` has, for each group, the peers of this rank whose memory it reads, by their ranks. ``machines`` divides
+    the ranks of the job into sets that read each other's memory, ordered by their first ranks; all ranks have the same.
+    """
+
+    peers: Sequence[Mapping[int, Peer]]
+    machines: Sequence[Sequence[int]]
+
+
 def connect_peers(
     rank: int, groups: Sequence[Sequence[int]], exchange: Exchange, timeout: timedelta
-) -> list[dict[int, Peer]] | None:
-    """Connect this rank to the other ranks of each of its ``groups``; the result has a dict by rank for each group.
+) -> Connected:
+    """Connect this rank to the other ranks of each of its ``groups`` that are on its machine.
 
-    All ranks call this together, with their groups in one order. The result is None on every rank where one rank cannot
-    read another's memory. ``timeout`` bounds the wait for each later message.
+    All ranks call this together, with their groups in one order. Two ranks are on one machine where each has read the
+    other's memory, and only there: names of hosts do not count. ``timeout`` bounds the wait for each later message.
     """
     # Under Yama a process reads only its descendants, unless these name another process whose descendants may read
     # them, too: here the launcher, the ancestor of all ranks. Without Yama the call fails, which is no error.
@@ -161,47 +173,64 @@ def connect_peers(
     peers: list[dict[int, Peer]] = [{} for _ in groups]
     with contextlib.ExitStack() as sockets:
         listeners = [sockets.enter_context(_new_socket(timeout)) for _ in groups]
-        is_connected = True
+        is_listening = True
         try:
             for index, listener in enumerate(listeners):
                 listener.bind(own.socket_name(index))
                 listener.listen(socket.SOMAXCONN)
         except OSError:
-            is_connected = False
+            is_listening = False
         addresses = [
             _PeerAddress(*_PEER_ADDRESS.unpack(data)) for data in exchange(_PEER_ADDRESS.pack(*own))
         ]
-        try:
-            for index, group in enumerate(groups):
-                for peer_rank in group:
-                    address = addresses[peer_rank]
-                    _require_readable(own, address)
-                    if peer_rank < rank:
+        reached = bytearray(len(addresses))
+        for peer_rank, address in enumerate(addresses):
+            with contextlib.suppress(OSError):
+                _require_readable(own, address)
+                for index, group in enumerate(groups):
+                    if peer_rank in group and peer_rank < rank:
                         channel = _new_socket(timeout)
                         peers[index][peer_rank] = Peer(
                             rank=peer_rank, pid=address.pid, channel=channel
                         )
                         channel.connect(address.socket_name(index))
-        except OSError:
-            is_connected = False
-        if exchange(bytes([is_connected])) != [b"\1"] * len(addresses):
-            for group_peers in peers:
-                for peer in group_peers.values():
-                    peer.close()
-            return None
-        # Every rank has connected to the lower ranks by now, so accepting waits for nobody.
+                reached[peer_rank] = is_listening
+        machines = machines_of(exchange(bytes(reached)))
+        near = next(machine for machine in machines if rank in machine)
+        for group_peers in peers:
+            for peer_rank in group_peers.keys() - near:
+                group_peers.pop(peer_rank).close()
+        # Every rank has connected to the lower ranks of its machine by now, so accepting waits for nobody.
         for group, group_peers, listener in zip(groups, peers, listeners, strict=True):
-            callers = {addresses[higher].pid: higher for higher in group if higher > rank}
+            callers = {
+                addresses[higher].pid: higher
+                for higher in group
+                if higher > rank and higher in near
+            }
             while callers:
                 channel, _ = listener.accept()
                 caller = callers.pop(_pid_of(channel), None)
-                if caller is None:  # a process that is no rank
+                if caller is None:  # a process that is no rank of this machine
                     channel.close()
                     continue
                 channel.settimeout(timeout.total_seconds())
                 pid = addresses[caller].pid
                 group_peers[caller] = Peer(rank=caller, pid=pid, channel=channel)
-    return peers
+    return Connected(peers=peers, machines=machines)
+
+
+def machines_of(reached: Sequence[bytes]) -> Sequence[Sequence[int]]:
+    """The machines of a job: byte ``j`` of row ``i`` is 1 where rank ``i`` has reached the memory of rank ``j``.
+
+    Each rank has a machine of its own where the ranks do not fall into sets that reach each other, and nobody else.
+    """
+    ranks = range(len(reached))
+    near = [
+        tuple(j for j in ranks if i == j or (reached[i][j] == reached[j][i] == 1)) for i in ranks
+    ]
+    if any(near[j] != near[i] for i in ranks for j in near[i]):
+        return [(i,) for i in ranks]
+    return sorted(set(near))
 
 
 def _new_socket(timeout: timedelta) -> socket.socket:

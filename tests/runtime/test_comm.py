@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.support import Ranks, require_success
+from zeroir.runtime.comm.peers import machines_of
 
 pytestmark = pytest.mark.dist
 
@@ -53,5 +54,34 @@ def test_a_killed_rank_is_missed_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_of_several_hosts_take_gloo(tmp_path: Path) -> None:
-    require_success(Ranks(2, tmp_path, "strangers", module=MODULE).wait())
+@pytest.mark.parametrize(
+    ("hosts", "backends"),
+    [
+        ("ab", ["gloo gloo"]),
+        ("aba", ["peer-memory and gloo gloo"]),
+        ("aabb", ["peer-memory and gloo gloo", "peer-memory and gloo"]),
+    ],
+)
+def test_ranks_of_one_machine_read_memory_where_others_take_gloo(
+    tmp_path: Path, hosts: str, backends: list[str]
+) -> None:
+    """Also where the machines have different numbers of ranks, which need not follow one another."""
+    results = Ranks(len(hosts), tmp_path, "machines", hosts, module=MODULE).wait()
+    require_success(results)
+    assert [out.splitlines() for _, out, _ in results] == [backends] * len(hosts)
+
+
+@pytest.mark.parametrize(
+    ("reached", "machines"),
+    [
+        (["11", "11"], [(0, 1)]),
+        (["11", "01"], [(0,), (1,)]),
+        (["101", "010", "101"], [(0, 2), (1,)]),
+        (["110", "111", "011"], [(0,), (1,), (2,)]),
+    ],
+)
+def test_a_machine_is_a_set_of_ranks_that_all_reach_each_other(
+    reached: list[str], machines: list[tuple[int, ...]]
+) -> None:
+    rows = [bytes(map(int, row)) for row in reached]
+    assert list(machines_of(rows)) == machines
