@@ -6,12 +6,15 @@ are refused, each with the sentence, and which differ.
 
     python -m tools.survey_causal_models              every model
     python -m tools.survey_causal_models --experts    those with experts
-    … --record docs/records/causal-models.json        write the record, too
+    python -m tools.survey_causal_models gemma olmo   these; a record keeps its verdicts on the others
+    … --record docs/records/causal-models.json        write the record, too, after each model
+    … --missing                                       only models that the record does not have
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import re
 import sys
@@ -189,38 +192,51 @@ def main() -> int:
         description="Survey the causal language models of transformers."
     )
     record_file.add_option(parser)
+    parser.add_argument("--missing", action="store_true", help="only models that the record lacks")
     parser.add_argument("--experts", action="store_true", help="only models with experts")
+    parser.add_argument("kinds", nargs="*", metavar="MODEL", help="only these model types")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    verdicts: dict[str, tuple[str, str]] = {}
+    kept = recorded(given.record) if given.missing or given.kinds else {}
+    verdicts = dict(kept)
     with tempfile.TemporaryDirectory() as folder:
-        for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-            try:
-                is_of_experts = any(map(IS_OF_EXPERTS.match, vars(CONFIG_MAPPING[kind]())))
-            except Exception:  # noqa: BLE001 - a configuration without defaults has no tiny one either
-                is_of_experts = False
-            if given.experts and not is_of_experts:
+        for kind in sorted(given.kinds or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+            if (given.missing and kind in kept) or (given.experts and not has_experts(kind)):
                 continue
             start = time.monotonic()
-            verdict, reason = survey(kind, Path(folder))
-            verdicts[kind] = verdict, reason
+            verdict, reason = verdicts[kind] = survey(kind, Path(folder))
             print(
                 f"{kind:24} {verdict:10} {time.monotonic() - start:5.1f} s  {reason[:150]}",
                 flush=True,
             )
+            about = {"transformers": transformers.__version__}
+            record_file.write(given.record, "survey_causal_models", content_of(verdicts), about)
     content = content_of(verdicts)
-    record_file.write(
-        given.record, "survey_causal_models", content, {"transformers": transformers.__version__}
-    )
     record_file.print_table(content["head"], content["rows"])
     return 1 if any(verdict == "different" for verdict, _ in verdicts.values()) else 0
+
+
+def has_experts(kind: str) -> bool:
+    """Whether the configuration of a model type has sizes of experts."""
+    try:
+        return any(map(IS_OF_EXPERTS.match, vars(CONFIG_MAPPING[kind]())))
+    except Exception:  # noqa: BLE001 - a configuration without defaults has no tiny one either
+        return False
+
+
+def recorded(path: Path | None) -> dict[str, tuple[str, str]]:
+    """The verdicts of a record; none where there is no file."""
+    if path is None or not path.exists():
+        return {}
+    models = json.loads(path.read_text())["models"]
+    return {kind: (verdict, reason) for kind, (verdict, reason) in models.items()}
 
 
 def content_of(verdicts: Mapping[str, tuple[str, str]]) -> Content:
     """The content of the record: a table of the verdicts, and the verdict on each model with its reason."""
     by_verdict: dict[str, list[str]] = {}
-    for kind, (verdict, _) in verdicts.items():
+    for kind, (verdict, _) in sorted(verdicts.items()):
         by_verdict.setdefault(verdict, []).append(kind)
     return {
         "head": ["verdict", "models", "which"],
@@ -229,7 +245,7 @@ def content_of(verdicts: Mapping[str, tuple[str, str]]) -> Content:
             for verdict in ("equal", "different", "refused", "left out")
             if verdict in by_verdict
         ],
-        "models": {kind: [verdict, reason] for kind, (verdict, reason) in verdicts.items()},
+        "models": {kind: [*verdict] for kind, verdict in sorted(verdicts.items())},
     }
 
 

@@ -10,7 +10,9 @@ The public API is loaded on first use, so that ``import zeroir`` costs nothing a
 * ``zeroir.ZeroirTrainer`` is Hugging Face's ``Trainer`` over an engine;
 * ``zeroir.simulate(program, "dgx-h100")`` predicts the time of a step, and ``zeroir.estimate(7.5e9, world_size=64)``
   memory and communication from the number of parameters alone;
-* ``zeroir.plan(model, "dgx-h100", memory="80GB")`` chooses the options with which a step is shortest.
+* ``zeroir.plan(model, "dgx-h100", memory="80GB")`` chooses the options with which a step is shortest;
+* ``zeroir.register_workspace(op, formula)`` declares the memory that an operator of your own needs, and
+  ``zeroir.measure_workspace(op, *args)`` measures it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
     from zeroir.runtime.checkpoint.loading import LoadedState
     from zeroir.runtime.data.loader import ResumableLoader
     from zeroir.runtime.engine import Engine
+    from zeroir.runtime.operator_workspaces import measure_workspace
     from zeroir.runtime.results import Evaluation, StepResult
+    from zeroir.torch_ops.foreign_workspaces import register_workspace
 
 __all__ = [
     "CompileOptions",
@@ -48,7 +52,9 @@ __all__ = [
     "compile",
     "estimate",
     "load",
+    "measure_workspace",
     "plan",
+    "register_workspace",
     "simulate",
 ]
 
@@ -69,7 +75,9 @@ _HOMES = {
     "compile": ("zeroir.api", "compile_model"),
     "estimate": ("zeroir.api.costs", "estimate"),
     "load": ("zeroir.api", "load_program"),
+    "measure_workspace": ("zeroir.runtime.operator_workspaces", "measure_workspace"),
     "plan": ("zeroir.api.plan", "plan"),
+    "register_workspace": ("zeroir.torch_ops.foreign_workspaces", "register_workspace"),
     "simulate": ("zeroir.api.costs", "simulate"),
 }
 

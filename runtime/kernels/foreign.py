@@ -19,6 +19,7 @@ from zeroir.ir.operators import Operator
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Node, Segment
 from zeroir.runtime.kernels.calls import operator
+from zeroir.runtime.operator_workspaces import device_of, measured
 from zeroir.runtime.tensors import TORCH_DTYPE
 from zeroir.torch_ops.purity import breach, schema_text
 
@@ -93,7 +94,7 @@ def watched_call(
 
     Raises:
         UserError: where it changes an argument, returns memory of one, makes results of other types than declared, or
-            other results when it is called again.
+            other results when it is called again, or takes more memory than its declared workspace.
     """
     leaves = pytree.tree_leaves((args, kwargs))
     operands = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -105,8 +106,8 @@ def watched_call(
     if problem is None and _shares_memory([*operands, *_tensors(returned)], len(operands)):
         problem = "returns memory that an argument or another result has, although its schema says that it does not"
     if problem is None:
-        again = _tensors(function(*args, **kwargs))
-        if not all(map(is_close, _tensors(returned), again)):
+        again, problem = _second_call(node, lambda: function(*args, **kwargs), operands)
+        if problem is None and not all(map(is_close, _tensors(returned), again)):
             problem = (
                 "makes other results when it is called again with equal arguments: it draws random numbers, reads "
                 "something besides its arguments, or leaves a part of its results unwritten"
@@ -118,6 +119,21 @@ def watched_call(
             "in spite of it."
         )
     return returned
+
+
+def _second_call(
+    node: Node, call: Callable[[], object], operands: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], str | None]:
+    """The results of a second call, and the problem where it takes more memory than the program says."""
+    if node.workspace_bytes is None or torch._C._autograd._profiler_enabled():
+        return _tensors(call()), None
+    returned, taken_bytes = measured(call, device_of(operands, {}))
+    if taken_bytes <= node.workspace_bytes:
+        return _tensors(returned), None
+    return _tensors(returned), (
+        f"holds {taken_bytes:,} bytes at once beside its arguments and results, although its workspace was declared to "
+        f"zeroir.register_workspace as {node.workspace_bytes:,}"
+    )
 
 
 def _tensors(returned: object) -> list[Tensor]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import zeroir
 from tests.support.zygote import run_forked
 from zeroir.api.check import check_model
 from zeroir.config import make_options
 from zeroir.errors import ModelWarning, UserError
+from zeroir.frontend.python_state import PythonState, UsersCode
 
 MODEL = """
 import itertools
@@ -275,3 +279,36 @@ def test_a_hook_that_changes_nothing_gives_a_warning(tmp_path: Path) -> None:
         ModelWarning, match=r"hook on the gradient of pre\.weight leaves it as it is"
     ):
         zeroir.compile(path, world_size=1)
+
+
+class _Lazy(dict[str, object]):
+    """It makes its items on demand, as mappings of libraries that import modules do."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["made on demand"])
+
+    def __len__(self) -> int:
+        return 20_000
+
+    def __getitem__(self, key: str) -> object:
+        raise ImportError(f"no module named {key}")
+
+
+class _LazyAndOrdered(OrderedDict[str, object]):
+    __iter__, __len__, __getitem__ = _Lazy.__iter__, _Lazy.__len__, _Lazy.__getitem__
+
+
+@pytest.mark.parametrize("kind", [_Lazy, _LazyAndOrdered])
+def test_of_a_mapping_that_makes_its_items_only_what_it_stores_is_state(
+    kind: type[_Lazy] | type[_LazyAndOrdered],
+) -> None:
+    model = nn.Module()
+    lazy = kind({"stored": 1})
+    vars(model)["table"] = lazy
+    code = UsersCode(modules=(), functions=())
+    before = PythonState.of(model, code)
+    assert before.leaves["table"] == (kind, 1)
+    lazy["later"] = 2
+    assert before.changed(PythonState.of(model, code)) == ["table"]
+    before.restore_exactly()
+    assert PythonState.of(model, code).leaves == before.leaves

@@ -67,6 +67,7 @@ class JointNode:
     origin: int | None
     source: str
     flops: int
+    workspace_bytes: int | None
 
     def refs(self) -> Iterator[int]:
         """The numbers of the values that it uses, in argument order."""

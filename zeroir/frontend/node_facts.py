@@ -15,6 +15,7 @@ from zeroir.frontend._torch_private import is_backward, is_gradient_sum
 from zeroir.frontend.storage_views import bounds_error
 from zeroir.ir.allowlist import refusal
 from zeroir.ir.segment import TensorType
+from zeroir.torch_ops.foreign_workspaces import declared_workspace_bytes
 from zeroir.torch_ops.purity import breach, is_foreign
 from zeroir.torch_ops.types import IR_DTYPE
 from zeroir.workspace.scratch.allowance import GROUPED_PRODUCTS
@@ -40,13 +41,15 @@ class NodeFacts:
     is_backward: bool
     is_gradient_sum: bool
     flops: int
+    workspace_bytes: int | None
 
 
 def facts_of(node: fx.Node, source: str) -> NodeFacts:
     """The facts of a node; ``source`` is its ``file:line``, or empty.
 
     Raises:
-        UserError: where the operator or an element type does not exist in programs, or a view exceeds its tensor.
+        UserError: where the operator or an element type does not exist in programs, a view exceeds its tensor, or the
+            formula of a declared workspace fails.
     """
     op: object = node.target
     if isinstance(op, torch._ops.HigherOrderOperator) and node.args:
@@ -62,6 +65,11 @@ def facts_of(node: fx.Node, source: str) -> NodeFacts:
         raise UserError(f"{source or 'The model'} takes a strided view that {excess}.")
     tensors = _tensors(node.meta["val"])
     is_view = op is not aten.view.dtype and op.is_view
+    args, kwargs = _fake_arguments(node)
+    try:
+        workspace_bytes = declared_workspace_bytes(op, args, kwargs)
+    except UserError as error:
+        raise UserError(f"{source or 'The model'} uses {error}.") from error
     return NodeFacts(
         op=op,
         types=tuple(None if x is None else tensor_type(x, source) for x in tensors),
@@ -69,7 +77,8 @@ def facts_of(node: fx.Node, source: str) -> NodeFacts:
         is_view=is_view,
         is_backward=is_backward(node),
         is_gradient_sum=is_gradient_sum(node) and op is aten.add.Tensor,
-        flops=_flops(op, *_fake_arguments(node), node.meta["val"]),
+        flops=_flops(op, args, kwargs, node.meta["val"]),
+        workspace_bytes=workspace_bytes,
     )
 
 

@@ -12,7 +12,7 @@ import inspect
 import operator
 import random
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from functools import cache
@@ -197,7 +197,13 @@ class PythonState:
     def _add_mutable(self, name: str, value: object) -> None:
         self.leaves[name] = (type(value),)
         match value:
-            case list() | deque() | dict() | set() if len(value) > _MOST_ITEMS:
+            case dict():
+                pairs = _pairs(value)
+                self.leaves[name] += (len(pairs),)
+                if len(pairs) <= _MOST_ITEMS:
+                    self._restores.append(lambda is_same: _refill_mapping(value, pairs, is_same))
+                    self._add_all(name, ((repr(key), item) for key, item in pairs.items()))
+            case list() | deque() | set() if len(value) > _MOST_ITEMS:
                 length = len(value)
                 self.leaves[name] += (length,)
                 if isinstance(value, list):
@@ -207,11 +213,6 @@ class PythonState:
                 self._restores.append(lambda is_same: _refill(value, items, is_same))
                 self.leaves[name] += (len(items),)
                 self._add_all(name, enumerate(items))
-            case dict():
-                pairs = dict(value)
-                self._restores.append(lambda is_same: _refill_mapping(value, pairs, is_same))
-                self.leaves[name] += (len(pairs),)
-                self._add_all(name, ((repr(key), item) for key, item in pairs.items()))
             case set():
                 members = set(value)
                 self._restores.append(lambda _: _refill_set(value, members))
@@ -332,14 +333,23 @@ def _refill(container: list[object] | deque[object], items: list[object], is_sam
         container.extend(items)
 
 
+def _pairs(container: dict[object, object]) -> dict[object, object]:
+    """What a dict stores. The methods of a subclass may make items on demand, as mappings that import modules do."""
+    base = OrderedDict if isinstance(container, OrderedDict) else dict
+    return dict(base.items(container))
+
+
 def _refill_mapping(
     container: dict[object, object], pairs: dict[object, object], is_same: IsSame
 ) -> None:
-    if list(container) != list(pairs) or not all(
-        is_same(container[key], value) for key, value in pairs.items()
+    stored = _pairs(container)
+    if list(stored) != list(pairs) or not all(
+        is_same(stored[key], value) for key, value in pairs.items()
     ):
-        container.clear()
-        container.update(pairs)
+        base = OrderedDict if isinstance(container, OrderedDict) else dict
+        base.clear(container)
+        for key, value in pairs.items():
+            base.__setitem__(container, key, value)
 
 
 def _refill_set(container: set[object], members: set[object]) -> None:

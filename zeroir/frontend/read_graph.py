@@ -288,6 +288,7 @@ class _Reader:
                 origin=None if origin is _UNKNOWN else origin.number,
                 source=origin.source,
                 flops=facts.flops,
+                workspace_bytes=facts.workspace_bytes,
             )
         )
 

@@ -134,6 +134,7 @@ class _Cutter:
         node = JointNode(
             op=op, args=args, kwargs=kwargs, results=(index,), is_backward=self.segments[at].is_backward,
             is_view=False, is_gradient_sum=False, calls=None, origin=None, source="", flops=0,
+            workspace_bytes=None,
         )  # fmt: skip
         self.segments[at].nodes.append(node)
         self._register(node, at)
@@ -302,6 +303,7 @@ class _SegmentBuilder:
                 kwargs=tuple((key, _renumbered(arg, numbers)) for key, arg in node.kwargs),
                 results=tuple(self._cutter.types[result] for result in node.results),
                 flops=node.flops,
+                workspace_bytes=node.workspace_bytes,
                 source=node.source,
             )
             for node in self._nodes

@@ -58,6 +58,9 @@ class Node:
 
     A result that the op does not produce (an undefined tensor) has the type None. ``source`` is the line of the
     model that the node came from, ``file:line``; it does not take part in the segment's digest.
+
+    ``workspace_bytes`` is what an operator of a library or the model declares: the most bytes that a call holds at once
+    beside its arguments and results. It is None where nothing is declared, and for all other operators.
     """
 
     op: str
@@ -65,6 +68,7 @@ class Node:
     kwargs: tuple[tuple[str, NodeArg], ...] = ()
     results: tuple[TensorType | None, ...]
     flops: int = 0
+    workspace_bytes: int | None = None
     source: str = ""
 
     def refs(self) -> Iterator[Ref]:

@@ -258,6 +258,11 @@ def _segments(program: Program) -> Problems:
             reason = refusal(node.op, declared) or call_problem(node, declared)
             if reason is not None:
                 yield "Z008", f"{where} names an operator that {reason}"
+            if node.workspace_bytes is not None and node.op not in declared:
+                yield (
+                    "Z008",
+                    f"{where} declares a workspace, which only an operator of a library or the model does",
+                )
             missing = [ref.index for ref in node.refs() if not 0 <= ref.index < count]
             for index in missing:
                 yield "Z008", f"{where} uses value {index} before it exists"

@@ -116,6 +116,9 @@ def _segment(segment: Segment) -> Iterator[str]:
     for kind in (*segment.inputs, *results):
         if isinstance(kind, TensorType):
             yield from _strided(where, kind.shape, kind.stride)
+    for node in segment.nodes:
+        if not 0 <= (node.workspace_bytes or 0) <= limits.MOST_BYTES:
+            yield f"{where} calls {node.op} with a workspace of {node.workspace_bytes:,} bytes"
     for backend, size in segment.workspace_bytes:
         if not 0 <= size <= limits.MOST_BYTES:
             yield f"{where} has a workspace of {size:,} bytes for {backend}"

@@ -156,6 +156,7 @@ def _node(scan: Scanner, first: int) -> Node:
             f"expected {count} types, one for each result, but found {len(results)}.", position
         )
     flops = scan.optional("flops", scan.integer, 0)
+    workspace_bytes: int | None = scan.optional("workspace", scan.integer, None)
     source = scan.string("the line of the model, as a string") if scan.accept_keyword("at") else ""
     return Node(
         op=op,
@@ -163,6 +164,7 @@ def _node(scan: Scanner, first: int) -> Node:
         kwargs=tuple(kwargs),
         results=results,
         flops=flops,
+        workspace_bytes=workspace_bytes,
         source=source,
     )
 

@@ -217,6 +217,8 @@ def _node_text(node: Node, first: int) -> str:
     text = f"{head}{name(node.op)}({', '.join(args)}) : {types}"
     if node.flops:
         text += f"  flops={node.flops}"
+    if node.workspace_bytes is not None:
+        text += f"  workspace={node.workspace_bytes}"
     if node.source:
         text += f"  at {quote(node.source)}"
     return text

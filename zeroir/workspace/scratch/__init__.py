@@ -6,7 +6,7 @@ keep buffers of their own; torch's allocator sees all of these. The formulas fol
 buffer per thread. An operator without a formula counts its results.
 
 The scratch memory of libraries differs between CPUs and is not counted, nor is that of operators that nobody has
-examined: ``allowance`` bounds both.
+examined: ``allowance`` bounds both. An operator of a library or the model may declare what it takes.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ def call_bytes(node: Node, types: Types, *, is_filled: bool = False) -> int:
     if is_view(node.op):
         return 0
     made = 0 if is_filled else sum(made_bytes(node, types))
+    if node.workspace_bytes is not None:
+        return made + node.workspace_bytes
     return made + _inner_bytes(node, types, is_filled=is_filled)
 
 

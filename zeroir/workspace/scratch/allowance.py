@@ -12,7 +12,7 @@ allowance is:
 * to convolutions whatever each output looks at, written out, and two gradients of the weights in FP32;
 * to attention keys and values anew for every head of the queries, and four blocks of scores in FP32;
 * to operators that neither ``counted_ops.txt`` nor ``measured_ops.txt`` names eight times as much, also to those that a
-  library or the model registers.
+  library or the model registers and whose workspace nobody declares.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ _SCORES_BLOCK: Final = 512
 
 def allowance_bytes(node: Node, types: Types) -> int:
     """An upper bound of the bytes of a node's op beside the counted ones; 0 where all its bytes are counted."""
+    if node.workspace_bytes is not None:
+        return 0
     if node.op in PRODUCTS or node.op in GROUPED_PRODUCTS:
         return _products_bytes(node, types) + SLACK_BYTES
     if node.op in CONVOLUTIONS:
