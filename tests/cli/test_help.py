@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -67,3 +71,37 @@ def test_bash_completes_commands_options_and_their_values(
     assert completed("comp") == ["compile", "completion"]
     assert completed("compile", "--world") == ["--world-size"]
     assert completed("compile", "--precision", "f") == ["fp32", "fp16"]
+
+
+_OTHER_SHELLS = {
+    "zsh": (("zsh", "-f", "-c", 'eval "$(<&0)"; print ${_comps[zeroir]}'), ["_cyclopts_zeroir"]),
+    "fish": (
+        ("fish", "--no-config", "-c", 'source -; complete -C "zeroir compile --world"'),
+        ["--world-size"],
+    ),
+}
+"""A command that reads a script and asks what the shell has learnt, and the first words of its answer."""
+
+
+@pytest.mark.parametrize("shell", _OTHER_SHELLS)
+def test_other_shells_complete_once_they_have_read_the_script(
+    shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    if shell == "zsh":
+        assert re.findall(r"^ *compdef (.*)", script, re.M) == ["_cyclopts_zeroir zeroir"]
+        assert "_cyclopts_zeroir() {" in script
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    command, learnt = _OTHER_SHELLS[shell]
+    answer = subprocess.run(
+        command,
+        input=script,
+        env=os.environ | {"HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert answer.stderr == ""
+    assert [line.partition("\t")[0] for line in answer.stdout.splitlines()] == learnt

@@ -1,16 +1,20 @@
-"""The wheel: what it holds, and that it lives beside a user's modules of the same names."""
+"""The distributions: what they hold, and that the wheel lives beside a user's modules of the same names."""
 
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "zeroir", "passes", "runtime")
+SOURCES = (
+    *("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"),
+    *("zeroir", "passes", "runtime"),
+)
 
 USER_SCRIPT = """
 import sys
@@ -30,7 +34,8 @@ for module in (zeroir, zeroir.passes, zeroir.runtime):
 """
 
 
-def _run(*command: str | Path, cwd: Path, **environment: str) -> None:
+def _run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    """Return what a command printed, which has to succeed."""
     result = subprocess.run(
         command,
         cwd=cwd,
@@ -40,6 +45,7 @@ def _run(*command: str | Path, cwd: Path, **environment: str) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout + result.stderr
 
 
 def _copy_sources(folder: Path) -> None:
@@ -53,30 +59,50 @@ def _copy_sources(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a source distribution from a copy of the sources, and the wheel from that."""
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build a source distribution from a copy of the sources, with a stray test, and the wheel from that."""
     source = tmp_path_factory.mktemp("source")
     _copy_sources(source)
-    _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", cwd=source)
-    (built,) = (source / "dist").glob("*.whl")
-    return built
+    (source / "tests").mkdir()
+    (source / "tests" / "test_stray.py").touch()
+    built = _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", cwd=source)
+    assert "would be ignored" not in built, "setuptools found data that package-data does not name"
+    return source / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions: Path) -> Path:
+    (path,) = distributions.glob("*.whl")
+    return path
 
 
 @pytest.mark.slow
 def test_one_top_level_name_holds_everything(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-    tops = {name.partition("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"zeroir"}
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert names == _package_files()
     assert "zeroir/py.typed" in names
-    for directory in ("passes", "runtime"):
-        on_disk = {
-            f"zeroir/{path.relative_to(ROOT).as_posix()}"
-            for path in (ROOT / directory).rglob("*.*")
-            if path.suffix in (".py", ".h", ".cpp")
-        }
-        assert on_disk
-        assert on_disk <= names
+    assert {Path(name).suffix for name in names} >= {".css", ".html", ".js", ".toml", ".cpp", ".h"}
+
+
+@pytest.mark.slow
+def test_the_source_distribution_holds_the_package_and_no_stray_tests(distributions: Path) -> None:
+    (path,) = distributions.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {entry.name.partition("/")[2] for entry in archive if entry.isfile()}
+    assert names >= _package_files() | {"pyproject.toml", "setup.py", "README.md", "LICENSE"}
+    assert not any(name.startswith("tests/") for name in names)
+
+
+def _package_files() -> set[str]:
+    """The files of the package, those behind the two symbolic links too."""
+    package = ROOT / "zeroir"
+    return {
+        path.relative_to(ROOT).as_posix()
+        for folder in (package, package / "passes", package / "runtime")
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
 
 
 @pytest.mark.slow
