@@ -12,9 +12,11 @@ import pytest
 
 from tests.report.browser import open_browser
 from tests.report.pages import page_of, program, reported, simulated
+from tests.report.test_measured import MICRO_STEPS, read, timelines
 from tests.support.programs import mlp
 from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
+from zeroir.report.page.charts import HIDDEN_KINDS
 from zeroir.report.page.facts import StepOp, step_ops
 from zeroir.report.page.html import report_html
 
@@ -25,9 +27,14 @@ WIDTH = 1400
 
 
 @contextmanager
-def opened(browser: Browser, path: Path, scheme: Any = "light") -> Iterator[Page]:  # noqa: ANN401
+def opened(
+    browser: Browser,
+    path: Path,
+    scheme: Any = "light",  # noqa: ANN401
+    width: int = WIDTH,
+) -> Iterator[Page]:
     """The page in a window of its own, where each error and each request other than for the file fails the test."""
-    context = browser.new_context(color_scheme=scheme, viewport={"width": WIDTH, "height": 1500})
+    context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 1500})
     page = context.new_page()
     troubles: list[str] = []
     page.on("pageerror", lambda error: troubles.append(str(error)))
@@ -86,10 +93,114 @@ def zoom(page: Page, chart: str, start: float, end: float) -> None:
     )
 
 
+def written(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_narrow_screen_and_a_keyboard_suffice(tmp_path: Path) -> None:
+    """At 400 pixels nothing is cut off, and keys go from op to op with their tooltips in sight."""
+    path = written(tmp_path / "mlp.html", page_of(program()))
+    shown_ops = step_ops(program(), simulated(program()))
+    with open_browser() as browser, opened(browser, path, width=400) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") == 400
+        assert (
+            page.evaluate(
+                """[...document.querySelectorAll("section, .tile, #ops, #head > *")]
+                .filter((box) => box.scrollWidth > box.clientWidth).map((box) => box.textContent)"""
+            )
+            == []
+        )
+        of_stream = sorted(
+            (op.spans[0].start_ns, number)
+            for number, op in enumerate(shown_ops)
+            if op.stream == "compute" and op.spans[0].duration_ns and op.kind not in HIDDEN_KINDS
+        )
+        page.focus("#timeline")
+        for _, number in of_stream[:3]:
+            page.keyboard.press("ArrowRight")
+            assert marked(page)["row"] == number
+            assert shown_ops[number].op in page.inner_text("#tip b")
+            tip = page.locator("#tip").bounding_box()
+            assert tip is not None
+            assert tip["x"] >= 0
+            assert tip["x"] + tip["width"] <= 400
+        before = page.evaluate("zeroir.models.memory[0].x_range.end")
+        page.keyboard.press("+")
+        assert page.evaluate("zeroir.models.memory[0].x_range.end") < before
+        page.keyboard.press("0")
+        assert page.evaluate("zeroir.models.memory[0].x_range.end") == before
+        page.keyboard.press("Escape")
+        assert page.is_hidden("#tip")
+
+
+@pytest.mark.slow
+def test_two_programs_in_a_browser(tmp_path: Path) -> None:
+    """Ops that stand for each other are marked together, and all charts show the same time."""
+    old, new = reported(program(stage=2), "2.zir"), reported(program(), "3.zir")
+    path = written(tmp_path / "two.html", report_html(old, new))
+    with open_browser() as browser, opened(browser, path) as page:
+        pairs = page.evaluate("zeroir.data.pairs")
+        ops = page.evaluate("zeroir.data.ops.op")
+        a, b, _ = next(pair for pair in pairs if min(pair[:2]) >= 0 and ops[pair[0]] == "compute")
+        page.evaluate("row => zeroir.mark(row)", b)
+        lanes = page.evaluate(
+            "zeroir.models.timeMarks.filter((box) => box.visible).map((box) => Math.round(-(box.top + box.bottom) / 2))"
+        )
+        assert [page.evaluate(f"zeroir.data.lanes[{lane}].side") for lane in lanes] == [0, 1]
+        assert page.evaluate("zeroir.models.memoryMarks.map((box) => box.visible)") == [True, True]
+        assert " in A, " in page.inner_text("#detail")
+        assert page.locator("#rows .marked").count() == 1
+        zoom(page, "timeline", 100, 200)
+        limits = "chart => [chart.x_range.start, chart.x_range.end]"
+        assert page.evaluate(f"zeroir.models.memory.map({limits})") == [[100, 200], [100, 200]]
+        page.check("input[name=axis][value=ops]")
+        zoom(page, "memory", 10, 20)
+        assert page.evaluate(f"zeroir.models.memory.map({limits})") == [[10, 20], [10, 20]]
+        assert page.evaluate(f"({limits})(zeroir.models.timeline)") == [100, 200]
+        page.check("#changes")
+        sides = set(page.locator("#rows .row > :nth-child(2)").all_inner_texts())
+        assert sides <= {"only A", "only B", "changed"}
+        assert len(sides) >= 2
+
+
+@pytest.mark.slow
+def test_a_measured_step_in_a_browser(tmp_path: Path) -> None:
+    """The table begins with the largest difference on the chosen rank, whose times the timeline shows."""
+    made = program(MICRO_STEPS)
+    path = written(
+        tmp_path / "traced.html",
+        report_html(reported(made), measured=read(tmp_path, timelines())),
+    )
+    shown_ops = step_ops(made, simulated(made))
+    visible = [op.spans[0] for op in shown_ops if op.kind not in HIDDEN_KINDS]
+    most_ns = max(span.duration_ns for span in visible)
+    longest = [i for i, op in enumerate(shown_ops) if op.spans[0].duration_ns == most_ns]
+    with open_browser() as browser, opened(browser, path) as page:
+        for rank in (0, 3):
+            page.select_option("#rank", str(rank))
+            row = page.locator("#rows .row").first
+            number = int(row.get_attribute("data-row") or -1)
+            assert number in longest
+            assert row.locator("span").last.inner_text() == f"{2 + rank}×"
+            page.evaluate("row => zeroir.mark(row)", number)
+            span = shown_ops[number].spans[0]
+            assert page.evaluate("zeroir.models.timeMarks.map((box) => [box.left, box.right])") == [
+                [span.start_ns / 1000, span.end_ns / 1000],
+                [
+                    (2 + rank) * span.start_ns / 1000 + rank,
+                    (2 + rank) * span.end_ns / 1000 + rank,
+                ],
+            ]
+            page.evaluate("zeroir.mark(null)")
+        page.check("#stretch")
+        end = "sides[0].end * stretch()"
+        assert page.evaluate(f"Math.abs({end} - measured.end) < 1e-6 * measured.end")
+
+
 @pytest.mark.slow
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    path = tmp_path / "mlp.html"
-    path.write_text(page_of(program()), encoding="utf-8")
+    path = written(tmp_path / "mlp.html", page_of(program()))
     shown_ops = step_ops(program(), simulated(program()))
     with open_browser() as browser:
         with opened(browser, path) as page:
@@ -301,11 +412,12 @@ def test_ten_thousand_ops_stay_fluid(tmp_path: Path) -> None:
     made = mlp(blocks=390, dim=16)
     for step in for_stage(3, 4, overlap_update=True):
         made = apply(step, made)
-    page_text = report_html(reported(made, "deep.zir", budget_bytes=None))
-    (tmp_path / "deep.html").write_text(page_text, encoding="utf-8")
+    path = written(
+        tmp_path / "deep.html", report_html(reported(made, "deep.zir", budget_bytes=None))
+    )
     shown_ops = step_ops(made, simulated(made))
     assert len(shown_ops) >= 10_000
-    with open_browser() as browser, opened(browser, tmp_path / "deep.html") as page:
+    with open_browser() as browser, opened(browser, path) as page:
         page.set_default_timeout(60_000)
         assert page.evaluate("zeroir.data.ops.op.length") == len(shown_ops)
         assert page.locator("#rows .row").count() < 60

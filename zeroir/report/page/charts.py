@@ -238,11 +238,12 @@ def _chart(
     from bokeh.models import CustomJSTickFormatter, Range1d
     from bokeh.plotting import figure
 
+    left, right = -0.01 * x_end, 1.01 * x_end
     chart = figure(
         name=name,
         height=height_px,
         sizing_mode="stretch_width",
-        x_range=Range1d(start=-0.01 * x_end, end=1.01 * x_end),
+        x_range=Range1d(start=left, end=right, reset_start=left, reset_end=right),
         y_range=Range1d(start=y_range[0], end=y_range[1]),
         tools="xpan,xwheel_zoom,xbox_zoom,reset",
         active_drag="xpan",

@@ -37,12 +37,12 @@ function followPointer() {
 
 // --------------------------------------------------------------------------------------------------------- keyboard
 
-/** Move the view of a chart until a place of its axis is well inside. */
-function reveal(chart, x) {
+/** Move the view of a chart until the middle of an interval is inside, unless the interval fills the view. */
+function reveal(chart, from, to) {
   const { start, end } = chart.x_range;
-  const margin = 0.05 * (end - start);
-  if (x >= start + margin && x <= end - margin) return;
-  chart.x_range.setv({ start: x - (end - start) / 2, end: x + (end - start) / 2 });
+  const middle = (from + to) / 2;
+  if ((middle >= start && middle <= end) || (from <= start && to >= end)) return;
+  chart.x_range.setv({ start: middle - (end - start) / 2, end: middle + (end - start) / 2 });
 }
 
 /** Zoom by + and -, and show the whole step by 0; whether the key was one of these. */
@@ -73,8 +73,7 @@ function onTimelineKey(event) {
   event.preventDefault();
   const now = lanes[cursor.lane].all[cursor.place];
   if (!now || !(step || turn)) return;
-  reveal(models.timeline, Math.max(now.start, Math.min(now.end, centre)));
-  reveal(models.timeline, (now.start + now.end) / 2);
+  reveal(models.timeline, now.start, now.end);
   mark(now.row);
   showOpTip(cursor.lane, cursor.place);
 }
@@ -90,7 +89,7 @@ function onMemoryKey(event, side) {
   event.preventDefault();
   do at += step; while (at >= 0 && at < own.count && isHidden(own.first + at));
   if (at < 0 || at >= own.count) return;
-  reveal(chart, memoryX(own, at));
+  reveal(chart, memoryX(own, at), memoryX(own, at + 1));
   mark(own.first + at);
   showMemoryTip(side, at, ...inWindow(chart, memoryX(own, at), chart.y_range.end / 2));
 }
