@@ -7,11 +7,12 @@ from dataclasses import fields
 from typing import get_type_hints
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zeroir.errors import UserError
 from zeroir.passes.base import LOGICAL_FACTS, Fact, OptionValue, Pass
+from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
 from zeroir.passes.prefetch import PrefetchGathers
@@ -38,7 +39,7 @@ def any_pass(draw: st.DrawFn) -> Pass:
     kind = draw(st.sampled_from(PASSES))
     hints = get_type_hints(kind)
     options = {
-        field.name: draw(_BOUNDED.get((kind, field.name)) or _VALUES[hints[field.name]])
+        field.name: draw(_BOUNDED.get((kind, field.name), _VALUES[hints[field.name]]))
         for field in fields(kind)
     }
     if kind is PrefetchGathers:
@@ -49,6 +50,7 @@ def any_pass(draw: st.DrawFn) -> Pass:
 
 
 @given(any_pass())
+@example(OffloadOptimizer(fraction=0.00012345678901234567))
 def test_a_pass_is_its_spec(step: Pass) -> None:
     assert parse_spec(step.spec()) == step
 
