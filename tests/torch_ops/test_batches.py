@@ -176,7 +176,7 @@ def test_constants_are_compared_by_type_and_value(a: object, b: object, is_same:
     [
         ({"a.b": 1, "a": {"b": 2}}, "In the batch, two values have the path a.b"),
         ((torch.ones(1), object()), "its element 1 is of type object"),
-        (b"bytes", "In the batch, it is of type bytes"),
+        (b"bytes", "^The batch is of type bytes"),
         ({"x": torch.ones(1, device="meta")}, "The input x of the batch is on the meta device"),
         (({1, 2},), "its element 0 is of type set"),
     ],

@@ -102,9 +102,10 @@ def _collect(value: object, path: str, leaves: BatchLeaves, name: str) -> None:
     elif value is None or isinstance(value, _CONSTANTS):
         leaves.constants[path or "0"] = _constant(value)
     else:
-        element = f"its element {path}" if path else "it"
+        whole = name.replace("the ", "The ", 1) if name.startswith("the ") else name
+        subject = f"In {name}, its element {path}" if path else whole
         raise UserError(
-            f"In {name}, {element} is of type {type(value).__name__}; a batch holds tensors and constants (None, bool, "
+            f"{subject} is of type {type(value).__name__}; a batch holds tensors and constants (None, bool, "
             "int, float, str) in tuples, lists, dicts and dataclasses."
         )
 
