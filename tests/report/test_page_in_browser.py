@@ -142,7 +142,7 @@ def test_two_programs_in_a_browser(tmp_path: Path) -> None:
     with open_browser() as browser, opened(browser, path) as page:
         pairs = page.evaluate("zeroir.data.pairs")
         ops = page.evaluate("zeroir.data.ops.op")
-        a, b, _ = next(pair for pair in pairs if min(pair[:2]) >= 0 and ops[pair[0]] == "compute")
+        b = next(b for a, b, _ in pairs if min(a, b) >= 0 and ops[a] == "compute")
         page.evaluate("row => zeroir.mark(row)", b)
         lanes = page.evaluate(
             "zeroir.models.timeMarks.filter((box) => box.visible).map((box) => Math.round(-(box.top + box.bottom) / 2))"
