@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import shlex
 import signal
@@ -55,7 +56,7 @@ def batches(rank, world_size, seed, start_step=0):
     step = 0
     while True:
         step += 1
-        is_now = rank == int(os.environ["ON"]) and step == 3
+        is_now = os.environ["ON"] in (str(rank), "all") and step == 3
         match os.environ["WHAT"] if is_now else "":
             case "raise":
                 raise ValueError("the data file\\nis damaged")
@@ -159,12 +160,41 @@ def test_one_rank_fails(folder: Path, what: str, nproc: int, on: int) -> None:
     assert all("another rank" in line for line in job.sentences[1:])
 
 
+<<<<<<< HEAD
 def begun(folder: Path, logs: Path, out: Path | None = None) -> Forked:
     """A job of two ranks of forked processes."""
     arguments = (*RUN, "2")
     return Forked(
         compiling_zygote(), "zeroir", arguments, WELL, logs / "log", folder=folder, out=out
     )
+=======
+def test_what_happens_to_all_ranks_is_said_once(folder: Path) -> None:
+    made = run_forked("zeroir", [*RUN, "3"], folder, {"WHAT": "shape", "ON": "all"})
+    job = ended(made.returncode, made.stdout, made.stderr)
+    assert job.exit_code == 2
+    (sentence,) = job.sentences
+    assert re.match(r"Error on rank [012]: The batch's '0' is float32\[3, 8\], but", sentence)
+    source = (folder / "model.py").read_text()
+    (folder / "other.py").write_text(
+        source.replace("def model", "raise ValueError('no')\ndef model")
+    )
+    other = ["--model", "other.py", "--allow-model-change"]
+    made = run_forked("zeroir", [*RUN, "2", *other], folder, WELL)
+    job = ended(made.returncode, made.stdout, made.stderr)
+    assert job.exit_code == 2
+    (sentence,) = job.sentences
+    assert re.match(r"Error on rank [01]: other\.py cannot be imported at other\.py:", sentence)
+
+
+def worker_of(parent: int, rank: int) -> int:
+    """The process id of one rank's worker."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    for child in children:
+        variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        if f"RANK={rank}".encode() in variables:
+            return int(child)
+    raise AssertionError(f"no rank {rank} among {children}")
+>>>>>>> stranger
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -46,7 +46,6 @@ def run_program(path: Path, options: RunOptions) -> None:
         UserError: in a job of one rank, or before the job is joined.
     """
     from zeroir.frontend.entry import importing_from
-    from zeroir.runtime.users_code import naming_lost_workers
 
     trace = options.trace
     with watched_job() as watch:
@@ -60,7 +59,6 @@ def run_program(path: Path, options: RunOptions) -> None:
             importing_from(source),
             joined_job(watch) as job_rank,
             held_folder(options.save, job_rank.rank),
-            naming_lost_workers(),
         ):
             with same_on_all_ranks(job_rank):
                 compiled = with_optimizer_bits(compiled, source, options.optimizer_bits)

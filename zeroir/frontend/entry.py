@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar, cast
+from unittest import mock
 
 from torch import nn
 
@@ -116,7 +117,7 @@ def run_model_file(text: ModelText) -> ModelSource:
     sys.modules[module.__name__] = module
     autocasts: dict[str, str] = {}
     noting = noting_autocasts(autocasts, lambda: line_of_caller(path.parent, in_libraries=False))
-    with _importing_from(path), one_device(), noting:
+    with _as_script(path), one_device(), noting:
         try:
             exec(compile(text.text, str(path), "exec"), module.__dict__)
         except SyntaxError as error:
@@ -243,6 +244,13 @@ def _importing_from(path: Path) -> Iterator[None]:
                 sys.path.remove(folder)
 
 
+@contextlib.contextmanager
+def _as_script(path: Path) -> Iterator[None]:
+    """Let imports search as for a script, and let code that parses arguments find none, rather than zeroir's."""
+    with _importing_from(path), mock.patch.object(sys, "argv", [str(path)]):
+        yield
+
+
 @dataclass(frozen=True, slots=True)
 class _Functions:
     """The functions of an executed model file."""
@@ -354,7 +362,7 @@ def _takes_positional(function: Callable[..., object], counts: tuple[int, ...]) 
 @contextlib.contextmanager
 def _users_code(path: Path, what: str) -> Iterator[None]:
     """Run the user's code as a script would, but ignore the devices that it names, and explain its errors."""
-    with _importing_from(path), one_device():
+    with _as_script(path), one_device():
         try:
             yield
         except (ZeroirError, KeyboardInterrupt):
