@@ -261,7 +261,11 @@ OTHER = {
     "program": (["stage2.zir"], "Error: Rank 1 has another program than rank 0 (digest "),
     "model": (
         ["stage3.zir", "--model", "other.py"],
-        "Error: other.py changed since the program was compiled from it",
+        "Error on rank 1: other.py changed since the program was compiled from it",
+    ),
+    "option": (
+        ["stage3.zir", "--log-every", "3"],
+        "Error: Rank 1 was started with --log-every 3, but rank 0 with --log-every 10: start every rank with the",
     ),
 }
 
@@ -278,6 +282,12 @@ def test_one_rank_has_another_file(folder: Path, what: str) -> None:
     assert sentences[0].startswith(sentence)
     assert len(sentences) <= 3
     assert "step" not in made.stdout
+
+
+def test_a_model_file_that_no_rank_finds_is_named_once(folder: Path) -> None:
+    run = ["run", "stage3.zir", "--model", "nowhere.py", "--steps", "1", "--nproc", "2"]
+    made = run_forked("zeroir", run, folder, WELL)
+    assert (made.returncode, made.stderr) == (2, "Error: There is no model file nowhere.py.\n")
 
 
 def test_a_disk_that_is_full_leaves_no_half_program(

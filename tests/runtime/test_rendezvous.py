@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.zygote import Forked, zygote
 from zeroir.errors import UserError
+from zeroir.runtime.interfaces import interface_towards
 from zeroir.runtime.rendezvous import LaunchEnvironment, join_job, read_launch_environment
 
 WELL = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -58,6 +59,11 @@ def test_an_environment_that_cannot_be_is_refused(
             monkeypatch.setenv(name, text)
     with pytest.raises(UserError, match=f"^{sentence}"):
         read_launch_environment()
+
+
+def test_loopback_and_unknown_hosts_have_no_interface_of_their_own() -> None:
+    assert interface_towards("127.0.0.1", 29500) is None
+    assert interface_towards("no such host", 29500) is None
 
 
 class Joining:

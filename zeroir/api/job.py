@@ -11,8 +11,10 @@ import traceback
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from zeroir.api.agreement import EveryRankError
 from zeroir.api.sentences import say
 from zeroir.errors import (
     MEMORY_REMEDY,
@@ -34,20 +36,21 @@ class ClosedOutputError(ZeroirError):
 
 
 @contextmanager
-def watched_job() -> Iterator[Heartbeat | None]:
-    """End this rank where another rank stops responding or the job's store is gone.
+def watched_job(timeout: timedelta | None = None) -> Iterator[Heartbeat | None]:
+    """End this rank where another rank or the job's store stops responding, within a fifth of the timeout.
 
     Raises:
         UserError: where the environment does not say which rank this is, or the store cannot be reached.
     """
     from zeroir.runtime import heartbeat, rendezvous
 
-    with heartbeat.watched(rendezvous.read_launch_environment(), _give_up) as watch:
+    timing = None if timeout is None else heartbeat.HeartbeatTiming.within(timeout)
+    with heartbeat.watched(rendezvous.read_launch_environment(), _give_up, timing) as watch:
         yield watch
 
 
 @contextmanager
-def joined_job(watch: Heartbeat | None) -> Iterator[JobRank]:
+def joined_job(watch: Heartbeat | None, timeout: timedelta | None = None) -> Iterator[JobRank]:
     """Join the job. In a job of several ranks, the rank that fails says why and ends.
 
     A rank that lost its peers also says which of them is behind the others, as its heartbeat knows.
@@ -56,15 +59,38 @@ def joined_job(watch: Heartbeat | None) -> Iterator[JobRank]:
         UserError: in a job of one rank.
     """
     from zeroir.runtime import rendezvous
+    from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, hosts_of_ranks
 
     environment = rendezvous.read_launch_environment()
     try:
-        yield rendezvous.join_job()
+        job_rank = rendezvous.join_job(timeout or DEFAULT_TIMEOUT)
+        if watch is not None:
+            watch.hosts = hosts_of_ranks(job_rank.device)
+        yield job_rank
         rendezvous.leave_job()
     except (Exception, KeyboardInterrupt) as error:
         if environment.world_size == 1:
             raise
         _fail(error, environment.rank, watch)
+
+
+def is_rank_of_job(nproc: int | None) -> bool:
+    """Whether torchrun or srun has started this process as a rank of a job; a task of srun takes torchrun's variables.
+
+    Raises:
+        UserError: where ``nproc`` asks for ranks of this machine, but srun has started several.
+    """
+    from zeroir.runtime.slurm import become_rank_of_step
+
+    if "RANK" in os.environ:
+        return True
+    become_rank_of_step(os.environ)
+    if nproc is not None and "RANK" in os.environ:
+        raise UserError(
+            f"srun has started {os.environ['WORLD_SIZE']} tasks, and --nproc would start more in each of them: leave "
+            "--nproc out."
+        )
+    return "RANK" in os.environ
 
 
 def _give_up(why: str) -> NoReturn:
@@ -90,7 +116,8 @@ def _fail(error: BaseException, rank: int, watch: Heartbeat | None) -> NoReturn:
             behind = None
             if isinstance(error, LostPeersError) and watch is not None:
                 behind = watch.ranks_behind()
-            where = "" if str(error).startswith("Rank ") else f" on rank {rank}"
+            is_named = isinstance(error, EveryRankError) or str(error).startswith("Rank ")
+            where = "" if is_named else f" on rank {rank}"
             say(f"Error{where}: {error}" + ("" if behind is None else f" {behind}"))
             train.abandon_job(error.exit_code)
         case KeyboardInterrupt():
