@@ -11,6 +11,7 @@ thread that talks to the store waits then, so another thread watches it.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -188,6 +189,14 @@ class Heartbeat:
         asking.start()
         asking.join(self._timing.interval_s)
         return sentences[0] if sentences else None
+
+    def is_first_with(self, sentence: str) -> bool:
+        """Whether no other rank has come here with this sentence, whatever numbers it names; True without the store."""
+        name = re.sub(r"\d+", "0", sentence)
+        try:
+            return self._store.add(f"said/{name}", 1) == 1
+        except RuntimeError:  # the store is gone
+            return True
 
     def _place_of(self, rank: int) -> Whereabouts | None:
         count = self._count_of(rank).decode()

@@ -1,10 +1,9 @@
-"""Ranks begin together: what one of them lacks, or was told differently, is said once, and all of them end."""
+"""The ranks of a run compare their options before the first step."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
@@ -13,43 +12,6 @@ from zeroir.errors import UserError
 
 if TYPE_CHECKING:
     from zeroir.runtime.rendezvous import JobRank
-
-
-class EveryRankError(UserError):
-    """All ranks have found the same error, so the sentence names none of them."""
-
-
-@contextmanager
-def begun_together(job_rank: JobRank) -> Iterator[None]:
-    """A body that reads what each rank has for itself; no rank goes on where that fails on one.
-
-    All ranks enter and leave it together.
-
-    Raises:
-        UserError: where the body of this rank raises it, on the first rank with this sentence.
-        PeerError: on the other ranks.
-    """
-    from zeroir.runtime.comm.job import PeerError, exchanged_texts
-
-    if job_rank.world_size == 1:
-        yield
-        return
-    error: UserError | None = None
-    try:
-        yield
-    except UserError as raised:
-        error = raised
-    sentences = exchanged_texts("" if error is None else str(error), job_rank.device)
-    if error is not None:
-        first = sentences.index(str(error))
-        if first != job_rank.rank:
-            raise PeerError(str(error)) from error
-        if len(set(sentences)) == 1:
-            raise EveryRankError(str(error)) from error
-        raise error
-    for rank, sentence in enumerate(sentences):
-        if sentence:
-            raise PeerError(f"Rank {rank} could not begin: {sentence}")
 
 
 _OWN: Final = ("model", "allow_model_change", "log", "tensorboard", "machine", "as_json")

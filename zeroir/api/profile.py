@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from zeroir.api.agreement import begun_together
 from zeroir.api.compiled import load_program
 from zeroir.api.engines import fitted, open_data, open_engine
 from zeroir.api.job import joined_job, watched_job
@@ -79,47 +78,47 @@ def profile_program(
     failure ends the process, as in ``run_program``.
 
     Raises:
-        UserError: in a job of one rank.
+        UserError: in a job of one rank, or before the job is joined.
     """
-    with watched_job() as watch, joined_job(watch) as job_rank:
-        with begun_together(job_rank):
-            base = load_machine(machine)
-            compiled = load_program(path)
-            source = load_model(compiled, model=model, allow_model_change=allow_model_change)
-        from zeroir.runtime.disk.disk_rates import measure_disk
-        from zeroir.runtime.host_profile import measure_host
-        from zeroir.runtime.profile import record
+    with watched_job() as watch:
+        base = load_machine(machine)
+        compiled = load_program(path)
+        source = load_model(compiled, model=model, allow_model_change=allow_model_change)
+        with joined_job(watch) as job_rank:
+            from zeroir.runtime.disk.disk_rates import measure_disk
+            from zeroir.runtime.host_profile import measure_host
+            from zeroir.runtime.profile import record
 
-        compiled, _ = fitted(compiled, job_rank.world_size)
-        with warnings_as_sentences():
-            engine = open_engine(compiled, source, job_rank, seed, kernels)
-        data = open_data(source, job_rank, seed)
-        recording = record(engine, data, rounds=rounds)
-        host = _averaged(measure_host(job_rank.device, partial(_meet, engine)), engine)
-        disk = None
-        if disk_folder is not None:
-            rates = measure_disk(disk_folder, job_rank.rank, partial(_meet, engine))
-            disk = _averaged(rates, engine)
-        engine.close()
-        if recording is None:
-            return None
-        base = with_measured_host(
-            base,
-            host,
-            world_size=job_rank.world_size,
-            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        )
-        if disk is not None:
-            base = with_measured_disk(base, disk, world_size=job_rank.world_size)
-        measured = measured_machine(
-            compiled.program,
-            recording.steps,
-            base,
-            name=output.stem,
-            workspaces=recording.workspaces,
-        )
-        predicted_s = simulate(compiled.program, measured).step_s
-        write_whole(output, to_toml(measured).encode(), MACHINE)
+            compiled, _ = fitted(compiled, job_rank.world_size)
+            with warnings_as_sentences():
+                engine = open_engine(compiled, source, job_rank, seed, kernels)
+            data = open_data(source, job_rank, seed)
+            recording = record(engine, data, rounds=rounds)
+            host = _averaged(measure_host(job_rank.device, partial(_meet, engine)), engine)
+            disk = None
+            if disk_folder is not None:
+                rates = measure_disk(disk_folder, job_rank.rank, partial(_meet, engine))
+                disk = _averaged(rates, engine)
+            engine.close()
+            if recording is None:
+                return None
+            base = with_measured_host(
+                base,
+                host,
+                world_size=job_rank.world_size,
+                memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            )
+            if disk is not None:
+                base = with_measured_disk(base, disk, world_size=job_rank.world_size)
+            measured = measured_machine(
+                compiled.program,
+                recording.steps,
+                base,
+                name=output.stem,
+                workspaces=recording.workspaces,
+            )
+            predicted_s = simulate(compiled.program, measured).step_s
+            write_whole(output, to_toml(measured).encode(), MACHINE)
     return Profile(
         machine=measured,
         rounds=rounds,

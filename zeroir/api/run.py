@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zeroir.api.agreement import begun_together, require_same_options
+from zeroir.api.agreement import require_same_options
 from zeroir.api.compiled import CompiledProgram, load_program
 from zeroir.api.engines import open_data, open_engine
 from zeroir.api.job import ClosedOutputError, joined_job, watched_job
@@ -46,19 +46,24 @@ def run_program(path: Path, options: RunOptions) -> None:
     prints why and ends its process at once, because its threads may be blocked in a collective with a lost peer.
 
     Raises:
-        UserError: in a job of one rank.
+        UserError: in a job of one rank, or before the job is joined.
     """
+    from zeroir.frontend.entry import importing_from
+
     trace, timeout = options.trace, timedelta(seconds=options.timeout_s)
-    with watched_job(timeout) as watch, joined_job(watch, timeout) as job_rank:
-        require_same_options(job_rank, options)
-        with begun_together(job_rank):
-            if job_rank.rank == 0:
-                require_outputs(options)
-            compiled = load_program(path)
-            source = load_model(
-                compiled, model=options.model, allow_model_change=options.allow_model_change
-            )
-        with held_folder(options.save, job_rank.rank):
+    with watched_job(timeout) as watch:
+        if os.environ.get("RANK", "0") == "0":
+            require_outputs(options)
+        compiled = load_program(path)
+        source = load_model(
+            compiled, model=options.model, allow_model_change=options.allow_model_change
+        )
+        with (
+            importing_from(source),
+            joined_job(watch, timeout) as job_rank,
+            held_folder(options.save, job_rank.rank),
+        ):
+            require_same_options(job_rank, options)
             with same_on_all_ranks(job_rank):
                 compiled = with_optimizer_bits(compiled, source, options.optimizer_bits)
             compiled = fitted_to_job(compiled, job_rank, options.offload)

@@ -167,6 +167,7 @@ def run(
     from zeroir.api.job import is_rank_of_job, launch
     from zeroir.api.run import require_outputs, run_program
     from zeroir.api.run_options import RunOptions, save_options
+    from zeroir.artifact import require_program
 
     given = {} if offload is None else offload.given
     options = RunOptions(
@@ -197,6 +198,7 @@ def run(
     if not is_rank:
         require_outputs(options)
     if nproc is not None and not is_rank:
+        require_program(program)
         values: dict[str, object | None] = {
             "--steps": steps,
             "--micro-steps": micro_steps,
