@@ -9,6 +9,7 @@ process that kept it has ended (torchrun's agent or rank 0), and this rank must 
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -122,6 +123,14 @@ class Heartbeat:
             return behind([self._place_of(rank) for rank in range(self._world_size)])
         except RuntimeError:  # the store is gone
             return None
+
+    def is_first_with(self, sentence: str) -> bool:
+        """Whether no other rank has come here with this sentence, whatever numbers it names; True without the store."""
+        name = re.sub(r"\d+", "0", sentence)
+        try:
+            return self._store.add(f"said/{name}", 1) == 1
+        except RuntimeError:  # the store is gone
+            return True
 
     def _place_of(self, rank: int) -> Whereabouts | None:
         return Whereabouts.decoded(self._count_of(rank).decode().partition(" ")[2])

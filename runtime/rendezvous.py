@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, cast
@@ -18,6 +24,8 @@ from zeroir.runtime.roll_call import AbsentRankError, KeyValueStore, call_roll
 JOIN_TIMEOUT: Final = timedelta(seconds=240)
 """Seconds that ranks wait for a rank that does not join. An agent takes 30 s more to kill a frozen one."""
 
+_NOTE_AFTER_S: Final = 30.0
+"""Seconds after which a process says what it is waiting for."""
 _MOST_RANKS: Final = 65536
 _REMEDY: Final = "start the job with torchrun or `zeroir run --nproc`, which set it"
 
@@ -102,18 +110,48 @@ def open_store(launch: LaunchEnvironment, purpose: str, timeout: timedelta) -> K
     # torchrun restarts a job with the same store, so the keys name the restart.
     start = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
     try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            launch.address,
-            launch.port,
-            is_master=launch.is_host,
-            wait_for_workers=False,
-            multi_tenant=True,
-            timeout=timeout,
-        )
+        with _noting_a_long_wait(launch, timeout):
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                launch.address,
+                launch.port,
+                is_master=launch.is_host,
+                wait_for_workers=False,
+                multi_tenant=True,
+                timeout=timeout,
+            )
     except RuntimeError as error:
         raise _cannot_join(launch, error) from error
     shared: KeyValueStore = dist.PrefixStore(f"zeroir/{purpose}/{start}", store)  # type: ignore[attr-defined]
     return shared
+
+
+@contextmanager
+def _noting_a_long_wait(launch: LaunchEnvironment, timeout: timedelta) -> Iterator[None]:
+    """Log a note where the body, which connects to the job's store, takes long; one from each machine is enough."""
+
+    def note() -> None:
+        try:
+            socket.getaddrinfo(launch.address, launch.port)
+            reason = "no process listens there, or the network does not lead to it"
+        except OSError:
+            reason = f"this machine knows no host {launch.address}"
+        logging.getLogger("zeroir").info(
+            "Rank %d cannot reach the job at %s:%d yet (%s); it tries for %.0f s.",
+            launch.rank,
+            launch.address,
+            launch.port,
+            reason,
+            timeout.total_seconds(),
+        )
+
+    timer = threading.Timer(_NOTE_AFTER_S, note)
+    timer.daemon = True
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def join_job(timeout: timedelta = DEFAULT_TIMEOUT, patience: timedelta = JOIN_TIMEOUT) -> JobRank:
@@ -177,6 +215,11 @@ def _called(launch: LaunchEnvironment, store: KeyValueStore, patience: timedelta
 
 def _cannot_join(launch: LaunchEnvironment, error: Exception) -> UserError:
     reason = " ".join(str(error).partition("\n")[0].split()).rstrip(".")
+    if launch.is_host and errno.errorcode[errno.EADDRINUSE] in reason:
+        return UserError(
+            f"Another process uses port {launch.port} of this machine, where rank 0 keeps the job's store: choose "
+            "another MASTER_PORT, or `--master-port` of torchrun."
+        )
     return UserError(
         f"Rank {launch.rank} could not join the job at {launch.address}:{launch.port}: {reason}."
     )

@@ -129,6 +129,12 @@ def test_an_output_that_cannot_be_is_refused_before_any_work(
         (["show"], ["PROGRAM is missing", "zeroir show --help"]),
         (["show", "a.zir", "b.zir"], ["one argument too many: 'b.zir'"]),
         (["compile", "model.py", "--stage"], ["--stage needs a value"]),
+        (["export", "checkpoints"], ["-o is missing"]),
+        (
+            ["estimate", "--parameters", "7e9"],
+            ["Unknown option: --parameters; --params is missing"],
+        ),
+        (["run", "a.zir", "--steps", "2.5"], ["--steps is 2.5, but should be a whole number"]),
         (["frobnicate"], ["frobnicate", "compile"]),
         (["show", "a.zir", "--sections", "update"], ["--sections", "--section"]),
         (["verify", "a.zir", "--budget", "lots"], ["'lots'", "80GB"]),

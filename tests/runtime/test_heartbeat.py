@@ -35,6 +35,13 @@ class SharedStore:
             raise RuntimeError("the connection was closed")
         return all(key in self._values for key in keys)
 
+    def add(self, key: str, amount: int, /) -> int:
+        if self.is_gone:
+            raise RuntimeError("the connection was closed")
+        value = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(value).encode()
+        return value
+
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         raise NotImplementedError
 
@@ -126,3 +133,15 @@ def test_the_keeper_of_the_store_leaves_last() -> None:
     keeper.join(10.0)
     assert not keeper.is_alive()
     assert not alarms
+
+
+def test_one_rank_says_what_happened_to_all() -> None:
+    store = SharedStore()
+    ranks = [Heartbeat(store, rank, 3, on_alarm=lambda _: None) for rank in range(3)]
+    for each in ranks:
+        each.break_off()
+    assert [each.is_first_with("The worker 17 ended.") for each in ranks[:2]] == [True, False]
+    assert not ranks[2].is_first_with("The worker 200 ended.")
+    assert ranks[2].is_first_with("The worker 17 did not begin.")
+    store.is_gone = True
+    assert ranks[2].is_first_with("The worker 17 ended.")

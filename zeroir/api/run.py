@@ -45,6 +45,8 @@ def run_program(path: Path, options: RunOptions) -> None:
     Raises:
         UserError: in a job of one rank, or before the job is joined.
     """
+    from zeroir.frontend.entry import importing_from
+
     trace = options.trace
     with watched_job() as watch:
         if os.environ.get("RANK", "0") == "0":
@@ -53,7 +55,11 @@ def run_program(path: Path, options: RunOptions) -> None:
         source = load_model(
             compiled, model=options.model, allow_model_change=options.allow_model_change
         )
-        with joined_job(watch) as job_rank, held_folder(options.save, job_rank.rank):
+        with (
+            importing_from(source),
+            joined_job(watch) as job_rank,
+            held_folder(options.save, job_rank.rank),
+        ):
             with same_on_all_ranks(job_rank):
                 compiled = with_optimizer_bits(compiled, source, options.optimizer_bits)
             compiled = fitted_to_job(compiled, job_rank, options.offload)

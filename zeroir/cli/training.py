@@ -157,6 +157,7 @@ def run(
     from zeroir.api.job import launch
     from zeroir.api.run import require_outputs, run_program
     from zeroir.api.run_options import RunOptions, save_options
+    from zeroir.artifact import require_program
 
     given = {} if offload is None else offload.given
     options = RunOptions(
@@ -185,6 +186,7 @@ def run(
     if "RANK" not in os.environ:
         require_outputs(options)
     if nproc is not None and "RANK" not in os.environ:
+        require_program(program)
         values: dict[str, object | None] = {
             "--steps": steps,
             "--micro-steps": micro_steps,
