@@ -33,6 +33,23 @@ StateSource = Mapping[str, Tensor] | Callable[[str], Tensor]
 """Tensors by name, for instance a ``state_dict``, or the method ``get_tensor`` of an opened file of safetensors."""
 
 
+def watched_source(
+    source: Factory | nn.Module, watch: Callable[[nn.Module], None]
+) -> Factory | nn.Module:
+    """A source of the same module; ``watch`` is called with the module as soon as it exists."""
+    if isinstance(source, nn.Module):
+        watch(source)
+        return source
+
+    def watched() -> nn.Module:
+        module = source()
+        if isinstance(module, nn.Module):
+            watch(module)
+        return module
+
+    return watched
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTensor:
     """A tensor of the module that the program holds, by all its names, the first of which the program uses.

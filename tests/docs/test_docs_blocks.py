@@ -161,9 +161,8 @@ def check_python(block: Block, directory: Path, *, is_forked: bool) -> None:
     script = directory / f"block_{block.line}.py"
     script.write_text(block.text, encoding="utf-8")
     if block.ranks is not None:
-        # As a user starts them: the agent and its ranks are no forks.
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={block.ranks}"]
-        result = _run([sys.executable, *launch, script.name], directory)
+        launch = ["--standalone", f"--nproc-per-node={block.ranks}", script.name]
+        result = run_forked("torch.distributed.run", launch, directory, PLAIN, is_merged=True)
     elif is_forked:
         result = run_forked(script.name, [], directory, PLAIN, is_merged=True)
     else:

@@ -253,7 +253,7 @@ app.command("zeroir.cli.plan:plan", name="plan")
 app.command("zeroir.cli.profile:profile", name="profile")
 app.command("zeroir.cli.exports:export", name="export")
 app.command("zeroir.cli.imports:import_", name="import")
-app.command("zeroir.cli.exports:report", name="report")
+app.command("zeroir.cli.page:report", name="report")
 app.command("zeroir.cli.checkpoint:app", name="checkpoint")
 app.command("zeroir.cli.completion:completion", name="completion")
 

@@ -133,15 +133,21 @@ class UnknownDescriptorError(Exception):
 
 
 class InputChangedError(Exception):
-    """The model changes one of its inputs, at this position, in place."""
+    """The model changes one of its inputs, at this position, in place; ``node`` computes what it becomes."""
 
-    def __init__(self, position: int) -> None:
+    def __init__(self, position: int, node: torch.fx.Node) -> None:
         super().__init__(position)
         self.position = position
+        self.node = node
 
 
 class ParameterChangedError(Exception):
-    """The model changes a parameter of this name in place."""
+    """The model changes a parameter of this name in place; ``node`` computes what it becomes."""
+
+    def __init__(self, name: str, node: torch.fx.Node) -> None:
+        super().__init__(name)
+        self.name = name
+        self.node = node
 
 
 def joint_graph(mode: FakeTensorMode, module: nn.Module, inputs: Sequence[Tensor]) -> TracedGraph:
@@ -357,9 +363,9 @@ def _with_descriptors(module: torch.fx.GraphModule) -> TracedGraph:
             case d.InputMutationAOTOutput(mutated_input=d.BufferAOTInput(target=name)):
                 mutations.append((name, value))
             case d.InputMutationAOTOutput(mutated_input=d.PlainAOTInput(idx=position)):
-                raise InputChangedError(position)
+                raise InputChangedError(position, value)
             case d.InputMutationAOTOutput(mutated_input=d.ParamAOTInput(target=name)):
-                raise ParameterChangedError(name)
+                raise ParameterChangedError(name, value)
             case None | d.GradAOTOutput() | d.ForwardTokenAOTOutput() | d.BackwardTokenAOTOutput():
                 pass  # the unused gradient of a batch tensor, or the order of checks
             case _:
