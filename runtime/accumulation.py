@@ -20,6 +20,11 @@ class MicroStepResult:
         self._loss: Tensor | None = None
 
     @property
+    def is_known(self) -> bool:
+        """Whether the micro-step has run; see ``loss``."""
+        return self._loss is not None
+
+    @property
     def loss(self) -> float:
         """The loss of the batch on this rank, without its weight. Reading it waits for the device.
 
