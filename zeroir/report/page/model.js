@@ -61,7 +61,7 @@ function partnerOf(row) {
 const isHidden = (row) => chosen.hidden.has(ops.kind[row]);
 /** The class of ranks whose simulated times are shown: the first, or that of the measured rank. */
 const rankClass = () => (measured ? measured.ranks[chosen.rank].class : 0);
-const took = (row) => ops.end[row][rankClass()] - ops.start[row][rankClass()];
+const took = (row, ofClass = rankClass()) => ops.end[row][ofClass] - ops.start[row][ofClass];
 const isCritical = (row) => ops.critical[row].includes(1);
 /** The measured duration on the chosen rank; NaN where it did not carry the op out. */
 function tookMeasured(row) {
@@ -96,12 +96,12 @@ function buildLanes() {
     all.sort((a, b) => a.start - b.start);
     const isWait = ({ row }) => ops.kind[row] === "wait";
     const work = all.filter((span) => !isWait(span));
-    const own_class = measured ? rankClass() : lane.class;
+    const ownClass = measured ? rankClass() : lane.class;
     return {
       all,
       work,
       waits: all.filter(isWait),
-      critical: lane.isMeasured ? [] : work.filter((span) => ops.critical[span.row][own_class]),
+      critical: lane.isMeasured ? [] : work.filter((span) => ops.critical[span.row][ownClass]),
     };
   });
 }
