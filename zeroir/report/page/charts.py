@@ -251,7 +251,7 @@ def _chart(
     )
     chart.xaxis.formatter = CustomJSTickFormatter(
         args={"size": scale.size},
-        code="return (tick / size).toLocaleString('en', { maximumFractionDigits: 6 });",
+        code="return axisNumber.format(tick / size);",
     )
     chart.background_fill_color = None
     chart.border_fill_color = None

@@ -36,6 +36,8 @@ const changeText = (ratio) => {
 
 const clockDigits = { µs: 1, ms: 3, s: 5 }[data.time.name];
 const clockFormat = new Intl.NumberFormat("en", { minimumFractionDigits: clockDigits, maximumFractionDigits: clockDigits });
+/** The numbers at the axes; Bokeh formats every tick several times in each frame. */
+const axisNumber = new Intl.NumberFormat("en", { maximumFractionDigits: 6 });
 /** A moment of the step in the unit of the time axis, without its name. */
 const moment = (us) => clockFormat.format(us / data.time.size);
 
@@ -142,6 +144,16 @@ function memoryX(side, number) {
 function memoryOpAt(side, x) {
   const number = firstWhere(side.count, (i) => memoryX(side, i) > x) - 1;
   return Math.max(0, Math.min(side.count - 1, number));
+}
+
+/** The op of a side with the most memory within a pixel of a place, which is the one that the chart draws there. */
+function highestOpAt(side, x) {
+  const own = sides[side];
+  const [, , pixel] = view(models.memory[side]);
+  let highest = memoryOpAt(own, x - pixel / 2);
+  const last = memoryOpAt(own, x + pixel / 2);
+  for (let i = highest + 1; i <= last; i += 1) if (ops.used[own.first + i] > ops.used[own.first + highest]) highest = i;
+  return highest;
 }
 
 /** The last visible op at or before an op of a side, else the first one after it; null where all are hidden. */
