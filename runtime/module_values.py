@@ -209,9 +209,9 @@ class ModuleValues:
             raise UserError(f"The state has no '{name}', which is on the meta device{advice}.")
         if own.is_meta:
             raise UserError(
-                f"The model's '{name}' is on the meta device, so the program has no values to begin with: make it on "
-                "the CPU (compiling allocates nothing), or pass engine(state=...) the values; an earlier engine took "
-                "them unless it was made with keep_module=True."
+                f"The model's '{name}' is on the meta device, so it has no value to begin with: make it on the CPU "
+                "(compiling allocates nothing), or pass values with engine(state=...). An engine takes the values of "
+                "its module, unless it was made with keep_module=True."
             )
 
     def _is_in_state(self, names: tuple[str, ...]) -> bool:

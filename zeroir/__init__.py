@@ -7,8 +7,8 @@ The public API is loaded on first use, so that ``import zeroir`` costs nothing a
 * ``print(program)`` shows its schedule, ``program.engine()`` returns an ``Engine``, whose ``step(batch)`` trains and
   returns a ``StepResult``; its ``save(path)`` returns a ``PendingSave``, its ``load(path)`` a ``LoadedState``;
 * ``zeroir.ResumableLoader(dataset, ...)`` gives batches whose order survives a resume, by any number of ranks;
-* ``zeroir.ZeroirTrainer`` is Hugging Face's ``Trainer`` over an engine, and ``zeroir.prepare`` makes an engine for a
-  loop of accelerate;
+* ``zeroir.ZeroirTrainer`` is Hugging Face's ``Trainer`` over an engine, ``zeroir.ZeroirStrategy`` a strategy of PyTorch
+  Lightning's, and ``zeroir.prepare`` makes an engine for a loop of accelerate;
 * ``zeroir.simulate(program, "dgx-h100")`` predicts the time of a step, and ``zeroir.estimate(7.5e9, world_size=64)``
   memory and communication from the number of parameters alone;
 * ``zeroir.plan(model, "dgx-h100", memory="80GB")`` chooses the options with which a step is shortest;
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from zeroir.errors import InternalError, UserError
     from zeroir.integrations.accelerate import prepare
     from zeroir.integrations.hugging_face import ZeroirTrainer
+    from zeroir.integrations.lightning import ZeroirStrategy
     from zeroir.runtime.checkpoint.background import PendingSave
     from zeroir.runtime.checkpoint.loading import LoadedState
     from zeroir.runtime.data.loader import ResumableLoader
@@ -50,6 +51,7 @@ __all__ = [
     "ResumableLoader",
     "StepResult",
     "UserError",
+    "ZeroirStrategy",
     "ZeroirTrainer",
     "compile",
     "estimate",
@@ -74,6 +76,7 @@ _HOMES = {
     "ResumableLoader": ("zeroir.runtime.data.loader", "ResumableLoader"),
     "StepResult": ("zeroir.runtime.results", "StepResult"),
     "UserError": ("zeroir.errors", "UserError"),
+    "ZeroirStrategy": ("zeroir.integrations.lightning", "ZeroirStrategy"),
     "ZeroirTrainer": ("zeroir.integrations.hugging_face", "ZeroirTrainer"),
     "compile": ("zeroir.api", "compile_model"),
     "estimate": ("zeroir.api.costs", "estimate"),

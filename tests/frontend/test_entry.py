@@ -168,6 +168,22 @@ def test_the_file_hides_no_module_and_its_folder_leaves_sys_path(tmp_path: Path)
     assert sys.modules["json"] is json
 
 
+def test_a_file_that_parses_arguments_finds_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["zeroir", "compile", "model.py"])
+    parsed = (
+        "from argparse import ArgumentParser\n"
+        "parser = ArgumentParser()\nparser.add_argument('--width', type=int, default=2)\n"
+        "width = parser.parse_args().width\n"
+    )
+    text = parsed + GOOD.replace("(2, 3)", "(width, parser.parse_args().width)")
+    module = load_model_file(write(tmp_path, text)).model()
+    assert sys.argv[1:] == ["compile", "model.py"]
+    assert isinstance(module, torch.nn.Linear)
+    assert (module.in_features, module.out_features) == (2, 2)
+
+
 def test_dataclasses_in_the_file_find_their_module(tmp_path: Path) -> None:
     text = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
     text += "from typing import ClassVar\n\n@dataclass\nclass C:\n    x: int\n    y: ClassVar[int] = 3\n"

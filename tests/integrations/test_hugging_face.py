@@ -115,5 +115,5 @@ def test_an_epoch_that_does_not_end_with_a_group_is_refused_at_once(tmp_path: Pa
         train_dataset=workers.samples(6, longest=5),
         zeroir_options={"order": "layer"},
     )
-    with pytest.raises(UserError, match="last step of an epoch has 1 batch, but .* groups of 2"):
+    with pytest.raises(UserError, match=r"last step of an epoch has 1 batch, but .* groups of 2"):
         trainer.train()

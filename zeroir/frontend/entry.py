@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar, cast
+from unittest import mock
 
 from torch import nn
 
@@ -27,13 +28,13 @@ from zeroir.config.model_spec import Factory, ModelSpec
 from zeroir.errors import UserError, ZeroirError
 from zeroir.frontend.code_contexts import line_of_caller, noting_autocasts
 from zeroir.frontend.imports import file_of_module, hashes_of_imports, hashes_of_modules
+from zeroir.frontend.places import line_in, line_of_definition, line_of_error, refusals_at
 from zeroir.frontend.source import (
     BatchFunction,
     FileOrigin,
     ModelSource,
     SourceNames,
     explain,
-    line_in,
     parameter_shapes,
     require_same_parameters,
 )
@@ -116,7 +117,7 @@ def run_model_file(text: ModelText) -> ModelSource:
     sys.modules[module.__name__] = module
     autocasts: dict[str, str] = {}
     noting = noting_autocasts(autocasts, lambda: line_of_caller(path.parent, in_libraries=False))
-    with _importing_from(path), one_device(), noting:
+    with _as_script(path), one_device(), noting:
         try:
             exec(compile(text.text, str(path), "exec"), module.__dict__)
         except SyntaxError as error:
@@ -144,6 +145,8 @@ def run_model_file(text: ModelText) -> ModelSource:
             maker=f"{factory.call} in {path}",
             batch=f"batch() in {path}",
             loss="the model's forward" if loss is None else f"loss() in {path}",
+            maker_line=line_of_definition(getattr(module, factory.name)),
+            batch_line=line_of_definition(batch),
         ),
         folder=path.parent,
         build=build,
@@ -241,6 +244,13 @@ def _importing_from(path: Path) -> Iterator[None]:
                 sys.path.remove(folder)
 
 
+@contextlib.contextmanager
+def _as_script(path: Path) -> Iterator[None]:
+    """Let imports search as for a script, and let code that parses arguments find none, rather than zeroir's."""
+    with _importing_from(path), mock.patch.object(sys, "argv", [str(path)]):
+        yield
+
+
 @dataclass(frozen=True, slots=True)
 class _Functions:
     """The functions of an executed model file."""
@@ -292,7 +302,8 @@ class _Functions:
             shapes = parameter_shapes(model)
             with _users_code(self.path, "init()"):
                 model.apply(init)
-            require_same_parameters(model, shapes, f"init() in {self.path}", what)
+            with refusals_at(line_of_definition(init)):
+                require_same_parameters(model, shapes, f"init() in {self.path}", what)
             return model
 
         return initialised
@@ -309,10 +320,11 @@ class _Functions:
         def iterable(*args: object, **kwargs: object) -> Iterable[Batch]:
             batches = function(*args, **kwargs)
             if not (isinstance(batches, Iterable) or hasattr(type(batches), "__getitem__")):
-                raise UserError(
-                    f"{name}() in {self.path} returned {type(batches).__name__}; it must return an iterable over "
-                    "batches, such as a DataLoader, a list, or what a function with `yield` returns."
-                )
+                with refusals_at(line_of_definition(function)):
+                    raise UserError(
+                        f"{name}() in {self.path} returned {type(batches).__name__}; it must return an iterable over "
+                        "batches, such as a DataLoader, a list, or what a function with `yield` returns."
+                    )
             return cast("Iterable[Batch]", batches)
 
         return iterable
@@ -350,10 +362,10 @@ def _takes_positional(function: Callable[..., object], counts: tuple[int, ...]) 
 @contextlib.contextmanager
 def _users_code(path: Path, what: str) -> Iterator[None]:
     """Run the user's code as a script would, but ignore the devices that it names, and explain its errors."""
-    with _importing_from(path), one_device():
+    with _as_script(path), one_device():
         try:
             yield
         except (ZeroirError, KeyboardInterrupt):
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the user's code
-            raise UserError(explain(error, line_in(error, path), f"{what} failed")) from None
+            raise UserError(explain(error, line_of_error(error), f"{what} failed")) from None

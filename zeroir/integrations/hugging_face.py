@@ -143,8 +143,8 @@ class ZeroirTrainer(Trainer):
         whole_steps, rest = divmod(len(train_dataloader), self.args.gradient_accumulation_steps)
         if rest % group and max_steps > whole_steps:
             raise UserError(
-                f"The last step of an epoch has {counted(rest, 'batch', 'batches')}, but the program runs them in groups "
-                f"of {group}: leave order= out of zeroir_options, or train on data that fill the groups."
+                f"The last step of an epoch has {counted(rest, 'batch', 'batches')}, but the program runs them in "
+                f"groups of {group}: leave order= out of zeroir_options, or train on data that fill the groups."
             )
 
     def _open(self, train_dataloader: DataLoader[object]) -> EngineOfTrainer:
