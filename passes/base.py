@@ -142,7 +142,8 @@ def _value(name: str, key: str, declared: object, text: str) -> OptionValue:
             raise UserError(f"The option `{key}` of `{name}` is true or false, not `{text}`.")
         return text == "true"
     if declared in (float, float | None):
-        if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,17})?(e-[0-9]{1,3})?", text):
+        # Python writes 17 digits, and as many as three zeros before them without an exponent.
+        if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,20})?(e-[0-9]{1,3})?", text):
             raise UserError(
                 f"The option `{key}` of `{name}` is a number such as 0.5, not `{text}`."
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import shlex
 import signal
@@ -17,7 +18,7 @@ import pytest
 
 from tests.cli.conftest import Zeroir
 from tests.cli.test_run import DEADLINE, command, environment
-from tests.support.zygote import run_forked
+from tests.support.zygote import Forked, compiling_zygote, run_forked
 from zeroir.cli.app import run_command
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -50,10 +51,12 @@ def batch():
 
 
 def batches(rank, world_size, seed, start_step=0):
+    with open(f"rank{rank}.pid", "w") as file:
+        file.write(str(os.getpid()))
     step = 0
     while True:
         step += 1
-        is_now = rank == int(os.environ["ON"]) and step == 3
+        is_now = os.environ["ON"] in (str(rank), "all") and step == 3
         match os.environ["WHAT"] if is_now else "":
             case "raise":
                 raise ValueError("the data file\\nis damaged")
@@ -97,10 +100,10 @@ WELL = {"WHAT": "", "ON": "0"}
 RUN = ("run", "stage3.zir", "--steps", "100000", "--log-every", "1", "--nproc")
 
 
-def start(folder: Path, launcher: list[str] | None = None) -> subprocess.Popen[str]:
+def start(folder: Path, launcher: list[str]) -> subprocess.Popen[str]:
     """A job of two ranks, started as a user does."""
     return subprocess.Popen(
-        launcher or command(*RUN, "2"),
+        launcher,
         cwd=folder,
         env={**environment(), **WELL},
         stdout=subprocess.PIPE,
@@ -157,29 +160,48 @@ def test_one_rank_fails(folder: Path, what: str, nproc: int, on: int) -> None:
     assert all("another rank" in line for line in job.sentences[1:])
 
 
-def worker_of(parent: int, rank: int) -> int:
-    """The process id of one rank's worker."""
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    for child in children:
-        variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        if f"RANK={rank}".encode() in variables:
-            return int(child)
-    raise AssertionError(f"no rank {rank} among {children}")
+def begun(folder: Path, logs: Path, out: Path | None = None) -> Forked:
+    """A job of two ranks of forked processes."""
+    arguments = (*RUN, "2")
+    return Forked(
+        compiling_zygote(), "zeroir", arguments, WELL, logs / "log", folder=folder, out=out
+    )
+
+
+def test_what_happens_to_all_ranks_is_said_once(folder: Path) -> None:
+    made = run_forked("zeroir", [*RUN, "3"], folder, {"WHAT": "shape", "ON": "all"})
+    job = ended(made.returncode, made.stdout, made.stderr)
+    assert job.exit_code == 2
+    (sentence,) = job.sentences
+    assert re.match(r"Error on rank [012]: The batch's '0' is float32\[3, 8\], but", sentence)
+    source = (folder / "model.py").read_text()
+    (folder / "other.py").write_text(
+        source.replace("def model", "raise ValueError('no')\ndef model")
+    )
+    other = ["--model", "other.py", "--allow-model-change"]
+    made = run_forked("zeroir", [*RUN, "2", *other], folder, WELL)
+    job = ended(made.returncode, made.stdout, made.stderr)
+    assert job.exit_code == 2
+    (sentence,) = job.sentences
+    assert re.match(r"Error on rank [01]: other\.py cannot be imported at other\.py:", sentence)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_is_named(folder: Path, rank: int) -> None:
-    job = start(folder)
-    assert job.stdout is not None
-    assert "loss" in job.stdout.readline()
-    os.kill(worker_of(job.pid, rank), signal.SIGKILL)
-    began = time.monotonic()
-    ended = finish(job)
-    assert time.monotonic() - began < 30
-    assert ended.exit_code == 128 + signal.SIGKILL
-    assert not any("torch/distributed" in line for line in ended.sentences)
-    assert ended.sentences[-1] == f"Error: Rank {rank} was killed by SIGKILL."
-    assert len(ended.sentences) <= 2
+def test_a_killed_rank_is_named(folder: Path, tmp_path: Path, rank: int) -> None:
+    job = begun(folder, tmp_path)
+    deadline = time.monotonic() + DEADLINE
+    while "loss" not in job.output()[0]:
+        assert job.poll() is None, job.output()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(int((folder / f"rank{rank}.pid").read_text()), signal.SIGKILL)
+    exit_code = job.wait(time.monotonic() + 30)
+    job.kill()
+    assert exit_code == 128 + signal.SIGKILL
+    sentences = ended(exit_code, *job.output()).sentences
+    assert not any("torch/distributed" in line for line in sentences)
+    assert sentences[-1] == f"Error: Rank {rank} was killed by SIGKILL."
+    assert len(sentences) <= 2
 
 
 def is_running(pid: int) -> bool:
@@ -233,17 +255,17 @@ def test_a_rank_that_leaves_without_a_word_is_named(folder: Path) -> None:
     assert made.stderr.endswith("Error: Rank 1 ended with the exit code 7, without a reason.\n")
 
 
-def test_a_reader_that_goes_away_ends_the_job(folder: Path) -> None:
+def test_a_reader_that_goes_away_ends_the_job(folder: Path, tmp_path: Path) -> None:
     """``zeroir run … | head -1``."""
-    job = start(folder)
-    assert job.stdout is not None
-    assert "loss" in job.stdout.readline()
-    job.stdout.close()
-    job.stdout = None
-    assert job.stderr is not None
-    with job.stderr:
-        err = job.stderr.read()
-    assert job.wait(DEADLINE) == 128 + signal.SIGPIPE
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    job = begun(folder, tmp_path, out=pipe)
+    with pipe.open() as out:
+        assert "loss" in out.readline()
+    exit_code = job.wait(time.monotonic() + DEADLINE)
+    job.kill()
+    assert exit_code == 128 + signal.SIGPIPE
+    _, err = job.output()
     assert err.startswith(
         "Error on rank 0: Training stopped, because the reader of its output closed it"
     )
@@ -261,7 +283,11 @@ OTHER = {
     "program": (["stage2.zir"], "Error: Rank 1 has another program than rank 0 (digest "),
     "model": (
         ["stage3.zir", "--model", "other.py"],
-        "Error: other.py changed since the program was compiled from it",
+        "Error on rank 1: other.py changed since the program was compiled from it",
+    ),
+    "option": (
+        ["stage3.zir", "--log-every", "3"],
+        "Error: Rank 1 was started with --log-every 3, but rank 0 with --log-every 10: start every rank with the",
     ),
 }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import GPT, Zeroir
-from tests.support.zygote import run_forked
+from tests.support.zygote import Forked, compiling_zygote, run_forked
 from zeroir.cli.app import run_command
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -140,22 +140,25 @@ def test_sigterm_ends_a_run_that_saves_nothing_after_its_step(
 ) -> None:
     log = tmp_path / "log.jsonl"
     given = ("--model", GPT, "--steps", "100000", "--log-every", "1", "--log", log)
-    job = subprocess.Popen(
-        command("run", program, *given, "--machine", "cpu-local"),
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    arguments = ("run", program, *given, "--machine", "cpu-local")
+    job = Forked(
+        compiling_zygote(),
+        "zeroir",
+        tuple(map(str, arguments)),
+        {"OMP_NUM_THREADS": "1"},
+        tmp_path / "job",
+        folder=tmp_path,
     )
     deadline = time.monotonic() + DEADLINE
     while not log.exists() or len(log.read_text().splitlines()) < 2:
-        assert job.poll() is None, job.communicate()
+        assert job.poll() is None, job.output()
         assert time.monotonic() < deadline
         time.sleep(0.05)
     job.send_signal(signal.SIGTERM)
-    out, err = job.communicate(timeout=DEADLINE)
-    assert job.returncode == 0, err
+    exit_code = job.wait(deadline)
+    job.kill()
+    out, err = job.output()
+    assert exit_code == 0, err
     reports = [json.loads(line) for line in log.read_text().splitlines()]
     last = reports[-1]["step"]
     assert [report["step"] for report in reports] == list(range(1, last + 1))

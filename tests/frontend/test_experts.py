@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.eager import traced
+from tests.support.lowering import proved_for
 from zeroir.api.check import check_model
 from zeroir.config import make_options
 from zeroir.frontend import load_model_file
-from zeroir.passes.pipelines import lower
 from zeroir.runtime.lockstep import Lockstep
 
 MODEL = Path(__file__).parents[1] / "support" / "models" / "experts.py"
@@ -42,7 +42,9 @@ def test_every_stage_trains_with_the_same_losses_on_other_batches_for_each_rank(
     batches = [[model_file.batch()] for _ in range(RANKS)]
     losses: list[list[float]] = []
     for stage in range(4):
-        program = lower(logical, make_options({"stage": stage, "world_size": RANKS, "lr": 0.003}))
+        program = proved_for(
+            logical, make_options({"stage": stage, "world_size": RANKS, "lr": 0.003})
+        )
         lockstep = Lockstep(program, seed=0, schedule_seed=stage)
         lockstep.initialise(model_file.model, 0)
         losses.append([float(lockstep.step(batches)[0].loss) for _ in range(5)])

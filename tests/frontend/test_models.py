@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.eager import assert_equals_eager, traced
+from tests.support.lowering import proved_for
 from zeroir.api.check import check_model
 from zeroir.config import CompileOptions, make_options
 from zeroir.frontend import load_model_file
 from zeroir.ir.segment import Ref, Segment
-from zeroir.passes.pipelines import lower
 from zeroir.runtime.lockstep import Lockstep
 
 MODELS = Path(__file__).parents[1] / "support" / "models"
@@ -52,7 +52,7 @@ def test_every_stage_trains_and_with_the_same_losses(name: str) -> None:
     batches = [[model_file.batch()]] * RANKS
     losses: list[list[float]] = []
     for stage in range(4):
-        lockstep = Lockstep(lower(logical, options_of(stage)), seed=0, schedule_seed=stage)
+        lockstep = Lockstep(proved_for(logical, options_of(stage)), seed=0, schedule_seed=stage)
         lockstep.initialise(model_file.model, 0)
         losses.append([float(lockstep.step(batches)[0].loss) for _ in range(6)])
     assert all(each == losses[0] for each in losses)

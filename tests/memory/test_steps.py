@@ -18,6 +18,7 @@ from torch import Tensor
 from tests.memory.judge import Judged, judge, stepping
 from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.support.examples import IS_THOROUGH
+from tests.support.lowering import proved_for
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.cost.machine import MeasuredSegment, load_machine
@@ -28,7 +29,6 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import Program
 from zeroir.memory.footprint import footprint
-from zeroir.passes.pipelines import lower
 from zeroir.runtime import numerics
 from zeroir.runtime.measured_workspaces import on_host
 from zeroir.workspace.segments import declared
@@ -165,7 +165,7 @@ def test_what_a_profile_measures_is_exact_where_only_a_bound_is_known(
     name: str, precision: str
 ) -> None:
     """Convolutions and products in BF16: what one step took is what the next one takes, to the byte."""
-    program = lower(
+    program = proved_for(
         logical(name, (("precision", precision),)),
         make_options({"world_size": RANKS, "precision": precision, "stage": 3}),
     )
@@ -194,7 +194,7 @@ def test_what_a_profile_measures_is_exact_where_only_a_bound_is_known(
 def check_options(name: str, choices: dict[str, object]) -> None:
     traced = tuple((key, choices[key]) for key in TRACED if key in choices)
     options = make_options({"world_size": RANKS, **choices})
-    check(name, lower(logical(name, traced), options), micro_steps=options.micro_steps)
+    check(name, proved_for(logical(name, traced), options), micro_steps=options.micro_steps)
 
 
 def check(name: str, program: Program, *, micro_steps: int = 1) -> None:

@@ -16,7 +16,7 @@ from tests.support.edits import without_save
 from tests.support.lowering import applied, proved
 from tests.support.mutate_saves import SAVE_MUTATIONS
 from tests.support.programs import mlp
-from tests.support.subjects import NAMES, SAVING, subject
+from tests.support.subjects import CAPTURED, SAVING, subject
 from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.ir import ops
@@ -235,10 +235,11 @@ def test_a_save_between_micro_steps_has_the_state_of_the_step_s_beginning() -> N
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in NAMES if SAVE in subject(name).scheduled.section_by_name]
+    "name", [*SAVING, *(pytest.param(name, marks=pytest.mark.slow) for name in CAPTURED)]
 )
 def test_every_part_of_a_checkpoint_has_a_copy(name: str) -> None:
     program = subject(name).scheduled
+    assert SAVE in program.section_by_name
     for rank, coordinate in enumerate(program.mesh.coordinates()):
         ranges = {
             content.buffer: copied_region(content).local_range(program.mesh, coordinate)

@@ -7,11 +7,13 @@ from dataclasses import fields
 from typing import get_type_hints
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zeroir.errors import UserError
 from zeroir.passes.base import LOGICAL_FACTS, Fact, OptionValue, Pass
+from zeroir.passes.offload_optimizer import OffloadOptimizer
+from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
 from zeroir.passes.prefetch import PrefetchGathers
 
@@ -24,6 +26,11 @@ _VALUES: Mapping[object, st.SearchStrategy[OptionValue | None]] = {
     tuple[str, ...]: st.lists(_NAMES, min_size=1, max_size=3).map(tuple),
     tuple[str, ...] | None: st.none() | st.lists(_NAMES, min_size=1, max_size=3).map(tuple),
 }
+"""What an option of each type may be."""
+_BOUNDED: Mapping[tuple[type[Pass], str], st.SearchStrategy[OptionValue | None]] = {
+    (OrderByLayer, "micro_batches"): st.integers(2, 10**18 - 1),
+}
+"""What options with narrower bounds than their type's may be."""
 
 
 @st.composite
@@ -31,7 +38,10 @@ def any_pass(draw: st.DrawFn) -> Pass:
     """Each pass with any options that it takes; a field of a new type is a KeyError here."""
     kind = draw(st.sampled_from(PASSES))
     hints = get_type_hints(kind)
-    options = {field.name: draw(_VALUES[hints[field.name]]) for field in fields(kind)}
+    options = {
+        field.name: draw(_BOUNDED.get((kind, field.name), _VALUES[hints[field.name]]))
+        for field in fields(kind)
+    }
     if kind is PrefetchGathers:
         # They exclude one another.
         options = {name: value for name, value in options.items() if value is not None}
@@ -40,6 +50,7 @@ def any_pass(draw: st.DrawFn) -> Pass:
 
 
 @given(any_pass())
+@example(OffloadOptimizer(fraction=0.00012345678901234567))
 def test_a_pass_is_its_spec(step: Pass) -> None:
     assert parse_spec(step.spec()) == step
 
@@ -105,6 +116,10 @@ def test_every_pass_has_a_name_of_its_own_and_every_fact_a_source() -> None:
         (
             "all-reduce-gradients{dp=0}",
             "The option `dp` of `all-reduce-gradients` is a number of ranks, at least 1, not 0.",
+        ),
+        (
+            "order-by-layer{micro_batches=1}",
+            "The option `micro_batches` of `order-by-layer` is at least 2, not 1.",
         ),
         (
             "insert-gathers{elide=1}",

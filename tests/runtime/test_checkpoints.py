@@ -24,6 +24,7 @@ from tests.runtime.support import (
 from tests.runtime.workers_cases import varied, weight_of_values
 from tests.support.eager import traced
 from tests.support.examples import examples
+from tests.support.lowering import proved_for
 from tests.support.programs import mlp
 from zeroir.checkpoint.manifest import MASTER
 from zeroir.checkpoint.reading import read_manifest
@@ -35,7 +36,6 @@ from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
 from zeroir.ir.contents import EMA, PARAM, FlatContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import EVALUATE, Holding, Program, Section, State
-from zeroir.passes.pipelines import lower
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.lockstep import Lockstep
 
@@ -133,7 +133,9 @@ def test_states_of_whole_parameters_come_back(tmp_path: Path, name: str) -> None
     logical = traced(MODEL, **CHOICES[name])
     batch = load_model_file(MODEL).batch()
     programs = [
-        lower(logical, make_options({**CHOICES[name], "stage": stage, "world_size": world_size}))
+        proved_for(
+            logical, make_options({**CHOICES[name], "stage": stage, "world_size": world_size})
+        )
         for stage, world_size in ((3, 2), (1, 3))
     ]
     source, other = (Lockstep(program) for program in programs)
@@ -162,7 +164,7 @@ TRAPS = Path(__file__).parents[1] / "support" / "models" / "traps.py"
 @pytest.mark.slow
 def test_buffers_and_dropout_go_on(tmp_path: Path) -> None:
     """Running statistics differ between ranks; frozen, tied and unused parameters come back, too."""
-    program = lower(traced(TRAPS), make_options({"stage": 3, "world_size": 3}))
+    program = proved_for(traced(TRAPS), make_options({"stage": 3, "world_size": 3}))
     model_file = load_model_file(str(TRAPS))
     source, again = Lockstep(program, seed=3), Lockstep(program, seed=4)
     source.initialise(model_file.model, 0)

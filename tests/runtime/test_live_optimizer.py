@@ -13,12 +13,12 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.support.lowering import proved_for
 from tests.support.programs import mlp
 from zeroir.config import CompileOptions, make_options
 from zeroir.errors import UserError
 from zeroir.frontend import load_model_file, trace
 from zeroir.ir.program import Program
-from zeroir.passes.pipelines import lower
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.lockstep import Lockstep
 
@@ -135,7 +135,7 @@ def advance(scheduler: Scheduler, loss: float) -> None:
 
 
 def program_of(path: Path, options: CompileOptions) -> Program:
-    return lower(trace(load_model_file(str(path)), options), options)
+    return proved_for(trace(load_model_file(str(path)), options), options)
 
 
 def require_equal_training(

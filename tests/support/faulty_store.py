@@ -37,7 +37,7 @@ SCHEME: Final = "faulty"
 NEWEST: Final = 3
 """The step that the scenario saves; steps 1 and 2 are there before."""
 _PART_NUMEL: Final = 1_400_000
-"""5.6 MB, a part of an upload."""
+"""5.6 MB, a part of an upload, of which only the last may be below 5 MiB."""
 _CHANGES: Final = {"put_object", "upload_part", "complete_multipart_upload", "delete_object"}
 _LATE_S: Final = 20
 
@@ -147,7 +147,7 @@ def save(folder: CheckpointFolder, step: int) -> str:
     draft = begin(folder.next_path(step))
     try:
         stored = []
-        for rank, numel in enumerate((2_800_000, 1_000)):
+        for rank, numel in enumerate((_PART_NUMEL + 1_000, 1_000)):
             data = memoryview(np.full(numel, step + rank, "f4").data)
             parts = [data[start : start + _PART_NUMEL] for start in range(0, numel, _PART_NUMEL)]
             spec = StoredTensorSpec(name="weight", dtype="f32", numel=numel)

@@ -7,11 +7,14 @@ model, since compiling has no other way.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
+from zeroir.config import CompileOptions
 from zeroir.ir.program import Program
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
+from zeroir.passes.pipelines import for_options
 from zeroir.verify import check
 
 
@@ -30,3 +33,8 @@ def proved(logical: Program, passes: tuple[Pass, ...]) -> Program:
     program = applied(logical, passes)
     check(program, reference=logical)
     return program
+
+
+def proved_for(logical: Program, options: CompileOptions) -> Program:
+    """The program that compiling makes for the options, verified once all passes have run."""
+    return proved(replace(logical, options=options.to_pairs()), for_options(options))

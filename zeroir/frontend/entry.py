@@ -12,12 +12,15 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar, cast
+from unittest import mock
 
 from torch import nn
 
@@ -25,13 +28,13 @@ from zeroir.config.model_spec import Factory, ModelSpec
 from zeroir.errors import UserError, ZeroirError
 from zeroir.frontend.code_contexts import line_of_caller, noting_autocasts
 from zeroir.frontend.imports import file_of_module, hashes_of_imports, hashes_of_modules
+from zeroir.frontend.places import line_in, line_of_definition, line_of_error, refusals_at
 from zeroir.frontend.source import (
     BatchFunction,
     FileOrigin,
     ModelSource,
     SourceNames,
     explain,
-    line_in,
     parameter_shapes,
     require_same_parameters,
 )
@@ -76,6 +79,14 @@ def load_model_file(spec: str) -> ModelSource:
     return run_model_file(read_model_file(spec))
 
 
+def importing_from(source: ModelSource) -> AbstractContextManager[None]:
+    """Let imports search the folders of a source's file, as for a script; none for a source that has no file.
+
+    For the time in which the user's generators, data sets and their workers run, which may import when they are used.
+    """
+    return contextlib.nullcontext() if source.file is None else _importing_from(source.file.path)
+
+
 def read_model_file(spec: str, default: Factory | None = None) -> ModelText:
     """Read what ``load_model_file`` takes, without executing it; ``default`` is the factory where none is named.
 
@@ -106,11 +117,12 @@ def run_model_file(text: ModelText) -> ModelSource:
     sys.modules[module.__name__] = module
     autocasts: dict[str, str] = {}
     noting = noting_autocasts(autocasts, lambda: line_of_caller(path.parent, in_libraries=False))
-    with _importing_from(path), one_device(), noting:
+    with _as_script(path), one_device(), noting:
         try:
             exec(compile(text.text, str(path), "exec"), module.__dict__)
         except SyntaxError as error:
-            raise UserError(f"{path}:{error.lineno} is not valid Python: {error.msg}.") from None
+            place = path if error.lineno is None else f"{path}:{error.lineno}"
+            raise UserError(f"{place} is not valid Python: {error.msg}.") from None
         except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the user's code
             line = line_in(error, path)
             if "Duplicate registration" in str(error):
@@ -133,6 +145,8 @@ def run_model_file(text: ModelText) -> ModelSource:
             maker=f"{factory.call} in {path}",
             batch=f"batch() in {path}",
             loss="the model's forward" if loss is None else f"loss() in {path}",
+            maker_line=line_of_definition(getattr(module, factory.name)),
+            batch_line=line_of_definition(batch),
         ),
         folder=path.parent,
         build=build,
@@ -140,8 +154,8 @@ def run_model_file(text: ModelText) -> ModelSource:
         batch=functions.guarded(cast("Callable[[], Batch]", batch), "batch()"),
         loss=loss,
         weight=weight,
-        batches=functions.iterator("batches", "batches(rank, ...)"),
-        eval_batches=functions.iterator("eval_batches", "eval_batches(rank, ...)"),
+        batches=functions.iterator("batches", "batches(rank, world_size, seed, start_step=0)"),
+        eval_batches=functions.iterator("eval_batches", "eval_batches(rank, world_size, seed)"),
         modules=(module.__name__, *imports),
         autocasts=autocasts,
         file=FileOrigin(path=path, factory=factory.text, sha256=text.sha256, imports=imports),
@@ -201,6 +215,10 @@ def _read(path: Path) -> bytes:
         raise UserError(
             f"{path} is a folder; name the model file in it, for instance {path}/model.py."
         )
+    if path.suffix == ".zir" and path.is_file():
+        raise UserError(
+            f"{path} is a compiled program; name the model file that it is to be compiled from."
+        )
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -224,6 +242,13 @@ def _importing_from(path: Path) -> Iterator[None]:
         for folder in folders:
             with contextlib.suppress(ValueError):
                 sys.path.remove(folder)
+
+
+@contextlib.contextmanager
+def _as_script(path: Path) -> Iterator[None]:
+    """Let imports search as for a script, and let code that parses arguments find none, rather than zeroir's."""
+    with _importing_from(path), mock.patch.object(sys, "argv", [str(path)]):
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +279,15 @@ class _Functions:
     def factory(self, factory: Factory) -> Callable[[], nn.Module]:
         """The function that builds the model, bound to its arguments."""
         function = self.required(factory.name, f"{factory.name}() -> torch.nn.Module")
+        try:
+            inspect.signature(function).bind(*factory.positional, **dict(factory.keywords))
+        except TypeError as error:
+            raise UserError(
+                f"{factory.call} does not fit {factory.name}() in {self.path}: {error}; its arguments are written as "
+                f"in '{self.path}:{factory.name}(layers=12)'."
+            ) from None
+        except ValueError:  # a callable of C
+            pass
         bound = functools.partial(function, *factory.positional, **dict(factory.keywords))
         return self.guarded(cast("Callable[[], nn.Module]", bound), factory.call)
 
@@ -268,7 +302,8 @@ class _Functions:
             shapes = parameter_shapes(model)
             with _users_code(self.path, "init()"):
                 model.apply(init)
-            require_same_parameters(model, shapes, f"init() in {self.path}", what)
+            with refusals_at(line_of_definition(init)):
+                require_same_parameters(model, shapes, f"init() in {self.path}", what)
             return model
 
         return initialised
@@ -278,15 +313,18 @@ class _Functions:
         function = self.optional(name, signature)
         if function is None:
             return None
+        if not _takes_positional(function, (3, 4) if "start_step" in signature else (3,)):
+            raise UserError(f"`{name}` in {self.path} has other parameters: define `{signature}`.")
 
         @functools.wraps(function)
         def iterable(*args: object, **kwargs: object) -> Iterable[Batch]:
             batches = function(*args, **kwargs)
             if not (isinstance(batches, Iterable) or hasattr(type(batches), "__getitem__")):
-                raise UserError(
-                    f"{name}() in {self.path} returned {type(batches).__name__}; it must return an iterable over "
-                    "batches, such as a DataLoader, a list, or what a function with `yield` returns."
-                )
+                with refusals_at(line_of_definition(function)):
+                    raise UserError(
+                        f"{name}() in {self.path} returned {type(batches).__name__}; it must return an iterable over "
+                        "batches, such as a DataLoader, a list, or what a function with `yield` returns."
+                    )
             return cast("Iterable[Batch]", batches)
 
         return iterable
@@ -295,6 +333,11 @@ class _Functions:
         function = getattr(self.module, name, None)
         if function is None:
             return None
+        if isinstance(function, nn.Module):
+            raise UserError(
+                f"`{name}` in {self.path} is a module, not a function: write `def {name}(): return ...`, so that "
+                "each process makes its own."
+            )
         if not callable(function):
             kind = type(function).__name__
             raise UserError(
@@ -303,13 +346,26 @@ class _Functions:
         return cast("Callable[..., object]", function)
 
 
+def _takes_positional(function: Callable[..., object], counts: tuple[int, ...]) -> bool:
+    """Whether a function can be called with so many positional arguments, or might be: those of C do not tell."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    for count in counts:
+        with contextlib.suppress(TypeError):
+            signature.bind(*range(count))
+            return True
+    return False
+
+
 @contextlib.contextmanager
 def _users_code(path: Path, what: str) -> Iterator[None]:
     """Run the user's code as a script would, but ignore the devices that it names, and explain its errors."""
-    with _importing_from(path), one_device():
+    with _as_script(path), one_device():
         try:
             yield
         except (ZeroirError, KeyboardInterrupt):
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the user's code
-            raise UserError(explain(error, line_in(error, path), f"{what} failed")) from None
+            raise UserError(explain(error, line_of_error(error), f"{what} failed")) from None

@@ -18,13 +18,13 @@ from zeroir.errors import UserError, ZeroirError
 from zeroir.frontend._torch_private import HOOKS_OF_MODULES, gradient_hooks
 from zeroir.frontend.imports import is_in_a_library, is_known_package
 from zeroir.frontend.meta_copy import meta_copy
+from zeroir.frontend.places import line_of_definition, line_of_error, line_of_user
 from zeroir.frontend.source import (
     LossFunction,
     ModelSource,
     SourceNames,
     WeightFunction,
     explain,
-    line_in_users_code,
 )
 from zeroir.frontend.unsupported import require_supported
 from zeroir.torch_ops.batches import Batch
@@ -38,10 +38,18 @@ def source_of(
     weight: WeightFunction | None,
 ) -> ModelSource:
     """The source of a module in hand or of a function that makes one, with an example micro-batch."""
+    line = line_of_user()
     if isinstance(model, nn.Module):
         module = _uncompiled(model)
         name = f"the module {type(module).__name__}"
-        names = SourceNames(model=name, maker=name, batch=_BATCH, loss=_loss_name(loss))
+        names = SourceNames(
+            model=name,
+            maker=name,
+            batch=_BATCH,
+            loss=_loss_name(loss),
+            maker_line=line,
+            batch_line=line,
+        )
         code = _user_modules([loss, *map(type, module.modules()), *_hooks(module)])
         return _source(
             names,
@@ -64,10 +72,17 @@ def source_of(
         except (ZeroirError, KeyboardInterrupt):
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the user's code
-            raise UserError(explain(error, line_in_users_code(error), f"{name} failed")) from None
+            raise UserError(explain(error, line_of_error(error), f"{name} failed")) from None
 
     return _source(
-        SourceNames(model=f"the model of {name}", maker=name, batch=_BATCH, loss=_loss_name(loss)),
+        SourceNames(
+            model=f"the model of {name}",
+            maker=name,
+            batch=_BATCH,
+            loss=_loss_name(loss),
+            maker_line=line_of_definition(factory) or line,
+            batch_line=line,
+        ),
         make,
         make,
         code,

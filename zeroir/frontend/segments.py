@@ -223,7 +223,7 @@ class _Cutter:
         root = self.defined(alias.root)
         if not _is_dense(root):
             maker = self.parents.get(alias.root)
-            line = maker.source if maker is not None and maker.source else "The model"
+            line = maker.source if maker is not None and maker.source else self.joint.place
             raise UserError(
                 f"{line} makes a tensor of shape {list(root.shape)} with strides {list(root.stride)}, which leave gaps "
                 "between its elements, and another unit uses it; call contiguous() on it."

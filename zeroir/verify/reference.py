@@ -283,7 +283,7 @@ def _settings(runs: Runs, expected: Runs) -> Iterator[Mismatch]:
         )
 
 
-class _ParameterStep(NamedTuple):
+class _StepOfElements(NamedTuple):
     """Elements ``[start, stop)`` of a parameter, the setting of their optimizer step, and where that op is."""
 
     start: int
@@ -293,7 +293,7 @@ class _ParameterStep(NamedTuple):
     line: int
 
 
-_Steps = Mapping[str, Sequence[_ParameterStep]]
+_Steps = Mapping[str, Sequence[_StepOfElements]]
 """The steps of each parameter, by its name."""
 
 
@@ -334,16 +334,16 @@ def _steps(stepped: Mapping[str, Sequence[Stepped]]) -> _Steps:
 
     ``stepped`` are the steps of each section.
     """
-    steps: dict[str, list[_ParameterStep]] = {}
+    steps: dict[str, list[_StepOfElements]] = {}
     for section, section_steps in stepped.items():
         for name, start, stop, setting, line in section_steps:
-            own = _ParameterStep(start, stop, setting, section, line)
+            own = _StepOfElements(start, stop, setting, section, line)
             steps.setdefault(name, []).append(own)
     return {name: _joined(sorted(own, key=lambda s: s[:2])) for name, own in steps.items()}
 
 
-def _joined(steps: list[_ParameterStep]) -> list[_ParameterStep]:
-    joined: list[_ParameterStep] = []
+def _joined(steps: list[_StepOfElements]) -> list[_StepOfElements]:
+    joined: list[_StepOfElements] = []
     for step in steps:
         last = joined[-1] if joined else None
         if last is not None and last.stop == step.start and last.setting == step.setting:
