@@ -160,14 +160,14 @@ def test_one_rank_fails(folder: Path, what: str, nproc: int, on: int) -> None:
     assert all("another rank" in line for line in job.sentences[1:])
 
 
-<<<<<<< HEAD
 def begun(folder: Path, logs: Path, out: Path | None = None) -> Forked:
     """A job of two ranks of forked processes."""
     arguments = (*RUN, "2")
     return Forked(
         compiling_zygote(), "zeroir", arguments, WELL, logs / "log", folder=folder, out=out
     )
-=======
+
+
 def test_what_happens_to_all_ranks_is_said_once(folder: Path) -> None:
     made = run_forked("zeroir", [*RUN, "3"], folder, {"WHAT": "shape", "ON": "all"})
     job = ended(made.returncode, made.stdout, made.stderr)
@@ -184,17 +184,6 @@ def test_what_happens_to_all_ranks_is_said_once(folder: Path) -> None:
     assert job.exit_code == 2
     (sentence,) = job.sentences
     assert re.match(r"Error on rank [01]: other\.py cannot be imported at other\.py:", sentence)
-
-
-def worker_of(parent: int, rank: int) -> int:
-    """The process id of one rank's worker."""
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    for child in children:
-        variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        if f"RANK={rank}".encode() in variables:
-            return int(child)
-    raise AssertionError(f"no rank {rank} among {children}")
->>>>>>> stranger
 
 
 @pytest.mark.parametrize("rank", [0, 1])
