@@ -229,11 +229,7 @@ class _Speculation:
     # ------------------------------------------------------------------------------------------------------- buffers
 
     def _added(self, buffer: Buffer) -> Buffer:
-        name = buffer.name
-        while name in self._taken:
-            name += "_"
-        self._taken.add(name)
-        self.added.append(replace(buffer, name=name))
+        self.added.append(replace(buffer, name=rewrite.claimed_name(buffer.name, self._taken)))
         return self.added[-1]
 
     def _scalar(self, name: str) -> Buffer:

@@ -18,8 +18,10 @@ import torch.distributed as dist
 
 from zeroir.errors import UserError
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
+from zeroir.runtime.interfaces import interface_towards
 from zeroir.runtime.orphans import end_with_agent
 from zeroir.runtime.roll_call import AbsentRankError, KeyValueStore, call_roll
+from zeroir.runtime.slurm import become_rank_of_step
 
 JOIN_TIMEOUT: Final = timedelta(seconds=240)
 """Seconds that ranks wait for a rank that does not join. An agent takes 30 s more to kill a frozen one."""
@@ -55,11 +57,12 @@ class LaunchEnvironment:
 
 
 def read_launch_environment() -> LaunchEnvironment:
-    """Read RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets.
+    """Read RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets; a task of srun sets them here itself.
 
     Raises:
         UserError: where they are incomplete or contradictory.
     """
+    become_rank_of_step(os.environ)
     if "RANK" not in os.environ:
         if _number("WORLD_SIZE", 1, _MOST_RANKS, default=1) > 1:
             raise UserError(f"WORLD_SIZE is set, but RANK is not: {_REMEDY}, or unset WORLD_SIZE.")
@@ -172,6 +175,11 @@ def join_job(timeout: timedelta = DEFAULT_TIMEOUT, patience: timedelta = JOIN_TI
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             # Some machines cannot resolve their own name, and ranks of one machine do not need it.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        elif device.type != "cuda" and "GLOO_SOCKET_IFNAME" not in os.environ:
+            # Gloo listens at the address of the machine's own name, which often is one of loopback.
+            interface = interface_towards(launch.address, launch.port)
+            if interface is not None:
+                os.environ["GLOO_SOCKET_IFNAME"] = interface
         store = open_store(launch, "joined", patience)
         store = _called(launch, store, patience)
         try:

@@ -283,7 +283,11 @@ OTHER = {
     "program": (["stage2.zir"], "Error: Rank 1 has another program than rank 0 (digest "),
     "model": (
         ["stage3.zir", "--model", "other.py"],
-        "Error: other.py changed since the program was compiled from it",
+        "Error on rank 1: other.py changed since the program was compiled from it",
+    ),
+    "option": (
+        ["stage3.zir", "--log-every", "3"],
+        "Error: Rank 1 was started with --log-every 3, but rank 0 with --log-every 10: start every rank with the",
     ),
 }
 

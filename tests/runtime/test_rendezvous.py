@@ -12,6 +12,7 @@ import pytest
 from tests.support.zygote import Forked, zygote
 from zeroir.errors import UserError
 from zeroir.runtime import rendezvous
+from zeroir.runtime.interfaces import interface_towards
 from zeroir.runtime.rendezvous import (
     LaunchEnvironment,
     join_job,
@@ -65,6 +66,11 @@ def test_an_environment_that_cannot_be_is_refused(
             monkeypatch.setenv(name, text)
     with pytest.raises(UserError, match=f"^{sentence}"):
         read_launch_environment()
+
+
+def test_loopback_and_unknown_hosts_have_no_interface_of_their_own() -> None:
+    assert interface_towards("127.0.0.1", 29500) is None
+    assert interface_towards("no such host", 29500) is None
 
 
 def test_an_address_that_cannot_be_reached_is_explained(

@@ -11,6 +11,7 @@ import traceback
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from zeroir.api.sentences import notes_as_sentences, say
@@ -34,8 +35,8 @@ class ClosedOutputError(ZeroirError):
 
 
 @contextmanager
-def watched_job() -> Iterator[Heartbeat | None]:
-    """End this rank where another rank stops responding or the job's store is gone.
+def watched_job(timeout: timedelta | None = None) -> Iterator[Heartbeat | None]:
+    """End this rank where another rank or the job's store stops responding, within a fifth of the timeout.
 
     In a job of several ranks, a rank whose input is wrong says so and ends, unless another one has said the same.
 
@@ -45,8 +46,9 @@ def watched_job() -> Iterator[Heartbeat | None]:
     """
     from zeroir.runtime import heartbeat, rendezvous
 
+    timing = None if timeout is None else heartbeat.HeartbeatTiming.within(timeout)
     environment = rendezvous.read_launch_environment()
-    with notes_as_sentences(), heartbeat.watched(environment, _give_up) as watch:
+    with notes_as_sentences(), heartbeat.watched(environment, _give_up, timing) as watch:
         try:
             yield watch
         except ZeroirError as error:
@@ -56,7 +58,7 @@ def watched_job() -> Iterator[Heartbeat | None]:
 
 
 @contextmanager
-def joined_job(watch: Heartbeat | None) -> Iterator[JobRank]:
+def joined_job(watch: Heartbeat | None, timeout: timedelta | None = None) -> Iterator[JobRank]:
     """Join the job. In a job of several ranks, the rank that fails says why and ends.
 
     A rank that lost its peers also says which of them is behind the others, as its heartbeat knows.
@@ -65,17 +67,40 @@ def joined_job(watch: Heartbeat | None) -> Iterator[JobRank]:
         UserError: in a job of one rank.
     """
     from zeroir.runtime import rendezvous
+    from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, hosts_of_ranks
     from zeroir.runtime.users_code import naming_lost_workers
 
     environment = rendezvous.read_launch_environment()
     try:
         with naming_lost_workers():
-            yield rendezvous.join_job()
+            job_rank = rendezvous.join_job(timeout or DEFAULT_TIMEOUT)
+            if watch is not None:
+                watch.hosts = hosts_of_ranks(job_rank.device)
+            yield job_rank
         rendezvous.leave_job()
     except (Exception, KeyboardInterrupt) as error:
         if environment.world_size == 1:
             raise
         _fail(error, environment.rank, watch)
+
+
+def is_rank_of_job(nproc: int | None) -> bool:
+    """Whether torchrun or srun has started this process as a rank of a job; a task of srun takes torchrun's variables.
+
+    Raises:
+        UserError: where ``nproc`` asks for ranks of this machine, but srun has started several.
+    """
+    from zeroir.runtime.slurm import become_rank_of_step
+
+    if "RANK" in os.environ:
+        return True
+    become_rank_of_step(os.environ)
+    if nproc is not None and "RANK" in os.environ:
+        raise UserError(
+            f"srun has started {os.environ['WORLD_SIZE']} tasks, and --nproc would start more in each of them: leave "
+            "--nproc out."
+        )
+    return "RANK" in os.environ
 
 
 def _give_up(why: str) -> NoReturn:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
+from zeroir.api.run_options import SHORTEST_TIMEOUT_S, TIMEOUT_S
 from zeroir.api.sentences import LogLevel, show_log
 from zeroir.cli.arguments import (
     AllowModelChange,
@@ -135,6 +137,14 @@ def run(
         ),
     ] = None,
     kernels: Kernels = "eager",
+    timeout: Annotated[
+        int,
+        Parameter(
+            validator=Number(gte=SHORTEST_TIMEOUT_S),
+            help="Seconds to wait in a collective for a rank that is alive; after a fifth, at most 60, without a sign "
+            "of life from a rank the job ends.",
+        ),
+    ] = TIMEOUT_S,
     cuda_graphs: Annotated[
         bool,
         Parameter(negative=(), help="On a GPU, launch whole sections as CUDA graphs if possible."),
@@ -154,7 +164,7 @@ def run(
 
     Example: torchrun --nproc-per-node 2 -m zeroir run gpt.zir --steps 100 --save checkpoints
     """
-    from zeroir.api.job import launch
+    from zeroir.api.job import is_rank_of_job, launch
     from zeroir.api.run import require_outputs, run_program
     from zeroir.api.run_options import RunOptions, save_options
     from zeroir.artifact import require_program
@@ -179,13 +189,15 @@ def run(
         check_finite=check_finite,
         trace=trace,
         kernels=kernels,
+        timeout_s=timeout,
         cuda_graphs=cuda_graphs,
         self_check=self_check,
         as_json=as_json,
     )
-    if "RANK" not in os.environ:
+    is_rank = is_rank_of_job(nproc)
+    if not is_rank:
         require_outputs(options)
-    if nproc is not None and "RANK" not in os.environ:
+    if nproc is not None and not is_rank:
         require_program(program)
         values: dict[str, object | None] = {
             "--steps": steps,
@@ -207,6 +219,7 @@ def run(
             "--machine": machine,
             "--trace": trace,
             "--kernels": kernels,
+            "--timeout": timeout,
         }
         flags = {
             "--allow-model-change": allow_model_change,

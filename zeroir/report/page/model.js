@@ -29,6 +29,7 @@ const signed = (us) => (us > 0 ? `+${duration(us)}` : duration(us).replace("-", 
 const ratioText = (ratio) => (Number.isFinite(ratio) ? `${Number(ratio.toPrecision(3)).toLocaleString("en")}×` : "");
 const changeText = (ratio) => {
   if (!Number.isFinite(ratio) || Math.abs(ratio - 1) < 0.0005) return "";
+  if (ratio >= 10) return ratioText(ratio);
   const percent = Number((100 * Math.abs(ratio - 1)).toPrecision(3)).toLocaleString("en");
   return `${ratio > 1 ? "+" : "−"}${percent} %`;
 };

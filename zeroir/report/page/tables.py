@@ -15,7 +15,7 @@ from zeroir.report.diff import diff, summary
 from zeroir.report.measured import MeasuredStep
 from zeroir.report.names import counted, format_bytes, format_flops
 from zeroir.report.page.facts import unit_facts
-from zeroir.report.page.sides import Side
+from zeroir.report.page.sides import LETTERS, Side
 from zeroir.report.summary import counted_step
 from zeroir.verify import PROVED
 from zeroir.verify.explain import CODES
@@ -124,7 +124,8 @@ def _tile(title: str, figures: Sequence[_Figure]) -> str:
         note = _change(old.number, new.number)
     is_bad = any(figure.is_bad for figure in figures)
     return (
-        f'<div class="tile{" bad" if is_bad else ""}"><span>{escape(title)}</span>'
+        f'<div class="tile{" bad" if is_bad else ""}{" pair" if len(figures) > 1 else ""}">'
+        f"<span>{escape(title)}</span>"
         f"<b>{escape(_versus([figure.text.replace(' ', NO_BREAK) for figure in figures]))}</b>"
         f"<small>{escape(note)}</small></div>"
     )
@@ -133,6 +134,8 @@ def _tile(title: str, figures: Sequence[_Figure]) -> str:
 def _change(old: float, new: float) -> str:
     if old == new:
         return "no change"
+    if new >= 10 * old:
+        return f"{new / old:,.0f} times as much"
     share = new / old - 1
     return f"{'+' if share > 0 else '−'}{_percent(abs(share))}"
 
@@ -229,11 +232,13 @@ def laws(shown: Sequence[Side]) -> str:
     rows = []
     codes = dict.fromkeys(code for side in shown for code in side.reported.report.laws)
     for code in codes:
-        verdicts = [side.reported.report.laws.get(code, "none") for side in shown]
+        holders = [side for side in shown if code in side.reported.report.laws]
+        verdicts = [side.reported.report.laws[code] for side in holders]
         mark = "proved" if set(verdicts) == {PROVED} else "broken"
+        only = "" if len(holders) == len(shown) else f", only {holders[0].letter}"
         rows.append(
             f"<tr><td><code>{escape(code)}</code></td><td>{escape(CODES[code].title)}</td>"
-            f'<td class="{mark}">{escape(_versus(verdicts))}</td></tr>'
+            f'<td class="{mark}">{escape(_versus(verdicts) + only)}</td></tr>'
         )
     return f"<table><tr><th>law</th><th>rules out</th><th></th></tr>{''.join(rows)}</table>"
 
@@ -246,8 +251,8 @@ def passes(shown: Sequence[Side]) -> str:
         if tag == "equal":
             items += [("", spec) for spec in old[a:b]]
         else:
-            items += [("A", spec) for spec in old[a:b]]
-            items += [("B", spec) for spec in new[c:d]]
+            items += [(LETTERS[0], spec) for spec in old[a:b]]
+            items += [(LETTERS[1], spec) for spec in new[c:d]]
     return "".join(
         f'<li class="{"only" if letter else ""}">'
         f"{f'<b>only {letter}</b> ' if letter else ''}<code>{escape(spec)}</code></li>"
@@ -334,17 +339,12 @@ def merged(
 ) -> str:
     """A table of the rows of all sides by their first cells; cells that differ hold both values."""
     names = order or list(dict.fromkeys(name for column in columns for name in column))
-    none = ["none"] * (len(heads) - 1)
-    rows = [
-        [
-            name,
-            *(
-                _versus(cells)
-                for cells in zip(*(column.get(name, none) for column in columns), strict=True)
-            ),
-        ]
-        for name in names
-    ]
+    rows = []
+    for name in names:
+        holders = [number for number, column in enumerate(columns) if name in column]
+        title = name if len(holders) == len(columns) else f"{name} · only {LETTERS[holders[0]]}"
+        values = zip(*(columns[number][name] for number in holders), strict=True)
+        rows.append([title, *(_versus(cells) for cells in values)])
     return table(heads, rows)
 
 
