@@ -21,9 +21,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
 from zeroir.runtime.named_tensors import NamedTensors, without_memory
-from zeroir.runtime.tensors import IR_DTYPE, TORCH_DTYPE
 from zeroir.torch_ops.batches import undense_kind
 from zeroir.torch_ops.globals import torch_globals_kept
+from zeroir.torch_ops.types import IR_DTYPE, TORCH_DTYPE
 
 Factory = Callable[[], nn.Module]
 

@@ -11,7 +11,6 @@ from zeroir.ir.contents import (
     NamedContent,
 )
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE
-from zeroir.ir.update_ops import GroupedUpdate
 from zeroir.verify import algebra
 from zeroir.verify.descriptions import describe
 from zeroir.verify.domain import (
@@ -50,7 +49,7 @@ def _check_changes(run: SectionRun, counts: Set[str]) -> None:
     written: set[str] = set()
     for op in program.ops():
         match op:
-            case GroupedUpdate():
+            case ops.Direction() | ops.OptimizerStep() | ops.SpeculativeStep() | ops.CommitStep():
                 kept.update(region.buffer for s in op.settings for region in (s.lr, s.hyper))
             case ops.UpdateScale():
                 scales.add(op.state.buffer)

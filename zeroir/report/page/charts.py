@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 LANE_HEIGHT_PX: Final = 30
 MEMORY_HEIGHT_PX: Final = 300
-MARKS: Final = 2
-"""The bars of an op and of what is beside it: of the other program, or of the measured step."""
-
 KIND_COLOURS: Final = {
     Kind.FORWARD: "#4fae76",
     Kind.BACKWARD: "#23714a",
@@ -111,9 +108,12 @@ def script() -> str:
 
 
 def timeline(
-    labels: Sequence[str], groups: Sequence[int], *, end_us: float, scale: Scale
+    labels: Sequence[str], groups: Sequence[int], *, marks: int, end_us: float, scale: Scale
 ) -> dict[str, object]:
-    """The streams over time, a lane for each label from the top; lanes of one group share a band."""
+    """The streams over time, a lane for each label from the top; lanes of one group share a band.
+
+    An op has at most ``marks`` bars, each of which can be marked.
+    """
     from bokeh.embed import json_item
     from bokeh.models import ColumnDataSource, FixedTicker
     from bokeh.models.annotations import BoxAnnotation
@@ -161,8 +161,8 @@ def timeline(
     chart.yaxis.ticker = FixedTicker(ticks=[-number for number in range(len(labels))])
     chart.yaxis.major_label_overrides = {-number: label for number, label in enumerate(labels)}
     chart.ygrid.visible = False
-    for number in range(MARKS):
-        chart.add_layout(BoxAnnotation(name=f"mark-{number}", level="overlay", visible=False))
+    for _ in range(marks):
+        chart.add_layout(BoxAnnotation(name="mark", level="overlay", visible=False))
     return dict(json_item(chart))
 
 
@@ -227,7 +227,7 @@ def memory(
                 name="budget",
             )
         )
-    chart.add_layout(BoxAnnotation(name="mark-0", level="overlay", visible=False))
+    chart.add_layout(BoxAnnotation(name="mark", level="overlay", visible=False))
     return dict(json_item(chart))
 
 
@@ -251,7 +251,7 @@ def _chart(
     )
     chart.xaxis.formatter = CustomJSTickFormatter(
         args={"size": scale.size},
-        code="return (tick / size).toLocaleString('en', { maximumFractionDigits: 6 });",
+        code="return axisNumber.format(tick / size);",
     )
     chart.background_fill_color = None
     chart.border_fill_color = None
