@@ -197,9 +197,7 @@ class _Gradients:
 
     def _temporary(self, name: str, like: str, space: Space = Space.DEVICE) -> Buffer:
         """A temporary buffer for the elements of another one."""
-        while name in self._taken:
-            name += "_"
-        self._taken.add(name)
+        name = rewrite.claimed_name(name, self._taken)
         role = Role.GRAD if space is Space.DEVICE else Role.STAGING
         buffer = self.program.buffer_by_name[like]
         return replace(buffer, name=name, space=space, role=role, holds=None)

@@ -197,11 +197,8 @@ class _Offload:
 
     def _temporary(self, name: str, like: Buffer, region: Region) -> Buffer:
         """A temporary buffer in host memory for the elements of a region."""
-        while name in self._taken:
-            name += "_"
-        self._taken.add(name)
         return Buffer(
-            name=name,
+            name=rewrite.claimed_name(name, self._taken),
             dtype=like.dtype,
             numel=region.local_numel(self.program.mesh),
             space=Space.HOST,

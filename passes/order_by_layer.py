@@ -131,8 +131,12 @@ class _LayerOrder:
         self._count = count
         self._turns = _turns(body)
         self._require_independent()
+        taken = set(program.buffer_by_name)
         self.copies: Mapping[str, tuple[str, ...]] = {
-            name: (name, *(self._free_name(f"{name}.micro{i}") for i in range(1, count)))
+            name: (
+                name,
+                *(rewrite.claimed_name(f"{name}.micro{i}", taken) for i in range(1, count)),
+            )
             for name in self._carried()
         }
 
@@ -191,11 +195,6 @@ class _LayerOrder:
                 f"--order layer cannot run several micro-batches unit by unit: %{name}, which changes from one "
                 f"micro-batch to the next, is used in several places, in {units}. Compile with --order step."
             )
-
-    def _free_name(self, name: str) -> str:
-        while name in self._program.buffer_by_name:
-            name += "_"
-        return name
 
 
 def _turns(body: Sequence[Op]) -> list[Sequence[Op]]:

@@ -187,9 +187,7 @@ def _slot(number: int, numels: Mapping[DType, int], taken: set[str]) -> tuple[Bu
     buffers: list[Buffer] = []
     for dtype, numel in numels.items():
         name = f"page.{number}" if len(numels) == 1 else f"page.{number}.{dtype.value}"
-        while name in taken:
-            name += "_"
-        taken.add(name)
+        name = rewrite.claimed_name(name, taken)
         buffers.append(
             Buffer(name=name, dtype=dtype, numel=numel, space=Space.DEVICE, role=Role.PAGE)
         )

@@ -203,10 +203,7 @@ def _first_writes(program: Program) -> dict[str, int]:
 
 def _snapshot(buffer: Buffer, program: Program, taken: set[str]) -> tuple[Buffer, SnapshotContent]:
     """The snapshot of a buffer, under a name that is not ``taken``, and what it rests with."""
-    name = f"{buffer.name}.snapshot"
-    while name in taken:
-        name += "_"
-    taken.add(name)
+    name = rewrite.claimed_name(f"{buffer.name}.snapshot", taken)
     region = _own_part(buffer, program)
     content = SnapshotContent(
         buffer=region.buffer,

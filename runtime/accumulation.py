@@ -20,6 +20,11 @@ class MicroStepResult:
         self._loss: Tensor | None = None
 
     @property
+    def is_known(self) -> bool:
+        """Whether the micro-step has run; see ``loss``."""
+        return self._loss is not None
+
+    @property
     def loss(self) -> float:
         """The loss of the batch on this rank, without its weight. Reading it waits for the device.
 
@@ -87,7 +92,9 @@ class Accumulation:
                 complete.
         """
         if self._count == 0:
-            raise UserError("update() needs at least one micro_step() before it.")
+            raise UserError(
+                "update() needs at least one micro_step() before it; step() updates by itself."
+            )
         if self._waiting and not self._is_complete:
             raise self._incomplete(self._count)
         self._run_waiting(is_last=True)

@@ -6,12 +6,12 @@ import math
 
 from torch import Tensor
 
-from zeroir.errors import UserError
+from zeroir.errors import BatchError
 from zeroir.ir.micro_batches import slice_region
 from zeroir.ir.program import ConstantBinding, InputBinding, Program
 from zeroir.runtime.rank_memory import RankMemory
-from zeroir.runtime.tensors import TORCH_DTYPE
 from zeroir.torch_ops.batches import Batch, BatchLeaves, flatten, is_same_constant
+from zeroir.torch_ops.types import TORCH_DTYPE
 
 
 def write_inputs(program: Program, memory: RankMemory, batch: Batch, micro_batch: int) -> None:
@@ -26,8 +26,8 @@ def inputs_of(program: Program, batch: Batch) -> list[tuple[InputBinding, Tensor
     """The tensor of a batch for each input of the program.
 
     Raises:
-        UserError: where the structure, a shape, a dtype or a constant of the batch is not the compiled one, or a tensor
-            has no values to copy.
+        BatchError: where the structure, a shape, a dtype or a constant of the batch is not the compiled one, or a
+            tensor has no values to copy.
     """
     leaves = flatten(batch)
     for constant in program.batch_constants:
@@ -47,13 +47,13 @@ def _checked(binding: InputBinding, leaves: BatchLeaves) -> Tensor:
             if binding.path in leaves.constants
             else f"has no '{binding.path}'"
         )
-        raise UserError(
+        raise BatchError(
             f"The batch {found}; the program was compiled for {expected} there: {_REMEDY}."
         )
     if tuple(tensor.shape) != binding.shape or tensor.dtype is not TORCH_DTYPE[binding.dtype]:
         actual = _describe(str(tensor.dtype), tuple(tensor.shape))
         remedy = _DROP_LAST if _is_shorter(tuple(tensor.shape), binding.shape) else _REMEDY
-        raise UserError(
+        raise BatchError(
             f"The batch's '{binding.path}' is {actual}, but the program was compiled for {expected}: {remedy}, or "
             "compile for the new ones."
         )
@@ -71,25 +71,25 @@ def _check_constant(binding: ConstantBinding, leaves: BatchLeaves) -> None:
         tensor = leaves.tensors[path]
         actual = _describe(str(tensor.dtype), tuple(tensor.shape))
     elif path not in leaves.constants:
-        raise UserError(
+        raise BatchError(
             f"The batch has no '{path}'; the program was compiled for the constant {binding.value!r} there: {_REMEDY}."
         )
     elif is_same_constant(leaves.constants[path], binding.value):
         return
     else:
         actual = f"{leaves.constants[path]!r:.80}"
-    raise UserError(
+    raise BatchError(
         f"The batch's '{path}' is {actual}, but the program was compiled for the constant {binding.value!r:.80} there: "
         "compile for the new value, or make it a tensor."
     )
 
 
-def _unknown(program: Program, leaves: BatchLeaves) -> UserError:
+def _unknown(program: Program, leaves: BatchLeaves) -> BatchError:
     """The error on a tensor or constant for which the program has no place."""
     bound = {binding.path for binding in program.inputs}
     bound |= {binding.path for binding in program.batch_constants}
     path = next(path for path in (*leaves.tensors, *leaves.constants) if path not in bound)
-    return UserError(
+    return BatchError(
         f"The batch has a '{path}', which the program was not compiled for and would ignore: {_REMEDY}, or compile for "
         "the new ones."
     )

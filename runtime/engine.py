@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import os
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from zeroir.errors import GraphWarning, UserError, ZeroirError, memory_for
+from zeroir.errors import GraphWarning, UserError, memory_for
 from zeroir.ir import ops
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
@@ -35,13 +34,13 @@ from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.live_optimizer import LiveOptimizer, SettingsOfRanks
 from zeroir.runtime.malloc import keep_freed_memory, return_freed_memory
 from zeroir.runtime.measured_workspaces import DeviceWatcher, on_host
-from zeroir.runtime.module_values import Factory, StateSource
+from zeroir.runtime.module_values import Factory, StateSource, watched_source
 from zeroir.runtime.not_finite import BadParameter, first_bad_parameter
-from zeroir.runtime.opened_program import EngineSettings, open_program
+from zeroir.runtime.opened_program import EngineSettings, open_clock, open_program
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.results import Evaluation, StepResult
 from zeroir.runtime.scheduled import Scheduler
-from zeroir.runtime.trace import HostClock, SpanRecorder, StreamClock, aligned, to_bytes
+from zeroir.runtime.trace import SpanRecorder, aligned, to_bytes
 from zeroir.runtime.weights import WeightFunction
 from zeroir.torch_ops.batches import Batch
 
@@ -117,10 +116,9 @@ class Engine(EngineValues):
         settings = self._settings
         self.program = program
         self.job = open_job(program, settings.backend, self.device, settings.timeout)
-        opened = open_program(program, self.job, self.device, settings, kept)
-        self._memory = opened.memory
-        self._executor = opened.executor
-        self._graphs = opened.graphs
+        self._opened = open_program(program, self.job, self.device, settings, kept)
+        self._memory = self._opened.memory
+        self._executor = self._opened.executor
         if self._optimizer is not None:
             self._optimizer.write_to([self._memory])
         elif any(isinstance(op, ops.OptimizerStep | ops.CommitStep) for op in program.ops()):
@@ -171,7 +169,7 @@ class Engine(EngineValues):
     def _replace_program(self, program: Program) -> None:
         """Run another program: parameters, master weights and states keep their tensors."""
         step_count, seed = self.step_count, self._executor.seed
-        self._end()
+        self._opened.close(self.job)
         self._open(program, kept=self._memory)
         self._executor.step_count = step_count
         self._executor.seed = seed
@@ -212,7 +210,7 @@ class Engine(EngineValues):
                 others = initial.initialise(
                     self.program,
                     [self._memory],
-                    self._noted(source),
+                    watched_source(source, self._note),
                     seed,
                     handout,
                     state=state,
@@ -401,19 +399,8 @@ class Engine(EngineValues):
         self._accumulate()
         return self._running
 
-    def _noted(self, source: Factory | nn.Module) -> Factory | nn.Module:
-        """The source of the user's model, of which the facts are noted as soon as it is there."""
-        if isinstance(source, nn.Module):
-            self._facts = model_facts(source)
-            return source
-
-        def noting() -> nn.Module:
-            module = source()
-            if isinstance(module, nn.Module):
-                self._facts = model_facts(module)
-            return module
-
-        return noting
+    def _note(self, module: nn.Module) -> None:
+        self._facts = model_facts(module)
 
     def first_bad_parameter(self) -> BadParameter | None:
         """The first parameter whose gradient is not finite, between the last micro-step and the update.
@@ -427,13 +414,8 @@ class Engine(EngineValues):
 
     def record(self, step: int) -> None:
         """Record the beginning and end of every op of that step, counting from 1, for ``timelines``."""
-        clock: StreamClock = HostClock()
-        if self.device.type == "cuda":
-            from zeroir.runtime.cuda import CudaClock
-
-            clock = CudaClock(self.program, self.device)
         self._executor.finish()  # no op of an earlier recording may still be running
-        self._recorder.begin(clock)
+        self._recorder.begin(open_clock(self.program, self.device))
         self._executor.watch(step, self._recorder.watch)
 
     def timelines(self) -> list[list[Span]] | None:
@@ -468,19 +450,7 @@ class Engine(EngineValues):
         try:
             self._checkpoints.close()
         finally:
-            self._end()
-
-    def _end(self) -> None:
-        is_stuck = self.device.type == "cuda" and self._executor.has_failed
-        if is_stuck and not self.job.is_alone:
-            self._executor.close()
-            return
-        with contextlib.suppress(ZeroirError):
-            self.finish()
-        if self._graphs is not None:
-            self._graphs.close()
-        self._executor.close()
-        self.job.comm.close()
+            self._opened.close(self.job)
 
     def _micro_steps(self, batches: Sequence[Batch], is_last: bool) -> Sequence[Tensor]:
         if not is_last and self._accumulating is not None:

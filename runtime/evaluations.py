@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from zeroir.errors import UserError
+from zeroir.errors import BatchError, UserError
 from zeroir.runtime.comm.job import PeerError
 from zeroir.runtime.users_code import in_users_code
 from zeroir.torch_ops.batches import Batch
@@ -76,7 +76,12 @@ def evaluate(engine: Evaluator, evaluations: Evaluations, step: int) -> Evaluati
             raise _unequal(len(losses), is_there=is_there)
         if not is_there:
             break
-        losses.append(engine.evaluate(batch).loss)
+        try:
+            losses.append(engine.evaluate(batch).loss)
+        except BatchError as error:
+            raise UserError(
+                f"eval_batches() gave a wrong batch {len(losses) + 1}: {error}"
+            ) from error
     if not losses:
         raise UserError("eval_batches() yields no batch: yield at least one on every rank.")
     return EvaluationReport(

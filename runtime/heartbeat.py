@@ -3,25 +3,31 @@
 A collective waits minutes for a late rank, because loading, compiling and reading data may take that long. It need not
 wait for a rank whose process is frozen or whose machine cannot be reached. So a thread of each rank increments a
 counter in the job's store, and checks that the next rank's counter moves. When the store itself is lost, the
-process that kept it has ended (torchrun's agent or rank 0), and this rank must end itself.
+process that kept it has ended (torchrun's agent or rank 0), and this rank must end itself. It must do so, too, when the
+store does not answer, because a link between machines is down: TCP itself would wait for a quarter of an hour. The
+thread that talks to the store waits then, so another thread watches it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from datetime import timedelta
+from typing import Final, Self
 
 from zeroir.runtime.rendezvous import JOIN_TIMEOUT, LaunchEnvironment, open_store
 from zeroir.runtime.roll_call import KeyValueStore
-from zeroir.runtime.whereabouts import Whereabouts, behind
+from zeroir.runtime.whereabouts import Whereabouts, behind, rank_name, ranks_by_host
 
 INTERVAL_S: Final = 3.0
 _SILENCE_S: Final = 60.0
 _DONE: Final = b"done"
+_ENDS: Final = "ends: "
+"""How the last sign of life of a rank begins that ends because of another one; the reason follows."""
 
 Alarm = Callable[[str], None]
 """Receives one sentence that says why the job cannot continue."""
@@ -34,13 +40,19 @@ class HeartbeatTiming:
     interval_s: float = INTERVAL_S
     silence_s: float = _SILENCE_S
 
+    @classmethod
+    def within(cls, timeout: timedelta) -> Self:
+        """Silence of a fifth of the timeout of collectives, and of no more than a minute."""
+        silence_s = min(_SILENCE_S, timeout.total_seconds() / 5)
+        return cls(interval_s=min(INTERVAL_S, silence_s / 20), silence_s=silence_s)
+
 
 class Heartbeat:
     """Gives this rank's signs of life, and watches the next rank of the ring.
 
-    A sign of life also says where the rank is in its program, once there is a ``tell``. The watching thread calls
-    ``on_alarm`` when the next rank, after its first sign of life, has been silent for too long, or when the store is
-    lost.
+    A sign of life also says where the rank is in its program, once there is a ``tell``. ``on_alarm`` is called when the
+    next rank, after its first sign of life, or the store has been silent for too long, or when the store is lost.
+    ``hosts`` has the name of every rank's machine, once all have joined; ``place`` is the store's address.
     """
 
     def __init__(
@@ -50,6 +62,7 @@ class Heartbeat:
         world_size: int,
         on_alarm: Alarm,
         timing: HeartbeatTiming | None = None,
+        place: str = "",
     ) -> None:
         self._store = store
         self._rank = rank
@@ -57,14 +70,24 @@ class Heartbeat:
         self._next = (rank + 1) % world_size
         self._on_alarm = on_alarm
         self._timing = timing or HeartbeatTiming()
+        self._place = place
         self.tell: Callable[[], Whereabouts] | None = None
+        self.hosts: Sequence[str] = ()
         self._is_over = threading.Event()
-        # A daemon, because a store that no longer answers must not keep the process alive.
+        self._is_closed = threading.Event()
+        self._answers = 0
+        # Daemons, because a store that no longer answers must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="zeroir-heartbeat", daemon=True)
+        watch = threading.Thread(target=self._watch_store, name="zeroir-store-watch", daemon=True)
         self._thread.start()
+        watch.start()
 
     def break_off(self) -> None:
         """End the watch and the signs of life."""
+        self._is_closed.set()
+        self._end_signs()
+
+    def _end_signs(self) -> None:
         self._is_over.set()
         self._thread.join(self._timing.interval_s)
 
@@ -73,14 +96,16 @@ class Heartbeat:
 
         Rank 0 stays until the others have done the same, because the store may end with its process.
         """
-        self.break_off()
+        self._end_signs()
         with contextlib.suppress(RuntimeError):
             self._store.set(str(self._rank), _DONE.decode())
             deadline = time.monotonic() + self._timing.silence_s
             awaited = range(1, self._world_size) if self._rank == 0 else ()
             for rank in awaited:
                 while self._count_of(rank) != _DONE and time.monotonic() < deadline:
+                    self._answers += 1
                     time.sleep(0.01)
+        self._is_closed.set()
 
     def _run(self) -> None:
         try:
@@ -100,6 +125,7 @@ class Heartbeat:
             told = "" if self.tell is None else self.tell().encoded()
             self._store.set(str(self._rank), f"{own_count} {told}")
             count = self._count_of(self._next)
+            self._answers += 1
             now_s = time.monotonic()
             # A rank that was itself stopped does not know how long others were silent.
             was_stopped = now_s - checked_s > 3 * self._timing.interval_s
@@ -107,27 +133,77 @@ class Heartbeat:
                 last_count, changed_s = count, now_s
             elif now_s - changed_s > self._timing.silence_s and count not in (b"", _DONE):
                 place = self._place_of(self._next)
-                self._on_alarm(
-                    f"Rank {self._next} has given no sign of life for {self._timing.silence_s:.0f} s: it was stopped, "
-                    "or its machine cannot be reached."
+                why = (
+                    f"{rank_name(self._next, self.hosts)} has given no sign of life for "
+                    f"{self._timing.silence_s:.0f} s: it was stopped, or its machine cannot be reached."
                     + ("" if place is None else f" It was {place.text}.")
                 )
+                # The rank before this one would otherwise miss this one, whose silence explains nothing.
+                self._store.set(str(self._rank), f"{_ENDS}{why}")
+                self._on_alarm(why)
+                return
+            if count.startswith(_ENDS.encode()):
+                self._store.set(str(self._rank), count.decode())
+                self._on_alarm(count.decode().removeprefix(_ENDS))
                 return
             checked_s = now_s
             self._is_over.wait(self._timing.interval_s)
 
+    def _watch_store(self) -> None:
+        answers = -1
+        changed_s = checked_s = time.monotonic()
+        while not self._is_closed.wait(self._timing.interval_s):
+            now_s = time.monotonic()
+            was_stopped = now_s - checked_s > 3 * self._timing.interval_s
+            checked_s = now_s
+            if self._answers != answers or was_stopped:
+                answers, changed_s = self._answers, now_s
+            elif now_s - changed_s > self._timing.silence_s:
+                self._on_alarm(self._silent_store())
+                return
+
+    def _silent_store(self) -> str:
+        silence = (
+            f"The job's store{self._place} has not answered for {self._timing.silence_s:.0f} s"
+        )
+        own = self.hosts[self._rank] if self.hosts else ""
+        others = ranks_by_host(self.hosts, without=own)
+        if not others:
+            return f"{silence}: the process that keeps it was stopped, or its machine cannot be reached."
+        return (
+            f"{silence}: rank {self._rank} on {own} cannot reach it, and with it {others}. The link between the "
+            "machines is down, or the store's machine is."
+        )
+
     def ranks_behind(self) -> str | None:
         """A sentence on the ranks that are behind the others by their last signs of life; None where none is known."""
+        sentences: list[str | None] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                present = [self._place_of(rank) for rank in range(self._world_size)]
+                sentences.append(behind(present, self.hosts))
+
+        # The store may not answer.
+        asking = threading.Thread(target=ask, name="zeroir-ranks-behind", daemon=True)
+        asking.start()
+        asking.join(self._timing.interval_s)
+        return sentences[0] if sentences else None
+
+    def is_first_with(self, sentence: str) -> bool:
+        """Whether no other rank has come here with this sentence, whatever numbers it names; True without the store."""
+        name = re.sub(r"\d+", "0", sentence)
         try:
-            return behind([self._place_of(rank) for rank in range(self._world_size)])
+            return self._store.add(f"said/{name}", 1) == 1
         except RuntimeError:  # the store is gone
-            return None
+            return True
 
     def _place_of(self, rank: int) -> Whereabouts | None:
-        return Whereabouts.decoded(self._count_of(rank).decode().partition(" ")[2])
+        count = self._count_of(rank).decode()
+        return None if count.startswith(_ENDS) else Whereabouts.decoded(count.partition(" ")[2])
 
     def _count_of(self, rank: int) -> bytes:
-        """The counter of a rank and its whereabouts, or ``_DONE``; empty before its first sign of life."""
+        """The counter of a rank and its whereabouts, ``_DONE``, or why it ends; empty before its first sign of life."""
         key = str(rank)
         return bytes(self._store.get(key)) if self._store.check([key]) else b""
 
@@ -146,7 +222,8 @@ def watched(
         return
     # A connection of its own, because the job's may be blocked in a wait.
     store = open_store(launch, "heartbeat", JOIN_TIMEOUT)
-    heartbeat = Heartbeat(store, launch.rank, launch.world_size, on_alarm, timing)
+    place = f" at {launch.address}:{launch.port}"
+    heartbeat = Heartbeat(store, launch.rank, launch.world_size, on_alarm, timing, place)
     try:
         yield heartbeat
     except BaseException:

@@ -38,8 +38,9 @@ from zeroir.runtime.module_values import (
 )
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.state import fill_constants, fill_scalars
-from zeroir.runtime.tensors import IR_DTYPE, TORCH_DTYPE, common
+from zeroir.runtime.tensors import common
 from zeroir.runtime.whole_parameters import flat_buffers
+from zeroir.torch_ops.types import IR_DTYPE, TORCH_DTYPE
 
 MESSAGE_BYTES: Final = 4 << 20
 _BATCH_NUMEL: Final = 16 << 20

@@ -21,9 +21,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
 from zeroir.runtime.named_tensors import NamedTensors, without_memory
-from zeroir.runtime.tensors import IR_DTYPE, TORCH_DTYPE
 from zeroir.torch_ops.batches import undense_kind
 from zeroir.torch_ops.globals import torch_globals_kept
+from zeroir.torch_ops.types import IR_DTYPE, TORCH_DTYPE
 
 Factory = Callable[[], nn.Module]
 
@@ -31,6 +31,23 @@ _FLOATING = frozenset(dtype for dtype in IR_DTYPE if dtype.is_floating_point)
 
 StateSource = Mapping[str, Tensor] | Callable[[str], Tensor]
 """Tensors by name, for instance a ``state_dict``, or the method ``get_tensor`` of an opened file of safetensors."""
+
+
+def watched_source(
+    source: Factory | nn.Module, watch: Callable[[nn.Module], None]
+) -> Factory | nn.Module:
+    """A source of the same module; ``watch`` is called with the module as soon as it exists."""
+    if isinstance(source, nn.Module):
+        watch(source)
+        return source
+
+    def watched() -> nn.Module:
+        module = source()
+        if isinstance(module, nn.Module):
+            watch(module)
+        return module
+
+    return watched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,8 +209,9 @@ class ModuleValues:
             raise UserError(f"The state has no '{name}', which is on the meta device{advice}.")
         if own.is_meta:
             raise UserError(
-                f"The model's '{name}' is on the meta device, so the program has no values to begin with: pass them "
-                "with state=, or give the model values. An engine takes a module's values, unless keep_module=True."
+                f"The model's '{name}' is on the meta device, so it has no value to begin with: make it on the CPU "
+                "(compiling allocates nothing), or pass values with engine(state=...). An engine takes the values of "
+                "its module, unless it was made with keep_module=True."
             )
 
     def _is_in_state(self, names: tuple[str, ...]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zeroir.errors import ZeroirError
 from zeroir.ir.program import Program
 from zeroir.runtime import state as state_of_buffers
 from zeroir.runtime.comm.job import Backend, Job
@@ -19,6 +21,7 @@ from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.self_check import check_kernels
 from zeroir.runtime.streams import Streams, ThreadStreams
+from zeroir.runtime.trace import HostClock, StreamClock
 from zeroir.runtime.weights import WeightFunction
 
 if TYPE_CHECKING:
@@ -46,6 +49,22 @@ class OpenedProgram:
     memory: RankMemory
     executor: StepExecutor
     graphs: SectionGraphs | None
+
+    def close(self, job: Job) -> None:
+        """Stop the streams and destroy the process groups, once the device has done all submitted work.
+
+        See ``Engine.close`` for what happens after a failure.
+        """
+        is_stuck = self.memory.device.type == "cuda" and self.executor.has_failed
+        if is_stuck and not job.is_alone:
+            self.executor.close()
+            return
+        with suppress(ZeroirError):
+            self.executor.finish()
+        if self.graphs is not None:
+            self.graphs.close()
+        self.executor.close()
+        job.comm.close()
 
 
 def open_program(
@@ -95,3 +114,12 @@ def _open_streams(
     from zeroir.runtime.cuda_graphs import SectionGraphs
 
     return streams, SectionGraphs(program, streams, memory, job)
+
+
+def open_clock(program: Program, device: torch.device) -> StreamClock:
+    """The clock by which ops of the device's streams are recorded."""
+    if device.type != "cuda":
+        return HostClock()
+    from zeroir.runtime.cuda import CudaClock
+
+    return CudaClock(program, device)

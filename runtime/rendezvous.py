@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, cast
@@ -12,12 +18,16 @@ import torch.distributed as dist
 
 from zeroir.errors import UserError
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
+from zeroir.runtime.interfaces import interface_towards
 from zeroir.runtime.orphans import end_with_agent
 from zeroir.runtime.roll_call import AbsentRankError, KeyValueStore, call_roll
+from zeroir.runtime.slurm import become_rank_of_step
 
 JOIN_TIMEOUT: Final = timedelta(seconds=240)
 """Seconds that ranks wait for a rank that does not join. An agent takes 30 s more to kill a frozen one."""
 
+_NOTE_AFTER_S: Final = 30.0
+"""Seconds after which a process says what it is waiting for."""
 _MOST_RANKS: Final = 65536
 _REMEDY: Final = "start the job with torchrun or `zeroir run --nproc`, which set it"
 
@@ -47,11 +57,12 @@ class LaunchEnvironment:
 
 
 def read_launch_environment() -> LaunchEnvironment:
-    """Read RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets.
+    """Read RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets; a task of srun sets them here itself.
 
     Raises:
         UserError: where they are incomplete or contradictory.
     """
+    become_rank_of_step(os.environ)
     if "RANK" not in os.environ:
         if _number("WORLD_SIZE", 1, _MOST_RANKS, default=1) > 1:
             raise UserError(f"WORLD_SIZE is set, but RANK is not: {_REMEDY}, or unset WORLD_SIZE.")
@@ -102,18 +113,48 @@ def open_store(launch: LaunchEnvironment, purpose: str, timeout: timedelta) -> K
     # torchrun restarts a job with the same store, so the keys name the restart.
     start = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
     try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            launch.address,
-            launch.port,
-            is_master=launch.is_host,
-            wait_for_workers=False,
-            multi_tenant=True,
-            timeout=timeout,
-        )
+        with _noting_a_long_wait(launch, timeout):
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                launch.address,
+                launch.port,
+                is_master=launch.is_host,
+                wait_for_workers=False,
+                multi_tenant=True,
+                timeout=timeout,
+            )
     except RuntimeError as error:
         raise _cannot_join(launch, error) from error
     shared: KeyValueStore = dist.PrefixStore(f"zeroir/{purpose}/{start}", store)  # type: ignore[attr-defined]
     return shared
+
+
+@contextmanager
+def _noting_a_long_wait(launch: LaunchEnvironment, timeout: timedelta) -> Iterator[None]:
+    """Log a note where the body, which connects to the job's store, takes long; one from each machine is enough."""
+
+    def note() -> None:
+        try:
+            socket.getaddrinfo(launch.address, launch.port)
+            reason = "no process listens there, or the network does not lead to it"
+        except OSError:
+            reason = f"this machine knows no host {launch.address}"
+        logging.getLogger("zeroir").info(
+            "Rank %d cannot reach the job at %s:%d yet (%s); it tries for %.0f s.",
+            launch.rank,
+            launch.address,
+            launch.port,
+            reason,
+            timeout.total_seconds(),
+        )
+
+    timer = threading.Timer(_NOTE_AFTER_S, note)
+    timer.daemon = True
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def join_job(timeout: timedelta = DEFAULT_TIMEOUT, patience: timedelta = JOIN_TIMEOUT) -> JobRank:
@@ -134,6 +175,11 @@ def join_job(timeout: timedelta = DEFAULT_TIMEOUT, patience: timedelta = JOIN_TI
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             # Some machines cannot resolve their own name, and ranks of one machine do not need it.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        elif device.type != "cuda" and "GLOO_SOCKET_IFNAME" not in os.environ:
+            # Gloo listens at the address of the machine's own name, which often is one of loopback.
+            interface = interface_towards(launch.address, launch.port)
+            if interface is not None:
+                os.environ["GLOO_SOCKET_IFNAME"] = interface
         store = open_store(launch, "joined", patience)
         store = _called(launch, store, patience)
         try:
@@ -177,6 +223,11 @@ def _called(launch: LaunchEnvironment, store: KeyValueStore, patience: timedelta
 
 def _cannot_join(launch: LaunchEnvironment, error: Exception) -> UserError:
     reason = " ".join(str(error).partition("\n")[0].split()).rstrip(".")
+    if launch.is_host and errno.errorcode[errno.EADDRINUSE] in reason:
+        return UserError(
+            f"Another process uses port {launch.port} of this machine, where rank 0 keeps the job's store: choose "
+            "another MASTER_PORT, or `--master-port` of torchrun."
+        )
     return UserError(
         f"Rank {launch.rank} could not join the job at {launch.address}:{launch.port}: {reason}."
     )

@@ -7,6 +7,7 @@ ended waits in vain. Each rank therefore shows a token of its own, and rank 0 an
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from datetime import timedelta
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from zeroir.errors import UserError
 
 _POLL_S: Final = 0.02
+_NOTE_AFTER_S: Final = 30.0
+"""Seconds after which rank 0 says which rank it is waiting for."""
 
 
 class KeyValueStore(Protocol):
@@ -27,6 +30,9 @@ class KeyValueStore(Protocol):
 
     def get(self, key: str, /) -> bytes:
         """Wait for a value and return it."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a counter, which begins at 0, and return its value."""
 
     def check(self, keys: list[str], /) -> bool:
         """Whether all keys have a value."""
@@ -71,6 +77,7 @@ def call_roll(store: KeyValueStore, rank: int, world_size: int, patience: timede
 def _answer_all(store: KeyValueStore, job: str, world_size: int, deadline: float) -> None:
     """As rank 0: answer every token of every other rank, until each has seen its answer."""
     answered: dict[int, bytes] = {}
+    note_s = time.monotonic() + _NOTE_AFTER_S
     missing = list(range(1, world_size))
     while missing:
         for rank in missing:
@@ -83,6 +90,12 @@ def _answer_all(store: KeyValueStore, job: str, world_size: int, deadline: float
         if missing:
             if time.monotonic() > deadline:
                 raise AbsentRankError(missing[0])
+            if time.monotonic() > note_s:
+                note_s = deadline
+                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                logging.getLogger("zeroir").info(
+                    "Waiting for rank %d%s of %d ranks to join.", missing[0], more, world_size
+                )
             time.sleep(_POLL_S)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,30 @@ class Whereabouts:
         return cls(order=(int(step), int(micro_steps), int(section), int(op)), text=text)
 
 
-def behind(present: list[Whereabouts | None]) -> str | None:
+def rank_name(rank: int, hosts: Sequence[str]) -> str:
+    """How a message names a rank: with its machine, where the job has several; ``hosts`` has that of each rank."""
+    return f"Rank {rank} on {hosts[rank]}" if len(set(hosts)) > 1 else f"Rank {rank}"
+
+
+_LISTED: Final = 8
+"""The most machines, and the most ranks of one, that a message names."""
+
+
+def ranks_by_host(hosts: Sequence[str], *, without: str | None = None) -> str:
+    """The machines of a job and their ranks, as ``alpha (ranks 0, 1), beta (rank 2)``, but not ``without``."""
+    ranks: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        if host != without:
+            ranks.setdefault(host, []).append(rank)
+    shown = [
+        f"{host} (rank{'s' * (len(of_host) > 1)} {', '.join(map(str, of_host[:_LISTED]))}"
+        f"{', …' * (len(of_host) > _LISTED)})"
+        for host, of_host in ranks.items()
+    ]
+    return ", ".join(shown[:_LISTED]) + ", …" * (len(shown) > _LISTED)
+
+
+def behind(present: Sequence[Whereabouts | None], hosts: Sequence[str] = ()) -> str | None:
     """A sentence on the ranks that are behind the others, by the whereabouts of each rank; None where none is."""
     known = [(place.order, rank) for rank, place in enumerate(present) if place is not None]
     if not known or min(known)[0] == max(known)[0]:
@@ -39,7 +63,7 @@ def behind(present: list[Whereabouts | None]) -> str | None:
     place = present[last[0]]
     assert place is not None
     who = (
-        f"Rank {last[0]} is"
+        f"{rank_name(last[0], hosts)} is"
         if len(last) == 1
         else f"Ranks {', '.join(map(str, last[:8]))}{', …' if len(last) > 8 else ''} are"
     )

@@ -23,6 +23,7 @@ from zeroir.cost.simulate import simulate
 from zeroir.ir.program import Program
 from zeroir.passes.pipelines import for_stage
 from zeroir.report.page.html import report_html
+from zeroir.report.page.sides import ReportedProgram
 from zeroir.report.summary import summarise
 from zeroir.verify import verify
 
@@ -30,7 +31,8 @@ RANKS: Final = 8
 ROUNDS: Final = 20
 
 MEASURE: Final = """async (rounds) => {
-    const charts = ["timeline", "memory"].map((name) => Bokeh.index.get_one(zeroir.models[name]));
+    const { timeline, memory: [memory] } = zeroir.models;
+    const charts = [timeline, memory].map((chart) => Bokeh.index.get_one(chart));
     let painted = 0;
     for (const chart of charts) {
         for (const renderer of [...chart.all_renderer_views].filter((view) => view.glyph)) {
@@ -55,7 +57,6 @@ MEASURE: Final = """async (rounds) => {
         return times_ms;
     };
     const isPainted = () => { const before = painted; return () => painted > before; };
-    const { timeline, memory } = zeroir.models;
     const count = zeroir.data.ops.op.length;
     const filter = document.getElementById("filter");
     const type = (text) => { filter.value = text; filter.dispatchEvent(new Event("input")); };
@@ -63,7 +64,7 @@ MEASURE: Final = """async (rounds) => {
     const { start, end } = timeline.x_range;
     const at = (share) => start + share * (end - start);
     const look = (from, to) => timeline.x_range.setv({ start: at(from), end: at(to) });
-    const heads = () => document.querySelectorAll("#head span");
+    const heads = () => document.querySelectorAll("#head button");
     const figures = {};
     figures["an idle frame"] = await repeat(() => {});
     figures["filter: table"] = await repeat((r) => type(words[r % words.length]));
@@ -76,8 +77,15 @@ MEASURE: Final = """async (rounds) => {
     figures["pan the whole timeline"] = await repeat((r) => look(0.002 * (r + 1), 1 + 0.002 * (r + 1)), isPainted);
     figures["pan a tenth of it"] = await repeat((r) => look(0.02 * r, 0.02 * r + 0.1), isPainted);
     figures["zoom the timeline"] = await repeat((r) => look(0.44 - 0.02 * r, 0.56 + 0.02 * r), isPainted);
+    timeline.x_range.setv({ start, end });
+    document.querySelector("input[name=axis][value=ops]").click();
     const seen = (r) => ({ start: (r + 1) * (count / 400), end: count + (r + 1) * (count / 400) });
-    figures["pan the memory"] = await repeat((r) => memory.x_range.setv(seen(r)), isPainted);
+    figures["pan the memory, over ops"] = await repeat((r) => memory.x_range.setv(seen(r)), isPainted);
+    document.querySelector("input[name=axis][value=time]").click();
+    const waits = document.querySelector("#kinds input[value=wait]");
+    figures["show and hide waits"] = await repeat(() => waits.click(), isPainted);
+    for (const box of document.querySelectorAll("#kinds input:not(:checked)")) box.click();
+    figures["pan it with all kinds"] = await repeat((r) => look(0.002 * (r + 1), 1 + 0.002 * (r + 1)), isPainted);
     return figures;
 }"""
 
@@ -96,9 +104,16 @@ def write(program: Program, path: Path) -> float:
     """Write a program's page, and return the seconds that took once it was verified and simulated."""
     report = verify(program)
     simulation = simulate(program, load_machine("dgx-h100"))
-    summary = summarise(program, report, stage=3, precision="fp32")
+    reported = ReportedProgram(
+        name="deep.zir",
+        program=program,
+        report=report,
+        summary=summarise(program, report, stage=3, precision="fp32"),
+        simulation=simulation,
+        budget_bytes=None,
+    )
     start = time.perf_counter()
-    text = report_html(program, report, summary, simulation, name="deep.zir", budget_bytes=None)
+    text = report_html(reported)
     path.write_text(text, encoding="utf-8")
     return time.perf_counter() - start
 

@@ -3,8 +3,9 @@
     python -m tools.mutants --count 20000 --record docs/records/mutants.json
 
 The proved programs of ``tests/support/subjects.py`` are damaged in turn, each time in another way that chance chooses.
-What the verifier accepts runs under several interleavings, and must come to the very bits of the undamaged program.
-Exits with 1 where one does not.
+A damage that can be done to few programs is the likelier there, so that it is done about as often as the others. What
+the verifier accepts runs under several interleavings, and must come to the very bits of the undamaged program. Exits
+with 1 where one does not.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from random import Random
@@ -30,6 +31,7 @@ SEEDS = 3
 """Interleavings that an accepted mutant is run under."""
 _PER_TASK = 50
 _TRIES = 100
+_PROBES = 5
 
 
 class MutantVerdict(NamedTuple):
@@ -41,13 +43,13 @@ class MutantVerdict(NamedTuple):
 
 
 def judged(
-    name: str, seed: int, reference: Reference, kinds: Sequence[str]
+    name: str, seed: int, reference: Reference, weights: Mapping[str, float]
 ) -> MutantVerdict | None:
-    """One mutant of a program; None where no damage of these kinds could be done to it."""
+    """One mutant of a program, whose kind is as likely as its weight; None where no such damage could be done to it."""
     chance = Random(f"{name} {seed}")
     original = subject(name).scheduled
-    for _ in range(_TRIES):
-        kind = chance.choice(kinds)
+    kinds = chance.choices(list(weights), list(weights.values()), k=_TRIES)
+    for kind in kinds:
         mutant = MUTATIONS[kind](original, chance)
         if mutant is not None and mutant != original:
             break
@@ -68,12 +70,23 @@ def judged(
     return MutantVerdict(kind, "accepted and equal")
 
 
+def possible(name: str, kinds: Sequence[str]) -> list[str]:
+    """The kinds of damage that can be done to a program."""
+    original = subject(name).scheduled
+    chance = Random(name)
+    return [
+        kind
+        for kind in kinds
+        if any(MUTATIONS[kind](original, chance) not in (None, original) for _ in range(_PROBES))
+    ]
+
+
 def batch(
-    name: str, first: int, count: int, kinds: Sequence[str]
+    name: str, first: int, count: int, weights: Mapping[str, float]
 ) -> list[tuple[int, MutantVerdict | None]]:
     """Several mutants of one program, which is made once for them."""
     reference = Reference(subject(name).logical)
-    return [(seed, judged(name, seed, reference, kinds)) for seed in range(first, first + count)]
+    return [(seed, judged(name, seed, reference, weights)) for seed in range(first, first + count)]
 
 
 def main() -> int:
@@ -90,14 +103,24 @@ def main() -> int:
     arguments = parser.parse_args()
     names, kinds = arguments.program or list(NAMES), arguments.kind or sorted(MUTATIONS)
     each = -(-arguments.count // len(names))
-    tasks = [
-        (name, arguments.first + start, min(_PER_TASK, each - start), kinds)
-        for start in range(0, each, _PER_TASK)
-        for name in names
-    ]
     counts_by_kind: dict[str, Counter[str]] = {kind: Counter() for kind in sorted(MUTATIONS)}
     bad = 0
     with ProcessPoolExecutor(arguments.processes, mp_context=get_context("forkserver")) as pool:
+        possible_kinds = dict(
+            zip(names, pool.map(possible, names, [kinds] * len(names)), strict=True)
+        )
+        program_counts = Counter(kind for own in possible_kinds.values() for kind in own)
+        tasks = [
+            (
+                name,
+                arguments.first + start,
+                min(_PER_TASK, each - start),
+                {kind: 1 / program_counts[kind] for kind in possible_kinds[name]},
+            )
+            for start in range(0, each, _PER_TASK)
+            for name in names
+            if possible_kinds[name]
+        ]
         futures = [pool.submit(batch, *task) for task in tasks]
         for (name, *_), future in track(
             list(zip(tasks, futures, strict=True)), "Judging", disable=not sys.stderr.isatty()

@@ -7,7 +7,8 @@ The public API is loaded on first use, so that ``import zeroir`` costs nothing a
 * ``print(program)`` shows its schedule, ``program.engine()`` returns an ``Engine``, whose ``step(batch)`` trains and
   returns a ``StepResult``; its ``save(path)`` returns a ``PendingSave``, its ``load(path)`` a ``LoadedState``;
 * ``zeroir.ResumableLoader(dataset, ...)`` gives batches whose order survives a resume, by any number of ranks;
-* ``zeroir.ZeroirTrainer`` is Hugging Face's ``Trainer`` over an engine;
+* ``zeroir.ZeroirTrainer`` is Hugging Face's ``Trainer`` over an engine, ``zeroir.ZeroirStrategy`` a strategy of PyTorch
+  Lightning's, and ``zeroir.prepare`` makes an engine for a loop of accelerate;
 * ``zeroir.simulate(program, "dgx-h100")`` predicts the time of a step, and ``zeroir.estimate(7.5e9, world_size=64)``
   memory and communication from the number of parameters alone;
 * ``zeroir.plan(model, "dgx-h100", memory="80GB")`` chooses the options with which a step is shortest;
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from zeroir.api.plan import plan
     from zeroir.config import CompileOptions
     from zeroir.errors import InternalError, UserError
+    from zeroir.integrations.accelerate import prepare
     from zeroir.integrations.hugging_face import ZeroirTrainer
+    from zeroir.integrations.lightning import ZeroirStrategy
     from zeroir.runtime.checkpoint.background import PendingSave
     from zeroir.runtime.checkpoint.loading import LoadedState
     from zeroir.runtime.data.loader import ResumableLoader
@@ -48,12 +51,14 @@ __all__ = [
     "ResumableLoader",
     "StepResult",
     "UserError",
+    "ZeroirStrategy",
     "ZeroirTrainer",
     "compile",
     "estimate",
     "load",
     "measure_workspace",
     "plan",
+    "prepare",
     "register_workspace",
     "simulate",
 ]
@@ -71,12 +76,14 @@ _HOMES = {
     "ResumableLoader": ("zeroir.runtime.data.loader", "ResumableLoader"),
     "StepResult": ("zeroir.runtime.results", "StepResult"),
     "UserError": ("zeroir.errors", "UserError"),
+    "ZeroirStrategy": ("zeroir.integrations.lightning", "ZeroirStrategy"),
     "ZeroirTrainer": ("zeroir.integrations.hugging_face", "ZeroirTrainer"),
     "compile": ("zeroir.api", "compile_model"),
     "estimate": ("zeroir.api.costs", "estimate"),
     "load": ("zeroir.api", "load_program"),
     "measure_workspace": ("zeroir.runtime.operator_workspaces", "measure_workspace"),
     "plan": ("zeroir.api.plan", "plan"),
+    "prepare": ("zeroir.integrations.accelerate", "prepare"),
     "register_workspace": ("zeroir.torch_ops.foreign_workspaces", "register_workspace"),
     "simulate": ("zeroir.api.costs", "simulate"),
 }

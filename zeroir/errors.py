@@ -34,6 +34,10 @@ class UserError(ZeroirError):
     exit_code: ClassVar[int] = 2
 
 
+class BatchError(UserError):
+    """A batch is none, or is none that the program was compiled for."""
+
+
 class DamagedCheckpointError(UserError):
     """A checkpoint is not what was saved; an earlier one may be."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -207,6 +208,20 @@ def require_same_program(program: Program, device: torch.device) -> None:
                 f"Rank {rank} has another program than rank 0 (digest {rank_digest[:16]}… against {digests[0][:16]}…): "
                 "start every rank with the same file, or the same model and options."
             )
+
+
+def hosts_of_ranks(device: torch.device) -> list[str]:
+    """The name of the machine of every rank of the default group, in rank order. All ranks call this together."""
+    return exchanged_texts(socket.gethostname(), device)
+
+
+def exchanged_texts(own: str, device: torch.device) -> list[str]:
+    """Every rank's text, in rank order. All ranks of the default group call this together."""
+    encoded = own.encode()
+    sizes = exchanged(torch.tensor([len(encoded)], dtype=torch.int64), device).view(-1).tolist()
+    longest = max(1, *sizes)
+    rows = _exchange_bytes(encoded.ljust(longest, b"\0"), device)
+    return [row[:size].decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def _exchange_bytes(own: bytes, device: torch.device) -> list[bytes]:

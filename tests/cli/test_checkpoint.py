@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.cli.conftest import Zeroir
-from tests.support.checkpoints import adamw_group, write_checkpoint
+from tests.support.stored_modules import adamw_group, write_checkpoint
 from zeroir.checkpoint.reading import read_manifest
 from zeroir.convert import compare
 

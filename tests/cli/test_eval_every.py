@@ -14,7 +14,7 @@ from tests.support.evaluating import model as source
 from tests.support.zygote import run_forked
 from zeroir.api.compiled import load_program
 from zeroir.cli.app import run_command
-from zeroir.errors import UserError
+from zeroir.errors import BatchError, UserError
 from zeroir.ir.program import Program
 from zeroir.runtime import evaluations
 from zeroir.runtime.evaluations import Evaluations
@@ -127,7 +127,8 @@ class Engine:
         return next(self.shares)
 
     def evaluate(self, batch: Batch) -> Engine:
-        assert batch is not None
+        if batch is None:
+            raise BatchError("The batch is none.")
         return self
 
 
@@ -156,3 +157,9 @@ def test_eval_batches_that_fail_name_their_line() -> None:
     engine = Engine([1.0])
     with pytest.raises(UserError, match=r"eval_batches\(\) failed after step 7 .*no more data"):
         evaluations.evaluate(engine, Evaluations(every=1, batches=batches), 7)
+
+
+def test_a_wrong_batch_of_an_evaluation_is_told_from_one_of_training() -> None:
+    engine = Engine([1.0])
+    with pytest.raises(UserError, match=r"^eval_batches\(\) gave a wrong batch 1: The batch"):
+        evaluations.evaluate(engine, Evaluations(every=1, batches=lambda: iter([None])), 7)

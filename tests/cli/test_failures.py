@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import shlex
 import signal
@@ -55,7 +56,7 @@ def batches(rank, world_size, seed, start_step=0):
     step = 0
     while True:
         step += 1
-        is_now = rank == int(os.environ["ON"]) and step == 3
+        is_now = os.environ["ON"] in (str(rank), "all") and step == 3
         match os.environ["WHAT"] if is_now else "":
             case "raise":
                 raise ValueError("the data file\\nis damaged")
@@ -167,6 +168,24 @@ def begun(folder: Path, logs: Path, out: Path | None = None) -> Forked:
     )
 
 
+def test_what_happens_to_all_ranks_is_said_once(folder: Path) -> None:
+    made = run_forked("zeroir", [*RUN, "3"], folder, {"WHAT": "shape", "ON": "all"})
+    job = ended(made.returncode, made.stdout, made.stderr)
+    assert job.exit_code == 2
+    (sentence,) = job.sentences
+    assert re.match(r"Error on rank [012]: The batch's '0' is float32\[3, 8\], but", sentence)
+    source = (folder / "model.py").read_text()
+    (folder / "other.py").write_text(
+        source.replace("def model", "raise ValueError('no')\ndef model")
+    )
+    other = ["--model", "other.py", "--allow-model-change"]
+    made = run_forked("zeroir", [*RUN, "2", *other], folder, WELL)
+    job = ended(made.returncode, made.stdout, made.stderr)
+    assert job.exit_code == 2
+    (sentence,) = job.sentences
+    assert re.match(r"Error on rank [01]: other\.py cannot be imported at other\.py:", sentence)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_named(folder: Path, tmp_path: Path, rank: int) -> None:
     job = begun(folder, tmp_path)
@@ -264,7 +283,11 @@ OTHER = {
     "program": (["stage2.zir"], "Error: Rank 1 has another program than rank 0 (digest "),
     "model": (
         ["stage3.zir", "--model", "other.py"],
-        "Error: other.py changed since the program was compiled from it",
+        "Error on rank 1: other.py changed since the program was compiled from it",
+    ),
+    "option": (
+        ["stage3.zir", "--log-every", "3"],
+        "Error: Rank 1 was started with --log-every 3, but rank 0 with --log-every 10: start every rank with the",
     ),
 }
 

@@ -48,7 +48,7 @@ FORWARDS = {
     "return {'loss': 1.0}": r"it returned dict whose loss is float",
     "return self.layer(x).argmax()": r"must be a floating-point number, but it is torch.int64",
     "return x.mean()": r"does not depend on any trainable parameter",
-    "x.add_(1); return self.layer(x).mean()": r"changes its input 0 in place; clone it first",
+    "x.add_(1); return self.layer(x).mean()": r"model.py:13 changes the model's input 0 in place; clone it first",
     "return torch.view_as_complex(self.layer(x).view(3, 2, 2)).abs().mean()": (
         r"model.py:13 makes a tensor of torch.complex64, an element type that programs do not have"
     ),
@@ -64,7 +64,7 @@ FORWARDS = {
     ),
     "return Numpy.apply(self.layer(x)).mean()": r"cannot be traced at .*model.py:18: RuntimeError: .numpy",
     "with torch.no_grad(): self.layer.bias.add_(1)\n        return self.layer(x).mean()": (
-        r"changes its parameter layer.bias in place during forward"
+        r"model.py:13 changes the model's parameter layer.bias in place during forward"
     ),
     "return torch.cond(x.sum() > 0, torch.sin, torch.cos, (self.layer(x),)).mean()": r"model.py:13",
     "return float(x.numpy().sum()) * self.layer(x).mean()": r"cannot be traced at .*model.py:13",

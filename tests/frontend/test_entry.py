@@ -14,6 +14,7 @@ from tests.support.zygote import run_forked
 from zeroir.config.model_spec import ModelSpec
 from zeroir.errors import UserError
 from zeroir.frontend import load_model_file
+from zeroir.frontend.entry import importing_from
 
 GOOD = """
 import torch
@@ -94,8 +95,10 @@ def test_a_module_of_a_package_in_the_current_folder_is_loaded_with_arguments_of
     again = load_model_file(f"{by_name.file.path}:{by_name.file.factory}")
     assert again.file == by_name.file
     assert [shape.shape for shape in again.build().parameters()] == [(5, 3), (5, 3)]
-    with pytest.raises(UserError, match=r"build\(height=3\) failed: TypeError: .*'height'"):
-        load_model_file("nets.small.net:build(height=3)").build()
+    with pytest.raises(
+        UserError, match=r"^build\(height=3\) does not fit build\(\) in .*'height'; "
+    ):
+        load_model_file("nets.small.net:build(height=3)")
     with pytest.raises(UserError, match=r"no model file nets\.large, and no module nets\.large"):
         load_model_file("nets.large:build")
 
@@ -165,6 +168,22 @@ def test_the_file_hides_no_module_and_its_folder_leaves_sys_path(tmp_path: Path)
     assert sys.modules["json"] is json
 
 
+def test_a_file_that_parses_arguments_finds_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["zeroir", "compile", "model.py"])
+    parsed = (
+        "from argparse import ArgumentParser\n"
+        "parser = ArgumentParser()\nparser.add_argument('--width', type=int, default=2)\n"
+        "width = parser.parse_args().width\n"
+    )
+    text = parsed + GOOD.replace("(2, 3)", "(width, parser.parse_args().width)")
+    module = load_model_file(write(tmp_path, text)).model()
+    assert sys.argv[1:] == ["compile", "model.py"]
+    assert isinstance(module, torch.nn.Linear)
+    assert (module.in_features, module.out_features) == (2, 2)
+
+
 def test_dataclasses_in_the_file_find_their_module(tmp_path: Path) -> None:
     text = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
     text += "from typing import ClassVar\n\n@dataclass\nclass C:\n    x: int\n    y: ClassVar[int] = 3\n"
@@ -181,6 +200,22 @@ def test_dataclasses_in_the_file_find_their_module(tmp_path: Path) -> None:
         ("def model(): ...\n", r"has no function `batch`; define `batch\(\) -> tuple or dict"),
         ("model = 3\ndef batch(): ...\n", r"`model` in .* is not a function but of type int"),
         (GOOD + "init = 3\n", r"`init` in .* is not a function"),
+        (
+            GOOD + "model = model()\n",
+            r"`model` in .* is a module, not a function: write `def model",
+        ),
+        (
+            GOOD + "def model(width): ...\n",
+            r"^model\(\) does not fit model\(\) in .* 'width'; its arg",
+        ),
+        (
+            GOOD + "def batches(): ...\n",
+            r"`batches` in .* has other parameters: define `batches\(r",
+        ),
+        (GOOD + "def loss(batch): ...\n", r"other parameters: define `loss\(module, batch\)`"),
+        (GOOD + "def weight(): ...\n", r"other parameters: define `weight\(batch\)`"),
+        (GOOD + "def init(): ...\n", r"other parameters: define `init\(module\)`"),
+        (GOOD + "def eval_batches(rank): ...\n", r"other parameters: define `eval_batches\(r"),
     ],
 )
 def test_wrong_files_get_one_sentence(text: str, sentence: str, tmp_path: Path) -> None:
@@ -203,6 +238,22 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
         load_model_file(str(tmp_path))
     with pytest.raises(UserError, match="has no function `absent`"):
         load_model_file(write(tmp_path, GOOD) + ":absent")
+    with pytest.raises(UserError, match=r"is a compiled program; name the model file"):
+        load_model_file(write(tmp_path, "", "gpt.zir"))
+    (tmp_path / "latin.py").write_bytes(b"x = '\xff'\n")
+    with pytest.raises(UserError, match=r"latin\.py(:\d+)? is not valid Python: .*utf-8"):
+        load_model_file(str(tmp_path / "latin.py"))
+
+
+def test_batches_may_import_what_lies_beside_the_file(tmp_path: Path) -> None:
+    write(tmp_path, "VALUES = [1, 2]\n", "beside.py")
+    lazy = "def batches(rank, world_size, seed):\n    import beside\n    yield from beside.VALUES\n"
+    source = load_model_file(write(tmp_path, GOOD + lazy))
+    assert source.batches is not None
+    before = list(sys.path)
+    with importing_from(source):
+        assert list(source.batches(0, 1, 0)) == [1, 2]
+    assert sys.path == before
 
 
 def test_an_exception_in_the_users_function_names_the_line(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ FILES = {
     "deep/cousin.py": "import top\n",
     "lazy.py": "not python at all(",
     "folder/module.py": "",
+    "package/__init__.py": "",
+    "package/folder/module.py": "",
+    "env/site-packages/installed.py": "import folder.module\n",
     "unused.py": "",
 }
 
@@ -28,6 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "env" / "site-packages")
 
 
 def test_imports_are_followed_through_packages_and_cycles() -> None:
@@ -48,3 +53,15 @@ def test_imports_are_followed_through_packages_and_cycles() -> None:
 def test_modules_are_found_by_name() -> None:
     names = {"deep.inner.leaf", "unused", "torch", "os.path", "no_such", "deep.none", "..", ""}
     assert set(hashes_of_modules(names)) == {"deep.inner.leaf", "unused"}
+
+
+def test_a_folder_without_init_may_lie_in_a_package_that_is_not_imported() -> None:
+    assert set(hashes_of_imports(b"import package.folder.module\n")) == {
+        "package",
+        "package.folder.module",
+    }
+    assert "package" not in sys.modules
+
+
+def test_modules_of_another_environment_are_installed() -> None:
+    assert hashes_of_imports(b"import installed\n") == {}

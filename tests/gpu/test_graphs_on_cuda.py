@@ -65,8 +65,8 @@ def run(engine: Engine, batches: list[list[Batch]]) -> tuple[list[float], dict[s
 
 
 def captured(engine: Engine) -> frozenset[str]:
-    assert engine._graphs is not None
-    return engine._graphs.captured
+    assert engine._opened.graphs is not None
+    return engine._opened.graphs.captured
 
 
 def require_equal(

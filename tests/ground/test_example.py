@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
@@ -78,3 +80,24 @@ def test_examples_equal_eager_pytorch(spec: str, capsys: pytest.CaptureFixture[s
     options = ["--world-size", "3", "--steps", "2"]
     assert run_command(["check", str(EXAMPLES / spec), *options]) == 0
     assert "equal 3 eager replicas bit for bit" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
+def test_peft_loads_the_adapters_that_an_engine_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from examples import lora
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lora, "STEPS", 4)
+    lora.main()
+    first, last, trained, loaded = map(float, re.findall(r"\d+\.\d+", capsys.readouterr().out))
+    assert last < first
+    assert trained == pytest.approx(loaded, abs=1e-4)
+    with torch.no_grad():
+        untouched = lora.base()(**next(lora.batches(0, 1, seed=1))).loss.item()
+    assert untouched != pytest.approx(loaded, abs=1e-3)
+    saved = {path.name for path in (tmp_path / "adapters").iterdir()}
+    assert saved == {"README.md", "adapter_config.json", "adapter_model.safetensors"}

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from tests.artifact.test_released import make
-from tests.support.checkpoints import write_checkpoint
+from tests.support.stored_modules import write_checkpoint
 from zeroir import artifact as artifacts
 
 PACKAGE = Path(__file__).parents[2] / "zeroir"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, SequentialLR
 
 from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
 from zeroir.errors import UserError
@@ -44,26 +47,30 @@ def test_arguments_that_an_engine_cannot_follow_are_refused(
     saving = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
     with pytest.raises(UserError, match=sentence):
         ZeroirTrainer(workers.model(), workers.arguments(tmp_path, **saving, **given))
-    with pytest.raises(UserError, match="leave order= out"):
-        ZeroirTrainer(zeroir_options={"order": "layer"})
 
 
 def test_a_rank_alone_trains_with_the_users_optimizer_and_schedule(tmp_path: Path) -> None:
-    """Rows are added to the last batch of an epoch; changes of the model between two trainings count."""
+    """Rows are added to the last batch of an epoch; changes of the model between two trainings count.
+
+    So it is where the micro-batches of a step run layer by layer.
+    """
     from transformers import Trainer
 
     from tests.integrations import trainer_workers as workers
     from zeroir import ZeroirTrainer
 
     losses: list[list[float]] = []
-    for kind in (Trainer, ZeroirTrainer):
+    by_layer = partial(ZeroirTrainer, zeroir_options={"order": "layer"})
+    kinds: list[Callable[..., Trainer]] = [Trainer, ZeroirTrainer, by_layer]
+    for number, kind in enumerate(kinds):
         model = workers.model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        parts = [LambdaLR(optimizer, lambda _: 0.5), ExponentialLR(optimizer, 0.1)]
+        schedule = SequentialLR(optimizer, parts, [1])
         given = {"lr_scheduler_type": "constant", "num_train_epochs": 1}
         trainer = kind(
             model,
-            workers.arguments(tmp_path / kind.__name__, **given),
+            workers.arguments(tmp_path / str(number), **given),
             data_collator=workers.collate,
             train_dataset=workers.samples(7, longest=5),
             eval_dataset=workers.samples(5, longest=5),
@@ -91,6 +98,57 @@ def test_a_rank_alone_trains_with_the_users_optimizer_and_schedule(tmp_path: Pat
         assert predicted.shape == (2, 4, workers.VOCABULARY)
         total = float(predicted.abs().sum())
         losses.append([before, evaluated, changed, mass, total, *logged, *rates])
-    expected, actual = losses
-    assert actual == pytest.approx(expected, rel=1e-4)
+    expected, *actual = losses
+    for own in actual:
+        assert own == pytest.approx(expected, rel=1e-4)
     assert expected[1] != pytest.approx(expected[2], rel=1e-3)
+
+
+def test_a_model_without_its_values_and_an_optimizer_of_the_compiler_are_refused(
+    tmp_path: Path,
+) -> None:
+    """A callback that computes with the model of the trainer reads what to do; so does one that generates."""
+    from transformers import TrainerCallback
+
+    from tests.integrations import trainer_workers as workers
+    from zeroir import ZeroirTrainer
+
+    ids = torch.ones(2, 4, dtype=torch.long)
+    refused: list[str] = []
+
+    class Computes(TrainerCallback):
+        def on_step_end(self, *_: object, **given: object) -> None:
+            model = cast("Any", given["model"])
+            for call in (model, partial(model.generate, max_new_tokens=2)):
+                with pytest.raises(UserError, match=r"with trainer\.gathered\(\) as model"):
+                    call(input_ids=ids)
+                refused.append(str(call))
+
+    trainer = ZeroirTrainer(
+        workers.model(),
+        workers.arguments(tmp_path, max_steps=1, save_strategy="no"),
+        data_collator=workers.collate,
+        train_dataset=workers.samples(4, longest=4),
+        callbacks=[Computes()],
+    )
+    trainer.train()
+    assert len(refused) == 2
+    assert workers.trained(trainer)(input_ids=ids).logits.isfinite().all()
+
+    with pytest.raises(UserError, match=r"optimizer='sgd' of zeroir_options has no effect"):
+        ZeroirTrainer(workers.model(), zeroir_options={"optimizer": "sgd"})
+
+
+def test_an_epoch_that_does_not_end_with_a_group_is_refused_at_once(tmp_path: Path) -> None:
+    from tests.integrations import trainer_workers as workers
+    from zeroir import ZeroirTrainer
+
+    trainer = ZeroirTrainer(
+        workers.model(),
+        workers.arguments(tmp_path),
+        data_collator=workers.collate,
+        train_dataset=workers.samples(6, longest=5),
+        zeroir_options={"order": "layer"},
+    )
+    with pytest.raises(UserError, match=r"last step of an epoch has 1 batch, but .* groups of 2"):
+        trainer.train()

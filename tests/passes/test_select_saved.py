@@ -103,6 +103,40 @@ def assert_laws(logical: Program) -> Program:
     return program
 
 
+WITH_EMPTY_PART = """
+import torch
+from torch import nn
+
+class Rotated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        part = self.up(x)[..., :4]
+        # As rotary embeddings of a part of the dimensions do where the part is all of them.
+        return self.down(torch.cat([part.tanh() * part.sin(), part[..., 4:]], -1)).square().mean()
+
+def model():
+    return nn.Sequential(nn.Linear(4, 4), Rotated())
+
+def batch():
+    return torch.randn(3, 4)
+"""
+
+
+def test_a_part_without_elements_is_read_from_any_offset(tmp_path: Path) -> None:
+    """The trace saved all that ``cat`` makes; the backward makes it of the parts, one of them empty."""
+    path = tmp_path / "rotated.py"
+    path.write_text(WITH_EMPTY_PART)
+    program = assert_laws(traced(path))
+    assert any(
+        "aten.cat.default" in ops_of(program, s.name)
+        for s in program.segments
+        if s.name.endswith("backward")
+    )
+
+
 @pytest.mark.slow
 def test_the_example_keeps_inputs_of_norms_and_activations_only(gpt: Program) -> None:
     program = assert_laws(gpt)

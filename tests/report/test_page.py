@@ -1,75 +1,47 @@
-"""The page of a report: its contents, and its behaviour in a browser."""
+"""The page of a report: its contents. ``test_page_in_browser`` opens it."""
 
 from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.passes.test_gates import gate
-from tests.report.browser import open_browser
+from tests.report.pages import page_of, program, reported, simulated
 from tests.support.lowering import applied
 from tests.support.programs import mlp
-from zeroir.config import make_options
-from zeroir.cost.machine import load_machine
-from zeroir.cost.simulate import Simulation, simulate
 from zeroir.cost.tasks import step_sections
+from zeroir.ir import ops
 from zeroir.ir.buffers import Role
-from zeroir.ir.program import Program
+from zeroir.ir.mesh import COMPUTE
+from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.memory.curve import peak
-from zeroir.passes.manager import apply
-from zeroir.passes.pipelines import for_options, for_stage
-from zeroir.report.page.charts import ROLE_COLOURS
-from zeroir.report.page.facts import memory_curve, step_ops, unit_facts
+from zeroir.passes.pipelines import for_stage
+from zeroir.passes.recompute import Recompute
+from zeroir.report.diff import aligned_ops
+from zeroir.report.names import format_bytes
+from zeroir.report.page.charts import KIND_COLOURS, ROLE_COLOURS
+from zeroir.report.page.facts import Kind, memory_curve, step_ops, unit_facts
 from zeroir.report.page.html import report_html
-from zeroir.report.summary import summarise
-from zeroir.verify import verify
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
-
-BUDGET_BYTES = 40_000
-WIDTH = 1400
+from zeroir.report.page.phases import phases
+from zeroir.report.page.sides import aligned_steps, sides
+from zeroir.report.page.tables import NO_BREAK
 
 
-@cache
-def program(micro_steps: int = 1) -> Program:
-    options = make_options({"stage": 3, "world_size": 4, "micro_steps": micro_steps})
-    return applied(mlp(blocks=3, dim=32, micro_steps=micro_steps), for_options(options))
-
-
-@cache
-def simulated(micro_steps: int = 1) -> Simulation:
-    return simulate(program(micro_steps), load_machine("dgx-h100"))
-
-
-def page_of(made: Program, name: str, *, budget_bytes: int | None = BUDGET_BYTES) -> str:
-    report = verify(made)
-    return report_html(
-        made,
-        report,
-        summarise(made, report, stage=3, precision="fp32"),
-        simulate(made, load_machine("dgx-h100")),
-        name=name,
-        budget_bytes=budget_bytes,
-    )
+def data_of(page: str) -> dict[str, Any]:
+    """The data of a page's script."""
+    element = re.search(r'<script[^>]*id="data"[^>]*>(.*?)</script>', page, re.DOTALL)
+    assert element is not None
+    data: dict[str, Any] = json.loads(element[1])
+    return data
 
 
 @pytest.mark.slow
 def test_transfers_and_the_hosts_update_have_lanes_of_their_own() -> None:
-    made = gate("offload")
-    page = page_of(made, "offload.zir")
-    found = re.search(r'<script[^>]*id="data"[^>]*>(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    data = json.loads(found[1])
-    lanes = {lane["stream"] for lane in data["lanes"]}
+    page = page_of(gate("offload"), "offload.zir")
+    lanes = {lane["stream"] for lane in data_of(page)["lanes"]}
     assert {"copy_in", "copy_out", "optimizer"} <= lanes
     for words in ("exposed transfers", "host to device", "device to host"):
         assert words in page
@@ -80,9 +52,9 @@ def test_transfers_and_the_hosts_update_have_lanes_of_their_own() -> None:
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_every_op_of_the_step_has_its_time_and_memory(micro_steps: int) -> None:
     made = program(micro_steps)
-    shown_ops = step_ops(made, simulated(micro_steps))
+    shown_ops = step_ops(made, simulated(made))
     assert len(shown_ops) == sum(len(section.body) for section in step_sections(made))
-    (rank_class,) = simulated(micro_steps).classes
+    (rank_class,) = simulated(made).classes
     assert sorted((s.start_ns, s.end_ns) for o in shown_ops for s in o.spans) == sorted(
         (span.start_ns, span.end_ns) for span in rank_class.spans
     )
@@ -92,15 +64,97 @@ def test_every_op_of_the_step_has_its_time_and_memory(micro_steps: int) -> None:
     assert [name for _, name in curve.joints] == [s.name for s in step_sections(made)]
 
 
-def test_every_role_has_a_colour_of_its_own() -> None:
-    assert ROLE_COLOURS.keys() == set(Role)
-    assert len(set(ROLE_COLOURS.values())) == len(Role)
+def test_every_role_and_every_kind_has_a_colour_of_its_own() -> None:
+    for colours, names in ((ROLE_COLOURS, Role), (KIND_COLOURS, Kind)):
+        assert colours.keys() == set(names)
+        assert len(set(colours.values())) == len(names)
 
 
 def test_units_share_the_parameters() -> None:
-    units = unit_facts(program(), step_ops(program(), simulated()))
+    units = unit_facts(program(), step_ops(program(), simulated(program())))
     assert sum(unit.parameters_numel for unit in units) == program().parameters_numel
     assert all(unit.flops > 0 and unit.reduced_bytes > 0 for unit in units)
+
+
+@pytest.mark.parametrize(
+    "logical", [mlp(), mlp(precision="fp16", clip=1.0, tied=True), mlp(is_weighted=True)]
+)
+def test_computes_are_forward_backward_or_recomputed(logical: Program) -> None:
+    made = applied(logical, (Recompute(units=("*",)), *for_stage(3, 2)))
+    section = made.section_by_name[LAST_MICRO_STEP]
+    expected = {"forward": "forward", "backward": "backward", "recompute": "recomputed"}
+    of_ops = phases(made, section)
+    assert of_ops == {
+        index: expected[op.segment.rpartition(".")[2]]
+        for index, op in enumerate(section.body)
+        if isinstance(op, ops.Compute)
+    }
+    assert set(of_ops.values()) == set(expected.values())
+    assert phases(made, made.section_by_name[UPDATE]) == {}
+
+
+def test_the_memory_of_a_step_is_shown_in_program_order_within_the_step() -> None:
+    made = program(micro_steps=3)
+    shown_ops = step_ops(made, simulated(made))
+    times_ns = [op.memory_ns for op in shown_ops]
+    assert times_ns == sorted(times_ns)
+    assert times_ns[0] >= 0
+    assert times_ns[-1] <= simulated(made).step_ns
+    computes = [op for op in shown_ops if op.stream == COMPUTE]
+    assert [op.memory_ns for op in computes] == [op.spans[0].start_ns for op in computes]
+    # Other ops stand at their own times, too, unless the order forbids it.
+    own = [op for op in shown_ops if op.memory_ns == op.spans[0].start_ns]
+    assert len(own) > len(computes)
+
+
+def test_the_ops_of_two_programs_stand_side_by_side() -> None:
+    old, new = sides([reported(program(2, stage=2), "old.zir"), reported(program(3), "new.zir")])
+    rows = aligned_steps(old, new)
+    for side, numbers in ((old, [r.old for r in rows]), (new, [r.new for r in rows])):
+        of_side = [number for number in numbers if number is not None]
+        assert sorted(of_side) == list(range(len(side.ops)))
+        assert [side.ops[number].position.section for number in of_side] == [
+            side.ops[number].position.section for number in sorted(of_side)
+        ]
+    pairs = [
+        (old.ops[row.old], new.ops[row.new])
+        for row in rows
+        if row.old is not None and row.new is not None
+    ]
+    assert all((a.op, a.units) == (b.op, b.units) for a, b in pairs)
+    # The program of three micro-steps has a compute for each one of the program of two.
+    assert sum(a.op == "compute" for a, _ in pairs) == sum(op.op == "compute" for op in old.ops)
+
+
+def test_a_program_beside_itself_has_no_differences() -> None:
+    made = program()
+    for section in made.sections:
+        aligned = aligned_ops(made, made, section.name)
+        assert [(row.old, row.new, row.is_equal) for row in aligned] == [
+            (index, index, True) for index in range(len(section.body))
+        ]
+    page = report_html(reported(made), reported(made, "same.zir"))
+    assert "The programs are equal." in page
+    assert " → " not in page.partition("<main>")[2].partition("<script")[0]
+
+
+@pytest.mark.slow
+def test_two_programs_share_their_scales_and_show_their_differences() -> None:
+    small, large = reported(program(stage=2), "2.zir"), reported(program(), "3.zir")
+    page = report_html(small, large)
+    data = data_of(page)
+    assert len(data["sides"]) == 2
+    assert {lane["side"] for lane in data["lanes"]} == {0, 1}
+    for axis in ("x_range", "y_range"):
+        limits = [
+            side["memory"]["doc"]["roots"][0]["attributes"][axis]["attributes"]
+            for side in data["sides"]
+        ]
+        assert limits[0] == limits[1]
+        assert limits[0]["end"] > 0
+    peaks = [format_bytes(memory_curve(each.program).peak_bytes) for each in (small, large)]
+    for words in ("only A", "only B", "The lines that differ", " → ".join(peaks)):
+        assert words in page.replace(NO_BREAK, " ")
 
 
 @pytest.mark.slow
@@ -111,321 +165,3 @@ def test_the_page_holds_all_it_needs_and_no_markup_of_others() -> None:
     own = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
     assert not re.search(r"(src|href)=[\"'](?!data:)", own)
     assert "<!--slot:" not in text
-
-
-@contextmanager
-def opened(browser: Browser, path: Path, scheme: Any = "light") -> Iterator[Page]:  # noqa: ANN401
-    """The page in a window of its own, where each error and each request other than for the file fails the test."""
-    context = browser.new_context(color_scheme=scheme, viewport={"width": WIDTH, "height": 1500})
-    page = context.new_page()
-    troubles: list[str] = []
-    page.on("pageerror", lambda error: troubles.append(str(error)))
-    page.on("console", lambda m: troubles.append(m.text) if m.type == "error" else None)
-    page.on(
-        "request",
-        lambda r: None if r.url.startswith(("file:", "data:")) else troubles.append(r.url),
-    )
-    page.goto(path.as_uri())
-    page.evaluate("zeroir.ready")
-    yield page
-    assert not troubles
-    context.close()
-
-
-def marked(page: Page) -> dict[str, Any]:
-    """The row that is marked, and where the marks stand in the charts."""
-    found: dict[str, Any] = page.evaluate(
-        """() => {
-            const { timeMark, memoryMark } = zeroir.models;
-            const line = document.querySelector("#rows .marked");
-            return {
-                row: line && Number(line.dataset.row),
-                time: timeMark.visible && [timeMark.left, timeMark.right],
-                memory: memoryMark.visible && memoryMark.left,
-            };
-        }"""
-    )
-    return found
-
-
-def centre_of(page: Page, chart: str, x: float, y: float) -> tuple[float, float]:
-    """Where in the window a point of a chart is, given in the chart's own coordinates."""
-    found: list[float] = page.evaluate(
-        """([name, x, y]) => {
-            const model = zeroir.models[name];
-            const view = Bokeh.index.get_one(model);
-            const frame = view.frame;
-            const box = view.el.getBoundingClientRect();
-            return [box.left + frame.x_scale.compute(x), box.top + frame.y_scale.compute(y)];
-        }""",
-        [chart, x, y],
-    )
-    return found[0], found[1]
-
-
-def zoom(page: Page, chart: str, start: float, end: float) -> None:
-    _awaited(
-        page,
-        """async ([name, start, end]) => {
-            zeroir.models[name].x_range.setv({ start, end });
-            await new Promise((next) => requestAnimationFrame(() => setTimeout(next, 100)));
-        }""",
-        [chart, start, end],
-    )
-
-
-@pytest.mark.slow
-def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    path = tmp_path / "mlp.html"
-    path.write_text(page_of(program(), "mlp.zir"), encoding="utf-8")
-    shown_ops = step_ops(program(), simulated())
-    with open_browser() as browser:
-        with opened(browser, path) as page:
-            _require_links(page, shown_ops)
-            _require_filter(page, shown_ops)
-            _require_all_is_drawn(page)
-            _require_all_columns(page)
-            light = page.screenshot(path=tmp_path / "light.png")
-        with opened(browser, path, "dark") as page:
-            dark = page.screenshot(path=tmp_path / "dark.png")
-            shades = {"dark": _shades(page)}
-            page.emulate_media(color_scheme="light")
-            shades["light"] = _shades(page)
-    assert light != dark
-    # In both, what is written differs enough from what it is written on (WCAG asks for 4.5).
-    for scheme, contrasts in shades.items():
-        assert contrasts, scheme
-        assert min(contrasts) >= 4.5, (scheme, contrasts)
-
-
-def _require_links(page: Page, shown_ops: list[Any]) -> None:
-    """Pointing at a row marks both charts, and pointing into a chart the row and the other chart."""
-    wanted = next(i for i, op in enumerate(shown_ops) if op.op == "compute" and op.index > 3)
-    page.evaluate("row => zeroir.mark(row)", wanted)
-    page.locator(f'#rows .row[data-row="{wanted}"]').hover()
-    page.wait_for_function("document.querySelector('#rows .marked:hover')")
-    span = shown_ops[wanted].spans[0]
-    at_row = marked(page)
-    assert at_row["row"] == wanted
-    assert at_row["time"] == [span.start_ns / 1000, span.end_ns / 1000]
-    assert at_row["memory"] == wanted
-    page.mouse.move(5, 5)
-    page.wait_for_function(
-        "!document.querySelector('#rows .marked') && !zeroir.models.timeMark.visible"
-    )
-    later = next(i for i, op in enumerate(shown_ops) if op.op == "compute" and i > wanted)
-    span = shown_ops[later].spans[0]
-    lane = page.evaluate("zeroir.data.lanes.findIndex(one => one.stream === 'compute')")
-    middle_us = (span.start_ns + span.end_ns) / 2000
-    page.mouse.move(*centre_of(page, "timeline", middle_us, -lane))
-    page.wait_for_function(
-        "row => document.querySelector(`#rows .marked[data-row='${row}']`)", arg=later
-    )
-    assert marked(page)["memory"] == later
-    assert f"@{shown_ops[later].detail.split(' ')[0].lstrip('@')}" in page.inner_text("#detail")
-    page.mouse.move(*centre_of(page, "memory", wanted + 0.5, 0.1))
-    page.wait_for_function(
-        "row => document.querySelector(`#rows .marked[data-row='${row}']`)", arg=wanted
-    )
-    assert marked(page)["time"] == at_row["time"]
-
-
-def _require_filter(page: Page, shown_ops: list[Any]) -> None:
-    """The filter leaves the rows that hold every word, and the head sorts them."""
-    page.fill("#filter", "reduce_scatter LAST_micro")
-    kept = [i for i, op in enumerate(shown_ops) if op.op == "reduce_scatter"]
-    assert kept
-    rows = page.locator("#rows .row")
-    first = [int(rows.nth(i).get_attribute("data-row") or -1) for i in range(rows.count())]
-    assert first == kept[: len(first)]
-    assert page.inner_text("#count") == f"{len(kept):,} of {len(shown_ops):,}"
-    page.wait_for_function(
-        """kept => {
-            const { alpha, row } = zeroir.models.spans.data;
-            const solid = row.filter((_, i) => alpha[i] > 0.4);
-            return solid.length && solid.length <= kept.length && solid.length < row.length;
-        }""",
-        arg=kept,
-    )
-    page.locator("#head span", has_text="size").click()
-    assert page.locator('#head span[aria-sort="descending"]').inner_text().startswith("size")
-    sizes = [
-        shown_ops[int(rows.nth(i).get_attribute("data-row") or -1)].size_bytes
-        for i in range(rows.count())
-    ]
-    assert sizes == sorted(sizes, reverse=True)
-    page.fill("#filter", "")
-    assert page.inner_text("#count") == f"{len(shown_ops):,}"
-
-
-def _require_all_columns(page: Page) -> None:
-    """All columns are in sight in a window of 1,280 pixels, and can be scrolled to in a smaller one."""
-    for width in (1280, 900):
-        page.set_viewport_size({"width": width, "height": 800})
-        beyond = page.evaluate(
-            """() => {
-                const table = document.getElementById("ops");
-                table.scrollLeft = 1e4;
-                const last = document.querySelector("#head span:last-child").getBoundingClientRect();
-                return [last.right - table.getBoundingClientRect().right, table.scrollLeft];
-            }"""
-        )
-        assert beyond[0] <= 0
-        assert (beyond[1] == 0) == (width == 1280)
-    labels = page.evaluate(
-        "zeroir.models.timeline.below[0].formatter.doFormat([2e5, 1234.5, 0.25], {loc: 0})"
-    )
-    assert labels == ["200,000", "1,234.5", "0.25"]
-
-
-def _shades(page: Page) -> list[float]:
-    """The contrast of the colours of texts with their backgrounds, by the formula of WCAG 2."""
-    contrasts: list[float] = page.evaluate(
-        """() => {
-            const light = (text) => {
-                const [r, g, b] = text.match(/[\\d.]+/g).slice(0, 3).map((v) => v / 255)
-                    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
-                return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-            };
-            const behind = (one) => {
-                while (one && getComputedStyle(one).backgroundColor.match(/, 0\\)$/)) one = one.parentElement;
-                return light(getComputedStyle(one || document.body).backgroundColor);
-            };
-            return ["h1", "h2", ".tile span", ".tile b", "td", "th", "td.proved", "#detail", "#rows .row", "#head"]
-                .map((selector) => document.querySelector(selector))
-                .map((one) => [light(getComputedStyle(one).color), behind(one)].sort((a, b) => b - a))
-                .map(([high, low]) => (high + 0.05) / (low + 0.05));
-        }"""
-    )
-    # The charts hear of the scheme after the page's style has changed.
-    page.wait_for_function(
-        """() => getComputedStyle(document.documentElement).getPropertyValue("--ink").trim() ===
-            zeroir.models.timeline.below[0].major_label_text_color"""
-    )
-    return contrasts
-
-
-def _awaited(page: Page, function: str, argument: object = None) -> list[Any]:
-    """The result of an asynchronous function in the page.
-
-    It is asked for again and again: a browser under load may collect a promise that it should wait for.
-    """
-    page.evaluate(
-        f"""argument => {{
-            globalThis.outcome = null;
-            ({function})(argument).then(
-                (value) => {{ globalThis.outcome = {{ value: value ?? null }}; }},
-                (error) => {{ globalThis.outcome = {{ error: String(error) }}; }},
-            );
-        }}""",
-        argument,
-    )
-    deadline = time.monotonic() + 60
-    while (outcome := page.evaluate("globalThis.outcome")) is None:
-        assert time.monotonic() < deadline, "the page does not answer"
-        page.wait_for_timeout(50)
-    assert "error" not in outcome, outcome["error"]
-    result: list[Any] = outcome["value"]
-    return result
-
-
-def _require_all_is_drawn(page: Page) -> None:
-    """At every zoom each op of some duration is under a block of its lane, and the peak of the memory is visible."""
-    lost = _awaited(
-        page,
-        """async () => {
-            const { timeline, memory, spans, live } = zeroir.models;
-            const { ops, lanes } = zeroir.data;
-            const lost = [];
-            const width = timeline.x_range.end - timeline.x_range.start;
-            for (const [from, share] of [[0, 1], [0.3, 0.1], [0.5, 0.004]]) {
-                const start = timeline.x_range.start;
-                timeline.x_range.setv({ start: start + from * width, end: start + (from + share) * width });
-                await new Promise((next) => setTimeout(next, 0));
-                const { start: left, end: right } = timeline.x_range;
-                const pixel = (right - left) / timeline.inner_width;
-                const drawn = spans.data;
-                const blocks = lanes.map((_, lane) =>
-                    drawn.left.map((one, i) => [one, drawn.right[i], drawn.top[i] + drawn.bottom[i]])
-                        .filter(([, , middle]) => Math.abs(middle + 2 * lane) < 0.01));
-                const most = 2 * lanes.length * timeline.inner_width;
-                if (drawn.left.length > most) lost.push(["too many", drawn.left.length]);
-                ops.op.forEach((_, row) => {
-                    const lane = lanes.findIndex((one) => one.stream === ops.stream[row]);
-                    const [begin, end] = [ops.start[row][0], ops.end[row][0]];
-                    if (end <= begin || end < left || begin > right) return;
-                    const middle = (Math.max(begin, left) + Math.min(end, right)) / 2;
-                    const isUnder = ([a, b]) => a - pixel <= middle && middle <= b + pixel;
-                    if (!blocks[lane].some(isUnder)) lost.push([share, row]);
-                });
-                timeline.x_range.setv({ start, end: start + width });
-            }
-            const roles = zeroir.data.live.roles;
-            const totals = zeroir.data.live.at.map((_, i) => roles.reduce((sum, one) => sum + one[i], 0));
-            const peak = Math.max(...totals) / zeroir.data.live.unit_bytes;
-            const shown = Math.max(...live.data[`high_${roles.length - 1}`]);
-            if (Math.abs(shown - peak) > 1e-9 * peak) lost.push(["peak", shown, peak]);
-            if (live.data.at.length > 2 * memory.inner_width) lost.push(["too many", live.data.at.length]);
-            return lost.slice(0, 5);
-        }""",
-    )
-    assert lost == []
-
-
-@pytest.mark.slow
-def test_ten_thousand_ops_stay_fluid(tmp_path: Path) -> None:
-    """The page has only the visible rows and blocks, and pointing at an op does not draw the charts again."""
-    made = mlp(blocks=390, dim=16)
-    for step in for_stage(3, 4, overlap_update=True):
-        made = apply(step, made)
-    (tmp_path / "deep.html").write_text(
-        page_of(made, "deep.zir", budget_bytes=None), encoding="utf-8"
-    )
-    shown_ops = step_ops(made, simulate(made, load_machine("dgx-h100")))
-    assert len(shown_ops) >= 10_000
-    with open_browser() as browser, opened(browser, tmp_path / "deep.html") as page:
-        page.set_default_timeout(60_000)
-        assert page.evaluate("zeroir.data.ops.op.length") == len(shown_ops)
-        assert page.locator("#rows .row").count() < 60
-        page.evaluate("document.getElementById('ops').scrollTop = 24 * 8000")
-        page.wait_for_function("document.querySelector('#rows .row[data-row=\"8005\"]')")
-        assert page.locator("#rows .row").count() < 60
-        _require_all_is_drawn(page)
-        glyphs, marking, is_painted_anew = _awaited(
-            page,
-            """async () => {
-                let painted = 0;
-                const view = Bokeh.index.get_one(zeroir.models.timeline);
-                const glyphs = [...view.all_renderer_views].filter((one) => one.glyph);
-                for (const one of glyphs) {
-                    const paint = one.paint.bind(one);
-                    one.paint = (...given) => { painted += 1; return paint(...given); };
-                }
-                const marking = [];
-                while (marking.length < 5 && marking.at(-1) !== 0) {
-                    painted = 0;
-                    for (let row = 0; row < 20; row += 1) {
-                        zeroir.mark(row * 20);
-                        await new Promise((next) =>
-                            requestAnimationFrame(() => setTimeout(next, 0)));
-                    }
-                    marking.push(painted);
-                }
-                painted = 0;
-                zeroir.models.timeline.x_range.end /= 2;
-                for (let wait = 0; wait < 600 && painted === 0; wait += 1) {
-                    await new Promise((next) => setTimeout(next, 100));
-                }
-                return [glyphs.length, marking, painted > 0];
-            }""",
-        )
-        assert glyphs == 2
-        # A paint that was asked for before, by zooming, may come among the first marks.
-        assert marking[-1] == 0
-        assert is_painted_anew
-        # Of the whole step an op is less than a pixel, at which nobody can point.
-        zoom(page, "timeline", 0, 500)
-        zoom(page, "memory", 0, 50)
-        _require_links(page, shown_ops)
-        zoom(page, "timeline", 0, shown_ops[-1].spans[0].end_ns / 1000)
-        _require_filter(page, shown_ops)

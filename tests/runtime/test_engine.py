@@ -366,7 +366,7 @@ def test_a_device_has_done_everything_before_an_engine_gives_up_what_it_uses(
             engine._executor._streams, "finish", partial(done.append, "waited"), raising=True
         )
         monkeypatch.setattr(engine.job.comm, "close", partial(done.append, "closed"))
-        engine.device = torch.device("cuda", 0)
+        engine._memory.device = torch.device("cuda", 0)
         engine.job = replace(engine.job, is_alone=is_alone)
         if failure:
             with pytest.raises(ValueError, match="broken"), engine._executor.changing():

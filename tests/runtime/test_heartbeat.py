@@ -35,6 +35,13 @@ class SharedStore:
             raise RuntimeError("the connection was closed")
         return all(key in self._values for key in keys)
 
+    def add(self, key: str, amount: int, /) -> int:
+        if self.is_gone:
+            raise RuntimeError("the connection was closed")
+        value = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(value).encode()
+        return value
+
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         raise NotImplementedError
 
@@ -58,28 +65,56 @@ class FrozenStore(SharedStore):
         return self._shared.check(keys)
 
 
+class SilentStore(SharedStore):
+    """A store behind a link that is down: whoever asks it waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_up = threading.Event()
+        self.is_up.set()
+
+    def check(self, keys: list[str], /) -> bool:
+        self.is_up.wait()
+        return super().check(keys)
+
+
+def test_a_store_that_does_not_answer_is_noticed() -> None:
+    store = SilentStore()
+    said: SimpleQueue[str] = SimpleQueue()
+    beat = Heartbeat(store, 1, 3, said.put, BEAT, " at alpha:29500")
+    beat.hosts = ["alpha", "beta", "alpha"]
+    time.sleep(BEAT.interval_s)
+    store.is_up.clear()
+    assert said.get(timeout=10.0).startswith(
+        "The job's store at alpha:29500 has not answered for 0 s: rank 1 on beta cannot reach it, and with it alpha "
+        "(ranks 0, 2)."
+    )
+    assert beat.ranks_behind() is None
+    store.is_up.set()
+    beat.break_off()
+
+
 @pytest.mark.slow
-def test_a_silent_rank_is_noticed_by_the_one_before_it() -> None:
+def test_a_silent_rank_is_noticed_by_the_one_before_it_and_named_by_all() -> None:
+    """A rank that ends for that would else be missed itself."""
     shared = SharedStore()
     stopped = FrozenStore(shared)
-    silent: list[tuple[int, str]] = []
-    is_noticed = threading.Event()
+    silent: SimpleQueue[tuple[int, str]] = SimpleQueue()
 
     def notice(by: int, why: str) -> None:
-        silent.append((by, why))
-        is_noticed.set()
+        silent.put((by, why))
 
     beats = [
         Heartbeat(stopped if rank == 2 else shared, rank, 3, partial(notice, rank), BEAT)
         for rank in range(3)
     ]
     time.sleep(2 * BEAT.silence_s)
-    assert not silent
+    assert silent.empty()
     stopped.is_frozen = True
-    assert is_noticed.wait(10.0)
-    ((by, why),) = silent
-    assert by == 1
+    (first, why), (second, same) = silent.get(timeout=10.0), silent.get(timeout=10.0)
+    assert (first, second) == (1, 0)
     assert why.startswith("Rank 2 has given no sign of life for ")
+    assert same == why
     for beat in beats:
         beat.stop()
 
@@ -126,3 +161,15 @@ def test_the_keeper_of_the_store_leaves_last() -> None:
     keeper.join(10.0)
     assert not keeper.is_alive()
     assert not alarms
+
+
+def test_one_rank_says_what_happened_to_all() -> None:
+    store = SharedStore()
+    ranks = [Heartbeat(store, rank, 3, on_alarm=lambda _: None) for rank in range(3)]
+    for each in ranks:
+        each.break_off()
+    assert [each.is_first_with("The worker 17 ended.") for each in ranks[:2]] == [True, False]
+    assert not ranks[2].is_first_with("The worker 200 ended.")
+    assert ranks[2].is_first_with("The worker 17 did not begin.")
+    store.is_gone = True
+    assert ranks[2].is_first_with("The worker 17 ended.")

@@ -180,7 +180,7 @@ def test_reports_name_every_op_by_its_position(stage: int) -> None:
     made = program(stage)
     names = labels(made)
     for found in step_ops(made, simulate(made, load_machine("dgx-h100"))):
-        label = names[OpPosition(found.section, found.index)]
+        label = names[found.position]
         assert label.partition(" ")[2].partition(" ")[2] == found.detail
     graph = dot(made)
     for position, _ in made.positioned_ops():

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import socket
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from tests.support.zygote import Forked, zygote
 from zeroir.errors import UserError
-from zeroir.runtime.rendezvous import LaunchEnvironment, join_job, read_launch_environment
+from zeroir.runtime import rendezvous
+from zeroir.runtime.interfaces import interface_towards
+from zeroir.runtime.rendezvous import (
+    LaunchEnvironment,
+    join_job,
+    open_store,
+    read_launch_environment,
+)
 
 WELL = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 NAMES = (*WELL, "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
@@ -58,6 +66,28 @@ def test_an_environment_that_cannot_be_is_refused(
             monkeypatch.setenv(name, text)
     with pytest.raises(UserError, match=f"^{sentence}"):
         read_launch_environment()
+
+
+def test_loopback_and_unknown_hosts_have_no_interface_of_their_own() -> None:
+    assert interface_towards("127.0.0.1", 29500) is None
+    assert interface_towards("no such host", 29500) is None
+
+
+def test_an_address_that_cannot_be_reached_is_explained(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_NOTE_AFTER_S", 0.0)
+    caplog.set_level("INFO", "zeroir")
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        launch = LaunchEnvironment(world_size=2, address="127.0.0.1", port=port, is_host=True)
+        with pytest.raises(UserError, match=rf"^Another process uses port {port} of this machine"):
+            open_store(launch, "test", timedelta(seconds=1))
+    nowhere = LaunchEnvironment(rank=1, world_size=2, address="no.invalid", port=port)
+    with pytest.raises(UserError, match=r"^Rank 1 could not join the job at no\.invalid:"):
+        open_store(nowhere, "test", timedelta(seconds=0.5))
+    assert "Rank 1 cannot reach the job at no.invalid" in caplog.messages[-1]
+    assert "this machine knows no host no.invalid" in caplog.messages[-1]
 
 
 class Joining:

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from zeroir.runtime import roll_call
 from zeroir.runtime.roll_call import AbsentRankError, call_roll
 
 LONG = timedelta(seconds=30)
@@ -25,6 +26,9 @@ class Store:
 
     def get(self, key: str) -> bytes:
         return self.values[key].encode()
+
+    def add(self, key: str, amount: int) -> int:
+        raise NotImplementedError
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self.values for key in keys)
@@ -79,6 +83,16 @@ def test_a_rank_of_an_earlier_attempt_counts_for_nothing() -> None:
     shorter = timedelta(seconds=0.2)
     assert attempt(store, [0, 2], 3, shorter) == {0: 1, 2: 1}
     assert attempt(store, [1, 2], 3, shorter) == {1: 0, 2: 0}
+
+
+def test_rank_0_says_for_which_rank_it_waits(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roll_call, "_NOTE_AFTER_S", 0.0)
+    caplog.set_level("INFO", "zeroir")
+    with pytest.raises(AbsentRankError):
+        call_roll(Store(), 0, 4, timedelta(seconds=0.1))
+    assert caplog.messages == ["Waiting for rank 1 and 2 more of 4 ranks to join."]
 
 
 @pytest.mark.slow

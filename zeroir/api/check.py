@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zeroir.api.compiled import compile_with
+from zeroir.api.compiled import CompiledProgram, compile_with
 from zeroir.config import CompileOptions
 from zeroir.report.names import counted
 
@@ -111,18 +111,36 @@ def check_model(
 def _compared(
     model: str, options: CompileOptions, steps: int, seed: int, kernels: str
 ) -> Comparison:
+    from zeroir.api.model_of_program import load_model
+    from zeroir.frontend.entry import importing_from
+
+    compiled = compile_with(model, options)
+    source = load_model(compiled)
+    with importing_from(source):
+        return _compared_with(
+            model, compiled, source, options, steps=steps, seed=seed, kernels=kernels
+        )
+
+
+def _compared_with(
+    model: str,
+    compiled: CompiledProgram,
+    source: ModelSource,
+    options: CompileOptions,
+    *,
+    steps: int,
+    seed: int,
+    kernels: str,
+) -> Comparison:
     import torch
 
     from zeroir.api.engines import kernel_backend
-    from zeroir.api.model_of_program import load_model
     from zeroir.api.reference import EagerReplicas
     from zeroir.runtime.batch import inputs_of
     from zeroir.runtime.lockstep import Lockstep
     from zeroir.runtime.scheduled import Scheduler
     from zeroir.runtime.seeds import site_seed
 
-    compiled = compile_with(model, options)
-    source = load_model(compiled)
     program = compiled.program
     rng = compiled.logical.buffer_by_name.get("rng")
     sites = 0 if rng is None else rng.numel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ def open_engine(
     seed: int,
     kernels: str = "eager",
     *,
+    timeout: timedelta | None = None,
     cuda_graphs: bool = False,
     self_check: bool = False,
     state: StateSource | None = None,
@@ -54,6 +56,7 @@ def open_engine(
     """An initialised engine for this process's rank of the job; see ``Engine.initialise``."""
     from zeroir.frontend.meta_copy import deep_copy
     from zeroir.frontend.precision import apply_precision
+    from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
     from zeroir.runtime.engine import Engine
 
     def accumulating() -> Program:
@@ -74,6 +77,7 @@ def open_engine(
         device=job_rank.device,
         seed=seed,
         kernels=kernel_backend(kernels),
+        timeout=timeout or DEFAULT_TIMEOUT,
         cuda_graphs=cuda_graphs,
         self_check=self_check,
         weight=source.weight,

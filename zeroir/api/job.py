@@ -11,9 +11,10 @@ import traceback
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, NoReturn
+from datetime import timedelta
+from typing import TYPE_CHECKING, NoReturn
 
-from zeroir.api.sentences import say
+from zeroir.api.sentences import notes_as_sentences, say
 from zeroir.errors import (
     MEMORY_REMEDY,
     InternalError,
@@ -34,20 +35,30 @@ class ClosedOutputError(ZeroirError):
 
 
 @contextmanager
-def watched_job() -> Iterator[Heartbeat | None]:
-    """End this rank where another rank stops responding or the job's store is gone.
+def watched_job(timeout: timedelta | None = None) -> Iterator[Heartbeat | None]:
+    """End this rank where another rank or the job's store stops responding, within a fifth of the timeout.
+
+    In a job of several ranks, a rank whose input is wrong says so and ends, unless another one has said the same.
 
     Raises:
-        UserError: where the environment does not say which rank this is, or the store cannot be reached.
+        UserError: where the environment does not say which rank this is, or the store cannot be reached; in a job of
+            one rank, also those of the body.
     """
     from zeroir.runtime import heartbeat, rendezvous
 
-    with heartbeat.watched(rendezvous.read_launch_environment(), _give_up) as watch:
-        yield watch
+    timing = None if timeout is None else heartbeat.HeartbeatTiming.within(timeout)
+    environment = rendezvous.read_launch_environment()
+    with notes_as_sentences(), heartbeat.watched(environment, _give_up, timing) as watch:
+        try:
+            yield watch
+        except ZeroirError as error:
+            if watch is None:
+                raise
+            _fail(error, environment.rank, watch)
 
 
 @contextmanager
-def joined_job(watch: Heartbeat | None) -> Iterator[JobRank]:
+def joined_job(watch: Heartbeat | None, timeout: timedelta | None = None) -> Iterator[JobRank]:
     """Join the job. In a job of several ranks, the rank that fails says why and ends.
 
     A rank that lost its peers also says which of them is behind the others, as its heartbeat knows.
@@ -56,15 +67,40 @@ def joined_job(watch: Heartbeat | None) -> Iterator[JobRank]:
         UserError: in a job of one rank.
     """
     from zeroir.runtime import rendezvous
+    from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, hosts_of_ranks
+    from zeroir.runtime.users_code import naming_lost_workers
 
     environment = rendezvous.read_launch_environment()
     try:
-        yield rendezvous.join_job()
+        with naming_lost_workers():
+            job_rank = rendezvous.join_job(timeout or DEFAULT_TIMEOUT)
+            if watch is not None:
+                watch.hosts = hosts_of_ranks(job_rank.device)
+            yield job_rank
         rendezvous.leave_job()
     except (Exception, KeyboardInterrupt) as error:
         if environment.world_size == 1:
             raise
         _fail(error, environment.rank, watch)
+
+
+def is_rank_of_job(nproc: int | None) -> bool:
+    """Whether torchrun or srun has started this process as a rank of a job; a task of srun takes torchrun's variables.
+
+    Raises:
+        UserError: where ``nproc`` asks for ranks of this machine, but srun has started several.
+    """
+    from zeroir.runtime.slurm import become_rank_of_step
+
+    if "RANK" in os.environ:
+        return True
+    become_rank_of_step(os.environ)
+    if nproc is not None and "RANK" in os.environ:
+        raise UserError(
+            f"srun has started {os.environ['WORLD_SIZE']} tasks, and --nproc would start more in each of them: leave "
+            "--nproc out."
+        )
+    return "RANK" in os.environ
 
 
 def _give_up(why: str) -> NoReturn:
@@ -78,43 +114,41 @@ def _give_up(why: str) -> NoReturn:
 
 
 def _fail(error: BaseException, rank: int, watch: Heartbeat | None) -> NoReturn:
-    """Say once why this rank of a job stops, and end the process."""
+    """Say why this rank of a job stops, if no other rank has said the same, and end the process."""
     from zeroir.runtime import train
     from zeroir.runtime.comm.job import LostPeersError, PeerError
     from zeroir.runtime.heartbeat import INTERVAL_S
 
+    exit_code = UserError.exit_code
+    is_defect = False
+    behind: str | None = None
     match error:
         case ZeroirError():
             if isinstance(error, PeerError):
                 train.give_way(INTERVAL_S)
-            behind = None
             if isinstance(error, LostPeersError) and watch is not None:
                 behind = watch.ranks_behind()
-            where = "" if str(error).startswith("Rank ") else f" on rank {rank}"
-            say(f"Error{where}: {error}" + ("" if behind is None else f" {behind}"))
-            train.abandon_job(error.exit_code)
+            sentence, exit_code = str(error), error.exit_code
         case KeyboardInterrupt():
             if rank != 0:
                 # Ctrl-C reaches every rank, and one sentence is enough: rank 0's.
                 train.give_way()
             say("Interrupted." if rank == 0 else f"Rank {rank} was interrupted.")
             train.abandon_job(130)
-        case RuntimeError() if str(error).startswith(_LOST_WORKER):
-            say(f"Error on rank {rank}: {' '.join(str(error).split())}")
-            train.abandon_job(UserError.exit_code)
         case _ if is_out_of_memory(error):
-            say(f"Error on rank {rank}: Memory ran out: {MEMORY_REMEDY}.")
-            train.abandon_job(UserError.exit_code)
+            sentence = f"Memory ran out: {MEMORY_REMEDY}."
         case _:
-            traceback.print_exception(error)
-            say(
-                f"Error on rank {rank}: This is a defect of zeroir; please report it with the lines above."
-            )
-            train.abandon_job(70)
+            sentence, exit_code = repr(error), InternalError.exit_code
+            is_defect = True
+    if watch is not None and not watch.is_first_with(sentence):
+        train.give_way()
+    if is_defect:
+        traceback.print_exception(error)
+        sentence = "This is a defect of zeroir; please report it with the lines above."
+    where = "" if sentence.startswith("Rank ") else f" on rank {rank}"
+    say(f"Error{where}: {sentence}" + ("" if behind is None else f" {behind}"))
+    train.abandon_job(exit_code)
 
-
-_LOST_WORKER: Final = "DataLoader worker"
-"""How torch's errors begin where a worker of a loader was killed, whatever the rank is doing at that moment."""
 
 _EXPLAINED_CODES = (UserError.exit_code, InternalError.exit_code, ClosedOutputError.exit_code, 130)
 """Exit codes of ranks that have said why they stopped."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zeroir.api.agreement import require_same_options
 from zeroir.api.compiled import CompiledProgram, load_program
 from zeroir.api.engines import open_data, open_engine
 from zeroir.api.job import ClosedOutputError, joined_job, watched_job
@@ -45,15 +48,22 @@ def run_program(path: Path, options: RunOptions) -> None:
     Raises:
         UserError: in a job of one rank, or before the job is joined.
     """
-    trace = options.trace
-    with watched_job() as watch:
+    from zeroir.frontend.entry import importing_from
+
+    trace, timeout = options.trace, timedelta(seconds=options.timeout_s)
+    with watched_job(timeout) as watch:
         if os.environ.get("RANK", "0") == "0":
             require_outputs(options)
         compiled = load_program(path)
         source = load_model(
             compiled, model=options.model, allow_model_change=options.allow_model_change
         )
-        with joined_job(watch) as job_rank, held_folder(options.save, job_rank.rank):
+        with (
+            importing_from(source),
+            joined_job(watch, timeout) as job_rank,
+            held_folder(options.save, job_rank.rank),
+        ):
+            require_same_options(job_rank, options)
             with same_on_all_ranks(job_rank):
                 compiled = with_optimizer_bits(compiled, source, options.optimizer_bits)
             compiled = fitted_to_job(compiled, job_rank, options.offload)
@@ -69,11 +79,14 @@ def run_program(path: Path, options: RunOptions) -> None:
                     job_rank,
                     options.seed,
                     options.kernels,
+                    timeout=timeout,
                     cuda_graphs=options.cuda_graphs,
                     self_check=options.self_check,
                 )
                 if watch is not None:
                     watch.tell = engine.whereabouts
+                    if job_rank.rank == 0:
+                        _say_machines(watch.hosts, engine)
                 training = _training(engine, source, job_rank, options)
                 resume(training, options)
             if source.batches is None and job_rank.rank == 0:
@@ -93,6 +106,14 @@ def run_program(path: Path, options: RunOptions) -> None:
             if trace is not None and engine.step_count == options.steps:
                 _write_trace(trace, engine)
             engine.close()
+
+
+def _say_machines(hosts: Sequence[str], engine: Engine) -> None:
+    """Say which ranks are on which machine, and how they communicate, where there are several machines."""
+    from zeroir.runtime.whereabouts import ranks_by_host
+
+    if len(set(hosts)) > 1:
+        say(f"Machines: {ranks_by_host(hosts)}; they communicate over {engine.job.backend}.")
 
 
 def _training(

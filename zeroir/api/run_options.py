@@ -12,6 +12,10 @@ from zeroir.errors import UserError
 AUTO: Final = "auto"
 NONE: Final = "none"
 
+TIMEOUT_S: Final = 300
+SHORTEST_TIMEOUT_S: Final = 30
+"""A rank that prepares something for the others tells them every 20 seconds that it still does."""
+
 TENSORBOARDS: Final = ("tensorboard", "tensorboardX")
 """Packages that write TensorBoard's files; the first one that is installed does."""
 
@@ -60,6 +64,7 @@ class RunOptions:
     check_finite: bool = False
     trace: Path | None = None
     kernels: str = "eager"
+    timeout_s: int = TIMEOUT_S
     cuda_graphs: bool = False
     self_check: bool = True
     as_json: bool = False

@@ -47,7 +47,11 @@ class _Sentences(logging.Handler):
 
 
 @contextmanager
-def _notes_as_sentences() -> Iterator[None]:
+def notes_as_sentences() -> Iterator[None]:
+    """Print zeroir's own notes as one sentence each."""
+    if any(isinstance(handler, _Sentences) for handler in LOGGER.handlers):
+        yield
+        return
     handler, level, propagates = _Sentences(), LOGGER.level, LOGGER.propagate
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.INFO)
@@ -66,7 +70,7 @@ def warnings_as_sentences(*, is_silent: bool = False) -> Iterator[None]:
 
     Where ``is_silent``, none of the warnings is printed.
     """
-    with warnings.catch_warnings(), _notes_as_sentences():
+    with warnings.catch_warnings(), notes_as_sentences():
         for category in _OWN:
             warnings.simplefilter("ignore" if is_silent else "always", category)
         show_as_python = warnings.showwarning

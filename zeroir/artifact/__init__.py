@@ -13,6 +13,7 @@ from zeroir.artifact.file import (
     envelope,
     from_bytes,
     load,
+    require_program,
     save,
     to_bytes,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "from_bytes",
     "load",
     "program_digest",
+    "require_program",
     "save",
     "to_bytes",
 ]

@@ -155,6 +155,19 @@ def load(path: str | Path) -> Artifact:
     return from_bytes(bytes(data), str(path))
 
 
+def require_program(path: str | Path) -> None:
+    """Look at the beginning of a file.
+
+    Raises:
+        UserError: where it cannot be read, or is no program.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            _body_length(file.read(_START), str(path))
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read: {error.strerror or error}.") from error
+
+
 def _body_length(data: bytes | bytearray, name: str) -> int:
     """The length of the body in bytes; a UserError if the data have no complete envelope of a program."""
     _check_magic(bytes(data[:_START]), name)

@@ -8,9 +8,19 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, get_args
 
-from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnusedCliTokensError
+from cyclopts import (
+    App,
+    ArgumentCollection,
+    CoercionError,
+    CycloptsError,
+    MissingArgumentError,
+    Parameter,
+    Token,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 
 from zeroir import __version__
 from zeroir.cli.arguments import AsJson, ProgramFile
@@ -24,6 +34,17 @@ def _shown_default(value: object) -> str | None:
     return None if value is False or value in (None, ()) else str(value)
 
 
+def _require_whole_numbers(
+    _app: App, _commands: tuple[str, ...], arguments: ArgumentCollection
+) -> None:
+    """Refuse fractions for integers, which cyclopts would round."""
+    for argument in arguments:
+        if int in (argument.hint, *get_args(argument.hint)):
+            for token in argument.tokens:
+                if "." in token.value:
+                    raise CoercionError(token=token, argument=argument, target_type=int)
+
+
 app = App(
     name="zeroir",
     help="Compile PyTorch training steps into verified ZeRO schedules, read them, and run them.",
@@ -32,6 +53,7 @@ app = App(
     default_parameter=Parameter(negative_iterable=(), show_default=_shown_default),
     suppress_keyboard_interrupt=False,
     console=help_console,
+    config=(_require_whole_numbers,),
 )
 
 
@@ -231,7 +253,7 @@ app.command("zeroir.cli.plan:plan", name="plan")
 app.command("zeroir.cli.profile:profile", name="profile")
 app.command("zeroir.cli.exports:export", name="export")
 app.command("zeroir.cli.imports:import_", name="import")
-app.command("zeroir.cli.exports:report", name="report")
+app.command("zeroir.cli.page:report", name="report")
 app.command("zeroir.cli.checkpoint:app", name="checkpoint")
 app.command("zeroir.cli.completion:completion", name="completion")
 
@@ -311,9 +333,30 @@ def _explain_usage(error: CycloptsError) -> str:
     match error:
         case UnusedCliTokensError(unused_tokens=[first, *_]):
             sentence = f"There is one argument too many: '{first}'."
+        case MissingArgumentError(keyword=str(name)):
+            sentence = f"{name} needs a value."
         case MissingArgumentError(argument=argument) if argument is not None:
-            name = error.keyword or argument.name
-            sentence = f"{name} needs a value." if name.startswith("-") else f"{name} is missing."
+            # What stands in its place may be an option that the command does not have.
+            unknown = [token for token in error.unused_tokens or () if token.startswith("-")]
+            sentence = f"Unknown option: {unknown[0]}; " if unknown else ""
+            sentence += f"{argument.name} is missing."
+        case UnknownOptionError(token=Token(keyword=str(name))) if _is_of_compile(command, name):
+            sentence = (
+                f"{name} is an option of `zeroir compile`: compile the program again with it."
+            )
+        case CoercionError(target_type=target, token=Token(keyword=name, value=text)) if (
+            target is int
+        ):
+            sentence = f"{name} is {shortened_words(text)}, but should be a whole number."
         case _:
             sentence = shortened_words(" ".join(str(error).split()))
     return f"{sentence} See `{command} --help`."
+
+
+def _is_of_compile(command: str, option: str) -> bool:
+    """Whether an option that ``zeroir run`` does not have is one of ``zeroir compile``."""
+    if command != "zeroir run":
+        return False
+    return any(
+        option in argument.names for argument in app["compile"].assemble_argument_collection()
+    )

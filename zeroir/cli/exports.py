@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, assert_never
 
 from cyclopts import Parameter
 
-from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, Machine, ProgramFile
+from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson
 from zeroir.cli.console import err, out, print_json, progress
 from zeroir.convert.formats import AS_TRAINED, MAX_SHARD_BYTES, CheckpointFormat, WeightDtype
 from zeroir.errors import UserError
@@ -254,71 +254,6 @@ def _kind(format_: FileFormat) -> OutputKind:
             return TIMELINE
         case _:
             assert_never(format_)
-
-
-def report(
-    program: ProgramFile,
-    /,
-    *,
-    output: Annotated[
-        Path | None,
-        Parameter(
-            name=["-o", "--output"],
-            help="The page to write. [default: PROGRAM.html in the current folder]",
-        ),
-    ] = None,
-    machine: Machine = DEFAULT_MACHINE,
-    memory_budget: Annotated[
-        str | None,
-        Parameter(
-            name=["--memory-budget", "--budget"],
-            help="Device memory of a rank, such as 80GB, shown as a line. [default: the program's, else the machine's]",
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> int:
-    """Write one HTML page about a compiled program: its step over time, its memory, its ops, units and laws.
-
-    Example: zeroir report gpt.zir -o gpt.html --machine dgx-h100
-    """
-    from zeroir.api import load_program
-    from zeroir.artifact.outputs import PAGE, require_writable, write_whole
-    from zeroir.cost.machine import load_machine
-    from zeroir.cost.measured_workspaces import with_measured_workspaces
-    from zeroir.cost.simulate import simulate
-    from zeroir.ir.amounts import parse_bytes
-    from zeroir.report.page.charts import require_bokeh
-    from zeroir.report.page.html import report_html
-
-    path = Path(f"{program.stem}.html") if output is None else output
-    require_writable(path, PAGE)
-    require_bokeh()
-    described_machine = load_machine(machine)
-    given_bytes = None if memory_budget is None else parse_bytes(memory_budget)
-    compiled = load_program(program)
-    if given_bytes is None and (own := compiled.program.option.get("memory_budget")) is not None:
-        given_bytes = parse_bytes(own)
-    budget = described_machine.memory.size_bytes.value if given_bytes is None else given_bytes
-    page = report_html(
-        with_measured_workspaces(compiled.program, described_machine),
-        compiled.report,
-        compiled.summary(),
-        simulate(compiled.program, described_machine, logical=compiled.logical),
-        name=program.name,
-        budget_bytes=int(budget),
-    )
-    write_whole(path, page.encode(), PAGE)
-    if as_json:
-        print_json(
-            {
-                "path": str(path),
-                "machine": described_machine.name,
-                "memory_budget_bytes": int(budget),
-            }
-        )
-    else:
-        out.print(f"Wrote {path}.", markup=False)
-    return 0
 
 
 def _require_empty(folder: Path) -> None:

@@ -53,13 +53,13 @@ def profile(
 
     Example: zeroir profile gpt.zir --nproc 2 -o here.toml
     """
-    from zeroir.api.job import launch
+    from zeroir.api.job import is_rank_of_job, launch
     from zeroir.api.profile import profile_program
     from zeroir.artifact.outputs import MACHINE, require_writable
     from zeroir.report.costs import format_seconds
     from zeroir.report.names import format_bytes
 
-    is_rank = "RANK" in os.environ
+    is_rank = is_rank_of_job(nproc)
     if not is_rank or os.environ["RANK"] == "0":
         require_writable(output, MACHINE)
         if output.suffix != ".toml":

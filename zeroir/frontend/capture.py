@@ -44,6 +44,8 @@ from zeroir.frontend.module_tensors import (
     register_plain_tensors,
     tensor_info,
 )
+from zeroir.frontend.node_origins import origin_of
+from zeroir.frontend.places import line_of_module, refusals_at
 from zeroir.frontend.precision import Precision, apply_precision, compute_dtype, note_on_precision
 from zeroir.frontend.python_state import PythonState, UsersCode
 from zeroir.frontend.read_graph import read_graph, without_dead_nodes
@@ -131,24 +133,29 @@ def capture(
     """
     names = source.names
     example = source.batch()
-    leaves = _checked_leaves(example, names.batch)
-    tensors = leaves.tensors
-    batch = tuple(tensor_info(f"input {path}", path, x) for path, x in tensors.items())
+    with refusals_at(names.batch_line):
+        leaves = _checked_leaves(example, names.batch)
+        tensors = leaves.tensors
+        batch = tuple(tensor_info(f"input {path}", path, x) for path, x in tensors.items())
     autocasts = dict(source.autocasts)
     folder = source.folder
     noting = noting_autocasts(autocasts, lambda: line_of_caller(folder))
-    _require_no_autocast()
+    with refusals_at(names.batch_line):
+        _require_no_autocast()
     # A caller may be in inference mode, in which nothing has a gradient.
     with noting, torch.inference_mode(False), ExitStack() as at_the_end:
         model = _built(source)
-        ties = tie_equal_tensors(model)
-        hooks = ParameterHooks(model)
-        register_plain_tensors(model)
-        overlapping = overlapping_tensors(model)
+        place = line_of_module(model, "") or names.maker_line
+        with refusals_at(place):
+            ties = tie_equal_tensors(model)
+            hooks = ParameterHooks(model)
+            register_plain_tensors(model)
+            overlapping = overlapping_tensors(model)
         on_precision = note_on_precision(model, precision, names.model)
         apply_precision(model, precision, keep_fp32)
         mode = fake_mode()
-        parameters, buffers = become_fake(model, mode)
+        with refusals_at(place):
+            parameters, buffers = become_fake(model, mode)
         shapes = parameter_shapes(model)
         functions = (source.loss, source.weight, *hooks.functions)
         code = UsersCode(modules=source.modules, functions=functions)
@@ -163,7 +170,8 @@ def capture(
             return _joint_graph(source, mode, step, inputs, list(tensors), fewest_equal_calls)
 
         joint, reused_blocks = joint_graph_of_a_step()
-        require_same_parameters(model, shapes, f"forward of {names.model}", names.maker)
+        with refusals_at(step.line):
+            require_same_parameters(model, shapes, f"forward of {names.model}", names.maker)
         # These are of the first forward, and checking the state runs another one.
         checkpoints, sites = tuple(step.tracker.checkpoints), step.sites
         notes = [
@@ -173,12 +181,15 @@ def capture(
             note_on_autocasts(autocasts),
             hooks.note(),
         ]
-        notes.append(note_on_state(joint, model, mode, step, lambda: joint_graph_of_a_step()[0]))
+        with refusals_at(step.line):
+            note = note_on_state(joint, model, mode, step, lambda: joint_graph_of_a_step()[0])
+        notes.append(note)
         evaluation: CapturedEvaluation | None = None
         if evaluate:
             evaluation, why_not = _evaluation(step, outputs, joint_graph_of_a_step)
             notes.append(why_not)
-    require_apart(joint, overlapping)
+    with refusals_at(place):
+        require_apart(joint, overlapping)
     return CapturedModel(
         joint=joint,
         module=model,
@@ -237,7 +248,8 @@ def _joint_graph(
             return with_reuse
     step.plan = None
     graph = _traced(source, mode, step, inputs, paths)
-    return read_graph(graph, paths, LossStep.PREFIX, outputs=step.output_paths), ()
+    joint = read_graph(graph, paths, LossStep.PREFIX, step.place, outputs=step.output_paths)
+    return joint, ()
 
 
 def _with_reuse(
@@ -258,7 +270,9 @@ def _with_reuse(
                     return None
                 graph = joint_graph(mode, step, inputs)
                 if not plan.mismatches:
-                    joint = read_graph(graph, paths, LossStep.PREFIX, plan, step.output_paths)
+                    joint = read_graph(
+                        graph, paths, LossStep.PREFIX, step.place, plan, step.output_paths
+                    )
                     return joint, plan.reused_blocks
                 plan.drop_mismatches()
     except (Exception, SystemExit):  # noqa: BLE001 - tracing without reuse raises any error of the model again
@@ -323,7 +337,6 @@ def _traced(
     inputs: Sequence[Tensor],
     paths: Sequence[str],
 ) -> TracedGraph:
-    model = capitalised(source.names.model)
     try:
         with tracing_conditions(step.checkpointing):
             return joint_graph(mode, step, inputs)
@@ -336,12 +349,14 @@ def _traced(
     except DATA_DEPENDENT as error:
         raise _depends_on_values(error, source) from None
     except InputChangedError as error:
+        place = origin_of(error.node).source or step.place
         raise UserError(
-            f"{model} changes its input {paths[error.position]} in place; clone it first."
+            f"{place} changes the model's input {paths[error.position]} in place; clone it first."
         ) from None
     except ParameterChangedError as error:
+        place = origin_of(error.node).source or step.place
         raise UserError(
-            f"{model} changes its parameter {str(error).removeprefix(step.PREFIX)} in place "
+            f"{place} changes the model's parameter {error.name.removeprefix(step.PREFIX)} in place "
             "during forward, which only the optimizer may do."
         ) from None
     except UnknownDescriptorError as error:

@@ -12,12 +12,15 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar, cast
+from unittest import mock
 
 from torch import nn
 
@@ -25,15 +28,16 @@ from zeroir.config.model_spec import Factory, ModelSpec
 from zeroir.errors import UserError, ZeroirError
 from zeroir.frontend.code_contexts import line_of_caller, noting_autocasts
 from zeroir.frontend.imports import file_of_module, hashes_of_imports, hashes_of_modules
+from zeroir.frontend.places import line_in, line_of_definition, line_of_error, refusals_at
 from zeroir.frontend.source import (
     BatchFunction,
     FileOrigin,
     ModelSource,
     SourceNames,
     explain,
-    line_in,
     parameter_shapes,
     require_same_parameters,
+    takes_positional,
 )
 from zeroir.torch_ops.batches import Batch
 from zeroir.torch_ops.devices import one_device
@@ -76,6 +80,14 @@ def load_model_file(spec: str) -> ModelSource:
     return run_model_file(read_model_file(spec))
 
 
+def importing_from(source: ModelSource) -> AbstractContextManager[None]:
+    """Let imports search the folders of a source's file, as for a script; none for a source that has no file.
+
+    For the time in which the user's generators, data sets and their workers run, which may import when they are used.
+    """
+    return contextlib.nullcontext() if source.file is None else _importing_from(source.file.path)
+
+
 def read_model_file(spec: str, default: Factory | None = None) -> ModelText:
     """Read what ``load_model_file`` takes, without executing it; ``default`` is the factory where none is named.
 
@@ -106,11 +118,12 @@ def run_model_file(text: ModelText) -> ModelSource:
     sys.modules[module.__name__] = module
     autocasts: dict[str, str] = {}
     noting = noting_autocasts(autocasts, lambda: line_of_caller(path.parent, in_libraries=False))
-    with _importing_from(path), one_device(), noting:
+    with _as_script(path), one_device(), noting:
         try:
             exec(compile(text.text, str(path), "exec"), module.__dict__)
         except SyntaxError as error:
-            raise UserError(f"{path}:{error.lineno} is not valid Python: {error.msg}.") from None
+            place = path if error.lineno is None else f"{path}:{error.lineno}"
+            raise UserError(f"{place} is not valid Python: {error.msg}.") from None
         except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the user's code
             line = line_in(error, path)
             if "Duplicate registration" in str(error):
@@ -125,14 +138,16 @@ def run_model_file(text: ModelText) -> ModelSource:
     functions = _Functions(module, path)
     build = functions.factory(factory)
     batch = functions.required("batch", "batch() -> tuple or dict of example tensors")
-    loss = functions.optional("loss", "loss(module, batch)")
-    weight = functions.optional("weight", "weight(batch)")
+    loss = functions.optional("loss", "loss(module, batch)", 2)
+    weight = functions.optional("weight", "weight(batch)", 1)
     return ModelSource(
         names=SourceNames(
             model=f"the model in {path}",
             maker=f"{factory.call} in {path}",
             batch=f"batch() in {path}",
             loss="the model's forward" if loss is None else f"loss() in {path}",
+            maker_line=line_of_definition(getattr(module, factory.name)),
+            batch_line=line_of_definition(batch),
         ),
         folder=path.parent,
         build=build,
@@ -140,8 +155,8 @@ def run_model_file(text: ModelText) -> ModelSource:
         batch=functions.guarded(cast("Callable[[], Batch]", batch), "batch()"),
         loss=loss,
         weight=weight,
-        batches=functions.iterator("batches", "batches(rank, ...)"),
-        eval_batches=functions.iterator("eval_batches", "eval_batches(rank, ...)"),
+        batches=functions.iterator("batches", "batches(rank, world_size, seed, start_step=0)"),
+        eval_batches=functions.iterator("eval_batches", "eval_batches(rank, world_size, seed)"),
         modules=(module.__name__, *imports),
         autocasts=autocasts,
         file=FileOrigin(path=path, factory=factory.text, sha256=text.sha256, imports=imports),
@@ -201,6 +216,10 @@ def _read(path: Path) -> bytes:
         raise UserError(
             f"{path} is a folder; name the model file in it, for instance {path}/model.py."
         )
+    if path.suffix == ".zir" and path.is_file():
+        raise UserError(
+            f"{path} is a compiled program; name the model file that it is to be compiled from."
+        )
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -226,6 +245,13 @@ def _importing_from(path: Path) -> Iterator[None]:
                 sys.path.remove(folder)
 
 
+@contextlib.contextmanager
+def _as_script(path: Path) -> Iterator[None]:
+    """Let imports search as for a script, and let code that parses arguments find none, rather than zeroir's."""
+    with _importing_from(path), mock.patch.object(sys, "argv", [str(path)]):
+        yield
+
+
 @dataclass(frozen=True, slots=True)
 class _Functions:
     """The functions of an executed model file."""
@@ -239,8 +265,12 @@ class _Functions:
             raise UserError(f"{self.path} has no function `{name}`; define `{signature}` in it.")
         return function
 
-    def optional(self, name: str, signature: str) -> Callable[..., object] | None:
-        return self._function(name, f"rename it, or define `{signature}`")
+    def optional(self, name: str, signature: str, *counts: int) -> Callable[..., object] | None:
+        """The function ``name``, which is called with one of these numbers of arguments; None where there is none."""
+        function = self._function(name, f"rename it, or define `{signature}`")
+        if function is not None and not takes_positional(function, counts):
+            raise UserError(f"`{name}` in {self.path} has other parameters: define `{signature}`.")
+        return function
 
     def guarded(self, function: Callable[[], T], what: str) -> Callable[[], T]:
         """The user's function as a script would run it, but without devices and with explained errors."""
@@ -254,12 +284,21 @@ class _Functions:
     def factory(self, factory: Factory) -> Callable[[], nn.Module]:
         """The function that builds the model, bound to its arguments."""
         function = self.required(factory.name, f"{factory.name}() -> torch.nn.Module")
+        try:
+            inspect.signature(function).bind(*factory.positional, **dict(factory.keywords))
+        except TypeError as error:
+            raise UserError(
+                f"{factory.call} does not fit {factory.name}() in {self.path}: {error}; its arguments are written as "
+                f"in '{self.path}:{factory.name}(layers=12)'."
+            ) from None
+        except ValueError:  # a callable of C
+            pass
         bound = functools.partial(function, *factory.positional, **dict(factory.keywords))
         return self.guarded(cast("Callable[[], nn.Module]", bound), factory.call)
 
     def initialised(self, build: Callable[[], nn.Module], what: str) -> Callable[[], nn.Module]:
         """``build``, which messages call ``what``, followed by the file's ``init`` where there is one."""
-        init = cast("Callable[[nn.Module], None] | None", self.optional("init", "init(module)"))
+        init = cast("Callable[[nn.Module], None] | None", self.optional("init", "init(module)", 1))
         if init is None:
             return build
 
@@ -268,14 +307,15 @@ class _Functions:
             shapes = parameter_shapes(model)
             with _users_code(self.path, "init()"):
                 model.apply(init)
-            require_same_parameters(model, shapes, f"init() in {self.path}", what)
+            with refusals_at(line_of_definition(init)):
+                require_same_parameters(model, shapes, f"init() in {self.path}", what)
             return model
 
         return initialised
 
     def iterator(self, name: str, signature: str) -> BatchFunction | None:
         """The function ``name``, whose result must be an iterable over batches; None where there is none."""
-        function = self.optional(name, signature)
+        function = self.optional(name, signature, *((3, 4) if "start_step" in signature else (3,)))
         if function is None:
             return None
 
@@ -283,10 +323,11 @@ class _Functions:
         def iterable(*args: object, **kwargs: object) -> Iterable[Batch]:
             batches = function(*args, **kwargs)
             if not (isinstance(batches, Iterable) or hasattr(type(batches), "__getitem__")):
-                raise UserError(
-                    f"{name}() in {self.path} returned {type(batches).__name__}; it must return an iterable over "
-                    "batches, such as a DataLoader, a list, or what a function with `yield` returns."
-                )
+                with refusals_at(line_of_definition(function)):
+                    raise UserError(
+                        f"{name}() in {self.path} returned {type(batches).__name__}; it must return an iterable over "
+                        "batches, such as a DataLoader, a list, or what a function with `yield` returns."
+                    )
             return cast("Iterable[Batch]", batches)
 
         return iterable
@@ -295,6 +336,11 @@ class _Functions:
         function = getattr(self.module, name, None)
         if function is None:
             return None
+        if isinstance(function, nn.Module):
+            raise UserError(
+                f"`{name}` in {self.path} is a module, not a function: write `def {name}(): return ...`, so that "
+                "each process makes its own."
+            )
         if not callable(function):
             kind = type(function).__name__
             raise UserError(
@@ -306,10 +352,10 @@ class _Functions:
 @contextlib.contextmanager
 def _users_code(path: Path, what: str) -> Iterator[None]:
     """Run the user's code as a script would, but ignore the devices that it names, and explain its errors."""
-    with _importing_from(path), one_device():
+    with _as_script(path), one_device():
         try:
             yield
         except (ZeroirError, KeyboardInterrupt):
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the user's code
-            raise UserError(explain(error, line_in(error, path), f"{what} failed")) from None
+            raise UserError(explain(error, line_of_error(error), f"{what} failed")) from None

@@ -20,6 +20,9 @@ import torch
 _LIBRARIES = frozenset({"torch", "zeroir"})
 """Never the user's, in whatever folder: torch may be built in a checkout, and zeroir run from one."""
 
+_INSTALLED_IN = frozenset({"site-packages", "dist-packages"})
+"""The names of folders of installed modules. PYTHONPATH and ``.pth`` files may add those of other environments."""
+
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 """The beginnings of the file names of torch's code, of zeroir's, and of code without a file."""
 
@@ -73,7 +76,7 @@ def file_of_module(name: str) -> Path | None:
         if spec is not None:
             if spec.submodule_search_locations is None:
                 return None
-            folders = list(spec.submodule_search_locations)
+            folders = _folders_of(spec)
         spec = _first_spec(full_name, folders)
         if spec is None:
             return None
@@ -88,8 +91,10 @@ def is_known_package(module: str | None) -> bool:
 
 
 def is_in_a_library(file: Path) -> bool:
-    """Whether a file is a part of Python or installed."""
+    """Whether a file is a part of Python or installed, in this environment or in another one that is searched, too."""
     path = file.resolve()
+    if not _INSTALLED_IN.isdisjoint(path.parts):
+        return True
     return any(path.is_relative_to(folder) for folder in _library_folders())
 
 
@@ -136,7 +141,7 @@ def _find(name: str, specs: Mapping[str, ModuleSpec | None]) -> ModuleSpec | Non
         package = specs.get(parent)
         if package is None or package.submodule_search_locations is None:
             return None
-        folders = list(package.submodule_search_locations)
+        folders = _folders_of(package)
     elif name in _LIBRARIES or name in sys.stdlib_module_names:
         return None
     loaded = getattr(sys.modules.get(name), "__spec__", None)
@@ -148,10 +153,30 @@ def _first_spec(name: str, folders: list[str] | None) -> ModuleSpec | None:
     if not all(part.isidentifier() for part in name.split(".")):
         return None
     for finder in sys.meta_path:
-        spec = finder.find_spec(name, folders)
+        try:
+            spec = finder.find_spec(name, folders)
+        except KeyError:
+            # Python looks for the parent of a folder without __init__.py among the imported modules.
+            return _folder_as_package(name, folders or [])
         if spec is not None:
             return spec
     return None
+
+
+def _folder_as_package(name: str, folders: list[str]) -> ModuleSpec:
+    """The spec of a folder without ``__init__.py``, in one of the folders of its parent."""
+    spec = ModuleSpec(name, None, is_package=True)
+    places = [Path(folder) / name.rpartition(".")[2] for folder in folders]
+    spec.submodule_search_locations = [str(place) for place in places if place.is_dir()]
+    return spec
+
+
+def _folders_of(package: ModuleSpec) -> list[str]:
+    """The folders of a package's modules; none where it has no ``__init__.py`` and its parent is unloaded by now."""
+    try:
+        return list(package.submodule_search_locations or ())
+    except KeyError:
+        return []
 
 
 def _is_installed(spec: ModuleSpec) -> bool:

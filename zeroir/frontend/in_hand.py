@@ -18,13 +18,14 @@ from zeroir.errors import UserError, ZeroirError
 from zeroir.frontend._torch_private import HOOKS_OF_MODULES, gradient_hooks
 from zeroir.frontend.imports import is_in_a_library, is_known_package
 from zeroir.frontend.meta_copy import meta_copy
+from zeroir.frontend.places import line_of_definition, line_of_error, line_of_user
 from zeroir.frontend.source import (
     LossFunction,
     ModelSource,
     SourceNames,
     WeightFunction,
     explain,
-    line_in_users_code,
+    takes_positional,
 )
 from zeroir.frontend.unsupported import require_supported
 from zeroir.torch_ops.batches import Batch
@@ -38,10 +39,19 @@ def source_of(
     weight: WeightFunction | None,
 ) -> ModelSource:
     """The source of a module in hand or of a function that makes one, with an example micro-batch."""
+    line = line_of_user()
+    _require_functions(loss, weight)
     if isinstance(model, nn.Module):
         module = _uncompiled(model)
         name = f"the module {type(module).__name__}"
-        names = SourceNames(model=name, maker=name, batch=_BATCH, loss=_loss_name(loss))
+        names = SourceNames(
+            model=name,
+            maker=name,
+            batch=_BATCH,
+            loss=_loss_name(loss),
+            maker_line=line,
+            batch_line=line,
+        )
         code = _user_modules([loss, *map(type, module.modules()), *_hooks(module)])
         return _source(
             names,
@@ -64,10 +74,17 @@ def source_of(
         except (ZeroirError, KeyboardInterrupt):
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the user's code
-            raise UserError(explain(error, line_in_users_code(error), f"{name} failed")) from None
+            raise UserError(explain(error, line_of_error(error), f"{name} failed")) from None
 
     return _source(
-        SourceNames(model=f"the model of {name}", maker=name, batch=_BATCH, loss=_loss_name(loss)),
+        SourceNames(
+            model=f"the model of {name}",
+            maker=name,
+            batch=_BATCH,
+            loss=_loss_name(loss),
+            maker_line=line_of_definition(factory) or line,
+            batch_line=line,
+        ),
         make,
         make,
         code,
@@ -76,6 +93,21 @@ def source_of(
         weight,
         is_in_hand=False,
     )
+
+
+def _require_functions(loss: LossFunction | None, weight: WeightFunction | None) -> None:
+    """Raise UserError where the loss is one of torch, which knows neither the model nor batches, or takes others."""
+    if loss is not None:
+        package = str(getattr(loss, "__module__", "")).partition(".")[0]
+        if package == "torch" or not takes_positional(loss, (2,)):
+            raise UserError(
+                f"loss={_function_name(loss)} is not a function of the module and a batch: define `def loss(module, "
+                "batch): ...`, which calls the module and returns the loss."
+            )
+    if weight is not None and not takes_positional(weight, (1,)):
+        raise UserError(
+            f"weight={_function_name(weight)} is not a function of a batch: define `def weight(batch): ...`."
+        )
 
 
 _BATCH = "the example batch"

@@ -88,9 +88,11 @@ class JointGraph:
     """The joint graph. ``types`` and ``aliases`` are by value number; a root aliases itself at offset 0.
 
     ``gradients`` pairs parameter names (a tied parameter under each of its names) with values; ``mutations`` pairs
-    module buffers with their new values. An evaluation has neither; its ``outputs`` pair paths with values.
+    module buffers with their new values. An evaluation has neither; its ``outputs`` pair paths with values. ``place``
+    stands in refusals for the line of a node that has none.
     """
 
+    place: str
     inputs: tuple[JointInput, ...]
     nodes: tuple[JointNode, ...]
     types: tuple[TensorType | None, ...]

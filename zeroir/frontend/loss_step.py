@@ -18,7 +18,7 @@ from zeroir.frontend.node_origins import OriginTracker
 from zeroir.frontend.precision import with_floats_cast
 from zeroir.frontend.python_state import PythonState
 from zeroir.frontend.results import evaluated, loss_of
-from zeroir.frontend.source import ModelSource
+from zeroir.frontend.source import ModelSource, capitalised
 from zeroir.frontend.units import find_units
 from zeroir.torch_ops.batches import with_tensors
 from zeroir.torch_ops.neutral import NeutralOps
@@ -33,7 +33,8 @@ class LossStep(nn.Module):
     Each forward of the model begins with the Python state ``state``. With a ``plan`` the forward is that which was
     recorded, and the model's code does not run. ``blocks`` names the repeated blocks, ``sites`` counts the calls of
     dropout and of random operators in the model's last forward, and ``tracker`` knows where in the model each node of
-    that forward comes from.
+    that forward comes from. ``line`` is that of the function whose result
+    is the loss, and ``place`` the model's name where that is empty.
     """
 
     PREFIX = "model."
@@ -58,6 +59,8 @@ class LossStep(nn.Module):
             block.register_forward_pre_hook(partial(self._enter, name))
             block.register_forward_hook(partial(self._leave, name), prepend=True)
         self.model = model
+        self.line = source.line_of_loss(model)
+        self.place = self.line or capitalised(source.names.model)
         self.sites = 0
         self.plan: ReusePlan | None = None
         self.state = state

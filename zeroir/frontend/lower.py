@@ -18,6 +18,7 @@ from zeroir.frontend.parameter_groups import (
     parameter_groups,
     states_of,
 )
+from zeroir.frontend.places import refusals_at
 from zeroir.frontend.segment_calls import GradientSink, SegmentCall
 from zeroir.frontend.update import EVAL_LOSS, LOSS, scalars, update_body
 from zeroir.ir.buffers import Buffer, Region, Role, Space
@@ -67,7 +68,8 @@ def lower(
     flats = _flats(captured, calls, owners, options, states_by_name)
     trainable = tuple(flat for flat in flats if flat.is_trainable)
     if not trainable:
-        raise UserError("The model's loss does not depend on any trainable parameter.")
+        with refusals_at(captured.joint.place):
+            raise UserError("The model's loss does not depend on any trainable parameter.")
     micro_step = SegmentCallsBuilder(captured, calls, flats)
     ops = tuple(micro_step.ops())
     evaluation = captured.evaluation

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from zeroir.errors import UserError
 from zeroir.frontend._torch_private import HOOKS_OF_MODULES, copy_gradient_hooks, storage_address
+from zeroir.frontend.places import line_of_error, line_of_module, refusals_at
 from zeroir.frontend.source import explain
 
 
@@ -52,7 +53,8 @@ def deep_copy(module: nn.Module, memo: dict[int, object]) -> nn.Module:
             f"The module {type(module).__name__} cannot be copied, which is needed to trace it; pass a function that "
             "makes it instead. The copy failed"
         )
-        raise UserError(explain(error, None, what)) from None
+        with refusals_at(line_of_module(module, "")):
+            raise UserError(explain(error, line_of_error(error), what)) from None
     _rebind_functions(copied, memo)
     return copied
 

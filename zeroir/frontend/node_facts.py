@@ -45,7 +45,7 @@ class NodeFacts:
 
 
 def facts_of(node: fx.Node, source: str) -> NodeFacts:
-    """The facts of a node; ``source`` is its ``file:line``, or empty.
+    """The facts of a node; ``source`` is its ``file:line``.
 
     Raises:
         UserError: where the operator or an element type does not exist in programs, a view exceeds its tensor, or the
@@ -57,19 +57,19 @@ def facts_of(node: fx.Node, source: str) -> NodeFacts:
         op = node.args[0]
     if not isinstance(op, torch._ops.OpOverload):
         raise UserError(
-            f"{source or 'The model'} uses {op}, which zeroir cannot trace; call the function in it directly."
+            f"{source} uses {op}, which zeroir cannot trace; call the function in it directly."
         )
     _check(op, source, node.meta["val"])
     excess = bounds_error(node)
     if excess is not None:
-        raise UserError(f"{source or 'The model'} takes a strided view that {excess}.")
+        raise UserError(f"{source} takes a strided view that {excess}.")
     tensors = _tensors(node.meta["val"])
     is_view = op is not aten.view.dtype and op.is_view
     args, kwargs = _fake_arguments(node)
     try:
         workspace_bytes = declared_workspace_bytes(op, args, kwargs)
     except UserError as error:
-        raise UserError(f"{source or 'The model'} uses {error}.") from error
+        raise UserError(f"{source} uses {error}.") from error
     return NodeFacts(
         op=op,
         types=tuple(None if x is None else tensor_type(x, source) for x in tensors),
@@ -100,7 +100,7 @@ def require_dtype(dtype: torch.dtype, source: str) -> None:
     """Raise UserError for an element type that programs do not have."""
     if dtype not in IR_DTYPE:
         raise UserError(
-            f"{source or 'The model'} makes a tensor of {dtype}, an element type that programs do not have."
+            f"{source} makes a tensor of {dtype}, an element type that programs do not have."
         )
 
 
@@ -114,7 +114,7 @@ def _check(op: torch._ops.OpOverload, source: str, value: object) -> None:
     if reason is not None:
         if isinstance(value, Tensor):
             require_dtype(value.dtype, source)  # Its message explains the refusal better.
-        raise UserError(f"{source or 'The model'} uses the operator {op}, which {reason}.")
+        raise UserError(f"{source} uses the operator {op}, which {reason}.")
 
 
 def _tensors(value: object) -> list[Tensor | None]:

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from zeroir.frontend._torch_private import Function, annotated
+from zeroir.frontend._torch_private import Function, annotated, annotation_of
 from zeroir.frontend.code_contexts import Checkpoint, line_of_caller
 from zeroir.frontend.joint_graph import ModuleCall
 
@@ -29,6 +29,16 @@ class NodeOrigin:
     calls: tuple[ModuleCall, ...]
     number: int
     source: str
+
+
+UNKNOWN_ORIGIN = NodeOrigin(calls=(), number=0, source="")
+"""The origin of a node that the tracer made by itself."""
+
+
+def origin_of(node: fx.Node) -> NodeOrigin:
+    """The origin of a node; ``UNKNOWN_ORIGIN`` where the tracer made it by itself."""
+    annotation = annotation_of(node)
+    return annotation if isinstance(annotation, NodeOrigin) else UNKNOWN_ORIGIN
 
 
 @dataclass

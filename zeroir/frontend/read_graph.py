@@ -20,13 +20,11 @@ from zeroir.frontend.block_graph import BlockGraph
 from zeroir.frontend.block_reuse import ReusePlan
 from zeroir.frontend.joint_graph import Alias, InputKind, JointGraph, JointInput, JointNode
 from zeroir.frontend.node_facts import NodeFacts, facts_of, require_dtype, tensor_type
-from zeroir.frontend.node_origins import NodeOrigin
+from zeroir.frontend.node_origins import UNKNOWN_ORIGIN, NodeOrigin, origin_of
 from zeroir.ir.segment import NodeArg, Ref, Symbol, TensorType
 from zeroir.torch_ops.types import IR_DTYPE
 
 aten = torch.ops.aten
-
-_UNKNOWN = NodeOrigin(calls=(), number=0, source="")
 
 _COPIES = frozenset(
     {
@@ -44,19 +42,20 @@ def read_graph(
     graph: TracedGraph,
     batch: Sequence[str],
     prefix: str,
+    place: str,
     plan: ReusePlan | None = None,
     outputs: Sequence[str] = (),
 ) -> JointGraph:
     """The joint graph as plain data. ``batch`` are the paths of the batch's tensors, after which come the seeds.
 
     ``outputs`` are the paths of what the graph yields after the loss. ``prefix`` is removed from the names of
-    parameters and buffers. A node for the call of a whole block is replaced by
-    the nodes of its block graph in ``plan``.
+    parameters and buffers. ``place`` stands in refusals for the line of what the tracer made by itself. A node for the
+    call of a whole block is replaced by the nodes of its block graph in ``plan``.
 
     Raises:
         UserError: where the model uses an operator, element type or argument that programs do not have.
     """
-    reader = _Reader(plan)
+    reader = _Reader(place, plan)
     for placeholder in graph.placeholders:
         reader.add_input(placeholder, batch, prefix)
     for node in graph.module.graph.nodes:
@@ -72,6 +71,7 @@ def read_graph(
         elif node.op == "call_function":
             reader.add_node(node)
     joint = JointGraph(
+        place=place,
         inputs=tuple(reader.inputs),
         nodes=tuple(reader.nodes),
         types=tuple(reader.types),
@@ -92,6 +92,7 @@ def read_graph(
 
 @dataclass
 class _Reader:
+    place: str
     plan: ReusePlan | None
     inputs: list[JointInput] = field(default_factory=list)
     nodes: list[JointNode] = field(default_factory=list)
@@ -134,18 +135,18 @@ class _Reader:
         tensor = constant if isinstance(constant, Tensor) else tensor
         if tensor.device.type == "meta" or isinstance(tensor, torch._subclasses.FakeTensor):
             raise UserError(
-                f"{self._origin(node).source or 'The model'} uses a tensor of shape {tuple(tensor.shape)} that is "
+                f"{self._place(node)} uses a tensor of shape {tuple(tensor.shape)} that is "
                 "not a registered buffer of a module; register it with register_buffer."
             )
         if tensor.requires_grad:
             raise UserError(
-                f"{self._origin(node).source or 'The model'} uses a tensor of shape {tuple(tensor.shape)} that "
+                f"{self._place(node)} uses a tensor of shape {tuple(tensor.shape)} that "
                 "requires a gradient and is no parameter of the traced module: in a loss function or hook use the "
                 "module that it is given, and make what is to be trained a parameter of it."
             )
         dense = tensor.detach().contiguous()
         data = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
-        key = (data, tensor_type(dense, self._origin(node).source))
+        key = (data, tensor_type(dense, self._place(node)))
         if key not in self.constants:
             self._input(node, InputKind.CONSTANT, f"constant.{len(self.constants)}", dense, data)
             self.constants[key] = self.value(node)
@@ -156,7 +157,7 @@ class _Reader:
     ) -> None:
         index = len(self.types)
         self.inputs.append(JointInput(kind=kind, name=name, value=index, data=data))
-        self.types.append(tensor_type(tensor, self._origin(node).source))
+        self.types.append(tensor_type(tensor, self._place(node)))
         self.aliases.append(Alias(root=index, offset=0))
         self.values[node] = (index,)
 
@@ -221,15 +222,17 @@ class _Reader:
     def _facts(self, node: fx.Node) -> NodeFacts:
         facts = self.facts.get(node)
         if facts is None:
-            facts = self.facts[node] = facts_of(node, self._origin(node).source)
+            facts = self.facts[node] = facts_of(node, self._place(node))
         return facts
+
+    def _place(self, node: fx.Node) -> str:
+        """``file:line`` of a node, for refusals."""
+        return self._origin(node).source or self.place
 
     def _origin(self, node: fx.Node) -> NodeOrigin:
         """The origin of a node; the annotation of a block graph's node is the index of a call in the block."""
         annotation = annotation_of(node)
-        if isinstance(annotation, int):
-            annotation = self.origins[annotation]
-        return annotation if isinstance(annotation, NodeOrigin) else _UNKNOWN
+        return self.origins[annotation] if isinstance(annotation, int) else origin_of(node)
 
     def add_node(self, node: fx.Node) -> None:
         """Add a call of an operator, unless it has no effect."""
@@ -268,7 +271,7 @@ class _Reader:
         args, kwargs = self._arguments(facts.op, node)
         # The tracer does not mark the nodes that it adds last, which give a gradient the layout of its parameter.
         is_backward = facts.is_backward or (
-            origin is _UNKNOWN
+            origin is UNKNOWN_ORIGIN
             and any(
                 not self.backward_values.isdisjoint(self.values[arg])
                 for arg in node.all_input_nodes
@@ -284,8 +287,8 @@ class _Reader:
                 is_backward=is_backward,
                 is_view=parent is not None,
                 is_gradient_sum=facts.is_gradient_sum,
-                calls=None if origin is _UNKNOWN else origin.calls,
-                origin=None if origin is _UNKNOWN else origin.number,
+                calls=None if origin is UNKNOWN_ORIGIN else origin.calls,
+                origin=None if origin is UNKNOWN_ORIGIN else origin.number,
                 source=origin.source,
                 flops=facts.flops,
                 workspace_bytes=facts.workspace_bytes,
@@ -324,7 +327,7 @@ class _Reader:
             case list() | tuple():
                 return tuple(self._argument(item, node) for item in arg)
             case torch.dtype():
-                require_dtype(arg, self._origin(node).source)
+                require_dtype(arg, self._place(node))
                 return IR_DTYPE[arg]
             case torch.device():
                 return Symbol("device")
@@ -334,7 +337,7 @@ class _Reader:
                 return arg
             case _:
                 raise UserError(
-                    f"{self._origin(node).source or 'The model'} passes a {type(arg).__name__} to {node.target}, which "
+                    f"{self._place(node)} passes a {type(arg).__name__} to {node.target}, which "
                     "programs cannot hold."
                 )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from zeroir.errors import UserError
+from zeroir.frontend.places import refusals_at
 from zeroir.frontend.source import ModelSource, capitalised
 from zeroir.ir.output_paths import OutputPathError, children, key_step
 from zeroir.torch_ops.batches import undense_kind
@@ -37,9 +38,11 @@ def loss_of(source: ModelSource, model: nn.Module, batch: object) -> Tensor:
     Raises:
         UserError: where there is none, or where it is not one floating-point number that depends on a parameter.
     """
-    loss = _loss(source, _returned(source, model, batch)[0])
-    if not loss.requires_grad:
-        raise UserError("The model's loss does not depend on any trainable parameter.")
+    output, _ = _returned(source, model, batch)
+    with refusals_at(lambda: source.line_of_loss(model)):
+        loss = _loss(source, output)
+        if not loss.requires_grad:
+            raise UserError("The model's loss does not depend on any trainable parameter.")
     return loss
 
 
@@ -57,17 +60,19 @@ def evaluated(
     first, second = _returned(source, model, batch)
     named = first if second is None else second
     tensors: list[tuple[str, Tensor]] = []
-    if outputs:
-        for name in outputs:
-            value = _part(named, name)
-            if value is None:
-                raise UnknownOutputError(
-                    f"{capitalised(source.names.loss)} returns no output called {name}; it returns {_described(named)}."
-                )
-            tensors += _tensors(source, value, key_step(name))
-    elif second is not None:
-        tensors += _tensors(source, second, "")
-    return _loss(source, first), tuple(tensors)
+    with refusals_at(lambda: source.line_of_loss(model)):
+        if outputs:
+            for name in outputs:
+                value = _part(named, name)
+                if value is None:
+                    raise UnknownOutputError(
+                        f"{capitalised(source.names.loss)} returns no output called {name}; it returns "
+                        f"{_described(named)}."
+                    )
+                tensors += _tensors(source, value, key_step(name))
+        elif second is not None:
+            tensors += _tensors(source, second, "")
+        return _loss(source, first), tuple(tensors)
 
 
 def _returned(source: ModelSource, model: nn.Module, batch: object) -> tuple[object, object]:

@@ -5,15 +5,16 @@ The compiler and the runtime use a source alone, whatever it was made from; ``en
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import nn
 
 from zeroir.errors import MEMORY_REMEDY, UserError, is_out_of_memory
-from zeroir.frontend.imports import NOT_THE_USERS, is_in_a_library
+from zeroir.frontend.places import line_of_definition, line_of_error, line_of_forward
 from zeroir.torch_ops.batches import Batch
 
 _LONGEST_REASON = 300
@@ -38,12 +39,17 @@ class SourceNames:
     ``model`` is the model itself ("the model in gpt.py", "the module GPT"), ``maker`` the place in which its parameters
     are made ("model() in gpt.py", "the module GPT"), ``batch`` the example ("batch() in gpt.py", "the example batch")
     and ``loss`` the function whose result is the loss ("the model's forward", "loss() in gpt.py").
+
+    ``maker_line`` and ``batch_line`` are ``file:line`` of the code that makes the model and the example, empty where it
+    is unknown, as in an interactive session.
     """
 
     model: str
     maker: str
     batch: str
     loss: str
+    maker_line: str = ""
+    batch_line: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,36 +95,18 @@ class ModelSource:
     file: FileOrigin | None = None
     is_in_hand: bool = False
 
-    def line_of(self, error: BaseException) -> str | None:
-        """``file:line`` of the innermost frame of an exception that is in the user's code; None where none is."""
-        return line_in_users_code(error) if self.file is None else line_in(error, self.file.path)
+    def line_of_loss(self, model: nn.Module) -> str:
+        """``file:line`` of the function whose result is the loss, or of what makes the model if that is torch's."""
+        own = line_of_forward(model) if self.loss is None else line_of_definition(self.loss)
+        return own or self.names.maker_line
 
     def place_of(self, error: BaseException) -> str:
-        """The line of ``line_of``, or the model's name."""
-        return self.line_of(error) or self.names.model
+        """The line of an exception in the model's code, or else of the code that makes the model, or its name."""
+        return line_of_error(error) or self.names.maker_line or self.names.model
 
     def explain(self, error: BaseException, what: str) -> str:
-        """One sentence on an exception in the user's code: what failed, where, and why."""
-        return explain(error, self.line_of(error), what)
-
-
-def line_in(error: BaseException, path: Path) -> str | None:
-    """``file:line`` of the innermost frame of an exception that is in one file; None where none is."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f"{path}:{frame.lineno}" for frame in frames if Path(frame.filename) == path]
-    return lines[-1] if lines else None
-
-
-def line_in_users_code(error: BaseException) -> str | None:
-    """``file:line`` of the innermost frame of an exception that is in no library, torch or zeroir; None without one."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [
-        f"{frame.filename}:{frame.lineno}"
-        for frame in frames
-        if not frame.filename.startswith(NOT_THE_USERS)
-        and not is_in_a_library(Path(frame.filename))
-    ]
-    return lines[-1] if lines else None
+        """One sentence on an exception in the model's code: what failed, where, and why."""
+        return explain(error, line_of_error(error) or self.names.maker_line, what)
 
 
 def explain(error: BaseException, line: str | None, what: str) -> str:
@@ -130,6 +118,19 @@ def explain(error: BaseException, line: str | None, what: str) -> str:
     if len(reason) > _LONGEST_REASON:
         reason = reason[: _LONGEST_REASON - 1] + "…"
     return f"{what}{location}: {type(error).__name__}: {reason}"
+
+
+def takes_positional(function: Callable[..., object], counts: Collection[int]) -> bool:
+    """Whether a function can be called with one of these numbers of arguments, or might be: those of C do not tell."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    for count in counts:
+        with contextlib.suppress(TypeError):
+            signature.bind(*range(count))
+            return True
+    return False
 
 
 def capitalised(name: str) -> str:

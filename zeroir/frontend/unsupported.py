@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,7 @@ from zeroir.frontend._torch_private import (
     has_accumulation_hooks,
     has_partial_backward_hooks,
 )
+from zeroir.frontend.places import line_of_definition, line_of_module, refusals_at
 from zeroir.frontend.source import SourceNames, capitalised
 from zeroir.torch_ops.batches import undense_kind
 
@@ -31,31 +34,46 @@ def require_supported(model: object, names: SourceNames) -> nn.Module:
         UserError: where it is none, or carries something that a program would not honour.
     """
     if not isinstance(model, nn.Module):
-        raise UserError(
-            f"{capitalised(names.maker)} returned {type(model).__name__}; it must return a torch.nn.Module."
-        )
-    if hooks := global_hooks():
-        raise UserError(
-            f"The hook {_name(hooks[0])} is registered for all modules of this process, so a program cannot tell which "
-            "modules are meant: register it on the modules themselves."
-        )
-    for name, module in model.named_modules():
-        _require_supported_module(name, module)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        _require_supported_tensor(f"parameter {name}", parameter)
-        if has_accumulation_hooks(parameter):
+        with refusals_at(names.maker_line):
             raise UserError(
-                f"The parameter {name} of the model has a hook of register_post_accumulate_grad_hook, which a program "
-                "cannot call, because it shards gradients as soon as they are complete; remove it, or use "
-                "register_hook."
+                f"{capitalised(names.maker)} returned {type(model).__name__}; it must return a torch.nn.Module."
             )
+    if hooks := global_hooks():
+        with refusals_at(line_of_definition(hooks[0]) or names.maker_line):
+            raise UserError(
+                f"The hook {_name(hooks[0])} is registered for all modules of this process, so a program cannot tell "
+                "which modules are meant: register it on the modules themselves."
+            )
+    for name, module in model.named_modules():
+        with refusals_at(partial(_line, model, name, names)):
+            _require_supported_module(name, module)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        with refusals_at(partial(_line, model, name, names)):
+            _require_supported_tensor(f"parameter {name}", parameter)
+            _require_no_accumulation_hooks(name, parameter)
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        _require_supported_tensor(f"buffer {name}", buffer)
+        with refusals_at(partial(_line, model, name, names)):
+            _require_supported_tensor(f"buffer {name}", buffer)
     if not any(p.requires_grad and p.numel() for p in model.parameters()):
-        raise UserError(
-            f"{capitalised(names.model)} has no trainable parameter: none of its parameters requires a gradient."
-        )
+        with refusals_at(_line(model, "", names)):
+            raise UserError(
+                f"{capitalised(names.model)} has no trainable parameter: none of its parameters requires a gradient."
+            )
     return model
+
+
+def _line(model: nn.Module, name: str, names: SourceNames) -> str:
+    """``file:line`` of the constructor around the part of this name, or of what makes the model."""
+    return line_of_module(model, name) or names.maker_line
+
+
+def _require_no_accumulation_hooks(name: str, parameter: nn.Parameter) -> None:
+    if has_accumulation_hooks(parameter):
+        raise UserError(
+            f"The parameter {name} of the model has a hook of register_post_accumulate_grad_hook, which a program "
+            "cannot call, because it shards gradients as soon as they are complete; remove it, or use "
+            "register_hook."
+        )
 
 
 def _require_supported_module(name: str, module: nn.Module) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -21,9 +20,11 @@ from transformers.trainer import Trainer
 from transformers.trainer_pt_utils import nested_concat
 
 from zeroir.errors import CheckpointWarning, UserError
+from zeroir.integrations.defaults import first_batch, precision_of, require_no_optimizer
 from zeroir.integrations.engine_of_trainer import EngineOfTrainer, TrainerBatch
 from zeroir.integrations.fitted_batches import BatchShape, Inputs, cropped, rows_of
-from zeroir.runtime.random_states import host_generators_kept
+from zeroir.integrations.torch_schedulers import move_scheduler, without_schedule
+from zeroir.report.names import counted
 from zeroir.torch_ops.batches import with_tensors
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from zeroir.api.keywords import CompileKeywords
     from zeroir.config import Precision
+    from zeroir.runtime.accumulation import MicroStepResult
 
 _STATE: Final = "zeroir"
 """The folder of the engine's state in a checkpoint of the trainer."""
@@ -55,7 +57,8 @@ class ZeroirTrainer(Trainer):
     While it trains, the values of the model are in the engine: ``gathered`` lends them.
 
     Raises:
-        UserError: where ``args`` ask for another way to distribute the training.
+        UserError: where ``args`` ask for another way to distribute the training, or ``zeroir_options`` name an
+            optimizer.
     """
 
     def __init__(
@@ -70,13 +73,12 @@ class ZeroirTrainer(Trainer):
         if args is not None:
             _require_supported(args)
         self._options: CompileKeywords = zeroir_options or {}
-        if self._options.get("order", "step") != "step":
-            raise UserError(
-                "ZeroirTrainer takes micro-batches one by one, and reports the loss of each: leave order= out of "
-                "zeroir_options."
-            )
+        require_no_optimizer(
+            self._options, "zeroir_options", "TrainingArguments or in optimizers= of the trainer"
+        )
         self._returns_model = return_model
         self._running: EngineOfTrainer | None = None
+        self._unreported: list[MicroStepResult] = []
         super().__init__(cast("Any", model), args, **cast("dict[str, Any]", others))
 
     @contextmanager
@@ -123,7 +125,8 @@ class ZeroirTrainer(Trainer):
         else:
             running.take_changes()
         engine = running.engine
-        _move_scheduler(self.lr_scheduler, self.optimizer, engine.optimizer)
+        self._require_whole_groups(engine.program.interleaved, train_dataloader, max_steps)
+        move_scheduler(self.lr_scheduler, self.optimizer, engine.optimizer)
         self.optimizer = engine.optimizer
         self.accelerator._optimizers.append(_SkippedSteps(running=running))
         self.create_scheduler(num_training_steps=max_steps)
@@ -135,6 +138,19 @@ class ZeroirTrainer(Trainer):
         self.callback_handler.train_dataloader = train_dataloader
         return running.wrapped, train_dataloader
 
+    def _require_whole_groups(
+        self, group: int, train_dataloader: DataLoader[object], max_steps: int
+    ) -> None:
+        """Refuse data whose epochs do not end with a whole group of micro-batches, which run layer by layer."""
+        if group == 1 or isinstance(train_dataloader.dataset, torch.utils.data.IterableDataset):
+            return
+        whole_steps, rest = divmod(len(train_dataloader), self.args.gradient_accumulation_steps)
+        if rest % group and max_steps > whole_steps:
+            raise UserError(
+                f"The last step of an epoch has {counted(rest, 'batch', 'batches')}, but the program runs them in "
+                f"groups of {group}: leave order= out of zeroir_options, or train on data that fill the groups."
+            )
+
     def _open(self, train_dataloader: DataLoader[object]) -> EngineOfTrainer:
         """Compile a program for the data's first samples, and make an engine with the model's values."""
         if self._running is not None:
@@ -143,7 +159,7 @@ class ZeroirTrainer(Trainer):
         args, model = self.args, cast("nn.Module", self.model)
         optimizer = self.create_optimizer()
         example = self._prepare_inputs(
-            cast("dict[str, Any]", _first_batch(train_dataloader, self._train_batch_size))
+            cast("dict[str, Any]", first_batch(train_dataloader, self._train_batch_size))
         )
         num_items = self._get_num_items_in_batch([example], args.device)
         config = getattr(model, "config", None)
@@ -158,7 +174,7 @@ class ZeroirTrainer(Trainer):
                 inputs=with_tensors(example, lambda tensor: tensor.cpu()),
                 num_items=_number(num_items),
             ),
-            optimizer=_without_schedule(optimizer),
+            optimizer=without_schedule(optimizer),
             options=self._compile_options(model),
             has_outputs=needs_outputs,
             pad_token=pad_token if isinstance(pad_token, int) else 0,
@@ -227,7 +243,7 @@ class ZeroirTrainer(Trainer):
         inputs: dict[str, Tensor | Any],
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """Take a micro-step, and return the part of the step's loss that is this batch's."""
+        """Take a micro-step, and return the part of the step's loss that is known by it."""
         del model  # Its values are in the engine.
         assert self._running is not None
         micro_steps = self.current_gradient_accumulation_steps
@@ -236,8 +252,14 @@ class ZeroirTrainer(Trainer):
             num_items=_number(num_items_in_batch),
             micro_steps=micro_steps,
         )
-        result = self._running.micro_step(batch, is_last=self.accelerator.sync_gradients)
-        return torch.tensor(result.loss / micro_steps, device=self.args.device)
+        self._unreported.append(
+            self._running.micro_step(batch, is_last=self.accelerator.sync_gradients)
+        )
+        loss = 0.0
+        if self._unreported[-1].is_known:  # A group of micro-steps runs with the last of them.
+            loss = sum(result.loss for result in self._unreported) / micro_steps
+            self._unreported.clear()
+        return torch.tensor(loss, device=self.args.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Do nothing: the program clips."""
@@ -443,43 +465,7 @@ def _precision(args: TrainingArguments, model: nn.Module) -> Precision:
         return "bf16"
     if args.fp16:
         return "fp16"
-    dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point}
-    return "bf16" if dtypes == {torch.bfloat16} else "fp32"
-
-
-def _without_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer without empty groups, and without the mark of a scheduler, which will drive the engine's."""
-    groups = [g for g in optimizer.param_groups if any(p.requires_grad for p in g["params"])]
-    optimizer.param_groups[:] = groups
-    for group in groups:
-        group.pop("initial_lr", None)
-    return optimizer
-
-
-def _move_scheduler(
-    scheduler: object, old: torch.optim.Optimizer | None, new: torch.optim.Optimizer
-) -> None:
-    """Let a scheduler that the user made for the optimizer drive the engine's."""
-    if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) or old is new:
-        return
-    # A scheduler counts the steps of its optimizer, for which torch replaces the optimizer's method ``step``.
-    torch.optim.lr_scheduler.LambdaLR(new, lambda _: 1.0)
-    for group, base_lr in zip(new.param_groups, scheduler.base_lrs, strict=True):
-        group["initial_lr"] = base_lr
-    scheduler.optimizer = new
-
-
-def _first_batch(dataloader: DataLoader[object], rows: int) -> object:
-    """A batch of the first samples of a data set; it leaves the data loader and random generators as they are."""
-    dataset = cast("Any", dataloader.dataset)
-    collate = dataloader.collate_fn
-    assert collate is not None
-    with host_generators_kept():
-        if isinstance(dataset, torch.utils.data.IterableDataset):
-            samples: Iterable[object] = islice(iter(dataset), rows)
-        else:
-            samples = (dataset[index] for index in range(min(rows, len(dataset))))
-        return collate(list(samples))
+    return precision_of(model)
 
 
 def _number(num_items: Tensor | int | None) -> int | None:

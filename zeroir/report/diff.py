@@ -49,6 +49,55 @@ def diff(
     return "\n".join([f"--- {old_name}", f"+++ {new_name}", *lines]) + "\n"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlignedOp:
+    """An op of one program and the op of the other that stands for it; ``is_equal`` where their lines are equal.
+
+    Indices are those of the section in each program; None where the program has no such op.
+    """
+
+    old: int | None
+    new: int | None
+    is_equal: bool
+
+
+def aligned_ops(old: Program, new: Program, section: str) -> list[AlignedOp]:
+    """The ops of a section of both programs side by side, in an order that agrees with both.
+
+    Two ops stand for each other where both change the same buffer first, or, as computes, call the same segment of the
+    same unit. :func:`diff` shows such a pair as one line removed and one added, unless it is equal.
+    """
+    old, new = _without_noise(old, new)
+    names = Names(program=old), Names(program=new)
+    bodies = [
+        next((s.body for s in _relabelled_sections(program) if s.name == section), ())
+        for program in (old, new)
+    ]
+    old_keys, new_keys = ([_key(op) for op in body] for body in bodies)
+    old_texts, new_texts = (
+        [op_text(op, own) for op in body] for body, own in zip(bodies, names, strict=True)
+    )
+    pairs: list[AlignedOp] = []
+    for tag, a, b, c, d in SequenceMatcher(None, old_keys, new_keys, autojunk=False).get_opcodes():
+        if tag == "equal":
+            for i, j in zip(range(a, b), range(c, d), strict=True):
+                pairs.append(AlignedOp(old=i, new=j, is_equal=old_texts[i] == new_texts[j]))
+            continue
+        pairs += [AlignedOp(old=i, new=None, is_equal=False) for i in range(a, b)]
+        pairs += [AlignedOp(old=None, new=j, is_equal=False) for j in range(c, d)]
+    return pairs
+
+
+def _key(op: ops.Op) -> str:
+    match op:
+        case ops.Compute():
+            return f"{ops.op_name(type(op))} {op.segment} {op.unit}"
+        case ops.Wait():
+            return f"{ops.op_name(type(op))} {op.waited} {op.on}"
+        case _:
+            return _label(op)
+
+
 def _paired(
     old: dict[str, list[str]], new: dict[str, list[str]]
 ) -> Iterator[tuple[str, list[str], list[str]]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from zeroir.artifact.schema import program_digest
 from zeroir.cost.simulate import Simulation
 from zeroir.ir import ops
 from zeroir.ir.effects import effects
@@ -34,7 +35,7 @@ def simulated_trace(program: Program, simulation: Simulation) -> dict[str, objec
     trace["otherData"] = {
         "machine": simulation.machine,
         "ranks": simulation.world_size,
-        "fingerprint": program.fingerprint,
+        **_identity(program),
     }
     return trace
 
@@ -58,8 +59,13 @@ def chrome_trace(
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"step": step, "ranks": len(ranks), "fingerprint": program.fingerprint},
+        "otherData": {"step": step, "ranks": len(ranks), **_identity(program)},
     }
+
+
+def _identity(program: Program) -> dict[str, str]:
+    """The fingerprint of the model, and the digest by which a reader of the trace knows the program."""
+    return {"fingerprint": program.fingerprint, "program": program_digest(program)}
 
 
 def _headings(program: Program, rank: int, name: str) -> Iterator[Event]:

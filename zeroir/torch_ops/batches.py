@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from zeroir.errors import UserError
+from zeroir.errors import BatchError
 from zeroir.ir.program import Constant
 
 Batch = object
@@ -41,7 +42,7 @@ def flatten(batch: Batch, name: str = "the batch") -> BatchLeaves:
     """The tensors and constants of a batch. ``name`` is that of the batch in messages.
 
     Raises:
-        UserError: where something in it is neither a dense tensor with values nor a constant, or two paths are equal.
+        BatchError: where something in it is neither a dense tensor with values nor a constant, or two paths are equal.
     """
     leaves = BatchLeaves()
     if isinstance(batch, Tensor):
@@ -81,7 +82,7 @@ def is_same_constant(a: Constant, b: Constant) -> bool:
 def _add_tensor(tensor: Tensor, path: str, leaves: BatchLeaves, name: str) -> None:
     kind = undense_kind(tensor)
     if kind is not None:
-        raise UserError(
+        raise BatchError(
             f"The input {path} of {name} is {kind}; batches are dense tensors with values."
         )
     leaves.tensors[path] = tensor
@@ -94,7 +95,7 @@ def _collect(value: object, path: str, leaves: BatchLeaves, name: str) -> None:
             _collect(item, f"{path}.{key}" if path else key, leaves, name)
         return
     if path in leaves.tensors or path in leaves.constants:
-        raise UserError(
+        raise BatchError(
             f"In {name}, two values have the path {path}: a key with a dot in it looks like nested keys."
         )
     if isinstance(value, Tensor):
@@ -102,11 +103,23 @@ def _collect(value: object, path: str, leaves: BatchLeaves, name: str) -> None:
     elif value is None or isinstance(value, _CONSTANTS):
         leaves.constants[path or "0"] = _constant(value)
     else:
-        element = f"its element {path}" if path else "it"
-        raise UserError(
-            f"In {name}, {element} is of type {type(value).__name__}; a batch holds tensors and constants (None, bool, "
-            "int, float, str) in tuples, lists, dicts and dataclasses."
+        whole = name.replace("the ", "The ", 1) if name.startswith("the ") else name
+        subject = f"In {name}, its element {path}" if path else whole
+        raise BatchError(
+            f"{subject} is of type {type(value).__name__}; a batch holds tensors and constants (None, bool, "
+            f"int, float, str) in tuples, lists, dicts and dataclasses{_remedy(value)}."
         )
+
+
+def _remedy(value: object) -> str:
+    """How a value that is common in data sets becomes a part of a batch."""
+    match value:
+        case np.ndarray() | np.generic():
+            return "; make it a tensor with torch.as_tensor"
+        case Iterator():
+            return "; return one batch instead of yielding several"
+        case _:
+            return ""
 
 
 # Tuples of types: a union would be made anew for each value, and the abstract Mapping is asked last.

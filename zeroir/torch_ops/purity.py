@@ -245,7 +245,10 @@ def _module(op: torch._ops.OpOverload) -> str:
     qualified_name = f"{op.namespace}::{op._opname}"
     definition = OPDEFS.get(qualified_name)
     if definition is not None:
-        return _importable(str(definition._init_fn.__module__))
+        # The first function of a triton_op is torch's; its fake kernel is the user's.
+        functions = (definition._init_fn, definition._abstract_fn)
+        modules = (str(function.__module__) for function in functions if function is not None)
+        return _importable(next((name for name in modules if not name.startswith("torch.")), ""))
     entry = fake_kernels.get(qualified_name)
     kernel = None if entry is None else entry.fake_impl.kernel
     file = "" if kernel is None else kernel.source.rpartition(":")[0]

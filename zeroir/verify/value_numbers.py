@@ -97,6 +97,12 @@ class _PreparedSegment:
             _ValuePlace(i, 0, -1 if kind is None else self._layout(kind))
             for i, kind in enumerate(types[self._inputs :], self._inputs)
         ]
+        # Without elements there is no memory to be a part of: such values are equal where their types are.
+        self._empty = {
+            i: self._of(("empty", kind.dtype, self._layout(kind)))
+            for i, kind in enumerate(types)
+            if kind is not None and kind.numel == 0
+        }
         first = self._inputs
         for node in segment.nodes:
             self._add(node, first, types)
@@ -144,7 +150,7 @@ class _PreparedSegment:
         bases: list[tuple[int, int]] = [(-1, 0)] * len(places)
         for i, (key, shift) in enumerate(operands):
             bases[i] = (key if isinstance(key, int) else of(("operand", key)), shift)
-        numbers: dict[int, int] = {}
+        numbers = dict(self._empty)
 
         def number(value: int) -> int:
             result = numbers.get(value)
@@ -165,9 +171,12 @@ class _PreparedSegment:
                     base = of(("result", made, i)) if len(makes) > 1 else made
                     bases[value] = (base, 0)
                     homes[base] = places[value].layout
-                    numbers[value] = base
+                    numbers.setdefault(value, base)
         outputs: list[Result] = []
         for value in self._outputs:
+            if value in self._empty:
+                outputs.append(Result(numbers[value], numbers[value], 0))
+                continue
             root, offset, _ = places[value]
             base, start = bases[root]
             outputs.append(Result(number(value), base, start + offset))

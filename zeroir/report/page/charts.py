@@ -1,4 +1,4 @@
-"""The two charts of the page as JSON of Bokeh: the streams over time, and memory over the ops of the step.
+"""The charts of the page as JSON of Bokeh: the streams over time, and the memory of each program.
 
 They are empty: after each pan and zoom, the script of the page fills them with the items that are visible at their
 width. Bokeh draws on a canvas, redraws marks in a layer of their own, and its script can be part of a page that opens
@@ -8,47 +8,86 @@ without a network. Only this module imports it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from zeroir.errors import UserError
-from zeroir.report.page.facts import MemoryCurve, StepOp
+from zeroir.ir.buffers import Role
+from zeroir.report.page.facts import Kind, MemoryCurve
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure
 
 LANE_HEIGHT_PX: Final = 30
+MEMORY_HEIGHT_PX: Final = 300
 KIND_COLOURS: Final = {
-    "compute": "#3f9f63",
-    "gather": "#3b82c4",
-    "reduce": "#9b5fc0",
-    "update": "#d98032",
-    "transfer": "#2aa198",
-    "memory": "#8b8f98",
-    "wait": "#b0b4bc",
+    Kind.FORWARD: "#4fae76",
+    Kind.BACKWARD: "#23714a",
+    Kind.RECOMPUTED: "#a5d3ae",
+    Kind.GATHER: "#3b82c4",
+    Kind.REDUCE: "#9b5fc0",
+    Kind.UPDATE: "#d98032",
+    Kind.TRANSFER: "#2aa198",
+    Kind.ELEMENTWISE: "#8b8f98",
+    Kind.MEMORY: "#a89984",
+    Kind.WAIT: "#b0b4bc",
 }
-"""Readable on white and on a dark background."""
+"""Readable on white and on a dark background; the three kinds of computes are shades of one colour."""
+
+HIDDEN_KINDS: Final = frozenset({Kind.MEMORY, Kind.WAIT})
+"""Kinds that the page shows only when asked for."""
 
 CRITICAL_COLOUR: Final = "#d03a3a"
 
 ROLE_COLOURS: Final = {
-    "param": "#3b82c4",
-    "master": "#27568a",
-    "grad": "#9b5fc0",
-    "state": "#d98032",
-    "gathered": "#6fb1e8",
-    "activation": "#7cc08f",
-    "saved": "#3f9f63",
-    "input": "#c9b458",
-    "output": "#6f9bd1",
-    "scalar": "#a08f80",
-    "module_buffer": "#8a7f2e",
-    "constant": "#b5a99a",
-    "rng": "#cf6679",
-    "staging": "#2aa198",
-    "workspace": "#c4566e",
-    "snapshot": "#5f7c8a",
-    "page": "#e0a458",
+    Role.PARAM: "#3b82c4",
+    Role.MASTER: "#27568a",
+    Role.GRAD: "#9b5fc0",
+    Role.STATE: "#d98032",
+    Role.GATHERED: "#6fb1e8",
+    Role.ACTIVATION: "#7cc08f",
+    Role.SAVED: "#3f9f63",
+    Role.INPUT: "#c9b458",
+    Role.OUTPUT: "#6f9bd1",
+    Role.SCALAR: "#a08f80",
+    Role.MODULE_BUFFER: "#8a7f2e",
+    Role.CONSTANT: "#b5a99a",
+    Role.RNG: "#cf6679",
+    Role.STAGING: "#2aa198",
+    Role.WORKSPACE: "#c4566e",
+    Role.SNAPSHOT: "#5f7c8a",
+    Role.PAGE: "#e0a458",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """The unit of an axis: its size in the unit of the data (µs or bytes), and its name."""
+
+    size: float
+    name: str
+
+
+def time_scale(end_us: float) -> Scale:
+    """The unit of a time axis that ends at ``end_us``."""
+    for size, name in ((1e6, "s"), (1e3, "ms")):
+        if end_us >= 10 * size:
+            return Scale(size=size, name=name)
+    return Scale(size=1, name="µs")
+
+
+def memory_scale(top_bytes: int) -> Scale:
+    """The unit of a memory axis that ends at ``top_bytes``."""
+    for size, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if top_bytes >= size:
+            return Scale(size=size, name=name)
+    return Scale(size=1, name="B")
+
+
+def top_bytes(curve: MemoryCurve, budget_bytes: int | None) -> int:
+    """The highest value of a memory chart, which includes the budget where it is at most four times the peak."""
+    is_near = budget_bytes is not None and budget_bytes <= 4 * curve.peak_bytes
+    return max(curve.peak_bytes, budget_bytes if budget_bytes is not None and is_near else 0)
 
 
 def require_bokeh() -> None:
@@ -69,21 +108,34 @@ def script() -> str:
 
 
 def timeline(
-    step_ops: Sequence[StepOp], lanes: Sequence[tuple[int, str, str]]
+    labels: Sequence[str], groups: Sequence[int], *, marks: int, end_us: float, scale: Scale
 ) -> dict[str, object]:
-    """The streams over simulated time; ``lanes`` are a class of ranks, a stream and a label each, from the top."""
+    """The streams over time, a lane for each label from the top; lanes of one group share a band.
+
+    An op has at most ``marks`` bars, each of which can be marked.
+    """
     from bokeh.embed import json_item
     from bokeh.models import ColumnDataSource, FixedTicker
     from bokeh.models.annotations import BoxAnnotation
 
-    end_us = max((span.end_ns for op in step_ops for span in op.spans), default=0) / 1000
     chart = _chart(
         "timeline",
-        height_px=LANE_HEIGHT_PX * len(lanes) + 70,
+        height_px=LANE_HEIGHT_PX * len(labels) + 70,
         x_end=end_us,
-        y_range=(-len(lanes) + 0.4, 0.6),
-        x_label="simulated time, µs",
+        y_range=(-len(labels) + 0.4, 0.6),
+        scale=scale,
     )
+    for number, group in enumerate(groups):
+        if group % 2 and len(set(groups)) < len(groups):
+            chart.add_layout(
+                BoxAnnotation(
+                    top=0.5 - number,
+                    bottom=-0.5 - number,
+                    level="image",
+                    line_color=None,
+                    name="band",
+                )
+            )
     for name, colour in (("spans", "colour"), ("critical", None)):
         columns = ("left", "right", "top", "bottom", *((colour, "alpha") if colour else ()))
         chart.quad(
@@ -96,33 +148,47 @@ def timeline(
             line_color=None,
             source=ColumnDataSource({column: [] for column in columns}, name=name),
         )
-    chart.yaxis.ticker = FixedTicker(ticks=[-number for number in range(len(lanes))])
-    chart.yaxis.major_label_overrides = {
-        -number: label for number, (_, _, label) in enumerate(lanes)
-    }
+    chart.text(
+        x="x",
+        y="y",
+        text="text",
+        text_color="ink",
+        text_font_size="11px",
+        text_baseline="middle",
+        x_offset=4,
+        source=ColumnDataSource({"x": [], "y": [], "text": [], "ink": []}, name="words"),
+    )
+    chart.yaxis.ticker = FixedTicker(ticks=[-number for number in range(len(labels))])
+    chart.yaxis.major_label_overrides = {-number: label for number, label in enumerate(labels)}
     chart.ygrid.visible = False
-    chart.add_layout(BoxAnnotation(name="time-mark", level="overlay", visible=False))
+    for _ in range(marks):
+        chart.add_layout(BoxAnnotation(name="mark", level="overlay", visible=False))
     return dict(json_item(chart))
 
 
 def memory(
-    curve: MemoryCurve, *, unit: tuple[float, str], budget_bytes: int | None, ops_count: int
+    curve: MemoryCurve,
+    *,
+    title: str,
+    scale: Scale,
+    top: int,
+    budget_bytes: int | None,
+    end_us: float,
+    x_scale: Scale,
 ) -> dict[str, object]:
-    """Memory over the ops of a step, stacked by role, in the unit of ``memory_unit``, with the budget as a line."""
+    """Memory on the axis of the timeline, stacked by role, from 0 to ``top`` bytes, with the budget as a line."""
     from bokeh.embed import json_item
     from bokeh.models import ColumnDataSource
     from bokeh.models.annotations import BoxAnnotation, Label, Span
 
-    unit_bytes, name = unit
-    top = _top(curve, budget_bytes)
     chart = _chart(
         "memory",
-        height_px=320,
-        x_end=ops_count,
-        y_range=(0, 1.08 * top / unit_bytes or 1),
-        x_label="op of the step, in program order",
+        height_px=MEMORY_HEIGHT_PX,
+        x_end=end_us,
+        y_range=(0, 1.08 * top / scale.size or 1),
+        scale=x_scale,
     )
-    chart.yaxis.axis_label = f"{name} on one rank"
+    chart.yaxis.axis_label = f"{title}, {scale.name}" if title else scale.name
     bounds = [
         f"{bound}_{number}" for number in range(len(curve.roles)) for bound in ("low", "high")
     ]
@@ -134,18 +200,17 @@ def memory(
             y1=f"low_{number}",
             y2=f"high_{number}",
             step_mode="after",
-            fill_color=ROLE_COLOURS[role],
+            fill_color=ROLE_COLOURS[Role(role)],
             fill_alpha=0.85,
             source=source,
         )
-    for at, section in curve.joints:
-        chart.add_layout(Span(location=at, dimension="height", line_dash="dotted", name="joint"))
+    for _, section in curve.joints:
+        chart.add_layout(Span(location=0, dimension="height", line_dash="dotted", name="joint"))
         chart.add_layout(
             Label(
-                x=at,
-                y=1.075 * top / unit_bytes,
+                x=0,
+                y=1.075 * top / scale.size,
                 text=f" {section} ",
-                text_align="right" if at > 0.85 * ops_count else "left",
                 text_baseline="top",
                 text_font_size="11px",
                 name="joint-label",
@@ -154,53 +219,42 @@ def memory(
     if budget_bytes is not None and budget_bytes <= top:
         chart.add_layout(
             Span(
-                location=budget_bytes / unit_bytes,
+                location=budget_bytes / scale.size,
                 dimension="width",
-                line_color="#d03a3a",
+                line_color=CRITICAL_COLOUR,
                 line_width=2,
                 line_dash="dashed",
                 name="budget",
             )
         )
-    chart.add_layout(BoxAnnotation(name="memory-mark", level="overlay", visible=False))
+    chart.add_layout(BoxAnnotation(name="mark", level="overlay", visible=False))
     return dict(json_item(chart))
 
 
 def _chart(
-    name: str, *, height_px: int, x_end: float, y_range: tuple[float, float], x_label: str
+    name: str, *, height_px: int, x_end: float, y_range: tuple[float, float], scale: Scale
 ) -> figure:
-    """A chart that pans and zooms from 0 to ``x_end``, with full numbers on the axis and the background of the page."""
-    from bokeh.models import NumeralTickFormatter, Range1d
+    """A chart that pans and zooms from 0 to ``x_end``, with the background of the page."""
+    from bokeh.models import CustomJSTickFormatter, Range1d
     from bokeh.plotting import figure
 
+    left, right = -0.01 * x_end, 1.01 * x_end
     chart = figure(
         name=name,
         height=height_px,
         sizing_mode="stretch_width",
-        x_range=Range1d(start=-0.01 * x_end, end=1.01 * x_end),
+        x_range=Range1d(start=left, end=right, reset_start=left, reset_end=right),
         y_range=Range1d(start=y_range[0], end=y_range[1]),
-        x_axis_label=x_label,
         tools="xpan,xwheel_zoom,xbox_zoom,reset",
         active_drag="xpan",
         active_scroll="xwheel_zoom",
     )
-    chart.xaxis.formatter = NumeralTickFormatter(format="0,0.[000]")
+    chart.xaxis.formatter = CustomJSTickFormatter(
+        args={"size": scale.size},
+        code="return axisNumber.format(tick / size);",
+    )
     chart.background_fill_color = None
     chart.border_fill_color = None
     chart.outline_line_color = None
     chart.toolbar.logo = None
     return chart
-
-
-def memory_unit(curve: MemoryCurve, budget_bytes: int | None) -> tuple[float, str]:
-    """Bytes and name of the unit of the memory chart."""
-    for size, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if _top(curve, budget_bytes) >= size:
-            return size, name
-    return 1.0, "B"
-
-
-def _top(curve: MemoryCurve, budget_bytes: int | None) -> int:
-    """The highest value of the chart, which includes the budget where it is at most four times the peak."""
-    is_near = budget_bytes is not None and budget_bytes <= 4 * curve.peak_bytes
-    return max(curve.peak_bytes, budget_bytes if budget_bytes is not None and is_near else 0)

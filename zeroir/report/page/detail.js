@@ -71,15 +71,26 @@ function covered(spans, from, to, pixel) {
   return stretches;
 }
 
-/** The ascending positions within [from, to], of each block of pixels only the one with the largest height. */
+/**
+ * The points of a step curve within [from, to]: of each block of pixels the first position with the largest height.
+ *
+ * `positions` ascend, and two may be equal. A block whose last height is smaller ends at its right edge, unless the next
+ * block begins within a pixel, so that no height lasts beyond the block. `chosen` are indices of `heights`.
+ */
 function highest(positions, heights, from, to, pixel) {
   const at = [];
   const chosen = [];
+  const width = BLOCK_PX * pixel;
   const begin = Math.max(0, firstWhere(positions.length, (i) => positions[i] > from) - 1);
   let column = null;
   for (let i = begin; i < positions.length; i += 1) {
-    const own = Math.floor(positions[i] / (BLOCK_PX * pixel));
+    const own = Math.floor(positions[i] / width);
     if (own !== column) {
+      const edge = (column + 1) * width;
+      if (i > begin && chosen[chosen.length - 1] !== i - 1 && positions[i] - edge >= pixel) {
+        at.push(edge);
+        chosen.push(i - 1);
+      }
       at.push(positions[i]);
       chosen.push(i);
       column = own;

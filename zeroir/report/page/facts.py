@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import assert_never
 
 from zeroir.cost.simulate import ClassResult, Simulation
@@ -13,6 +14,7 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.effects import effects
 from zeroir.ir.labels import labels
+from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import op_name
 from zeroir.ir.program import EVALUATE, OpPosition, Program
 from zeroir.ir.spans import Span
@@ -20,22 +22,38 @@ from zeroir.ir.traffic import payload_bytes
 from zeroir.memory.curve import live_bytes
 from zeroir.report.names import shortened
 from zeroir.report.origins import op_source
+from zeroir.report.page.phases import Phase, phases
 from zeroir.report.schedule import buffer_owners
+
+
+class Kind(StrEnum):
+    """What an op is to a reader. Each kind has a colour, and can be hidden on the page."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTED = "recomputed"
+    GATHER = "gather"
+    REDUCE = "reduce"
+    UPDATE = "update"
+    TRANSFER = "transfer"
+    ELEMENTWISE = "cast, fill, scale"
+    MEMORY = "alloc, free"
+    WAIT = "wait"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOp:
     """One op of a step: its place, its units, its size and its times.
 
-    ``size_bytes`` are the bytes that it moves, allocates or frees. ``spans`` has its time on each class of ranks, and
-    ``is_critical`` whether it is on the critical path there. ``used_bytes`` are those of the buffers on the device
-    after the op, and for a segment also its workspace.
+    ``kind`` is its colour on the page. ``size_bytes`` are the bytes that it moves, allocates or frees. ``spans`` has
+    its time on each class of ranks, and ``is_critical`` whether it is on the critical path there. ``used_bytes`` are
+    those of the buffers on the device after the op, and for a segment also its workspace. ``memory_ns`` is the time at
+    which the memory chart shows it; see ``memory_times_ns``.
     """
 
-    section: str
-    index: int
+    position: OpPosition
     op: str
-    kind: str
+    kind: Kind
     stream: str
     units: tuple[str, ...]
     detail: str
@@ -45,6 +63,7 @@ class StepOp:
     spans: tuple[Span, ...]
     is_critical: tuple[bool, ...]
     used_bytes: int
+    memory_ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +96,7 @@ class UnitFacts:
 
 
 def step_ops(program: Program, simulation: Simulation) -> list[StepOp]:
-    """Every op of a step in program order."""
+    """Every op of a step, of as many micro-steps as were simulated, in program order."""
     names, owners = labels(program), buffer_owners(program)
     critical = {
         (OpPosition(item.section, item.index), item.rank_class)
@@ -90,16 +109,21 @@ def step_ops(program: Program, simulation: Simulation) -> list[StepOp]:
         for section in program.sections
         if section.name != EVALUATE
     }
+    phases_by_section = {section.name: phases(program, section) for section in program.sections}
     runs: Counter[OpPosition] = Counter()
     shown_ops: list[StepOp] = []
-    for section in step_sections(program):
+    sections = step_sections(program, simulation.micro_steps)
+    times_ns = memory_times_ns(
+        [op for section in sections for op in section.body],
+        simulation.classes[0].spans,
+    )
+    for section in sections:
         for position, op in section.positioned_ops():
             shown_ops.append(
                 StepOp(
-                    section=section.name,
-                    index=position.index,
+                    position=position,
                     op=op_name(type(op)),
-                    kind=op_kind(op),
+                    kind=op_kind(op, phases_by_section[section.name].get(position.index)),
                     stream=effects(op).stream,
                     units=_units(op, owners),
                     detail=names[position].partition(" ")[2].partition(" ")[2],
@@ -111,19 +135,42 @@ def step_ops(program: Program, simulation: Simulation) -> list[StepOp]:
                         (position, number) in critical for number in range(len(spans_by_class))
                     ),
                     used_bytes=curves[section.name][position.index + 1],
+                    memory_ns=times_ns[len(shown_ops)],
                 )
             )
             runs[position] += 1
     return shown_ops
 
 
-def memory_curve(program: Program) -> MemoryCurve:
-    """The memory of a step in program order."""
+def memory_times_ns(body: Sequence[ops.Op], spans: Sequence[Span]) -> list[int]:
+    """When each op counts on the time axis of the memory chart, in nanoseconds; never before the op in front of it.
+
+    The memory of a step, and so its peak, is defined in program order, which streams overtake. An op of the stream
+    ``compute`` counts from its beginning. Any other op counts from its own beginning, unless this lies outside of its
+    neighbours on ``compute``: then it counts from the nearer one of those.
+    """
+    starts_ns = [span.start_ns for span in spans]
+    latest_ns = [0] * len(body)
+    bound_ns = max((span.end_ns for span in spans), default=0)
+    for number in reversed(range(len(body))):
+        if effects(body[number]).stream == COMPUTE:
+            bound_ns = min(bound_ns, starts_ns[number])
+        latest_ns[number] = bound_ns
+    times_ns: list[int] = []
+    now_ns = 0
+    for start_ns, bound_ns in zip(starts_ns, latest_ns, strict=True):
+        now_ns = max(now_ns, min(start_ns, bound_ns))
+        times_ns.append(now_ns)
+    return times_ns
+
+
+def memory_curve(program: Program, micro_steps: int | None = None) -> MemoryCurve:
+    """The memory of a step in program order; by default of as many micro-steps as it was compiled for."""
     at: list[int] = []
     columns: list[Counter[str]] = []
     joints: list[tuple[int, str]] = []
     number = 0
-    for section in step_sections(program):
+    for section in step_sections(program, micro_steps):
         joints.append((number, section.name))
         curve = live_bytes(program, section)
         for index in range(len(section.body)):
@@ -150,7 +197,7 @@ def unit_facts(program: Program, shown_ops: Sequence[StepOp]) -> list[UnitFacts]
     for flat in program.flats:
         numels[flat.unit] += flat.numel
     flops: Counter[str] = Counter()
-    moved: dict[str, Counter[str]] = {"gather": Counter(), "reduce": Counter()}
+    moved: dict[Kind, Counter[str]] = {Kind.GATHER: Counter(), Kind.REDUCE: Counter()}
     for op in shown_ops:
         for unit in op.units:
             flops[unit] += op.flops
@@ -161,30 +208,32 @@ def unit_facts(program: Program, shown_ops: Sequence[StepOp]) -> list[UnitFacts]
             name=name,
             parameters_numel=numel,
             flops=flops[name],
-            gathered_bytes=moved["gather"][name],
-            reduced_bytes=moved["reduce"][name],
+            gathered_bytes=moved[Kind.GATHER][name],
+            reduced_bytes=moved[Kind.REDUCE][name],
         )
         for name, numel in numels.items()
     ]
 
 
-def op_kind(op: ops.Op) -> str:
-    """The kind of an op, which has a colour on the page."""
+def op_kind(op: ops.Op, phase: Phase | None) -> Kind:
+    """The kind of an op; ``phase`` is that of a compute, None for one of the update."""
     match op:
         case ops.Compute():
-            return "compute"
+            return Kind.UPDATE if phase is None else Kind(phase.value)
         case ops.Gather() | ops.Broadcast():
-            return "gather"
+            return Kind.GATHER
         case ops.ReduceScatter() | ops.AllReduce():
-            return "reduce"
+            return Kind.REDUCE
         case ops.Update():
-            return "update"
+            return Kind.UPDATE
         case ops.Transfer():
-            return "transfer"
-        case ops.Elementwise() | ops.Memory():
-            return "memory"
+            return Kind.TRANSFER
+        case ops.Elementwise():
+            return Kind.ELEMENTWISE
+        case ops.Memory():
+            return Kind.MEMORY
         case ops.Wait():
-            return "wait"
+            return Kind.WAIT
         case _:
             assert_never(op)
 

@@ -3,79 +3,69 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from importlib import resources
 from typing import Final
 
-from zeroir.cost.simulate import Simulation
-from zeroir.ir.mesh import HOST
-from zeroir.ir.program import Program
-from zeroir.ir.traffic import on_the_wire
-from zeroir.report.costs import wire_label
-from zeroir.report.names import counted, format_bytes, format_flops
-from zeroir.report.page import charts
-from zeroir.report.page.facts import (
-    MemoryCurve,
-    StepOp,
-    UnitFacts,
-    memory_curve,
-    step_ops,
-    unit_facts,
-)
-from zeroir.report.summary import Summary, counted_step
-from zeroir.verify import PROVED, Report
-from zeroir.verify.explain import CODES
+from zeroir.report.measured import MeasuredStep
+from zeroir.report.names import format_bytes
+from zeroir.report.page import charts, tables
+from zeroir.report.page.data import MOST_RANKS, lanes_of, page_data
+from zeroir.report.page.sides import ReportedProgram, Side, sides
 
 _ASSETS: Final = resources.files("zeroir.report.page")
+_SCRIPTS: Final = ("detail.js", "model.js", "table.js", "marks.js", "charts.js", "page.js")
 
 
 def report_html(
-    program: Program,
-    report: Report,
-    summary: Summary,
-    simulation: Simulation,
+    program: ReportedProgram,
+    other: ReportedProgram | None = None,
     *,
-    name: str,
-    budget_bytes: int | None,
+    measured: MeasuredStep | None = None,
 ) -> str:
-    """The page of a program that ``report`` verified, timed by ``simulation``.
+    """The page of a program; with ``other`` of both side by side, with ``measured`` over a step that it took.
 
-    ``name`` is the name of the program on the page; ``budget_bytes`` is the device memory of a rank, drawn as a line.
+    ``measured`` has as many micro-steps as the simulation of the program.
 
     Raises:
         UserError: where bokeh is not installed.
+        ValueError: for two programs and a measured step.
     """
+    if other is not None and measured is not None:
+        raise ValueError("A measured step is shown over one program.")
     charts.require_bokeh()
-    shown_ops = step_ops(program, simulation)
-    lanes = _lanes(program, simulation, shown_ops)
-    curve = memory_curve(program)
-    unit = charts.memory_unit(curve, budget_bytes)
-    data = {
-        "ops": _columns(shown_ops),
-        "lanes": [{"class": number, "stream": stream} for number, stream, _ in lanes],
-        "timeline": charts.timeline(shown_ops, lanes),
-        "live": {"at": curve.at, "roles": list(curve.roles.values()), "unit_bytes": unit[0]},
-        "memory": charts.memory(
-            curve, unit=unit, budget_bytes=budget_bytes, ops_count=len(shown_ops)
-        ),
-    }
+    shown = sides([program] if other is None else [program, other])
+    lanes = lanes_of(shown, measured)
+    is_compared = other is not None
     slots = {
-        "name": escape(name),
+        "name": escape(" → ".join(side.reported.name for side in shown)),
+        "title": _title(shown),
         "style": _asset("page.css"),
-        "head": _headline(summary, simulation, curve, budget_bytes),
-        "kinds": _legend({kind: charts.KIND_COLOURS[kind] for kind in _present(shown_ops)})
-        + _legend({"critical path": charts.CRITICAL_COLOUR}),
-        "roles": _legend({role: charts.ROLE_COLOURS[role] for role in curve.roles}),
-        "streams": _streams(simulation),
-        "units": _units(unit_facts(program, shown_ops)),
-        "volume": _volume(summary, simulation),
-        "laws": _laws(report),
-        "options": _options(program),
-        "passes": "".join(f"<li><code>{escape(spec)}</code></li>" for spec in program.passes),
-        "data": _json(data),
+        "head": tables.tiles(shown, measured),
+        "kinds": _kinds(shown),
+        "ranks": "" if measured is None else _ranks(measured),
+        "roles": _roles(shown),
+        "changes": '<label class="key"><input type="checkbox" id="changes"> only ops that differ</label>'
+        if is_compared
+        else "",
+        "memories": "".join(
+            f'<div class="plot" id="memory-{number}" tabindex="0" role="application" aria-describedby="keys" '
+            f'aria-label="Memory{" of " + side.letter if side.letter else ""} over the step"></div>'
+            for number, side in enumerate(shown)
+        ),
+        "differences": ""
+        if other is None
+        else f"<section><h2>Differences</h2>{tables.differences(*shown)}</section>",
+        "streams": tables.streams(shown, measured),
+        "units": tables.units(shown),
+        "volume": tables.volume(shown),
+        "laws": tables.laws(shown),
+        "options": tables.options(shown),
+        "passes": tables.passes(shown),
+        "data": _json(page_data(shown, lanes, measured)),
         "library": charts.script(),
-        "code": _asset("detail.js") + _asset("page.js"),
+        "code": "".join(_asset(name) for name in _SCRIPTS),
     }
     page = _asset("page.html")
     parts = page.split("<!--slot:")
@@ -96,190 +86,54 @@ def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _lanes(
-    program: Program, simulation: Simulation, shown_ops: Sequence[StepOp]
-) -> list[tuple[int, str, str]]:
-    """A lane for every stream of every class of ranks with an op of some duration."""
-    busy = {
-        (number, op.stream)
-        for op in shown_ops
-        for number, span in enumerate(op.spans)
-        if span.duration_ns
-    }
-    streams = [HOST, *(stream.name for stream in program.streams)]
-    return [
-        (number, stream, f"{result.label} · {stream}" if len(simulation.classes) > 1 else stream)
-        for number, result in enumerate(simulation.classes)
-        for stream in streams
-        if (number, stream) in busy
-    ]
-
-
-def _columns(shown_ops: Sequence[StepOp]) -> dict[str, list[object]]:
-    return {
-        "section": [op.section for op in shown_ops],
-        "line": [op.index for op in shown_ops],
-        "op": [op.op for op in shown_ops],
-        "kind": [op.kind for op in shown_ops],
-        "stream": [op.stream for op in shown_ops],
-        "unit": [", ".join(op.units) for op in shown_ops],
-        "what": [op.detail for op in shown_ops],
-        "source": [op.source for op in shown_ops],
-        "bytes": [op.size_bytes for op in shown_ops],
-        "flops": [op.flops for op in shown_ops],
-        "used": [op.used_bytes for op in shown_ops],
-        "start": [[span.start_ns / 1000 for span in op.spans] for op in shown_ops],
-        "end": [[span.end_ns / 1000 for span in op.spans] for op in shown_ops],
-        "critical": [[int(is_critical) for is_critical in op.is_critical] for op in shown_ops],
-    }
-
-
-def _present(shown_ops: Sequence[StepOp]) -> list[str]:
-    present = {op.kind for op in shown_ops}
-    return [kind for kind in charts.KIND_COLOURS if kind in present]
-
-
-def _headline(
-    summary: Summary, simulation: Simulation, curve: MemoryCurve, budget_bytes: int | None
-) -> str:
-    mesh = " × ".join(f"{name} {size}" for name, size in summary["mesh"].items())
-    share = (
-        ""
-        if budget_bytes is None
-        else f"of {format_bytes(budget_bytes)}: {_percent(curve.peak_bytes / budget_bytes)}"
-    )
-    is_over = budget_bytes is not None and curve.peak_bytes > budget_bytes
-    traffic = sum(on_the_wire(summary["collective_bytes"]).values())
-    tiles = [
-        ("program", f"stage {summary['stage']}, {summary['precision']}", mesh, False),
-        (
-            "parameters",
-            f"{summary['parameters_numel']:,}",
-            f"in {counted(len(summary['units']), 'unit')}",
-            False,
-        ),
-        ("simulated step", _time(simulation.step_ns), f"on {simulation.machine}", False),
-        (
-            "exposed communication",
-            _time(round(simulation.exposed_s * 1e9)),
-            f"{_percent(simulation.exposed_s * 1e9 / simulation.step_ns)} of the step"
-            if simulation.step_ns
-            else "",
-            False,
-        ),
-        *(
-            [("exposed transfers", _time(round(simulation.exposed_transfers_s * 1e9)), "", False)]
-            if any(summary["transfer_bytes"].values())
-            else []
-        ),
-        ("MFU", _percent(simulation.mfu), "of the dense peak", False),
-        ("peak memory", format_bytes(curve.peak_bytes), share or "with workspaces", is_over),
-        (
-            "on the wire",
-            format_bytes(traffic),
-            f"full buffers, a {counted_step(summary)}",
-            False,
-        ),
-    ]
-    return "".join(
-        f'<div class="tile{" bad" if is_bad else ""}"><span>{escape(title)}</span>'
-        f"<b>{escape(value)}</b><small>{escape(note)}</small></div>"
-        for title, value, note, is_bad in tiles
+def _title(shown: Sequence[Side]) -> str:
+    return " ".join(
+        f"{f'<i>{side.letter}</i> ' if side.letter else ''}{escape(side.reported.name)}"
+        for side in shown
     )
 
 
-def _legend(colours: Mapping[str, str]) -> str:
-    return "".join(
-        f'<span class="key"><i style="background:{colour}"></i>{escape(name.replace("_", " "))}</span>'
-        for name, colour in colours.items()
+def _kinds(shown: Sequence[Side]) -> str:
+    """The legend of the timeline, whose boxes show and hide kinds of ops."""
+    present: Collection[str] = {op.kind for side in shown for op in side.ops}
+    boxes = "".join(
+        f'<label class="key"><input type="checkbox" value="{kind}"'
+        f"{'' if kind in charts.HIDDEN_KINDS else ' checked'}>"
+        f'<i style="background:{colour}"></i>{kind}</label>'
+        for kind, colour in charts.KIND_COLOURS.items()
+        if kind in present
     )
+    return boxes + _key("critical path", charts.CRITICAL_COLOUR)
 
 
-def _streams(simulation: Simulation) -> str:
-    rows = [
-        [
-            result.label,
-            stream,
-            _time(round(busy_s * 1e9)),
-            _percent(busy_s * 1e9 / simulation.step_ns),
-        ]
-        for result in simulation.classes
-        for stream, busy_s in result.busy_s.items()
-        if simulation.step_ns
+def _roles(shown: Sequence[Side]) -> str:
+    """The legend of the memory charts: roles, and the budgets that are drawn."""
+    present = {role for side in shown for role in side.curve.roles}
+    keys = [
+        _key(role.value.replace("_", " "), colour)
+        for role, colour in charts.ROLE_COLOURS.items()
+        if role.value in present
     ]
-    return _table(["ranks", "stream", "#busy", "#of the step"], rows)
+    budgets = {side.reported.budget_bytes for side in shown}
+    top_bytes = max(charts.top_bytes(side.curve, side.reported.budget_bytes) for side in shown)
+    drawn = sorted(budget for budget in budgets if budget is not None and budget <= top_bytes)
+    if drawn:
+        amounts = " and ".join(format_bytes(budget) for budget in drawn)
+        keys.append(_key(f"budget of {amounts}", charts.CRITICAL_COLOUR))
+    return "".join(keys)
 
 
-def _units(units: Sequence[UnitFacts]) -> str:
-    rows = [
-        [
-            unit.name,
-            f"{unit.parameters_numel:,}",
-            format_flops(unit.flops),
-            format_bytes(unit.gathered_bytes),
-            format_bytes(unit.reduced_bytes),
-        ]
-        for unit in units
-    ]
-    return _table(["unit", "#parameters", "#computes", "#gathered", "#reduced"], rows)
+def _key(name: str, colour: str) -> str:
+    return f'<span class="key"><i style="background:{colour}"></i>{escape(name)}</span>'
 
 
-def _volume(summary: Summary, simulation: Simulation) -> str:
-    axes = [
-        (axis, on_the_wire(axis_bytes))
-        for axis, axis_bytes in summary["collective_bytes_by_axis"].items()
-    ]
-    rows = [
-        [kind, *(format_bytes(sent.get(kind, 0)) for _, sent in axes)]
-        for kind, count in summary["collective_bytes"].items()
-        if count
-    ]
-    by_kind = _table(["collective", *(f"#over {axis}" for axis, _ in axes)], rows)
-    wires = [
-        [result.label, wire_label(wire), format_bytes(round(count))]
-        for result in simulation.classes
-        for wire, count in result.bytes_by_wire.items()
-    ]
-    return by_kind + _table(["ranks", "link", "#sent by a rank"], wires)
-
-
-def _laws(report: Report) -> str:
-    rows = []
-    for code, verdict in report.laws.items():
-        mark = "proved" if verdict == PROVED else "broken"
-        rows.append(
-            f"<tr><td><code>{escape(code)}</code></td><td>{escape(CODES[code].title)}</td>"
-            f'<td class="{mark}">{escape(verdict)}</td></tr>'
-        )
-    return f"<table><tr><th>law</th><th>rules out</th><th></th></tr>{''.join(rows)}</table>"
-
-
-def _options(program: Program) -> str:
-    return _table(["option", "value"], [[name, value] for name, value in program.options])
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; a head that begins with # heads a column of numbers."""
-    classes = [' class="number"' if head.startswith("#") else "" for head in heads]
-    top = "".join(
-        f"<th{kind}>{escape(head.removeprefix('#'))}</th>"
-        for head, kind in zip(heads, classes, strict=True)
+def _ranks(measured: MeasuredStep) -> str:
+    """The choice of the measured rank, and whether the simulated step is stretched to the measured one."""
+    options = "".join(
+        f'<option value="{rank}">rank {rank}</option>'
+        for rank in range(min(MOST_RANKS, len(measured.ranks)))
     )
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row, classes, strict=True))
-        + "</tr>"
-        for row in rows
+    return (
+        f'<label>measured on <select id="rank">{options}</select></label> '
+        '<label class="key"><input type="checkbox" id="stretch"> stretch the simulated step to the measured one</label>'
     )
-    return f"<table><tr>{top}</tr>{body}</table>"
-
-
-def _time(count_ns: int) -> str:
-    for size, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "µs")):
-        if count_ns >= size:
-            return f"{count_ns / size:.3g} {unit}"
-    return f"{count_ns} ns"
-
-
-def _percent(share: float) -> str:
-    return "< 0.1 %" if 0 < share < 0.001 else f"{100 * share:.3g} %"

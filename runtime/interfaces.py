@@ -1,0 +1,41 @@
+"""The network interface by which this machine reaches another one."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import struct
+from typing import Final
+
+_SIOCGIFADDR: Final = 0x8915
+"""From <linux/sockios.h>: the IPv4 address of an interface."""
+
+_REQUEST: Final = struct.Struct("16s24x")
+"""``struct ifreq``: the name, and room for the answer, whose address begins 20 bytes after the start."""
+
+
+def interface_towards(host: str, port: int) -> str | None:
+    """The interface from which packets to a host leave; None where that is loopback or unknown, as with IPv6."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))  # sends nothing
+            own = probe.getsockname()[0]
+            if ipaddress.ip_address(own).is_loopback:
+                return None
+            return next(
+                (name for _, name in socket.if_nameindex() if _address_of(name, probe) == own), None
+            )
+    except OSError:
+        return None
+
+
+def _address_of(interface: str, probe: socket.socket) -> str | None:
+    try:
+        from fcntl import ioctl
+    except ImportError:  # no such call on this system
+        return None
+    with contextlib.suppress(OSError):  # it has no address
+        answer = ioctl(probe.fileno(), _SIOCGIFADDR, _REQUEST.pack(interface.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    return None

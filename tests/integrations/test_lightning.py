@@ -1,0 +1,85 @@
+"""ZeroirStrategy does what Lightning's DDP does, and refuses in a sentence what a compiled step cannot do."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+
+# Imports of lightning take seconds, so tests that are left out make none.
+pytestmark = [
+    pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed"),
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.mark.dist
+def test_two_ranks_fit_as_ddp_and_go_on_bit_for_bit(tmp_path: Path) -> None:
+    module = "tests.integrations.lightning_workers"
+    ranks = Ranks(2, tmp_path, module=module, sources=COMPILING_SOURCES)
+    require_success(ranks.wait(240))
+
+
+def test_what_a_compiled_step_cannot_do_is_refused(tmp_path: Path) -> None:
+    """A value that would be the same in every step, or that a program does not compute, is never logged or used."""
+    import lightning.pytorch as lightning
+    from torch import Tensor
+
+    from tests.integrations.lightning_workers import Batch, Net, loader
+    from zeroir import UserError, ZeroirStrategy
+
+    class LogsAnAccuracy(Net):
+        def training_step(self, batch: Batch, *others: object) -> Tensor:
+            loss = super().training_step(batch, *others)
+            self.log("accuracy", loss.detach() * 2)
+            return loss
+
+    class ReadsTheEpoch(Net):
+        def training_step(self, batch: Batch, *others: object) -> Tensor:
+            return super().training_step(batch, *others) * (self.current_epoch + 1)
+
+    class LogsANumber(Net):
+        def validation_step(self, batch: Batch, *others: object) -> dict[str, Tensor]:
+            self.log("answer", 42.0)
+            return super().validation_step(batch, *others)
+
+    class Manual(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    class Clips(Net):
+        def configure_gradient_clipping(self, *_: object) -> None:
+            pass
+
+    cases: list[tuple[type[Net], dict[str, Any], str]] = [
+        (LogsAnAccuracy, {}, "training_step logs 'accuracy', which is not the loss"),
+        (ReadsTheEpoch, {}, "training_step reads 'current_epoch' of the trainer"),
+        (LogsANumber, {}, "validation_step logs 'answer', which is a float"),
+        (Manual, {}, "manual optimization"),
+        (Clips, {}, "leave configure_gradient_clipping out"),
+        (Net, {"gradient_clip_algorithm": "value"}, "leave gradient_clip_algorithm out"),
+        (Net, {"precision": "64-true"}, "precision is 64-true, but should be one of 32-true"),
+    ]
+    for kind, arguments, sentence in cases:
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=ZeroirStrategy(),
+            max_steps=1,
+            default_root_dir=tmp_path,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **arguments,
+        )
+        data = loader(0, 8, 4, is_shuffled=False)
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            trainer.fit(kind(), data, data)

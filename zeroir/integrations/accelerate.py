@@ -1,0 +1,217 @@
+"""``prepare``: a training loop of accelerate over an engine, which takes the place of the wrapped model.
+
+The loop keeps its ``Accelerator``, which goes on to share out the data, to say when gradients accumulate, to gather
+metrics, to log, and to save and load the states of schedules, data and random generators. An engine does what
+``backward``, ``clip_grad_norm_`` and the optimizer do.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Unpack, overload
+
+import torch
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType
+
+from zeroir.api import compile_model
+from zeroir.errors import UserError
+from zeroir.integrations.defaults import first_batch, precision_of, require_no_optimizer
+from zeroir.integrations.torch_schedulers import move_scheduler, without_schedule
+from zeroir.torch_ops.batches import Batch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
+    from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import DataLoader
+
+    from zeroir.api.keywords import CompileKeywords
+    from zeroir.config import Precision
+    from zeroir.frontend.source import LossFunction
+    from zeroir.runtime.engine import Engine
+
+_STATE: Final = "zeroir"
+"""The folder of the engine's state in what ``Accelerator.save_state`` saves."""
+
+_PRECISIONS: Final[Mapping[str, Precision]] = {"bf16": "bf16", "fp16": "fp16"}
+
+_REPLACED: Final[Mapping[str, str]] = {
+    "backward": "call engine.micro_step(batch) in its place, which computes the loss, too",
+    "clip_grad_norm_": "pass clip= to zeroir.prepare, and read grad_norm of engine.last_result",
+    "clip_grad_value_": "programs clip the norm of the gradient alone; pass clip= to zeroir.prepare",
+}
+"""What to do in the place of methods of ``Accelerator`` that would do nothing, or wrong, beside an engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedOptimizer:
+    """An engine's optimizer that updates where gradients have accumulated, as accelerate's does."""
+
+    engine: Engine
+    accelerator: Accelerator
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The settings of the engine's optimizer groups; changes count from the next update."""
+        return self.engine.optimizer.param_groups
+
+    def step(self) -> None:
+        """Update after the last micro-step of a step; after another one do nothing."""
+        if self.accelerator.sync_gradients:
+            self.engine.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: every step begins with new gradients."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether an overflow has skipped the last update, so that the schedule waits."""
+        result = self.engine.last_result
+        return result is not None and result.is_skipped
+
+
+@overload
+def prepare(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Any],
+    scheduler: None = None,
+    /,
+    *,
+    loss: LossFunction | None = None,
+    batch: Batch = None,
+    kernels: str = "eager",
+    **options: Unpack[CompileKeywords],
+) -> tuple[Engine, PreparedOptimizer, DataLoader[Any]]: ...
+
+
+@overload
+def prepare(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Any],
+    scheduler: LRScheduler,
+    /,
+    *,
+    loss: LossFunction | None = None,
+    batch: Batch = None,
+    kernels: str = "eager",
+    **options: Unpack[CompileKeywords],
+) -> tuple[Engine, PreparedOptimizer, DataLoader[Any], AcceleratedScheduler]: ...
+
+
+def prepare(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Any],
+    scheduler: LRScheduler | None = None,
+    /,
+    *,
+    loss: LossFunction | None = None,
+    batch: Batch = None,
+    kernels: str = "eager",
+    **options: Unpack[CompileKeywords],
+) -> tuple[object, ...]:
+    """An engine, and the optimizer, data loader and scheduler prepared, in the place of ``accelerator.prepare``.
+
+    The loop then calls ``engine.micro_step(batch, is_last=accelerator.sync_gradients)``, ``optimizer.step()`` and
+    ``scheduler.step()``. ``loss``, ``kernels`` and ``options`` are those of ``zeroir.compile`` and
+    ``CompiledProgram.engine``; ``precision`` and ``micro_steps`` follow from the accelerator unless given. ``batch`` is
+    an example batch of one rank, by default of the first samples of ``loader``. ``save_state`` and ``load_state`` of
+    the accelerator include the engine's state from now on. All ranks call this together.
+
+    Raises:
+        UserError: where the accelerator distributes the model itself or asks for another precision, where the loader
+            has no batch size and ``batch`` is missing, or as ``zeroir.compile``.
+    """
+    _require_supported(accelerator)
+    require_no_optimizer(options, "zeroir.prepare", "the third argument")
+    if batch is None:
+        batch = first_batch(loader, _rows(accelerator, loader))
+    given: CompileKeywords = {
+        "world_size": accelerator.num_processes,
+        "precision": _PRECISIONS.get(accelerator.mixed_precision) or precision_of(model),
+        "micro_steps": accelerator.gradient_accumulation_steps,
+    }
+    given = {**given, **options}
+    given["optimizer"] = without_schedule(optimizer)
+    program = compile_model(model, batch, loss=loss, **given)
+    engine = program.engine(kernels=kernels, seed=torch.initial_seed())
+    _include_state(accelerator, engine)
+    for name, remedy in _REPLACED.items():
+        setattr(accelerator, name, _refusal(name, remedy))
+    steps = PreparedOptimizer(engine=engine, accelerator=accelerator)
+    prepared = engine, steps, accelerator.prepare_data_loader(loader)
+    if scheduler is None:
+        return prepared
+    move_scheduler(scheduler, optimizer, engine.optimizer)
+    accelerator.register_for_checkpointing(scheduler)
+    accelerated = AcceleratedScheduler(
+        scheduler,
+        steps,
+        step_with_optimizer=accelerator.step_scheduler_with_optimizer,
+        split_batches=accelerator.split_batches,
+    )
+    return *prepared, accelerated
+
+
+def _require_supported(accelerator: Accelerator) -> None:
+    distributed = accelerator.distributed_type
+    if distributed in (
+        DistributedType.DEEPSPEED,
+        DistributedType.FSDP,
+        DistributedType.MEGATRON_LM,
+    ):
+        raise UserError(
+            f"The Accelerator is set up for {distributed.value}, which distributes the model itself: leave its plugin "
+            "out, and pass the ZeRO stage and the offloading to zeroir.prepare."
+        )
+    if accelerator.mixed_precision not in ("no", *_PRECISIONS):
+        raise UserError(
+            f"mixed_precision of the Accelerator is {accelerator.mixed_precision}, but should be no, bf16 or fp16."
+        )
+
+
+def _rows(accelerator: Accelerator, loader: DataLoader[Any]) -> int:
+    """The rows of one rank's batch."""
+    rows = loader.batch_size
+    if rows is None:
+        raise UserError(
+            "The data loader has no batch_size, so zeroir.prepare does not know the shape of a batch: pass an example "
+            "batch of one rank as batch=."
+        )
+    return rows // accelerator.num_processes if accelerator.split_batches else rows
+
+
+def _include_state(accelerator: Accelerator, engine: Engine) -> None:
+    """Let the accelerator save and load the engine's state, of which each rank writes its part."""
+
+    def save(_models: object, _weights: object, folder: str | os.PathLike[str]) -> None:
+        state = Path(folder, _STATE)
+        if accelerator.is_main_process:
+            # The accelerator replaces the files of an earlier state in this folder, too.
+            shutil.rmtree(state, ignore_errors=True)
+        engine.save(state)
+
+    def load(_models: object, folder: str | os.PathLike[str]) -> None:
+        engine.load(Path(folder, _STATE))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+
+
+def _refusal(name: str, remedy: str) -> Callable[..., NoReturn]:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise UserError(
+            f"An engine computes the gradients, so accelerator.{name} cannot: {remedy}."
+        )
+
+    return refuse

@@ -1,0 +1,402 @@
+"""``ZeroirStrategy``: PyTorch Lightning's ``Trainer`` over an engine of zeroir, in the place of DDP, FSDP or DeepSpeed.
+
+The trainer keeps its loops, callbacks, loggers, schedules and checkpoints. ``training_step`` is compiled into the step
+of a program, and ``validation_step`` into its evaluation. What they log is a value of the program, which the strategy
+logs in their place each time that the program has run.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Unpack, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision as PrecisionPlugin
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.enums import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+
+from zeroir.api import CompiledProgram, compile_model
+from zeroir.errors import CheckpointWarning, ModelWarning, UserError
+from zeroir.integrations.defaults import require_no_optimizer
+from zeroir.integrations.lightning_steps import (
+    BATCH,
+    INDEX,
+    StepLogs,
+    Tree,
+    logged_values,
+    program_loss,
+    returned_value,
+)
+from zeroir.integrations.torch_schedulers import move_scheduler, without_schedule
+from zeroir.runtime.random_states import host_generators_kept
+from zeroir.torch_ops.batches import flatten, with_tensors
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.utilities.types import STEP_OUTPUT
+
+    from zeroir.api.keywords import CompileKeywords
+    from zeroir.config import Precision
+    from zeroir.runtime.engine import Engine
+
+_PRECISIONS: Final[Mapping[str, Precision]] = {
+    "32-true": "fp32",
+    "bf16-mixed": "bf16",
+    "bf16-true": "bf16",
+    "16-mixed": "fp16",
+}
+
+_STATE: Final = ".zeroir"
+"""What the name of the folder with the engine's state has beside that of the trainer's checkpoint."""
+
+_Shape = tuple[tuple[str, tuple[int, ...]], ...]
+"""The shapes of a batch's tensors, by path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CompiledSteps:
+    """The program for batches of one shape, and what its steps log."""
+
+    program: CompiledProgram
+    logs: StepLogs
+
+
+class ZeroirStrategy(DDPStrategy):
+    """A strategy of PyTorch Lightning: ``Trainer(strategy=ZeroirStrategy(stage=3))``.
+
+    ``options`` are keywords of ``zeroir.compile``, and have precedence over what follows from the trainer's arguments:
+    ``precision``, ``clip`` and ``micro_steps``. ``kernels`` is as for ``CompiledProgram.engine``. At the end of ``fit``
+    the module gets its values back, whole on the CPU of every rank, unless ``return_model`` is False. While it fits,
+    they are in the engine: ``gathered`` lends them.
+
+    Raises:
+        UserError: by ``fit``, where the trainer or the module asks for what a compiled step cannot do.
+    """
+
+    strategy_name = "zeroir"
+
+    def __init__(
+        self,
+        *,
+        kernels: str = "eager",
+        return_model: bool = True,
+        **options: Unpack[CompileKeywords],
+    ) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self._returns_model = return_model
+        self._options = options
+        self._engine: Engine | None = None
+        self._compiled: dict[_Shape, _CompiledSteps] = {}
+        self._shape: _Shape = ()
+        self._modes: list[tuple[nn.Module, bool]] = []
+        self._users_optimizer: torch.optim.Optimizer | None = None
+        self._read_path = ""
+        self._resumed_path = ""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, from the first batch of ``fit`` to its end.
+
+        Raises:
+            UserError: where there is none.
+        """
+        if self._engine is None:
+            raise UserError("The strategy has an engine from the first batch of fit to its end.")
+        return self._engine
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Lend the module with its present values, whole, for reading; see ``Engine.gathered``. Ranks call it together.
+
+        Without an engine this is the module itself.
+        """
+        if self._engine is None:
+            yield self._module
+            return
+        with self._engine.gathered(masters=True) as module:
+            yield module
+
+    @property
+    def _module(self) -> LightningModule:
+        module = self.lightning_module
+        assert isinstance(module, LightningModule)
+        return module
+
+    # ------------------------------------------------------------------------------------------------------- opening
+
+    def setup(self, trainer: Trainer) -> None:
+        """Make the optimizer. The first batch opens the engine; until then the module stays where it is."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            super().setup(trainer)
+            return
+        _require_supported(trainer, self._module, self._options)
+        if self._layer_sync is not None:
+            raise UserError(
+                "Programs have the statistics of each rank alone: leave sync_batchnorm out."
+            )
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self._resumed_path = ""
+        self._modes = [(part, part.training) for part in self._module.modules()]
+        self.setup_optimizers(trainer)
+        if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in self.optimizers):
+            raise UserError(
+                "configure_optimizers returns no optimizer of torch.optim: let it return one, alone or with a "
+                "scheduler."
+            )
+
+    def _fitted(self, batch: object, index: int) -> Tree:
+        """The tree of a batch, which the engine's program fits from now on. All ranks call this together.
+
+        Raises:
+            UserError: where the batches of two ranks have different shapes, or a program cannot be compiled.
+        """
+        tree: Tree = {BATCH: batch, INDEX: torch.tensor(index)}
+        tensors = flatten(tree).tensors
+        shape = tuple((path, tuple(tensor.shape)) for path, tensor in tensors.items())
+        if self._engine is None:
+            self._shape = shape
+            with host_generators_kept():
+                self._open(tree)
+            return tree
+        if not self._engine.job.is_alone:
+            sizes = [float(size) for _, each in shape for size in each]
+            if any(list(row) != sizes for row in self._engine.job.exchange(sizes)):
+                raise UserError(
+                    "The batches of two ranks have different shapes: pad them alike, or set drop_last=True in the data "
+                    "loader."
+                )
+        if shape != self._shape:
+            self._shape = shape
+            self._engine.go_on_with(self._program(tree).program)
+        return tree
+
+    def _open(self, tree: Tree) -> None:
+        (optimizer,) = self.optimizers
+        self._users_optimizer = without_schedule(optimizer)
+        program = self._program(tree)
+        engine = self._engine = program.engine(kernels=self._kernels, seed=torch.initial_seed())
+        for part in self._module.modules():
+            if isinstance(part, LightningModule):
+                part._device = self.root_device  # Values that it logs go there.
+        for config in self.lr_scheduler_configs:
+            move_scheduler(config.scheduler, optimizer, engine.optimizer)
+        self.optimizers = [engine.optimizer]
+        if self._resumed_path:
+            engine.load(self._resumed_path)
+
+    def _program(self, tree: Tree) -> CompiledProgram:
+        """The program for batches of the present shape, compiled if it is new."""
+        if self._shape in self._compiled:
+            return self._compiled[self._shape].program
+        trainer = self._module.trainer
+        options: CompileKeywords = {
+            "world_size": self.world_size,
+            "precision": _PRECISIONS[trainer.precision],
+            "micro_steps": trainer.accumulate_grad_batches,
+            "clip": trainer.gradient_clip_val or None,
+        }
+        options = {**options, **self._options}
+        assert self._users_optimizer is not None
+        options["optimizer"] = self._users_optimizer
+        logs = StepLogs()
+        present = [(part, part.training) for part, _ in self._modes]
+        _set_modes(self._modes)
+        try:
+            with _evaluation_required(is_required=trainer.enable_validation):
+                program = compile_model(
+                    self._module,
+                    with_tensors(tree, lambda tensor: tensor.cpu()),
+                    loss=program_loss(logs),
+                    **options,
+                )
+        finally:
+            _set_modes(present)
+        self._compiled[self._shape] = _CompiledSteps(program=program, logs=logs)
+        return program
+
+    # ------------------------------------------------------------------------------------------------------ training
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        """Open the engine before the loop takes the optimizer for the first step."""
+        if self._engine is None:
+            self._fitted(batch, batch_idx)
+
+    def training_step(self, batch: object, batch_idx: int = 0) -> Tensor:
+        """Take a micro-step, log its loss as the module does, and return it."""
+        tree = self._fitted(batch, batch_idx)
+        is_last = not self._module.trainer.fit_loop._should_accumulate()
+        result = self.engine.micro_step(tree, is_last=is_last)
+        loss = torch.tensor(result.loss, device=self.root_device)
+        for log in self._compiled[self._shape].logs.training:
+            log.repeat(self._module, loss)
+        return loss
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: object, *_args: object, **_options: object
+    ) -> Tensor:
+        """Call the hooks around the backward, which is a part of ``training_step``."""
+        del optimizer
+        plugin, module = self.precision_plugin, self._module
+        PrecisionPlugin.pre_backward(plugin, closure_loss, module)
+        return PrecisionPlugin.post_backward(plugin, closure_loss, module)
+
+    def optimizer_step(
+        self,
+        optimizer: object,
+        closure: Callable[[], object],
+        model: object = None,
+        **_options: object,
+    ) -> object:
+        """Take the last micro-step, which ``closure`` does, and update; the program clips."""
+        del model
+        output = closure()
+        trainer = self._module.trainer
+        call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
+        call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
+        self.engine.update()
+        return output
+
+    def validation_step(self, batch: object, batch_idx: int = 0, *others: object) -> STEP_OUTPUT:
+        """Evaluate a batch, log what the module logs, and return what it returns; outside of ``fit``, let it do so."""
+        if self._module.trainer.state.fn != TrainerFn.FITTING:
+            return super().validation_step(batch, batch_idx, *others)
+        if others:
+            raise UserError(
+                "ZeroirStrategy evaluates one data loader: give fit one, and the others to trainer.validate."
+            )
+        tree = self._fitted(batch, batch_idx)
+        outputs = self.engine.evaluate(tree).outputs
+        logs = self._compiled[self._shape].logs.validation
+        for log, value in zip(logs, logged_values(outputs), strict=True):
+            log.repeat(self._module, value)
+        return cast("STEP_OUTPUT", returned_value(outputs))
+
+    def on_train_end(self) -> None:
+        """Give the module its values back."""
+        if self._engine is not None and self._returns_model:
+            self._engine.return_values(self._module)
+        self._close()
+
+    def teardown(self) -> None:
+        """Close what an error has left open; the module has lost its values then."""
+        self._close()
+        if any(parameter.is_meta for parameter in self._module.parameters()):
+            self._lightning_module = None  # Lightning would move it to the CPU.
+        super().teardown()
+
+    def _close(self) -> None:
+        engine, self._engine = self._engine, None
+        self._compiled = {}
+        if engine is not None:
+            engine.close()
+
+    # --------------------------------------------------------------------------------------------------- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Tensor]:
+        """The state of the module, in its own dtypes; while it fits, rank 0 alone has it."""
+        if self._engine is None:
+            return super().lightning_module_state_dict()
+        dtypes = {name: tensor.dtype for name, tensor in self._module.state_dict().items()}
+        values = self._engine.state_dict(rank0_only=True)
+        return {name: value.to(dtypes.get(name)) for name, value in values.items()}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None
+    ) -> None:
+        """Save the trainer's checkpoint, and beside it the engine's state, of which each rank writes its part."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._engine is not None and "optimizer_states" in checkpoint:
+            self._remove_state(filepath)
+            self._engine.save(_state_path(filepath))
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint of the trainer and of the engine."""
+        super().remove_checkpoint(filepath)
+        self._remove_state(filepath)
+
+    def _remove_state(self, filepath: str | Path) -> None:
+        if self.is_global_zero:
+            shutil.rmtree(_state_path(filepath), ignore_errors=True)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read the trainer's checkpoint."""
+        self._read_path = str(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Let the engine go on with its state once it is open; without one, the optimizer begins anew."""
+        del checkpoint
+        state = _state_path(os.path.realpath(self._read_path))
+        if Path(state).is_dir():
+            self._resumed_path = state
+            return
+        warnings.warn(
+            f"'{self._read_path}' has no state of ZeroirStrategy beside it: the weights go on, and the optimizer "
+            "begins anew.",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+
+
+def _state_path(checkpoint: str | Path) -> str:
+    return f"{os.fspath(checkpoint)}{_STATE}"
+
+
+@contextmanager
+def _evaluation_required(*, is_required: bool) -> Iterator[None]:
+    """Raise the warning that a program cannot evaluate as a UserError where the trainer will validate."""
+    with warnings.catch_warnings():
+        if is_required:
+            warnings.filterwarnings("error", "The program cannot evaluate", ModelWarning)
+        try:
+            yield
+        except ModelWarning as warning:
+            raise UserError(str(warning)) from warning
+
+
+def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    for part, is_training in modes:
+        part.training = is_training
+
+
+def _require_supported(trainer: Trainer, module: LightningModule, options: CompileKeywords) -> None:
+    """Raise UserError where a compiled step cannot do what the trainer or the module asks for."""
+    if not module.automatic_optimization:
+        raise UserError(
+            "ZeroirStrategy compiles the whole step, so the module cannot drive it by manual optimization: use "
+            "zeroir.compile and a loop of your own."
+        )
+    for hook in ("backward", "configure_gradient_clipping"):
+        if is_overridden(hook, module):
+            raise UserError(
+                f"The module defines {hook}, but the backward and the clipping are a part of the compiled step: leave "
+                f"{hook} out, and pass gradient_clip_val to the Trainer."
+            )
+    if trainer.gradient_clip_algorithm not in (None, GradClipAlgorithmType.NORM):
+        raise UserError(
+            "Programs clip the norm of the gradient, and no single values: leave gradient_clip_algorithm out."
+        )
+    if trainer.precision not in _PRECISIONS:
+        raise UserError(
+            f"precision is {trainer.precision}, but should be one of {', '.join(_PRECISIONS)} for ZeroirStrategy."
+        )
+    require_no_optimizer(options, "ZeroirStrategy", "configure_optimizers of the module")
+    if options.get("order", "step") != "step":
+        raise UserError(
+            "Lightning's loop takes micro-batches one by one, and logs the loss of each: leave order= out."
+        )
