@@ -1,8 +1,8 @@
 """Compile every causal language model of transformers from a tiny configuration, and compare it with eager replicas.
 
-Configurations are made tiny by rule: sizes that they have are replaced by small ones; a few types need more than that. A
-model that eager PyTorch cannot build or train from such a configuration is left out. Of the others the record says which
-are equal bit for bit, which are refused, each with the sentence, and which differ.
+Configurations are made tiny by rule: sizes that they have are replaced by small ones; a few types need more than that.
+A model that eager PyTorch cannot build or train from such a configuration is left out. Of the others the record says
+which are equal bit for bit, which are refused, each with the sentence, and which differ.
 
     python -m tools.survey_causal_models              every model
     python -m tools.survey_causal_models --experts    those with experts

@@ -278,12 +278,12 @@ def differences(old: Side, new: Side) -> str:
     facts = summary(before, after)
     keys = sorted({*facts.ops_added, *facts.ops_removed})
     ops = table(
-        ["ops", "#only A", "#only B"],
+        ["ops that differ", "#in A", "#in B"],
         [
             [key, f"{facts.ops_removed.get(key, 0):,}", f"{facts.ops_added.get(key, 0):,}"]
             for key in keys
         ]
-        or [["all equal", "", ""]],
+        or [["none", "", ""]],
     )
     states = merged(
         ["model states", "#of a rank"],
