@@ -28,10 +28,11 @@ Bindings = Sequence[Binding | None]
 
 def bindings(op: Compute) -> list[Binding | None]:
     """The binding of each output of a call to its destination."""
+    regions = [argument.view.region for argument in op.arguments]
+    regions += [d.view.region for d in op.destinations if d is not None]
     # Plain pairs, because a large program has hundreds of thousands of them.
     intervals: dict[str, list[tuple[int, int]]] = {}
-    for operand in (*op.arguments, *(d for d in op.destinations if d is not None)):
-        region = operand.view.region
+    for region in regions:
         intervals.setdefault(region.buffer, []).append((region.offset, region.stop))
     bound: list[Binding | None] = []
     for destination in op.destinations:
