@@ -55,7 +55,7 @@ class _OpIndex(BaseModel):
     index: int
 
 
-class _OpRecord(BaseModel):
+class _TracedOpEvent(BaseModel):
     ph: Literal["X"]
     ts: float
     dur: float = Field(ge=0)
@@ -68,7 +68,7 @@ class _OtherEvent(BaseModel):
 
 
 class _Trace(BaseModel):
-    events: list[_OpRecord | _OtherEvent] = Field(alias="traceEvents")
+    events: list[_TracedOpEvent | _OtherEvent] = Field(alias="traceEvents")
     facts: _Facts = Field(alias="otherData")
 
 
@@ -93,7 +93,7 @@ def read_measured_step(path: Path, program: Program) -> MeasuredStep:
         )
     spans_by_rank: list[dict[OpPosition, list[Span]]] = [{} for _ in range(facts.ranks)]
     for event in trace.events:
-        if isinstance(event, _OpRecord):
+        if isinstance(event, _TracedOpEvent):
             start_ns = round(event.ts * 1000)
             span = Span(
                 event.args.section, event.args.index, start_ns, start_ns + round(event.dur * 1000)
