@@ -187,7 +187,7 @@ class _Gradients:
         )
 
     def _bounds(self, bounds: tuple[Bound, ...]) -> tuple[Bound, ...]:
-        """The bounds, with those that limit what waits for a copy down."""
+        """The bounds, with limits on the gradients that wait for a copy down."""
         kinds = {bound.kind for bound in bounds}
         if BoundKind.FULL_GRADIENTS not in kinds:
             bounds = with_bound(bounds, AheadBound(kind=BoundKind.FULL_GRADIENTS, ahead=1))

@@ -37,7 +37,6 @@ from typing import ClassVar
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Space, part_of, whole
-from zeroir.ir.contents import FlatContent
 from zeroir.ir.effects import effects
 from zeroir.ir.mesh import Executor
 from zeroir.ir.ops import Op
@@ -160,13 +159,10 @@ def _regions(op: Op) -> tuple[Region, ...]:
 
 
 def _is_alike(buffer: Buffer, region: Region, program: Program) -> bool:
-    """Whether a buffer rests with what rests in a region of a home, or is temporary."""
+    """Whether a buffer has the resting content of a region of a home, or is temporary."""
     if buffer.holds is None:
         return True
-    home = program.buffer_by_name[region.buffer].holds
-    assert isinstance(home, FlatContent)  # It holds parameters.
-    offset, shard = home.offset + region.offset, region.shard or home.shard
-    return buffer.holds == replace(home, offset=offset, shard=shard)
+    return buffer.holds == rewrite.content_of(region, program)
 
 
 def _copied_late(body: Sequence[Op], beside: Mapping[str, Region]) -> Set[str]:

@@ -1,4 +1,4 @@
-"""Run several micro-batches unit by unit: what a unit needs, such as its parameters, serves all of them in one visit.
+"""Run several micro-batches unit by unit, so that the parameters of a unit are gathered or copied once for all of them.
 
 A logical program runs one micro-batch in each micro-step. Here a section runs ``micro_batches`` of them: the forward of
 the first unit for each, then that of the second, and so on, and likewise the backward. Where the forward and the
@@ -176,7 +176,7 @@ class _LayerOrder:
                 yield name
 
     def _require_independent(self) -> None:
-        """Raise UserError where a later micro-batch needs in one turn what an earlier one leaves in a later turn."""
+        """Raise UserError where a micro-batch needs a buffer that the one before changes in a later turn."""
         users: dict[str, dict[int, str]] = {}
         changed: set[str] = set()
         for number, turn in enumerate(self._turns):

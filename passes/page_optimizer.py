@@ -342,7 +342,7 @@ def _on_part(op: _Step, start: int, stop: int, states: tuple[Region, ...]) -> Op
 
 
 def _at_home(state: State, homes: Mapping[str, tuple[Buffer, ...]]) -> State:
-    """The state of memory with what it says of states said of the buffers in which they rest now."""
+    """The state at a joint, whose holdings of optimizer states name the buffers in which these rest now."""
     holdings: list[Holding] = []
     for holding in state.holdings:
         content = holding.content

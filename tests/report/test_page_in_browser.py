@@ -264,6 +264,7 @@ def _require_labels(page: Page, shown_ops: Sequence[StepOp]) -> None:
     whole = page.evaluate(
         "[zeroir.models.timeline.x_range.start, zeroir.models.timeline.x_range.end]"
     )
+    colours: dict[str, str] = {}
     for limits in ([start, end], whole):
         zoom(page, "timeline", *limits)
         texts, beyond, colours = page.evaluate(
