@@ -103,7 +103,9 @@ def _open(
         module = source
     else:
         module = built(source, seed) if state is None else built_without_values(source)
-    values = ModuleValues(program, module, state, is_kept=keep_module and is_in_hand)
+    values = ModuleValues(
+        program, module, state, is_kept=keep_module and is_in_hand, is_made=not is_in_hand
+    )
     shared = values.shared_storage()
     if is_in_hand and shared is not None:
         first, second, size_bytes = shared

@@ -18,7 +18,7 @@ from zeroir.errors import UserError, ZeroirError
 from zeroir.frontend._torch_private import HOOKS_OF_MODULES, gradient_hooks
 from zeroir.frontend.imports import is_in_a_library, is_known_package
 from zeroir.frontend.meta_copy import meta_copy
-from zeroir.frontend.places import line_of_definition, line_of_error, line_of_user
+from zeroir.frontend.places import line_of_definition, line_of_error, line_of_user, refusals_at
 from zeroir.frontend.source import (
     LossFunction,
     ModelSource,
@@ -40,7 +40,8 @@ def source_of(
 ) -> ModelSource:
     """The source of a module in hand or of a function that makes one, with an example micro-batch."""
     line = line_of_user()
-    _require_functions(loss, weight)
+    with refusals_at(line):
+        _require_functions(loss, weight)
     if isinstance(model, nn.Module):
         module = _uncompiled(model)
         name = f"the module {type(module).__name__}"

@@ -38,12 +38,12 @@ def tiles(shown: Sequence[Side], measured: MeasuredStep | None) -> str:
     columns = [_figures(side) for side in shown]
     titles = dict.fromkeys(title for column in columns for title in column)
     parts = [
-        _tile(title, [column.get(title, _Figure(text="none")) for column in columns])
+        _tile(title, [column.get(title, _TileText(text="none")) for column in columns])
         for title in titles
     ]
     if measured is not None:
         ratio = measured.step_ns / max(1, shown[0].reported.simulation.step_ns)
-        figure = _Figure(
+        figure = _TileText(
             text=format_time(measured.step_ns), note=f"{ratio:.3g} times the simulated one"
         )
         parts.insert(3, _tile("measured step", [figure]))
@@ -51,7 +51,7 @@ def tiles(shown: Sequence[Side], measured: MeasuredStep | None) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Figure:
+class _TileText:
     """A figure of a program: its text, what it is of, and its number where a change of it means something."""
 
     text: str
@@ -60,7 +60,7 @@ class _Figure:
     is_bad: bool = False
 
 
-def _figures(side: Side) -> dict[str, _Figure]:
+def _figures(side: Side) -> dict[str, _TileText]:
     reported = side.reported
     facts, simulation, budget_bytes = reported.summary, reported.simulation, reported.budget_bytes
     peak_bytes = side.curve.peak_bytes
@@ -72,21 +72,21 @@ def _figures(side: Side) -> dict[str, _Figure]:
     exposed_ns = simulation.exposed_s * 1e9
     traffic = sum(on_the_wire(facts["collective_bytes"]).values())
     figures = {
-        "program": _Figure(
+        "program": _TileText(
             text=f"stage {facts['stage']}, {facts['precision']}",
             note=" × ".join(f"{name} {size}" for name, size in facts["mesh"].items()),
         ),
-        "parameters": _Figure(
+        "parameters": _TileText(
             text=f"{facts['parameters_numel']:,}",
             note=f"in {counted(len(facts['units']), 'unit')}",
             number=facts["parameters_numel"],
         ),
-        "simulated step": _Figure(
+        "simulated step": _TileText(
             text=format_time(simulation.step_ns),
             note=f"on {simulation.machine}",
             number=simulation.step_ns,
         ),
-        "exposed communication": _Figure(
+        "exposed communication": _TileText(
             text=format_time(round(exposed_ns)),
             note=f"{_percent(exposed_ns / simulation.step_ns)} of the step"
             if simulation.step_ns
@@ -96,20 +96,20 @@ def _figures(side: Side) -> dict[str, _Figure]:
     }
     if any(facts["transfer_bytes"].values()):
         exposed_transfers_ns = simulation.exposed_transfers_s * 1e9
-        figures["exposed transfers"] = _Figure(
+        figures["exposed transfers"] = _TileText(
             text=format_time(round(exposed_transfers_ns)), number=exposed_transfers_ns
         )
     return figures | {
-        "MFU": _Figure(
+        "MFU": _TileText(
             text=_percent(simulation.mfu), note="of the dense peak", number=simulation.mfu
         ),
-        "peak memory": _Figure(
+        "peak memory": _TileText(
             text=format_bytes(peak_bytes),
             note=share,
             number=peak_bytes,
             is_bad=budget_bytes is not None and peak_bytes > budget_bytes,
         ),
-        "on the wire": _Figure(
+        "on the wire": _TileText(
             text=format_bytes(traffic),
             note=f"full buffers, a {counted_step(facts)}",
             number=traffic,
@@ -117,7 +117,7 @@ def _figures(side: Side) -> dict[str, _Figure]:
     }
 
 
-def _tile(title: str, figures: Sequence[_Figure]) -> str:
+def _tile(title: str, figures: Sequence[_TileText]) -> str:
     old, new = figures[0], figures[-1]
     note = _versus([figure.note for figure in figures])
     if len(figures) > 1 and old.number and new.number is not None:
