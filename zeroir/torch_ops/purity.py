@@ -249,8 +249,7 @@ def _module(op: torch._ops.OpOverload) -> str:
         functions = (definition._init_fn, definition._abstract_fn)
         modules = (str(function.__module__) for function in functions if function is not None)
         return _importable(next((name for name in modules if not name.startswith("torch.")), ""))
-    entry = fake_kernels.get(qualified_name)
-    kernel = None if entry is None else entry.fake_impl.kernel
+    kernel = fake_kernels.find(qualified_name).fake_impl.kernel
     file = "" if kernel is None else kernel.source.rpartition(":")[0]
     names = (name for name, module in sys.modules.items() if file and _file(module) == file)
     return _importable(next(names, ""))
