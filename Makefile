@@ -1,6 +1,9 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.stamp
+# DeepSpeed, for the test of its guide alone: transformers, accelerate and Lightning work otherwise where they can import it.
+PEERS := .venv/peers
+DEEPSPEED := deepspeed einops hjson ninja py-cpuinfo
 # One thread per process: ranks and test workers share the cores between them.
 export OMP_NUM_THREADS ?= 1
 # Hundreds of processes of the tests import the same modules: byte code is kept, whatever the user's shell says.
@@ -21,6 +24,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,docs]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps --upgrade --target $(PEERS) $(DEEPSPEED)
 	touch $@
 
 demo: setup  ## compile, show and train a small GPT on two CPU ranks (about a minute)
