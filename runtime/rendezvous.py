@@ -228,6 +228,11 @@ def _cannot_join(launch: LaunchEnvironment, error: Exception) -> UserError:
             f"Another process uses port {launch.port} of this machine, where rank 0 keeps the job's store: choose "
             "another MASTER_PORT, or `--master-port` of torchrun."
         )
+    if "connectFullMesh" in reason:
+        return UserError(
+            f"Rank {launch.rank} has reached the job at {launch.address}:{launch.port}, but not the other ranks "
+            f"({reason}): set GLOO_SOCKET_IFNAME on every machine to the interface that leads to the others."
+        )
     return UserError(
         f"Rank {launch.rank} could not join the job at {launch.address}:{launch.port}: {reason}."
     )

@@ -90,6 +90,22 @@ def test_an_address_that_cannot_be_reached_is_explained(
     assert "this machine knows no host no.invalid" in caplog.messages[-1]
 
 
+def test_ranks_that_gloo_cannot_connect_are_told_of_its_interface(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:152] timed out connecting")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, text in alone.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setattr(rendezvous.dist, "init_process_group", fail)
+    with pytest.raises(UserError, match=r"^Rank 0 has reached the job .* GLOO_SOCKET_IFNAME on"):
+        join_job()
+
+
 class Joining:
     """Processes that join a job without an agent, as started by hand on several hosts."""
 

@@ -34,7 +34,10 @@ def unwritable(path: str, error: OSError) -> UserError:
         case errno.EEXIST | errno.ENOTEMPTY:
             reason = "it exists, and a checkpoint never replaces anything: name another path"
         case errno.ENOENT:
-            reason = "its folder has disappeared: do not remove folders while a job saves to them"
+            reason = (
+                "its folder is not there: all machines of a job must share the folder of its checkpoints, and nobody "
+                "may remove it while a job saves to it"
+            )
         case errno.ENAMETOOLONG:
             reason = "the name is too long: name a shorter one"
         case errno.EMFILE | errno.ENFILE:
