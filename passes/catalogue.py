@@ -65,5 +65,5 @@ def parse_spec(text: str) -> Pass:
     for kind in PASSES:
         if kind.name == name:
             return build(kind, options)
-    known = ", ".join(kind.name for kind in PASSES)
-    raise UserError(f"There is no pass `{name}`; the passes are {known}.")
+    names = ", ".join(kind.name for kind in PASSES)
+    raise UserError(f"There is no pass `{name}`; the passes are {names}.")

@@ -187,7 +187,7 @@ class _Gradients:
         )
 
     def _bounds(self, bounds: tuple[Bound, ...]) -> tuple[Bound, ...]:
-        """The bounds, with those that limit what waits for a copy down."""
+        """The bounds, with limits on the gradients that wait for a copy down."""
         kinds = {bound.kind for bound in bounds}
         if BoundKind.FULL_GRADIENTS not in kinds:
             bounds = with_bound(bounds, AheadBound(kind=BoundKind.FULL_GRADIENTS, ahead=1))
@@ -197,9 +197,7 @@ class _Gradients:
 
     def _temporary(self, name: str, like: str, space: Space = Space.DEVICE) -> Buffer:
         """A temporary buffer for the elements of another one."""
-        while name in self._taken:
-            name += "_"
-        self._taken.add(name)
+        name = rewrite.claimed_name(name, self._taken)
         role = Role.GRAD if space is Space.DEVICE else Role.STAGING
         buffer = self.program.buffer_by_name[like]
         return replace(buffer, name=name, space=space, role=role, holds=None)

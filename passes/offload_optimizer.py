@@ -130,9 +130,9 @@ def _flat_of(region: Region, program: Program) -> Flat | None:
 class _Offload:
     """One run of the pass.
 
-    ``copies`` are the second copies of FP32 parameters and what 16-bit ones pass through, ``gradients`` what the
-    gradients pass through, both by flat. ``widened`` are the temporary buffers of FP32 gradients, ``sums`` the
-    gradients that the update of these flats clears.
+    By flat, ``copies`` are the second copies of FP32 parameters, or the temporary buffers that 16-bit parameters pass
+    through, and ``gradients`` the temporary buffers that gradients pass through. ``widened`` are the temporary buffers
+    of FP32 gradients, ``sums`` the gradients that the update of these flats clears.
     """
 
     def __init__(self, program: Program, flats: Mapping[str, Flat]) -> None:
@@ -183,11 +183,7 @@ class _Offload:
         trained = self.program.buffer_by_name[op.param.buffer]
         assert isinstance(trained.holds, FlatContent)
         if trained.holds.quantity == PARAM:
-            holds = replace(
-                trained.holds,
-                offset=trained.holds.offset + op.param.offset,
-                shard=op.param.shard or trained.holds.shard,
-            )
+            holds = rewrite.content_of(op.param, self.program)
             copy = self._temporary(f"{flat.name}.param.host", trained, op.param)
             self.copies[flat.name] = replace(copy, role=Role.PARAM, holds=holds)
 
@@ -197,11 +193,8 @@ class _Offload:
 
     def _temporary(self, name: str, like: Buffer, region: Region) -> Buffer:
         """A temporary buffer in host memory for the elements of a region."""
-        while name in self._taken:
-            name += "_"
-        self._taken.add(name)
         return Buffer(
-            name=name,
+            name=rewrite.claimed_name(name, self._taken),
             dtype=like.dtype,
             numel=region.local_numel(self.program.mesh),
             space=Space.HOST,

@@ -31,13 +31,12 @@ What ``offload-parameters`` changes::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Space, part_of, whole
-from zeroir.ir.contents import FlatContent
 from zeroir.ir.effects import effects
 from zeroir.ir.mesh import Executor
 from zeroir.ir.ops import Op
@@ -148,10 +147,10 @@ def _beside(program: Program, homes: Collection[str]) -> Mapping[str, Region]:
         (region, *others) = regions
         if others or region.buffer not in homes or name in sliced:
             continue
-        is_alike = _is_alike(program.buffer_by_name[name], region, program)
-        if is_alike and all(_is_copied_at_once(s.body, name, region) for s in program.sections):
+        if _is_alike(program.buffer_by_name[name], region, program):
             beside[name] = region
-    return beside
+    late = {name for section in program.sections for name in _copied_late(section.body, beside)}
+    return {name: region for name, region in beside.items() if name not in late}
 
 
 def _regions(op: Op) -> tuple[Region, ...]:
@@ -160,24 +159,29 @@ def _regions(op: Op) -> tuple[Region, ...]:
 
 
 def _is_alike(buffer: Buffer, region: Region, program: Program) -> bool:
-    """Whether a buffer rests with what rests in a region of a home, or is temporary."""
+    """Whether a buffer has the resting content of a region of a home, or is temporary."""
     if buffer.holds is None:
         return True
-    home = program.buffer_by_name[region.buffer].holds
-    assert isinstance(home, FlatContent)  # It holds parameters.
-    offset, shard = home.offset + region.offset, region.shard or home.shard
-    return buffer.holds == replace(home, offset=offset, shard=shard)
+    return buffer.holds == rewrite.content_of(region, program)
 
 
-def _is_copied_at_once(body: Sequence[Op], name: str, home: Region) -> bool:
-    """Whether nothing touches the region of the home between a change of the buffer and its copy to the home."""
-    is_newer = False
+def _copied_late(body: Sequence[Op], beside: Mapping[str, Region]) -> Set[str]:
+    """The buffers whose home an op touches between a change of the buffer and its copy to the home."""
+    by_home: dict[str, list[str]] = {}
+    for name, home in beside.items():
+        by_home.setdefault(home.buffer, []).append(name)
+    newer: set[str] = set()
+    late: set[str] = set()
     for op in body:
         effect = effects(op)
         changed = (*effect.writes, *effect.accumulates)
-        if isinstance(op, ops.ToDevice) and op.source.buffer == name:
-            is_newer = False
-        elif is_newer and any(region.overlaps(home) for region in (*effect.reads, *changed)):
-            return False
-        is_newer |= any(region.buffer == name for region in changed)
-    return not is_newer
+        if isinstance(op, ops.ToDevice):
+            newer.discard(op.source.buffer)
+        for region in (*effect.reads, *changed):
+            late.update(
+                name
+                for name in by_home.get(region.buffer, ())
+                if name in newer and region.overlaps(beside[name])
+            )
+        newer.update(region.buffer for region in changed if region.buffer in beside)
+    return late | newer

@@ -1,4 +1,4 @@
-"""ZeRO-Infinity: what earlier passes have moved to host memory goes to disk, and the host has what it works on.
+"""ZeRO-Infinity: buffers that earlier passes have moved to host memory rest on disk, and visit it while ops use them.
 
 The buffers that ``offload-optimizer``, ``offload-parameters`` and ``offload-activations`` have put in host memory get
 their home on disk. Around the ops that use them on the host, and the copies from and to the device, stand visits: a
@@ -55,7 +55,7 @@ from zeroir.passes.common.visits import DISK_TO_HOST, with_visits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadToDisk(Pass):
-    """Keep on disk what is in host memory of the ``optimizer``, the ``parameters`` and the ``activations``.
+    """Keep on disk the buffers in host memory of the ``optimizer``, the ``parameters`` and the ``activations``.
 
     ``piece_numel`` is the most elements of one buffer that are loaded or stored for one op. ``cache_bytes`` of whole
     buffers on each rank stay in host memory.

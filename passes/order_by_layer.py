@@ -1,4 +1,4 @@
-"""Run several micro-batches unit by unit: what a unit needs, such as its parameters, serves all of them in one visit.
+"""Run several micro-batches unit by unit, so that the parameters of a unit are gathered or copied once for all of them.
 
 A logical program runs one micro-batch in each micro-step. Here a section runs ``micro_batches`` of them: the forward of
 the first unit for each, then that of the second, and so on, and likewise the backward. Where the forward and the
@@ -131,8 +131,12 @@ class _LayerOrder:
         self._count = count
         self._turns = _turns(body)
         self._require_independent()
+        taken = set(program.buffer_by_name)
         self.copies: Mapping[str, tuple[str, ...]] = {
-            name: (name, *(self._free_name(f"{name}.micro{i}") for i in range(1, count)))
+            name: (
+                name,
+                *(rewrite.claimed_name(f"{name}.micro{i}", taken) for i in range(1, count)),
+            )
             for name in self._carried()
         }
 
@@ -172,7 +176,7 @@ class _LayerOrder:
                 yield name
 
     def _require_independent(self) -> None:
-        """Raise UserError where a later micro-batch needs in one turn what an earlier one leaves in a later turn."""
+        """Raise UserError where a micro-batch needs a buffer that the one before changes in a later turn."""
         users: dict[str, dict[int, str]] = {}
         changed: set[str] = set()
         for number, turn in enumerate(self._turns):
@@ -191,11 +195,6 @@ class _LayerOrder:
                 f"--order layer cannot run several micro-batches unit by unit: %{name}, which changes from one "
                 f"micro-batch to the next, is used in several places, in {units}. Compile with --order step."
             )
-
-    def _free_name(self, name: str) -> str:
-        while name in self._program.buffer_by_name:
-            name += "_"
-        return name
 
 
 def _turns(body: Sequence[Op]) -> list[Sequence[Op]]:

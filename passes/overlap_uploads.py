@@ -46,7 +46,7 @@ from zeroir.passes.common.update_streams import UPDATE_IN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapUploads(Pass):
-    """See the module."""
+    """Let the last copies of new parameters to the device run beside the next step."""
 
     name: ClassVar[str] = "overlap-uploads"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_REDUCED, Fact.UNSAVED})
@@ -137,7 +137,7 @@ class _PendingUploads:
         )
 
     def _state(self, state: State) -> State:
-        """A state at a joint, where these events are pending and the regions hold what they hold after them."""
+        """The state at a joint with these events pending, and each region described as it is after its event."""
         others = (h for h in state.holdings if not any(h.region.overlaps(r) for r in self.arriving))
         arriving = (
             Holding(region=region, content=_held(region, state, self._program), after=event)
@@ -148,14 +148,8 @@ class _PendingUploads:
 
 
 def _held(region: Region, state: State, program: Program) -> Content:
-    """What a region of the parameters at rest holds at a joint, in the version that the state names."""
-    holds = program.buffer_by_name[region.buffer].holds
-    assert isinstance(holds, FlatContent)
+    """The content of a region of the parameters at rest at a joint, in the version that the state names."""
+    resting = rewrite.content_of(region, program)
     contents = [h.content for h in state.holdings if h.region.overlaps(region)]
     versions = [content.version for content in contents if isinstance(content, FlatContent)]
-    return replace(
-        holds,
-        offset=holds.offset + region.offset,
-        shard=region.shard or holds.shard,
-        version=versions[0] if versions else holds.version,
-    )
+    return replace(resting, version=versions[0]) if versions else resting

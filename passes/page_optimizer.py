@@ -187,9 +187,7 @@ def _slot(number: int, numels: Mapping[DType, int], taken: set[str]) -> tuple[Bu
     buffers: list[Buffer] = []
     for dtype, numel in numels.items():
         name = f"page.{number}" if len(numels) == 1 else f"page.{number}.{dtype.value}"
-        while name in taken:
-            name += "_"
-        taken.add(name)
+        name = rewrite.claimed_name(name, taken)
         buffers.append(
             Buffer(name=name, dtype=dtype, numel=numel, space=Space.DEVICE, role=Role.PAGE)
         )
@@ -344,7 +342,7 @@ def _on_part(op: _Step, start: int, stop: int, states: tuple[Region, ...]) -> Op
 
 
 def _at_home(state: State, homes: Mapping[str, tuple[Buffer, ...]]) -> State:
-    """The state of memory with what it says of states said of the buffers in which they rest now."""
+    """The state at a joint, whose holdings of optimizer states name the buffers in which these rest now."""
     holdings: list[Holding] = []
     for holding in state.holdings:
         content = holding.content

@@ -74,7 +74,7 @@ class Recompute(Pass):
         check_patterns(self.units, self.name)
 
     def __call__(self, program: Program) -> Program:
-        """The program with what these units save computed again before their backwards.
+        """The program in which the values that these units save are computed again before their backwards.
 
         Raises:
             UserError: where a pattern names no unit.

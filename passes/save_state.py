@@ -121,7 +121,7 @@ def _with_streams(streams: tuple[Stream, ...], used: Collection[str]) -> tuple[S
 
 
 def _copy(space: Space, content: SnapshotContent, snapshot: Region, down: str) -> ops.IssuedOp:
-    """The copy of what a snapshot names, which is in this space, to the snapshot; from a device on stream ``down``."""
+    """The copy of the region that a snapshot names, in this space, to the snapshot; on ``down`` from a device."""
     source, event = copied_region(content), content.event
     match space:
         case Space.DEVICE:
@@ -202,11 +202,8 @@ def _first_writes(program: Program) -> dict[str, int]:
 
 
 def _snapshot(buffer: Buffer, program: Program, taken: set[str]) -> tuple[Buffer, SnapshotContent]:
-    """The snapshot of a buffer, under a name that is not ``taken``, and what it rests with."""
-    name = f"{buffer.name}.snapshot"
-    while name in taken:
-        name += "_"
-    taken.add(name)
+    """The snapshot of a buffer, under a name that is not ``taken``, and its resting content."""
+    name = rewrite.claimed_name(f"{buffer.name}.snapshot", taken)
     region = _own_part(buffer, program)
     content = SnapshotContent(
         buffer=region.buffer,

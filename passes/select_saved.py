@@ -44,7 +44,7 @@ from zeroir.passes.common.storages import Need, SegmentPair
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectSaved(Pass):
-    """Save for the backward what takes fewest bytes, and compute the rest there once more."""
+    """Save the values of fewest bytes, from which the backward computes the others again."""
 
     name: ClassVar[str] = "select-saved"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.ONE_DEVICE})
@@ -57,7 +57,7 @@ class SelectSaved(Pass):
 
 
 def _select(draft: SectionDraft, choices: Choices) -> None:
-    """Choose for every backward what its forward saves, until nothing is gained any more."""
+    """Choose the values that are saved for every backward, until no choice saves bytes any more."""
     backwards = [position for position in draft.calls if draft.is_late(position)]
     # What more backwards read by now may tip the scales for one that has been looked at.
     while sum(_improve(draft, position, choices) for position in backwards):

@@ -112,7 +112,7 @@ class _Sharder:
         )
 
     def _begin(self, op: Op, begun: set[str]) -> Iterator[Op]:
-        """Allocate and pad, before its first contribution, what was a persistent buffer until now."""
+        """Allocate a gradient that was persistent until now, and fill its padding, before the first contribution."""
         if not isinstance(op, ops.Compute | ops.Fill):
             return
         filled = op.destination if isinstance(op, ops.Fill) else None

@@ -115,9 +115,9 @@ def _preconditioners(program: Program) -> Mapping[str, Buffer]:
 
 
 def _wholes(program: Program, size: int) -> Mapping[str, Buffer]:
-    """New buffers for what a step reads of the whole flat beside directions, by the directions' buffers.
+    """New buffers for the operands of a whole flat that a step reads beside its directions, by the directions' buffers.
 
-    These are the parameters, or the preconditioners, which are padded for the ranks.
+    The operands are the parameters, or the preconditioners, which are padded for the ranks.
     """
     wholes: dict[str, Buffer] = {}
     for op in program.ops():

@@ -39,15 +39,15 @@ from typing import ClassVar
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
-from zeroir.ir.contents import PARAM, FlatContent, NamedContent
+from zeroir.ir.contents import PARAM, NamedContent
 from zeroir.ir.dtypes import DType
-from zeroir.ir.effects import effects
 from zeroir.ir.mesh import OPTIMIZER
-from zeroir.ir.ops import Mode, Op
+from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Holding, Program, Section, State
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.conflicts import Touched
+from zeroir.passes.common.host_steps import HostStep, host_steps
 from zeroir.passes.common.update_streams import BESIDE, with_update_streams
 
 
@@ -69,7 +69,7 @@ class SpeculateUpdate(Pass):
         if last is None or update is None:
             return program
         decisions = [op for op in update.body if isinstance(op, ops.Decide)]
-        steps = tuple(_steps(program, last, update))
+        steps = tuple(host_steps(program, last, update))
         if len(decisions) != 1 or not _rests_on_gradients(decisions[0]) or not steps:
             return program
         return _Speculation(program, decisions[0], steps).run()
@@ -78,94 +78,6 @@ class SpeculateUpdate(Pass):
 def _rests_on_gradients(decision: ops.Decide) -> bool:
     """Whether the decision is one that a guess can be about: to clip, or to skip the step."""
     return decision.norm is not None or decision.overflow is not None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HostStep:
-    """An optimizer step on the host, and its gradient there.
-
-    ``widened`` is the temporary buffer in which the update widens the gradient. Where the gradient rests on the device,
-    ``down`` is the copy of it to a temporary buffer, and ``content`` what that buffer then holds. ``rounding`` is the
-    cast of new master weights to a temporary buffer, from which they go up.
-    """
-
-    op: ops.OptimizerStep
-    gradient: Region
-    rounding: ops.Cast | None = None
-    widened: str | None = None
-    down: ops.ToHost | None = None
-    content: FlatContent | None = None
-
-
-def _steps(program: Program, last: Section, update: Section) -> Iterator[_HostStep]:
-    """The optimizer steps that can be speculative: all that they read exists when the last micro-step ends."""
-    for index, op in enumerate(update.body):
-        if isinstance(op, ops.OptimizerStep) and _is_on_host(op, program):
-            step = _step(program, op, last.exit, update.body[:index])
-            if step is not None:
-                yield replace(step, rounding=_rounding(program, op, update.body))
-
-
-def _step(
-    program: Program, op: ops.OptimizerStep, state: State, before: Sequence[Op]
-) -> _HostStep | None:
-    """A step whose gradient is at rest in host memory, or is copied down, and then perhaps widened.
-
-    ``state`` is the one that the update begins with, and ``before`` are its ops before the step. None where another op
-    changes the gradient.
-    """
-    gradient, widened = op.grad, None
-    writers = _writers(before, gradient.buffer)
-    if len(writers) == 1 and isinstance(writers[0], ops.Cast) and writers[0].mode is Mode.WRITE:
-        gradient, widened = writers[0].source, gradient.buffer
-        writers = _writers(before, gradient.buffer)
-    step = _HostStep(op=op, gradient=gradient, widened=widened)
-    if program.buffer_by_name[gradient.buffer].is_persistent:
-        return None if writers else step
-    if len(writers) != 1 or not isinstance(down := writers[0], ops.ToHost):
-        return None
-    content = _complete(state, down.source)
-    if content is None or down.destination != gradient or _writers(before, down.source.buffer):
-        return None
-    return replace(step, down=down, content=content)
-
-
-def _rounding(program: Program, op: ops.OptimizerStep, body: Sequence[Op]) -> ops.Cast | None:
-    """The cast of the master weights that a step has updated, if its result is in a buffer of its own."""
-    for cast in body:
-        if not isinstance(cast, ops.Cast) or cast.source != op.param:
-            continue
-        buffer = program.buffer_by_name[cast.destination.buffer]
-        is_own = not buffer.is_persistent and cast.destination == whole(buffer)
-        if is_own and _writers(body, buffer.name) == [cast]:
-            return cast
-    return None
-
-
-def _writers(body: Sequence[Op], name: str) -> list[Op]:
-    """The ops that change a buffer."""
-    return [
-        op
-        for op in body
-        if any(r.buffer == name for r in (*effects(op).writes, *effects(op).accumulates))
-    ]
-
-
-def _is_on_host(op: ops.OptimizerStep, program: Program) -> bool:
-    """Whether the host updates elements that rest in its memory, one by one, and its states have 32 bits."""
-    buffers = [program.buffer_by_name[region.buffer] for region in (op.param, *op.states)]
-    is_by_element = op.algorithm.direction_dtype is None and not op.scales
-    return is_by_element and all(
-        buffer.space is Space.HOST and isinstance(buffer.holds, FlatContent) for buffer in buffers
-    )
-
-
-def _complete(state: State, region: Region) -> FlatContent | None:
-    """The content of a region that a state describes as a complete gradient."""
-    for holding in state.holdings:
-        if holding.region == region and holding.after is None:
-            return rewrite.complete_gradient(holding)
-    return None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -180,7 +92,7 @@ class _Kept:
 class _Speculation:
     """One run of the pass. ``added`` are its new buffers; a scalar is copied down to the buffer of the decision's."""
 
-    def __init__(self, program: Program, decision: ops.Decide, steps: Sequence[_HostStep]) -> None:
+    def __init__(self, program: Program, decision: ops.Decide, steps: Sequence[HostStep]) -> None:
         self.program = program
         self.steps = steps
         self.added: list[Buffer] = []
@@ -229,11 +141,7 @@ class _Speculation:
     # ------------------------------------------------------------------------------------------------------- buffers
 
     def _added(self, buffer: Buffer) -> Buffer:
-        name = buffer.name
-        while name in self._taken:
-            name += "_"
-        self._taken.add(name)
-        self.added.append(replace(buffer, name=name))
+        self.added.append(replace(buffer, name=rewrite.claimed_name(buffer.name, self._taken)))
         return self.added[-1]
 
     def _scalar(self, name: str) -> Buffer:
@@ -256,7 +164,7 @@ class _Speculation:
 
     # ----------------------------------------------------------------------------------------------------------- ops
 
-    def _speculative(self, step: _HostStep) -> _Kept:
+    def _speculative(self, step: HostStep) -> _Kept:
         """The step with the guessed scalars, which stand where the decision's will."""
         op = step.op
         changed = (op.param, *op.states)
@@ -436,7 +344,7 @@ class _Speculation:
         yield ops.Alloc(buffer=host.name, stream=stream)
         yield ops.ToHost(source=whole(self.redo), destination=whole(host), stream=stream)
 
-    def _commit(self, step: _HostStep, kept: _Kept) -> Iterator[Op]:
+    def _commit(self, step: HostStep, kept: _Kept) -> Iterator[Op]:
         """The step made final; its gradient and its old elements end with it."""
         op = step.op
         yield ops.CommitStep(

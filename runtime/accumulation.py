@@ -92,7 +92,9 @@ class Accumulation:
                 complete.
         """
         if self._count == 0:
-            raise UserError("update() needs at least one micro_step() before it.")
+            raise UserError(
+                "update() needs at least one micro_step() before it; step() updates by itself."
+            )
         if self._waiting and not self._is_complete:
             raise self._incomplete(self._count)
         self._run_waiting(is_last=True)

@@ -10,8 +10,8 @@ from zeroir.errors import BatchError
 from zeroir.ir.micro_batches import slice_region
 from zeroir.ir.program import ConstantBinding, InputBinding, Program
 from zeroir.runtime.rank_memory import RankMemory
-from zeroir.runtime.tensors import TORCH_DTYPE
 from zeroir.torch_ops.batches import Batch, BatchLeaves, flatten, is_same_constant
+from zeroir.torch_ops.types import TORCH_DTYPE
 
 
 def write_inputs(program: Program, memory: RankMemory, batch: Batch, micro_batch: int) -> None:

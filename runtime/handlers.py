@@ -33,8 +33,8 @@ from zeroir.runtime.kernels.foreign import require_registered
 from zeroir.runtime.prepared_op import PreparedOp, one_after_the_other
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.state import flat_start
-from zeroir.runtime.tensors import TORCH_DTYPE
 from zeroir.runtime.whole_operands import prepare_whole_step
+from zeroir.torch_ops.types import TORCH_DTYPE
 
 
 @dataclass(slots=True, kw_only=True)
@@ -212,19 +212,11 @@ def _prepare_locally(
             return partial(memory.region(op.destination).fill_, op.value)
         case ops.Scale():
             return partial(numerics.scale, memory.region(op.region), memory.region(op.by))
-        case ops.GradNorm():
-            sources = [memory.region(source) for source in op.sources]
+        case ops.GradNorm() | ops.CheckFinite():
+            is_norm = isinstance(op, ops.GradNorm)
             return partial(
-                numerics.sum_of_squares,
-                sources,
-                memory.region(op.destination),
-                is_added=op.mode is Mode.ACCUMULATE,
-            )
-        case ops.CheckFinite():
-            sources = [memory.region(source) for source in op.sources]
-            return partial(
-                numerics.has_overflow,
-                sources,
+                numerics.sum_of_squares if is_norm else numerics.has_overflow,
+                [memory.region(source) for source in op.sources],
                 memory.region(op.destination),
                 is_added=op.mode is Mode.ACCUMULATE,
             )

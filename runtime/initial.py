@@ -38,8 +38,9 @@ from zeroir.runtime.module_values import (
 )
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.state import fill_constants, fill_scalars
-from zeroir.runtime.tensors import IR_DTYPE, TORCH_DTYPE, common
+from zeroir.runtime.tensors import common
 from zeroir.runtime.whole_parameters import flat_buffers
+from zeroir.torch_ops.types import IR_DTYPE, TORCH_DTYPE
 
 MESSAGE_BYTES: Final = 4 << 20
 _BATCH_NUMEL: Final = 16 << 20
@@ -102,7 +103,9 @@ def _open(
         module = source
     else:
         module = built(source, seed) if state is None else built_without_values(source)
-    values = ModuleValues(program, module, state, is_kept=keep_module and is_in_hand)
+    values = ModuleValues(
+        program, module, state, is_kept=keep_module and is_in_hand, is_made=not is_in_hand
+    )
     shared = values.shared_storage()
     if is_in_hand and shared is not None:
         first, second, size_bytes = shared

@@ -21,9 +21,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
 from zeroir.runtime.named_tensors import NamedTensors, without_memory
-from zeroir.runtime.tensors import IR_DTYPE, TORCH_DTYPE
 from zeroir.torch_ops.batches import undense_kind
 from zeroir.torch_ops.globals import torch_globals_kept
+from zeroir.torch_ops.types import IR_DTYPE, TORCH_DTYPE
 
 Factory = Callable[[], nn.Module]
 
@@ -96,14 +96,21 @@ def held_tensors(program: Program) -> list[HeldTensor]:
 class ModuleValues:
     """The values of a module's tensors by name, from the state where it has them. Only rank 0 reads them.
 
-    With ``is_kept`` the module keeps its tensors.
+    With ``is_kept`` the module keeps its tensors. A module that ``is_made`` for these values may have buffers that the
+    user's code keeps, such as the weights of classes: what holds them besides the module keeps them.
 
     Raises:
         UserError: where module and state lack a tensor of the program, or it has a different shape or no values.
     """
 
     def __init__(
-        self, program: Program, module: nn.Module, state: StateSource | None, *, is_kept: bool
+        self,
+        program: Program,
+        module: nn.Module,
+        state: StateSource | None,
+        *,
+        is_kept: bool,
+        is_made: bool = False,
     ) -> None:
         if not (state is None or isinstance(state, Mapping) or callable(state)):
             raise UserError(
@@ -113,6 +120,7 @@ class ModuleValues:
         self._tensors = NamedTensors(module)
         self._state = state
         self._is_kept = is_kept
+        self._is_made = is_made
         self._fetched: dict[str, Tensor] = {}
         self._row_major: tuple[str, Tensor] | None = None
         held = held_tensors(program)
@@ -151,7 +159,7 @@ class ModuleValues:
         self._row_major = None
         self._fetched.pop(name, None)
         if not self._is_kept:
-            _free(self._tensors, self._held[name])
+            _free(self._tensors, self._held[name], is_made=self._is_made)
 
     def shared_storage(self) -> tuple[str, str, int] | None:
         """The names of two tensors of the program in one storage, and its bytes: freeing one of them frees nothing."""
@@ -257,10 +265,12 @@ def free_module(program: Program, module: nn.Module) -> None:
         _free(tensors, held)
 
 
-def _free(tensors: NamedTensors, held: HeldTensor) -> None:
+def _free(tensors: NamedTensors, held: HeldTensor, *, is_made: bool = False) -> None:
     for name in held.names:  # Names of one parameter may be several tensors in the same memory.
         if name in tensors and not tensors[name].is_meta:
-            tensors.replace(tensors[name], without_memory(tensors[name]))
+            tensor = tensors[name]
+            everywhere = not is_made or isinstance(tensor, nn.Parameter)
+            tensors.replace(tensor, without_memory(tensor), everywhere=everywhere)
 
 
 def built(factory: Factory, seed: int) -> nn.Module:

@@ -64,20 +64,24 @@ class NamedTensors:
             names.setdefault(id(tensor), []).append(name)
         return [(tensors[key], tuple(group)) for key, group in names.items()]
 
-    def replace(self, old: Tensor, new: Tensor) -> None:
+    def replace(self, old: Tensor, new: Tensor, *, everywhere: bool = True) -> None:
         """Put ``new`` in the place of a tensor, under all its names; its attributes are kept.
 
-        The tensor's object itself becomes ``new``, so whoever refers to it, for instance an optimizer, does not keep
-        its old memory. Where torch forbids that, because of a weak reference to it or a graph of autograd with it, the
-        module alone changes.
+        With ``everywhere`` the tensor's object itself becomes ``new``, so whoever refers to it, for instance an
+        optimizer, does not keep its old memory. Without, or where torch forbids that because of a weak reference to it
+        or a graph of autograd with it, the module alone changes.
         """
         vars(new).update(vars(old))
-        try:
-            _swap(old, new)
-        except RuntimeError:
-            for container, key in self._places.values():
-                if container.get(key) is old:
-                    container[key] = new
+        if everywhere:
+            try:
+                _swap(old, new)
+            except RuntimeError:
+                pass
+            else:
+                return
+        for container, key in self._places.values():
+            if container.get(key) is old:
+                container[key] = new
 
 
 def without_memory(tensor: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from zeroir.runtime.disk.disk_buffers import DiskBuffers
 from zeroir.runtime.disk.requests import PreparedTransfer
 from zeroir.runtime.disk.scratch_file import PAGE_BYTES
 from zeroir.runtime.pinned_memory import pinned_empty
-from zeroir.runtime.tensors import TORCH_DTYPE, poison
+from zeroir.runtime.tensors import poison
+from zeroir.torch_ops.types import TORCH_DTYPE
 
 CHUNK_BYTES: Final = 32 << 20
 """The most bytes on the host of a buffer on disk that is read or written between steps."""

@@ -7,11 +7,23 @@ from dataclasses import dataclass
 from zeroir.runtime.rank_results import RankEvaluation, RankResult
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StepResult:
     """The results of ``Engine.step`` on this rank; see ``RankResult``. Reading a value waits for the device."""
 
     rank: RankResult
+
+    def __repr__(self) -> str:
+        values = {
+            "loss": self.loss,
+            "mean_loss": self.mean_loss,
+            "weight": self.weight,
+            "grad_norm": self.grad_norm,
+            "is_skipped": None if self.rank.is_skipped is None else self.is_skipped,
+            "is_redone": None if self.rank.is_redone is None else self.is_redone,
+        }
+        known = ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
+        return f"{type(self).__name__}({known})"
 
     @property
     def loss(self) -> float:
@@ -47,11 +59,15 @@ class StepResult:
         return None if self.rank.grad_norm is None else float(self.rank.grad_norm)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Evaluation:
     """The results of ``Engine.evaluate`` on this rank; see ``RankEvaluation``. Reading the loss waits for it."""
 
     rank: RankEvaluation
+
+    def __repr__(self) -> str:
+        outputs = "" if self.outputs is None else f", outputs={self.outputs}"
+        return f"{type(self).__name__}(loss={self.loss}{outputs})"
 
     @property
     def loss(self) -> float:

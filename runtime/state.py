@@ -17,8 +17,8 @@ from zeroir.ir.mesh import Mesh
 from zeroir.ir.program import Flat, Program, State
 from zeroir.runtime.comm.base import Comm
 from zeroir.runtime.rank_memory import RankMemory
-from zeroir.runtime.tensors import TORCH_DTYPE
 from zeroir.runtime.whole_parameters import flat_buffers, flat_part, whole_parameters
+from zeroir.torch_ops.types import TORCH_DTYPE
 
 _TRAINED = (PARAM, MASTER, EMA)
 """Quantities that have the values of the parameters before the first step."""

@@ -15,7 +15,8 @@ from zeroir.ir.held_elements import held_by_all, held_elements
 from zeroir.ir.program import Flat, Program, Slot
 from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
 from zeroir.runtime.rank_memory import RankMemory
-from zeroir.runtime.tensors import TORCH_DTYPE, common
+from zeroir.runtime.tensors import common
+from zeroir.torch_ops.types import TORCH_DTYPE
 
 
 def whole_parameters(

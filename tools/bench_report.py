@@ -82,9 +82,9 @@ MEASURE: Final = """async (rounds) => {
     const seen = (r) => ({ start: (r + 1) * (count / 400), end: count + (r + 1) * (count / 400) });
     figures["pan the memory, over ops"] = await repeat((r) => memory.x_range.setv(seen(r)), isPainted);
     document.querySelector("input[name=axis][value=time]").click();
-    const boxes = [...document.querySelectorAll("#kinds input:not(:checked)")];
-    figures["show waits and allocs"] = await repeat((r) => boxes[r % boxes.length].click(), isPainted);
-    boxes.forEach((box) => { if (!box.checked) box.click(); });
+    const waits = document.querySelector("#kinds input[value=wait]");
+    figures["show and hide waits"] = await repeat(() => waits.click(), isPainted);
+    for (const box of document.querySelectorAll("#kinds input:not(:checked)")) box.click();
     figures["pan it with all kinds"] = await repeat((r) => look(0.002 * (r + 1), 1 + 0.002 * (r + 1)), isPainted);
     return figures;
 }"""

@@ -103,6 +103,33 @@ def _refusals(record: Mapping[str, object]) -> str:
     return _markdown(["what the sentence says", "samples", "of"], rows)
 
 
+def _models_with_experts(record: Mapping[str, object]) -> str:
+    """The verdicts of the survey on the models with experts."""
+    models, experts = record["models"], record["experts"]
+    assert isinstance(models, dict)
+    assert isinstance(experts, list)
+    by_verdict: dict[str, list[str]] = {}
+    for kind in experts:
+        by_verdict.setdefault(models[kind][0], []).append(kind)
+    order = ("equal", "different", "refused", "left out")
+    rows = [
+        [v, str(len(by_verdict[v])), ", ".join(by_verdict[v])] for v in order if v in by_verdict
+    ]
+    return _markdown(["verdict", "models", "which"], rows)
+
+
+def _refused_models(record: Mapping[str, object]) -> str:
+    """The models that the survey found refused, each with its sentence up to the remedy."""
+    models = record["models"]
+    assert isinstance(models, dict)
+    rows = [
+        [kind, reason.partition(";")[0].rstrip(".")]
+        for kind, (verdict, reason) in models.items()
+        if verdict == "refused"
+    ]
+    return _markdown(["model", "what the sentence says"], rows)
+
+
 def _part(name: str) -> Callable[[Mapping[str, object]], str]:
     """The maker of one of the tables that a record has."""
 
@@ -138,6 +165,8 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
         for part in ("traffic", "rates", "paper", "published", "speculation")
     },
     "causal-models": _rows,
+    "causal-models experts": _models_with_experts,
+    "causal-models refused": _refused_models,
     "conformance": _outcomes,
     "conformance refused": _refusals,
 }

@@ -1,8 +1,8 @@
 """Compile every causal language model of transformers from a tiny configuration, and compare it with eager replicas.
 
-Configurations are made tiny by rule: sizes that they have are replaced by small ones. A model that eager PyTorch cannot
-build or train from such a configuration is left out. Of the others the record says which are equal bit for bit, which
-are refused, each with the sentence, and which differ.
+Configurations are made tiny by rule: sizes that they have are replaced by small ones; a few types need more than that.
+A model that eager PyTorch cannot build or train from such a configuration is left out. Of the others the record says
+which are equal bit for bit, which are refused, each with the sentence, and which differ.
 
     python -m tools.survey_causal_models              every model
     python -m tools.survey_causal_models --experts    those with experts
@@ -106,6 +106,26 @@ SIZES: dict[str, int | float] = {
 }
 """The tiny sizes, by the names that configurations have for them."""
 
+OF_ONE_TYPE: dict[str, dict[str, object]] = {
+    "codegen": {"n_head": 4},
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_d_head": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {"head_dim": 4},
+    "mamba2": {"num_heads": 4},
+    "nemotron": {"num_key_value_heads": 2},
+    "reformer": {"is_decoder": True, "attn_layers": ["local", "local"], "axial_pos_embds": False},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"],
+        "hybrid_layer_ids": [1],
+        "attention_hidden_size": 32,
+        "attention_head_dim": 16,
+        "mamba_headdim": 4,
+    },
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What else a model type needs, because its sizes depend on one another or are lists of layers."""
+
 ABSENT = frozenset({"head_dim", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"})
 """Sizes that some configurations leave open."""
 
@@ -119,6 +139,7 @@ class Content(TypedDict):
     head: list[str]
     rows: list[list[str]]
     models: dict[str, list[str]]
+    experts: list[str]
 
 
 MODEL_FILE = """
@@ -150,7 +171,7 @@ def config_of(kind: str) -> object:
         # Latent attention derives its dimensions from these.
         given.pop("head_dim", None)
     make = cast("Callable[..., object]", CONFIG_MAPPING[kind])
-    return make(**given, use_cache=False)
+    return make(**{**given, **OF_ONE_TYPE.get(kind, {})}, use_cache=False)
 
 
 def tiny(kind: str) -> torch.nn.Module:
@@ -182,7 +203,7 @@ def survey(kind: str, folder: Path) -> tuple[str, str]:
         options = make_options({"stage": 3, "world_size": 2})
         comparison = check_model(str(path), options, steps=2, seed=0)
     except ZeroirError as error:
-        return "refused", " ".join(str(error).split())[:300]
+        return "refused", " ".join(str(error).split()).replace(f"{folder}/", "")[:300]
     return ("equal", "") if comparison.is_equal else ("different", str(comparison.differences[0]))
 
 
@@ -234,7 +255,7 @@ def recorded(path: Path | None) -> dict[str, tuple[str, str]]:
 
 
 def content_of(verdicts: Mapping[str, tuple[str, str]]) -> Content:
-    """The content of the record: a table of the verdicts, and the verdict on each model with its reason."""
+    """The content of the record: a table of the verdicts, the verdict on each model, and those with experts."""
     by_verdict: dict[str, list[str]] = {}
     for kind, (verdict, _) in sorted(verdicts.items()):
         by_verdict.setdefault(verdict, []).append(kind)
@@ -246,6 +267,7 @@ def content_of(verdicts: Mapping[str, tuple[str, str]]) -> Content:
             if verdict in by_verdict
         ],
         "models": {kind: [*verdict] for kind, verdict in sorted(verdicts.items())},
+        "experts": [kind for kind in sorted(verdicts) if has_experts(kind)],
     }
 
 

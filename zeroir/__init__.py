@@ -89,11 +89,26 @@ _HOMES = {
 }
 
 
+_EXTRAS = {
+    "ZeroirStrategy": "lightning",
+    "ZeroirTrainer": "huggingface",
+    "prepare": "huggingface",
+}
+
+
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'zeroir' has no attribute '{name}'")
     module, attribute = _HOMES[name]
-    value: object = getattr(import_module(module), attribute)
+    try:
+        value: object = getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if name not in _EXTRAS:
+            raise
+        raise ModuleNotFoundError(
+            f"zeroir.{name} needs {error.name}, which is not installed: pip install 'zeroir[{_EXTRAS[name]}]'.",
+            name=error.name,
+        ) from error
     globals()[name] = value
     return value
 

@@ -136,6 +136,14 @@ def map_sections(program: Program, change: Callable[[Section], Section]) -> Prog
 # ------------------------------------------------------------------------------------------------------- buffers
 
 
+def claimed_name(name: str, taken: set[str]) -> str:
+    """This name, with underscores behind it where it is ``taken``; the result is taken from now on."""
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
+
+
 def with_streams(streams: tuple[Stream, ...], used: Collection[str]) -> tuple[Stream, ...]:
     """The streams, with those that are used and not among them."""
     declared = {stream.name for stream in streams}

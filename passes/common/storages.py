@@ -6,11 +6,10 @@ A value is a part of a storage. A view costs nothing more once the storage that 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
 
-from zeroir.ir.buffers import contiguous_stride
 from zeroir.ir.definitions import dropout_applied
 from zeroir.ir.segment import Node, Ref, Segment, TensorType
 from zeroir.ir.views import parts
@@ -138,7 +137,7 @@ class Storages:
         """Whether a value is all of a storage that the segment makes."""
         whole = self.place(place.root).kind
         is_as_long = place.offset == 0 and place.kind.numel == whole.numel
-        return place.root >= self.inputs and is_as_long and is_dense(place.kind) and is_dense(whole)
+        return place.root >= self.inputs and is_as_long and place.kind.is_dense and whole.is_dense
 
     def _wanted(self) -> dict[int, list[StorageView]]:
         """The storages made here that the backward needs, and how it looks at them."""
@@ -160,7 +159,7 @@ class Storages:
         if root < self.inputs:
             return self.pair.leaves[root]
         kind = self.place(root).kind
-        return kind.size_bytes if is_dense(kind) else None
+        return kind.size_bytes if kind.is_dense else None
 
     def recipe(self, root: int) -> Recipe | None:
         """The nodes that compute a storage once more; None where they cost too much, or no view of it is as needed."""
@@ -198,7 +197,7 @@ class Storages:
             stride=tuple(kind.stride[d] for d in order),
         )
         is_view = place.offset == 0 and kind.numel == whole.numel
-        if not (is_view and _is_contiguous(whole) and _is_contiguous(viewed)):
+        if not (is_view and whole.is_contiguous and viewed.is_contiguous):
             return None
         return viewed.shape, tuple(order.index(d) for d in range(len(order)))
 
@@ -215,19 +214,3 @@ def _layout(kind: TensorType) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides, as far as these matter: not those of dimensions of one element."""
     steps = (step if size > 1 else 0 for size, step in zip(kind.shape, kind.stride, strict=True))
     return kind.shape, tuple(steps)
-
-
-def _is_contiguous(kind: TensorType) -> bool:
-    return _layout(kind) == _layout(replace(kind, stride=contiguous_stride(kind.shape)))
-
-
-def is_dense(kind: TensorType) -> bool:
-    """Whether every element of a type's storage is one element of the tensor."""
-    expected = 1
-    for step, size in sorted(zip(kind.stride, kind.shape, strict=True)):
-        if size == 1:
-            continue
-        if step != expected:
-            return False
-        expected *= size
-    return True

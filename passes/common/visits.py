@@ -117,9 +117,9 @@ def with_visits(
     """The program with these persistent buffers at home in another space, and visits around the ops that use them.
 
     The program has no waits yet. Its ops use these buffers in the space ``route.away``, in which the buffers are still,
-    except those that ``is_at_home`` names: these use them in ``route.home``. What an op leaves in a region that
-    ``is_used_up`` names nobody reads, so it is not taken home. Each distinct region of a home that is visited has one
-    staging buffer, with the role ``staging``.
+    except those that ``is_at_home`` names: these use them in ``route.home``. A region that is used up by an op is read
+    by no op behind it, so it is not taken home. Each distinct region of a home that is visited has one staging buffer,
+    with the role ``staging``.
     """
     if not homes:
         return program
@@ -282,12 +282,12 @@ def _is_plain(region: Region) -> bool:
     return region.shard is None and region.part is None
 
 
-def _overlap(one: Region, other: Region) -> bool:
+def _overlap(first: Region, second: Region) -> bool:
     """Whether two regions have elements in common on one rank; parts of one slice are told apart."""
-    is_of_one_slice = replace(one, part=None) == replace(other, part=None)
-    if is_of_one_slice and one.part is not None and other.part is not None:
-        return one.part[0] < other.part[1] and other.part[0] < one.part[1]
-    return one.overlaps(other)
+    is_same_slice = replace(first, part=None) == replace(second, part=None)
+    if is_same_slice and first.part is not None and second.part is not None:
+        return first.part[0] < second.part[1] and second.part[0] < first.part[1]
+    return first.overlaps(second)
 
 
 def _covers(outer: Region, inner: Region) -> bool:

@@ -31,7 +31,7 @@ from zeroir.runtime.checkpoint.state_bits import fill_states_of_other_bits
 from zeroir.runtime.checkpoint.torch_trees import TorchTensors
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.state import fill_scalars
-from zeroir.runtime.tensors import TORCH_DTYPE
+from zeroir.torch_ops.types import TORCH_DTYPE
 
 _UNTOUCHED: Final = (Role.INPUT, Role.OUTPUT, Role.SNAPSHOT)
 

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 from torch import Tensor, nn
 
 from zeroir.runtime.named_tensors import NamedTensors
-from zeroir.runtime.tensors import IR_DTYPE
+from zeroir.torch_ops.types import IR_DTYPE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from zeroir.runtime.checkpoint.parts import SavedPart, kept_scalars, saved_parts
 from zeroir.runtime.disk.elements import ElementsOnDisk
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.saved_state import SavedState
-from zeroir.runtime.tensors import IR_DTYPE
+from zeroir.torch_ops.types import IR_DTYPE
 
 WEIGHT_SUM: Final = "sum of weights"
 """The name of the sum of this rank's weights among the sums of an open step; no buffer has it."""

@@ -28,7 +28,7 @@ from torch import Tensor, fx
 
 from zeroir.errors import InternalError
 from zeroir.ir.segment import TensorType
-from zeroir.runtime.tensors import TORCH_DTYPE
+from zeroir.torch_ops.types import TORCH_DTYPE
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode

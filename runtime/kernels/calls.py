@@ -11,7 +11,7 @@ import zeroir.torch_ops  # noqa: F401 - it registers zeroir's own operators, whi
 from zeroir.errors import UserError
 from zeroir.ir.dtypes import DType
 from zeroir.ir.segment import NodeArg, Ref, Symbol
-from zeroir.runtime.tensors import TORCH_DTYPE
+from zeroir.torch_ops.types import TORCH_DTYPE
 
 Value = (
     Tensor

@@ -17,7 +17,7 @@ from zeroir.ir.segment import Node, Ref, Segment, TensorType
 from zeroir.ir.views import is_view
 from zeroir.runtime.kernels.calls import operator, resolver
 from zeroir.runtime.kernels.compiler_import import compiler_not_imported
-from zeroir.runtime.tensors import TORCH_DTYPE
+from zeroir.torch_ops.types import TORCH_DTYPE
 
 _META = torch.device("meta")
 _NORMS: Final = frozenset(

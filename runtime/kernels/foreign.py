@@ -20,8 +20,8 @@ from zeroir.ir.program import Program
 from zeroir.ir.segment import Node, Segment
 from zeroir.runtime.kernels.calls import operator
 from zeroir.runtime.operator_workspaces import device_of, measured
-from zeroir.runtime.tensors import TORCH_DTYPE
 from zeroir.torch_ops.purity import breach, schema_text
+from zeroir.torch_ops.types import TORCH_DTYPE
 
 
 def require_registered(program: Program) -> None:

@@ -18,7 +18,7 @@ from zeroir.errors import InternalError
 from zeroir.ir.operators import Operator
 from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
 from zeroir.runtime.kernels.calls import operator as known
-from zeroir.runtime.tensors import TORCH_DTYPE
+from zeroir.torch_ops.types import TORCH_DTYPE
 
 _Plain = bool | int | float | str | None
 

@@ -7,7 +7,7 @@ import math
 import torch
 
 from zeroir.ir.segment import Segment
-from zeroir.runtime.tensors import TORCH_DTYPE
+from zeroir.torch_ops.types import TORCH_DTYPE
 
 
 def tolerance(segment: Segment) -> float:

@@ -111,6 +111,25 @@ def test_a_type_checker_accepts_right_options_and_rejects_wrong_ones(tmp_path: P
     assert [(line.split(":")[1], line.split()[-1]) for line in errors] == expected, printed
 
 
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [("ZeroirStrategy", "lightning", "lightning"), ("prepare", "accelerate", "huggingface")],
+)
+def test_a_name_whose_package_is_not_installed_says_what_to_install(
+    name: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"zeroir.integrations.{package}"
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    for imported in [each for each in sys.modules if each.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, imported)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(vars(zeroir), name, raising=False)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        getattr(zeroir, name)
+    assert f"zeroir.{name} needs {package}" in str(caught.value)
+    assert f"pip install 'zeroir[{extra}]'" in str(caught.value)
+
+
 def test_the_public_names_are_there() -> None:
     assert {"Engine", "Evaluation", "StepResult", "CompiledProgram", "CompileOptions"} <= set(
         zeroir.__all__

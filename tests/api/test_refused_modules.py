@@ -233,3 +233,19 @@ def test_bad_arguments_are_refused(arguments: tuple[object, ...], sentence: str)
 def test_a_bad_loss_function_is_refused(loss: Callable[..., object], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         zeroir.compile(made(unchanged), BATCH, loss=loss, world_size=1)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [nn.MSELoss(), nn.functional.mse_loss, lambda output: output],
+    ids=["module", "F", "one"],
+)
+def test_a_loss_that_is_no_function_of_module_and_batch_is_refused(
+    loss: Callable[..., object],
+) -> None:
+    with pytest.raises(
+        UserError, match=r"loss=.* is not a function of the module and a batch: def"
+    ):
+        zeroir.compile(nn.Linear(2, 2), torch.ones(1, 2), loss=loss)
+    with pytest.raises(UserError, match=r"weight=.*<lambda> is not a function of a batch: define"):
+        zeroir.compile(nn.Linear(2, 2), torch.ones(1, 2), weight=lambda: 1.0)

@@ -134,6 +134,8 @@ def test_an_output_that_cannot_be_is_refused_before_any_work(
             ["estimate", "--parameters", "7e9"],
             ["Unknown option: --parameters; --params is missing"],
         ),
+        (["run", "a.zir", "--lr", "0.1"], ["--lr is an option of `zeroir compile`"]),
+        (["run", "a.zir", "--step", "1"], ["Unknown option: --step. Did you mean --steps?"]),
         (["run", "a.zir", "--steps", "2.5"], ["--steps is 2.5, but should be a whole number"]),
         (["frobnicate"], ["frobnicate", "compile"]),
         (["show", "a.zir", "--sections", "update"], ["--sections", "--section"]),

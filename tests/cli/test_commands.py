@@ -360,7 +360,7 @@ def test_ranks_get_the_command_that_was_given(
     given = ["run", str(programs[3]), "--steps", "5", "--seed", "2", "--log-every", "3"]
     given += ["--eval-every", "4", "--save", "runs", "--save-every", "4", "--keep", "3"]
     given += ["--keep-best", "eval_loss", "--resume", "none"]
-    given += ["--model", "gpt.py", "--kernels", "inductor"]
+    given += ["--model", "gpt.py", "--kernels", "inductor", "--timeout", "60"]
     given += ["--allow-model-change", "--cuda-graphs", "--no-self-check", "--json"]
     answer = zeroir(*given, "--nproc", "2")
     assert answer.exit_code == 7

@@ -21,7 +21,7 @@ import pytest
 
 from tests.cli.conftest import Zeroir
 from tests.support.resuming import MODEL, SCHEDULE, contents, losses, saved_paths
-from tests.support.zygote import run_forked
+from tests.support.zygote import Forked, compiling_zygote, run_forked
 from zeroir.cli.app import run_command
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -68,6 +68,36 @@ def started(arguments: list[str], folder: Path) -> Iterator[subprocess.Popen[str
                 process.stdout.close()
 
 
+@contextmanager
+def forked(module: str, arguments: list[str], folder: Path) -> Iterator[tuple[Forked, IO[str]]]:
+    """The same of forked processes, and its stdout; the agent's ranks are those of `forked_ranks`."""
+    pipe = folder / "out"
+    os.mkfifo(pipe)
+    job = Forked(
+        compiling_zygote(),
+        module,
+        tuple(arguments),
+        {"OMP_NUM_THREADS": "1"},
+        folder / "err.of_job",
+        folder=folder,
+        out=pipe,
+    )
+    try:
+        with pipe.open() as out:
+            yield job, out
+    finally:
+        job.kill()
+
+
+def forked_ranks(agent: int | None) -> list[int]:
+    """The processes of an agent's ranks, which another process has forked for it, in their order."""
+
+    def children(process: int | str | None) -> list[str]:
+        return Path(f"/proc/{process}/task/{process}/children").read_text().split()
+
+    return sorted(int(rank) for source in children(agent) for rank in children(source))
+
+
 def said(folder: Path) -> str:
     return "".join(path.read_text() for path in sorted(folder.glob("err.*")))
 
@@ -110,12 +140,12 @@ def ranks_of(agent: int) -> dict[int, int]:
 
 def test_a_killed_rank_is_started_again(program: Path, tmp_path: Path) -> None:
     """The end is that of a run which nobody disturbed, bit for bit."""
-    options = torchrun("--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
-    with started([*options, *running(program)], tmp_path) as agent:
-        begun = await_report(agent.stdout, "loss", 5)
-        os.kill(ranks_of(agent.pid)[1], signal.SIGKILL)
-        rest, _ = agent.communicate(timeout=DEADLINE_S)
-        assert agent.returncode == 0, said(tmp_path)
+    _, module, *options = torchrun("--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    with forked(module, [*options, *running(program)], tmp_path) as (agent, out):
+        begun = await_report(out, "loss", 5)
+        os.kill(forked_ranks(agent.pid)[1], signal.SIGKILL)
+        rest = out.read()
+        assert agent.wait(time.monotonic() + DEADLINE_S) == 0, said(tmp_path)
     assert re.search(r"Resumed from saved/step-0000000[2468], saved by 2 ranks", said(tmp_path))
     (tmp_path / "whole").mkdir()
     module, *arguments = running(program)[1:]
@@ -188,14 +218,15 @@ def await_ranks(agents: dict[str, subprocess.Popen[str]]) -> dict[int, str]:
 @pytest.mark.parametrize("receiver", ["rank", "agent", "alone"])
 def test_sigterm_saves_the_step(program: Path, tmp_path: Path, receiver: str) -> None:
     """All ranks end with 0 after the same step; an agent that was itself told to end says so in its exit code."""
-    command = running(program, 100_000)
-    command += [] if receiver == "alone" else ["--nproc", "2"]
-    with started(command, tmp_path) as job:
-        begun = await_report(job.stdout, "loss", 3)
-        process = ranks_of(job.pid)[1] if receiver == "rank" else job.pid
-        os.kill(process, signal.SIGTERM)
-        rest, _ = job.communicate(timeout=DEADLINE_S)
-        assert job.returncode == (128 + signal.SIGTERM if receiver == "agent" else 0)
+    _, module, *arguments = running(program, 100_000)
+    arguments += [] if receiver == "alone" else ["--nproc", "2"]
+    with forked(module, arguments, tmp_path) as (job, out):
+        begun = await_report(out, "loss", 3)
+        assert job.pid is not None
+        os.kill(forked_ranks(job.pid)[1] if receiver == "rank" else job.pid, signal.SIGTERM)
+        rest = out.read()
+        code = job.wait(time.monotonic() + DEADLINE_S)
+        assert code == (128 + signal.SIGTERM if receiver == "agent" else 0)
     last = max(losses(begun + rest))
     assert f"Stopped by SIGTERM after {last} of 100000 steps." in said(tmp_path)
     assert saved_paths(tmp_path / "saved")[-1] == f"step-{last:08}"

@@ -125,7 +125,7 @@ def test_a_report_is_one_page(zeroir: Zeroir, programs: dict[int, Path], tmp_pat
         "memory_budget_bytes": 20_000_000,
     }
     page = path.read_text()
-    assert "stage 3, fp32" in page
+    assert "fp32</b>" in page
     assert 'class="tile bad"' in page  # the peak is above this budget
 
 

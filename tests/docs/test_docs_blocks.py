@@ -328,8 +328,9 @@ def test_blocks_that_take_their_time_hold(document: Path, tmp_path: Path) -> Non
 @pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="Python runs outside an environment")
 def test_a_fresh_shell_finds_zeroir_after_the_set_up_of_the_readme(tmp_path: Path) -> None:
     blocks = blocks_of("README.md", (ROOT / "README.md").read_text("utf-8"))
-    tour = next(place for place, block in enumerate(blocks) if block.language == "console")
-    lines = [line for block in blocks[:tour] for line in block.text.splitlines()]
+    lines = [
+        line for block in blocks if block.language == "bash" for line in block.text.splitlines()
+    ]
     (activation,) = [line for line in lines if line.startswith("source ")]
     (tmp_path / ".venv").symlink_to(sys.prefix)
     shell = subprocess.run(

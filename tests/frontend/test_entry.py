@@ -212,6 +212,9 @@ def test_dataclasses_in_the_file_find_their_module(tmp_path: Path) -> None:
             GOOD + "def batches(): ...\n",
             r"`batches` in .* has other parameters: define `batches\(r",
         ),
+        (GOOD + "def loss(batch): ...\n", r"other parameters: define `loss\(module, batch\)`"),
+        (GOOD + "def weight(): ...\n", r"other parameters: define `weight\(batch\)`"),
+        (GOOD + "def init(): ...\n", r"other parameters: define `init\(module\)`"),
         (GOOD + "def eval_batches(rank): ...\n", r"other parameters: define `eval_batches\(r"),
     ],
 )

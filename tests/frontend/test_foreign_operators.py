@@ -58,6 +58,46 @@ def test_a_program_declares_the_operators_that_torch_does_not_have(
     assert from_bytes(to_bytes(compiled.artifact)) == compiled.artifact
 
 
+TRITON_OP = """
+import torch
+
+@torch.library.triton_op("kernels_of_file::half", mutates_args=())
+def half(x: torch.Tensor) -> torch.Tensor:
+    # Here stands wrap_triton(kernel)[grid](x, y, ...); the fake kernel executes it, too.
+    return torch.empty_like(x)
+
+@half.register_kernel("cpu")
+def _(x):
+    return x / 2
+
+half.register_autograd(lambda _, grad: half(grad))
+"""
+
+
+def test_a_triton_operator_is_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tracer does not look into it, and its module is that of the user's function."""
+    (tmp_path / "kernels_of_file.py").write_text(TRITON_OP)
+    path = tmp_path / "model.py"
+    path.write_text(
+        "import torch\n"
+        "from kernels_of_file import half\n"
+        "class Model(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return half(super().forward(x)).square().mean()\n"
+        "def model():\n"
+        "    return Model(2, 2)\n"
+        "def batch():\n"
+        "    return torch.randn(3, 2)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (operator,) = traced(path, evaluate=False).operators
+    assert operator == Operator(
+        name="kernels_of_file.half.default", schema="(Tensor x) -> Tensor", module="kernels_of_file"
+    )
+    options = make_options({"stage": 2, "world_size": 2, "evaluate": False})
+    assert check_model(str(path), options, steps=1, seed=0).is_equal
+
+
 @pytest.mark.parametrize(
     ("operator", "problem"),
     [

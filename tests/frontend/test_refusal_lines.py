@@ -21,7 +21,7 @@ from zeroir.errors import UserError
 from zeroir.frontend import trace
 from zeroir.frontend.in_hand import source_of
 from zeroir.frontend.results import evaluated
-from zeroir.frontend.source import LossFunction
+from zeroir.frontend.source import LossFunction, WeightFunction
 
 FRONTEND = Path(zeroir.__file__).parent / "frontend"
 NOT_OF_A_MODEL = {
@@ -190,8 +190,13 @@ CHANGES: tuple[Callable[[Net], object], ...] = (
 OUTPUTS = (torch.eye(4).to_sparse(), {2.5: torch.ones(4)}, {"logits": {"text"}})
 
 
-def tracing(model: object, batch: object = BATCH, loss: LossFunction | None = None) -> None:
-    source = source_of(model, batch, loss, None)  # type: ignore[arg-type]
+def tracing(
+    model: object,
+    batch: object = BATCH,
+    loss: LossFunction | None = None,
+    weight: WeightFunction | None = None,
+) -> None:
+    source = source_of(model, batch, loss, weight)  # type: ignore[arg-type]
     trace(source, make_options({"world_size": 1}))
 
 
@@ -226,6 +231,8 @@ def refusals() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "no module", partial(tracing, lambda: 3)
     yield "factory", partial(tracing, lambda: 1 // 0)
     yield "loss", partial(tracing, Net(), loss=lambda *_: "text")
+    yield "loss of torch", partial(tracing, Net(), loss=nn.functional.mse_loss)
+    yield "weight of nothing", partial(tracing, Net(), weight=lambda: 1.0)
     yield "other module", partial(tracing, Net(), loss=lambda m, b: m(*b) + OTHER(*b).mean())
     for outputs in OUTPUTS:
         yield f"outputs {outputs!r:.20}", partial(evaluating, outputs)

@@ -1,4 +1,4 @@
-"""An operator of the model whose kernel is Triton's, on the device and, by another kernel of its own, on the CPU."""
+"""Operators of the model whose kernels are Triton's, on the device and, by other kernels of their own, on the CPU."""
 
 from __future__ import annotations
 
@@ -69,14 +69,24 @@ def batch():
     return torch.randn(12, 24)
 """
 
+TRITON_OP = MODEL.replace(
+    '@torch.library.custom_op("on_cuda::scaled", mutates_args=(), device_types="cuda")',
+    '@torch.library.triton_op("on_cuda::scaled", mutates_args=())',
+).replace("scale_kernel[(", "torch.library.wrap_triton(scale_kernel)[(")
+
 
 @pytest.mark.parametrize("kernels", KernelBackend)
+@pytest.mark.parametrize("model", [MODEL, TRITON_OP], ids=["custom_op", "triton_op"])
 def test_a_triton_operator_trains_as_its_cpu_kernel_does(
-    device: torch.device, kernels: KernelBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    model: str,
+    kernels: KernelBackend,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ZEROIR_CACHE_DIR", str(tmp_path / "cache"))
     path = tmp_path / "model.py"
-    path.write_text(MODEL)
+    path.write_text(model)
     program = compile_model(path, stage=3, world_size=1, lr=0.01).program
     assert [operator.name for operator in program.operators] == ["on_cuda.scaled.default"]
     model_file = load_model_file(str(path))

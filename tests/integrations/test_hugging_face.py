@@ -104,6 +104,41 @@ def test_a_rank_alone_trains_with_the_users_optimizer_and_schedule(tmp_path: Pat
     assert expected[1] != pytest.approx(expected[2], rel=1e-3)
 
 
+def test_a_model_without_its_values_and_an_optimizer_of_the_compiler_are_refused(
+    tmp_path: Path,
+) -> None:
+    """A callback that computes with the model of the trainer reads what to do; so does one that generates."""
+    from transformers import TrainerCallback
+
+    from tests.integrations import trainer_workers as workers
+    from zeroir import ZeroirTrainer
+
+    ids = torch.ones(2, 4, dtype=torch.long)
+    refused: list[str] = []
+
+    class Computes(TrainerCallback):
+        def on_step_end(self, *_: object, **given: object) -> None:
+            model = cast("Any", given["model"])
+            for call in (model, partial(model.generate, max_new_tokens=2)):
+                with pytest.raises(UserError, match=r"with trainer\.gathered\(\) as model"):
+                    call(input_ids=ids)
+                refused.append(str(call))
+
+    trainer = ZeroirTrainer(
+        workers.model(),
+        workers.arguments(tmp_path, max_steps=1, save_strategy="no"),
+        data_collator=workers.collate,
+        train_dataset=workers.samples(4, longest=4),
+        callbacks=[Computes()],
+    )
+    trainer.train()
+    assert len(refused) == 2
+    assert workers.trained(trainer)(input_ids=ids).logits.isfinite().all()
+
+    with pytest.raises(UserError, match=r"optimizer='sgd' of zeroir_options has no effect"):
+        ZeroirTrainer(workers.model(), zeroir_options={"optimizer": "sgd"})
+
+
 def test_an_epoch_that_does_not_end_with_a_group_is_refused_at_once(tmp_path: Path) -> None:
     from tests.integrations import trainer_workers as workers
     from zeroir import ZeroirTrainer

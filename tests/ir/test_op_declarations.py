@@ -33,7 +33,7 @@ from zeroir.ir.text import parse, print_program
 from zeroir.ir.text.syntax import slots
 from zeroir.passes.common.rewrite import map_regions
 from zeroir.report.graph import dot
-from zeroir.report.page.facts import Kind, op_kind
+from zeroir.report.page.facts import ShownKind, op_kind
 from zeroir.report.schedule import schedule
 from zeroir.verify import verify
 from zeroir.verify.context import Findings, title
@@ -156,7 +156,7 @@ def test_it_is_labelled_shown_coloured_and_costed(kind: type[ops.Op]) -> None:
     assert title(op).split()[0] == keyword
     assert op.participle.isalpha()
     assert f"last_micro_step:0 {keyword}" in dot(program, section="last_micro_step")
-    assert op_kind(op, None) in Kind
+    assert op_kind(op, None) in ShownKind
     rows = schedule(program, program.sections[0])
     is_bookkeeping = isinstance(op, ops.Memory | ops.Wait | ops.Fill)
     assert is_bookkeeping or [row.op for row in rows] == [keyword]

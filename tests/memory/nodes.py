@@ -17,7 +17,7 @@ from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
 from zeroir.runtime.allocations import allocations, by_range, left_bytes, peak_bytes
 from zeroir.runtime.kernels.calls import operator
 from zeroir.runtime.kernels.eager import compile_eager
-from zeroir.runtime.tensors import IR_DTYPE, TORCH_DTYPE
+from zeroir.torch_ops.types import IR_DTYPE, TORCH_DTYPE
 
 CPU = torch.device("cpu")
 

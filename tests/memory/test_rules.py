@@ -12,7 +12,7 @@ from tests.support.examples import examples
 from zeroir.ir.dtypes import DType
 from zeroir.ir.segment import TensorType
 from zeroir.ir.views import view_stride
-from zeroir.runtime.tensors import IR_DTYPE, TORCH_DTYPE
+from zeroir.torch_ops.types import IR_DTYPE, TORCH_DTYPE
 from zeroir.workspace.promotion import Operand, common_dtype, promoted
 
 NUMBERS = {DType.BOOL: True, DType.I64: 2, DType.F64: 0.5}

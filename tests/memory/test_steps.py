@@ -38,13 +38,14 @@ MODELS = ("gpt", "gpt2", "bert", "convnet", "llama", "t5", "translator", "vit", 
 PRECISIONS = ("fp32", "bf16", "fp16")
 RANKS = 3
 
-# Every model at every stage and as it is traced, and in every precision; some unless all examples are asked for.
+STAGES = (0, 1, 2, 3, None)
+# Every model in every precision, in turn at each stage and as it is traced; some unless all examples are asked for.
 EVERYTHING: tuple[tuple[str, str, int | None], ...] = tuple(
-    (name, PRECISIONS[(number + turn) % len(PRECISIONS)], stage)
+    (name, precision, STAGES[(number * len(PRECISIONS) + turn) % len(STAGES)])
     for number, name in enumerate(MODELS)
-    for turn, stage in enumerate((0, 1, 2, 3, None))
+    for turn, precision in enumerate(PRECISIONS)
 )
-SOME = EVERYTHING[::6]
+SOME = EVERYTHING[::4]
 
 
 OPTIONS: tuple[dict[str, object], ...] = (

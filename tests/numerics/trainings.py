@@ -23,6 +23,7 @@ from tests.support.lowering import applied
 from tests.support.offloads import OFFLOADS
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
+from zeroir.ir.text import print_program
 from zeroir.passes.base import Pass
 from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
@@ -57,6 +58,10 @@ class Training:
     def scheduled(self) -> Program:
         """The program that ranks carry out."""
         return applied(self.logical, self.passes)
+
+    def text_file(self, folder: Path) -> Path:
+        """Where ranks find the scheduled program, since to parse it takes a tenth of the time of the passes."""
+        return folder / f"{self.name}.txt"
 
     def batches(self) -> list[list[list[Batch]]]:
         """``[step][rank][micro_step]``."""
@@ -165,6 +170,8 @@ TRAININGS: Final[Mapping[str, Callable[..., Iterator[Training]]]] = {
 
 def assert_ranks_compute_the_same(folder: Path, backend: str, name: str, *more: str) -> None:
     """Let ranks carry out the trainings of a name; each must have the losses and the state of its reference."""
+    for training in TRAININGS[name](*more):
+        training.text_file(folder).write_text(print_program(training.scheduled()))
     ranks = Ranks(RANKS, folder, backend, name, *more, module="tests.numerics.workers")
     require_success(ranks.wait())
     references: dict[tuple[Program, int], LockstepResult] = {}

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from tests.numerics.trainings import TRAININGS
 from tests.runtime.support import initial_flats
+from zeroir.ir.text import parse
 from zeroir.runtime import rendezvous
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine import Engine
@@ -57,7 +58,8 @@ def main(backend: str, name: str, *more: str) -> None:
     """Carry out one training after the other."""
     rank = Rank.joined()
     for training in TRAININGS[name](*more):
-        engine = Engine(training.scheduled(), backend=Backend(backend))
+        program = parse(training.text_file(rank.folder).read_text())
+        engine = Engine(program, backend=Backend(backend))
         engine.initialise_flats(initial_flats(training.logical))
         losses = [engine.step(step[rank.number]).loss for step in training.batches()]
         rank.finish(engine, losses, training.name)

@@ -25,13 +25,13 @@ from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.bounds import AheadBound, BoundKind
 from zeroir.ir.buffers import Role, Space
-from zeroir.ir.effects import effects
+from zeroir.ir.effects import Effects, effects
 from zeroir.ir.mesh import COPY_IN
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.memory.footprint import footprint
 from zeroir.memory.placement import rounded
-from zeroir.passes import manager
+from zeroir.passes import manager, offload_parameters
 from zeroir.passes.base import Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.offload_optimizer import OffloadOptimizer
@@ -186,6 +186,36 @@ def test_an_update_on_the_host_writes_the_home(stage: int, precision: str) -> No
     gradients = transfer_bytes(applied(logical, passes), UPDATE, ops.ToHost)
     assert up == gathered // 4
     assert down == gradients + gathered
+
+
+def test_parameters_beside_a_home_stay_where_an_op_uses_the_home_before_the_copy() -> None:
+    program = applied(mlp(blocks=2), (*for_stage(0, 1), OffloadOptimizer()))
+    update = program.section_by_name[UPDATE]
+    at, copy = next((i, op) for i, op in enumerate(update.body) if isinstance(op, ops.ToDevice))
+    fill = ops.Fill(destination=copy.destination, value=0.0, stream=copy.stream)
+    for index, is_kept in ((at, True), (at + 1, False)):
+        body = (*update.body[:index], fill, *update.body[index:])
+        sections = (replace(s, body=body) if s is update else s for s in program.sections)
+        offloaded = manager.apply(OffloadParameters(), replace(program, sections=tuple(sections)))
+        assert (copy.source.buffer in offloaded.buffer_by_name) is is_kept
+
+
+def test_it_looks_at_an_op_as_often_in_a_deep_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Op] = []
+
+    def counted(op: Op) -> Effects:
+        looks.append(op)
+        return effects(op)
+
+    monkeypatch.setattr(offload_parameters, "effects", counted)
+    looks_per_op: list[float] = []
+    for blocks in (2, 8):
+        program = applied(mlp(blocks=blocks), (*for_stage(1, 2), OffloadOptimizer()))
+        looks.clear()
+        manager.apply(OffloadParameters(), program)
+        looks_per_op.append(len(looks) / len(list(program.ops())))
+    shallow, deep = looks_per_op
+    assert 0 < deep < 1.2 * shallow
 
 
 def test_a_part_of_the_update_on_the_host() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.passes import happens
 from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.strategies import Case, cases
+from tests.passes.trained_models import trained
 from tests.passes.variants import called_twice
 from tests.support.eager import traced
 from tests.support.examples import examples
@@ -20,7 +21,7 @@ from tests.support.lowering import applied, proved
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.errors import UserError
-from zeroir.frontend import ModelSource, load_model_file
+from zeroir.frontend import load_model_file
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import LAST_MICRO_STEP, Program
@@ -34,7 +35,6 @@ from zeroir.passes.common.storages import Need, SegmentPair, Use
 from zeroir.passes.pipelines import for_stage, lower
 from zeroir.passes.recompute import Recompute
 from zeroir.passes.select_saved import SelectSaved
-from zeroir.runtime.lockstep import Lockstep
 from zeroir.verify import verify
 
 ROOT = Path(__file__).parents[2]
@@ -470,27 +470,13 @@ def test_bits_of_real_models_do_not_change(
     choices = {"world_size": 3, "precision": precision, "micro_steps": micro_steps}
     logical = traced(path, **choices)
     without = lower(logical, make_options({**choices, "stage": stages[0]}))
-    expected = _trained(model_file, without, micro_steps)
+    expected = trained(model_file, without, micro_steps)
     for stage in stages:
         made = make_options({**choices, "stage": stage, "recompute": ("*",)})
         program = lower(logical, made)
         names = [op.segment for op in program.ops() if isinstance(op, ops.Compute)]
         assert any(".recompute" in each for each in names)
-        found = _trained(model_file, program, micro_steps)
-        assert len(found) == len(expected)
-        for mine, theirs in zip(found, expected, strict=True):
+        result = trained(model_file, program, micro_steps)
+        assert len(result) == len(expected)
+        for mine, theirs in zip(result, expected, strict=True):
             assert torch.equal(mine, theirs)
-
-
-def _trained(model_file: ModelSource, program: Program, micro_steps: int) -> list[torch.Tensor]:
-    lockstep = Lockstep(program, seed=3, schedule_seed=1)
-    lockstep.initialise(model_file.model, 3)
-    found: list[torch.Tensor] = []
-    for _ in range(2):
-        batches = [[model_file.batch() for _ in range(micro_steps)] for _ in range(3)]
-        found += [result.loss.clone() for result in lockstep.step(batches)]
-    found += [value for _, value in sorted(lockstep.full_state().items())]
-    names = sorted(b.name for b in program.buffers if b.role is Role.MODULE_BUFFER)
-    for rank in range(3):
-        found += [lockstep.buffers(rank)[name].clone() for name in names]
-    return found

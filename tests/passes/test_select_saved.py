@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.passes.example_programs import SAVING
 from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.strategies import Case, cases
+from tests.passes.trained_models import trained
 from tests.support import compiled
 from tests.support.eager import traced
 from tests.support.examples import examples
@@ -21,7 +22,7 @@ from tests.support.lowering import applied, proved
 from zeroir.api.check import check_model
 from zeroir.config import make_options
 from zeroir.errors import UserError
-from zeroir.frontend import ModelSource, load_model_file
+from zeroir.frontend import load_model_file
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import LAST_MICRO_STEP, Program
@@ -29,7 +30,6 @@ from zeroir.ir.text import parse, print_program
 from zeroir.passes import manager
 from zeroir.passes.pipelines import for_options, for_stage
 from zeroir.passes.select_saved import SelectSaved
-from zeroir.runtime.lockstep import Lockstep
 from zeroir.verify import verify
 
 ROOT = Path(__file__).parents[2]
@@ -188,27 +188,13 @@ def test_bits_do_not_change(name: str, precision: str, micro_steps: int) -> None
     for stage in (0, 2, 3):
         for select in (False, True):
             made = make_options({**choices, "stage": stage, "select_saved": select})
-            found = _trained(model_file, applied(logical, for_options(made)), micro_steps)
+            result = trained(model_file, applied(logical, for_options(made)), micro_steps)
             # With several micro-steps stages 0 and 1 add in another order than 2 and 3.
             if not expected or (stage == 2 and not select):
-                expected = found
-            assert len(found) == len(expected)
-            for mine, theirs in zip(found, expected, strict=True):
+                expected = result
+            assert len(result) == len(expected)
+            for mine, theirs in zip(result, expected, strict=True):
                 assert torch.equal(mine, theirs)
-
-
-def _trained(model_file: ModelSource, program: Program, micro_steps: int) -> list[torch.Tensor]:
-    lockstep = Lockstep(program, seed=3, schedule_seed=1)
-    lockstep.initialise(model_file.model, 3)
-    found: list[torch.Tensor] = []
-    for _ in range(2):
-        batches = [[model_file.batch() for _ in range(micro_steps)] for _ in range(3)]
-        found += [result.loss.clone() for result in lockstep.step(batches)]
-    found += [value for _, value in sorted(lockstep.full_state().items())]
-    names = sorted(b.name for b in program.buffers if b.role is Role.MODULE_BUFFER)
-    for rank in range(3):
-        found += [lockstep.buffers(rank)[name].clone() for name in names]
-    return found
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from zeroir.passes.recompute import Recompute
 from zeroir.report.diff import aligned_ops
 from zeroir.report.names import format_bytes
 from zeroir.report.page.charts import KIND_COLOURS, ROLE_COLOURS
-from zeroir.report.page.facts import Kind, memory_curve, step_ops, unit_facts
+from zeroir.report.page.facts import ShownKind, memory_curve, step_ops, unit_facts
 from zeroir.report.page.html import report_html
 from zeroir.report.page.phases import phases
 from zeroir.report.page.sides import aligned_steps, sides
@@ -65,7 +65,7 @@ def test_every_op_of_the_step_has_its_time_and_memory(micro_steps: int) -> None:
 
 
 def test_every_role_and_every_kind_has_a_colour_of_its_own() -> None:
-    for colours, names in ((ROLE_COLOURS, Role), (KIND_COLOURS, Kind)):
+    for colours, names in ((ROLE_COLOURS, Role), (KIND_COLOURS, ShownKind)):
         assert colours.keys() == set(names)
         assert len(set(colours.values())) == len(names)
 

@@ -205,6 +205,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     with open_browser() as browser:
         with opened(browser, path) as page:
             _require_links(page, shown_ops)
+            _require_labels(page, shown_ops)
             _require_filter(page, shown_ops)
             _require_all_is_drawn(page)
             _require_all_columns(page)
@@ -254,6 +255,35 @@ def _require_links(page: Page, shown_ops: Sequence[StepOp]) -> None:
         "row => document.querySelector(`#rows .marked[data-row='${row}']`)", arg=wanted
     )
     assert marked(page)["time"] == at_row["time"]
+
+
+def _require_labels(page: Page, shown_ops: Sequence[StepOp]) -> None:
+    """A wide bar is named in full, every name fits into its bar, and phases have colours of their own."""
+    op = next(op for op in shown_ops if op.kind == "forward" and op.units == ("blocks.1",))
+    start, end = op.spans[0].start_ns / 1000, op.spans[0].end_ns / 1000
+    whole = page.evaluate(
+        "[zeroir.models.timeline.x_range.start, zeroir.models.timeline.x_range.end]"
+    )
+    colours: dict[str, str] = {}
+    for limits in ([start, end], whole):
+        zoom(page, "timeline", *limits)
+        texts, beyond, colours = page.evaluate(
+            """() => {
+                const { labels, spans: { data }, timeline } = zeroir.models;
+                const pixel = (timeline.x_range.end - timeline.x_range.start) / timeline.inner_width;
+                const { x, y, text } = labels.data;
+                const barOf = (i) => data.left.findIndex((left, bar) =>
+                    Math.max(left, timeline.x_range.start) === x[i] && data.bottom[bar] < y[i] && y[i] < data.top[bar]);
+                const beyond = text.filter((word, i) =>
+                    widthOf(word) > (Math.min(data.right[barOf(i)], timeline.x_range.end) - x[i]) / pixel);
+                const kinds = data.row.map((row, bar) => [zeroir.data.ops.kind[row], data.colour[bar]]);
+                return [text, beyond, Object.fromEntries(kinds)];
+            }"""
+        )
+        assert beyond == []
+        if limits != whole:
+            assert "blocks.1 forward" in texts
+    assert len({colours["forward"], colours["backward"]}) == 2
 
 
 def _require_filter(page: Page, shown_ops: Sequence[StepOp]) -> None:

@@ -85,7 +85,7 @@ def test_a_store_that_does_not_answer_is_noticed() -> None:
     beat.hosts = ["alpha", "beta", "alpha"]
     time.sleep(BEAT.interval_s)
     store.is_up.clear()
-    assert said.get(timeout=10.0).startswith(
+    assert said.get(timeout=60.0).startswith(
         "The job's store at alpha:29500 has not answered for 0 s: rank 1 on beta cannot reach it, and with it alpha "
         "(ranks 0, 2)."
     )
@@ -111,7 +111,7 @@ def test_a_silent_rank_is_noticed_by_the_one_before_it_and_named_by_all() -> Non
     time.sleep(2 * BEAT.silence_s)
     assert silent.empty()
     stopped.is_frozen = True
-    (first, why), (second, same) = silent.get(timeout=10.0), silent.get(timeout=10.0)
+    (first, why), (second, same) = silent.get(timeout=60.0), silent.get(timeout=60.0)
     assert (first, second) == (1, 0)
     assert why.startswith("Rank 2 has given no sign of life for ")
     assert same == why
@@ -143,7 +143,7 @@ def test_a_store_that_is_gone_is_noticed_by_all() -> None:
     time.sleep(BEAT.interval_s)
     shared.is_gone = True
     for _ in beats:
-        assert said.get(timeout=10.0).startswith("The job's store is gone: ")
+        assert said.get(timeout=60.0).startswith("The job's store is gone: ")
     for beat in beats:
         beat.stop()
 

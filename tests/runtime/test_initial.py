@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import zeroir
 from tests.runtime.constructors import CONSTRUCTORS, DIM, Mlp, plain
 from tests.runtime.support import Ranks, lowered, require_success
 from tests.support.programs import mlp
@@ -133,6 +134,25 @@ def test_what_building_takes_is_said_from_a_gibibyte_on() -> None:
     note = construction_note(replace(program, flats=(large, *program.flats[1:])))
     assert note is not None
     assert "its host needs 1.6 GB more" in note
+
+
+def test_buffers_that_the_users_code_keeps_stay_whole() -> None:
+    """Weights of classes are made once, outside of the function that makes the module."""
+    weights = torch.tensor([0.5, 2.0])
+
+    def make() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("weights", weights)
+        return model
+
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        value: Tensor = (module(batch) * module.get_buffer("weights")).mean()
+        return value
+
+    compiled = zeroir.compile(make, torch.ones(3, 2), loss=loss, world_size=1)
+    first = compiled.engine().step(torch.ones(3, 2)).loss
+    assert torch.equal(weights, torch.tensor([0.5, 2.0]))
+    assert compiled.engine().step(torch.ones(3, 2)).loss == first
 
 
 def test_a_model_without_values_is_refused() -> None:

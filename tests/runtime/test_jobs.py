@@ -23,6 +23,8 @@ from tests.support.programs import mlp
 from zeroir.runtime.lockstep import Lockstep
 
 WORLD_SIZE = 3
+SOON_S = 40
+"""Far below the time limit of a collective, and enough on a machine that has much else to do."""
 
 
 def wait_until_under_way(ranks: Ranks, folder: Path, deadline_s: float = 60.0) -> None:
@@ -46,8 +48,8 @@ def test_a_killed_rank_stops_the_others(tmp_path: Path, delay_s: str, backend: s
     wait_until_under_way(ranks, tmp_path)
     start = time.monotonic()
     ranks.processes[1].kill()
-    results = ranks.wait(20.0)
-    assert time.monotonic() - start < 10
+    results = ranks.wait(60.0)
+    assert time.monotonic() - start < SOON_S
     for rank in (0, 2):
         code, out, err = results[rank]
         assert code == 2, err
@@ -66,8 +68,8 @@ def test_an_interrupt_stops_every_rank(tmp_path: Path) -> None:
     start = time.monotonic()
     for process in ranks.processes:
         process.send_signal(signal.SIGINT)
-    results = ranks.wait(20.0)
-    assert time.monotonic() - start < 10
+    results = ranks.wait(60.0)
+    assert time.monotonic() - start < SOON_S
     for code, _, err in results:
         # A rank may see its peers leave before it sees the signal, or while it says so.
         lost_peers = "lost its peers" in err

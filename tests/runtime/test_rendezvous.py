@@ -101,7 +101,7 @@ def test_ranks_that_gloo_cannot_connect_are_told_of_its_interface(
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, text in alone.items():
         monkeypatch.setenv(name, text)
-    monkeypatch.setattr(rendezvous.dist, "init_process_group", fail)
+    monkeypatch.setattr("torch.distributed.init_process_group", fail)
     with pytest.raises(UserError, match=r"^Rank 0 has reached the job .* GLOO_SOCKET_IFNAME on"):
         join_job()
 

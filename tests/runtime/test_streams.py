@@ -92,7 +92,7 @@ def test_a_failure_wakes_whoever_waits_for_another_stream() -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="no more"):
         streams.submit(ops.Wait(waited="0", on="compute"))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 25
     stuck.set()
     streams.close()
 

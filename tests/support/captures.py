@@ -6,6 +6,7 @@ is what ``tests/frontend/test_structure.py`` and ``test_block_reuse.py`` say, wh
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -48,7 +49,11 @@ def _captured(
     evaluate: bool,
     outputs: tuple[str, ...],
 ) -> CapturedModel:
-    return capture(load_model_file(spec), precision, keep_fp32, evaluate=evaluate, outputs=outputs)
+    made = capture(load_model_file(spec), precision, keep_fp32, evaluate=evaluate, outputs=outputs)
+    # It stays, and has so many objects that each later collection would take a tenth of a second for it.
+    gc.collect()
+    gc.freeze()
+    return made
 
 
 def share() -> None:

@@ -272,9 +272,10 @@ def _run(request: dict[str, object]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = argv
+    if not argv[0].startswith(("zeroir", "tests")):
+        warnings.simplefilter("default")  # A script of a user may warn, and so may a tool of torch.
     if argv[0].endswith(".py"):
         sys.path[0] = str(Path(argv[0]).parent.resolve())
-        warnings.simplefilter("default")  # A script of a user may warn.
         _GLOBALS.update(runpy.run_path(argv[0], run_name="__main__"))
     else:
         _GLOBALS.update(runpy.run_module(argv[0], run_name="__main__", alter_sys=True))

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.eager import traced
 from zeroir.api.check import check_model
 from zeroir.config import make_options
 from zeroir.torch_ops import neutral_ops
@@ -113,6 +114,29 @@ def model():
 def batch():
     return torch.randn(4, 8)
 """
+
+
+def test_no_undefined_memory_is_saved_where_nothing_is_drawn(tmp_path: Path) -> None:
+    """The self-check compares all that a segment yields."""
+    path = tmp_path / "model.py"
+    path.write_text(
+        "import torch\n"
+        "class Model(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return torch.nn.functional.rrelu(super().forward(x)).mean()\n"
+        "def model():\n"
+        "    return Model(2, 2)\n"
+        "def batch():\n"
+        "    return torch.ones(1, 2)\n"
+    )
+    program = traced(path, evaluate=False)
+    yielded = {
+        node.op
+        for segment in program.segments
+        for value, node in enumerate(segment.nodes, len(segment.inputs))
+        if value in segment.outputs
+    }
+    assert "aten.empty_like.default" not in yielded
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def _shortened(why: str) -> str:
     """A reason without the position of the sample's call, the operator's name and the remedy."""
     why = re.sub(r"^\S*(samples|judge)\.py(:\d+)?: ", "", why)
     why = re.sub(r"^\S*(samples|judge)\.py(:\d+)? ", "It ", why)
-    why = re.sub(r" at \S*judge\.py(:\d+)?", "", why)
+    why = re.sub(r" at \S*(samples|judge)\.py(:\d+)?", "", why)
     return re.sub(r" \((aten|prims)\.[\w.]+\)", "", why.partition(";")[0]).rstrip(".")[:160]
 
 

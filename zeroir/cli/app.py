@@ -18,6 +18,7 @@ from cyclopts import (
     MissingArgumentError,
     Parameter,
     Token,
+    UnknownOptionError,
     UnusedCliTokensError,
 )
 
@@ -339,6 +340,10 @@ def _explain_usage(error: CycloptsError) -> str:
             unknown = [token for token in error.unused_tokens or () if token.startswith("-")]
             sentence = f"Unknown option: {unknown[0]}; " if unknown else ""
             sentence += f"{argument.name} is missing."
+        case UnknownOptionError(token=Token(keyword=str(name))) if _is_of_compile(command, name):
+            sentence = (
+                f"{name} is an option of `zeroir compile`: compile the program again with it."
+            )
         case CoercionError(target_type=target, token=Token(keyword=name, value=text)) if (
             target is int
         ):
@@ -346,3 +351,12 @@ def _explain_usage(error: CycloptsError) -> str:
         case _:
             sentence = shortened_words(" ".join(str(error).split()))
     return f"{sentence} See `{command} --help`."
+
+
+def _is_of_compile(command: str, option: str) -> bool:
+    """Whether an option that ``zeroir run`` does not have is one of ``zeroir compile``."""
+    if command != "zeroir run":
+        return False
+    return any(
+        option in argument.names for argument in app["compile"].assemble_argument_collection()
+    )

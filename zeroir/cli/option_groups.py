@@ -1,4 +1,4 @@
-"""The groups in which ``--help`` lists the options of a compilation."""
+"""The groups in which ``--help`` lists the options of a compilation and of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,20 @@ from pydantic import BaseModel
 from zeroir.config import GivenOptions
 from zeroir.config.offload_fields import GivenOffload
 
-__all__ = ["OPTION_GROUPS", "OffloadOptions", "Options"]
+__all__ = [
+    "CHECKPOINTS",
+    "JOB",
+    "OPTION_GROUPS",
+    "REPORTS",
+    "TRAINING",
+    "OffloadOptions",
+    "Options",
+]
+
+TRAINING: Final = Group.create_ordered("Training")
+CHECKPOINTS: Final = Group.create_ordered("Checkpoints")
+REPORTS: Final = Group.create_ordered("Reports")
+JOB: Final = Group.create_ordered("Job and kernels")
 
 OPTION_GROUPS: Final = {
     "Sharding": "stage mesh world_size units",

@@ -20,7 +20,7 @@ from zeroir.cli.arguments import (
     Ranks,
     Seed,
 )
-from zeroir.cli.option_groups import OffloadOptions
+from zeroir.cli.option_groups import CHECKPOINTS, JOB, REPORTS, TRAINING, OffloadOptions
 from zeroir.config.texts import text_of
 
 if TYPE_CHECKING:
@@ -34,13 +34,16 @@ def run(
     steps: Annotated[
         int,
         Parameter(
-            validator=AtLeastOne, help="Training steps, those before a resumed checkpoint included."
+            group=TRAINING,
+            validator=AtLeastOne,
+            help="Training steps, those before a resumed checkpoint included.",
         ),
     ] = 100,
-    nproc: Ranks = None,
+    nproc: Annotated[Ranks, Parameter(group=JOB)] = None,
     micro_steps: Annotated[
         int | None,
         Parameter(
+            group=TRAINING,
             validator=AtLeastOne,
             help="Batches of a step. [default: as many as the program was compiled with]",
         ),
@@ -48,7 +51,8 @@ def run(
     order: Annotated[
         str | None,
         Parameter(
-            help="What runs next, as in `zeroir compile`: step, layer, or layer=G. [default: as compiled]"
+            group=TRAINING,
+            help="What runs next, as in `zeroir compile`: step, layer, or layer=G. [default: as compiled]",
         ),
     ] = None,
     offload: Annotated[
@@ -60,35 +64,46 @@ def run(
     optimizer_bits: Annotated[
         Literal[32, 8] | None,
         Parameter(
-            help="Bits of an element of the optimizer's states, as in `zeroir compile`. [default: as compiled]"
+            group=TRAINING,
+            help="Bits of an element of the optimizer's states, as in `zeroir compile`. [default: as compiled]",
         ),
     ] = None,
-    seed: Seed = 0,
+    seed: Annotated[Seed, Parameter(group=TRAINING)] = 0,
     log_every: Annotated[
-        int, Parameter(validator=AtLeastOne, help="Number of steps between two printed losses.")
+        int,
+        Parameter(
+            group=REPORTS, validator=AtLeastOne, help="Number of steps between two printed losses."
+        ),
     ] = 10,
     log_level: Annotated[
         LogLevel | None,
         Parameter(
+            group=REPORTS,
             help="Print what the model file and the libraries log, from this level on, with the rank. [default: what "
-            "Python prints, warnings and errors, unless the model file configures logging]"
+            "Python prints, warnings and errors, unless the model file configures logging]",
         ),
     ] = None,
     log: Annotated[
-        Path | None, Parameter(help="Add a JSON object for each report to the lines of this file.")
+        Path | None,
+        Parameter(
+            group=REPORTS, help="Add a JSON object for each report to the lines of this file."
+        ),
     ] = None,
     tensorboard: Annotated[
-        Path | None, Parameter(help="Write the reports for TensorBoard to this folder.")
+        Path | None,
+        Parameter(group=REPORTS, help="Write the reports for TensorBoard to this folder."),
     ] = None,
     machine: Annotated[
         str | None,
         Parameter(
-            help="The machine, as in `zeroir simulate`, for the MFU. [default: known from the name of the GPU]"
+            group=REPORTS,
+            help="The machine, as in `zeroir simulate`, for the MFU. [default: known from the name of the GPU]",
         ),
     ] = None,
     check_finite: Annotated[
         bool,
         Parameter(
+            group=TRAINING,
             negative=(),
             help="Look at all gradients before each update, and name the first parameter whose gradient is not finite.",
         ),
@@ -96,6 +111,7 @@ def run(
     eval_every: Annotated[
         int | None,
         Parameter(
+            group=TRAINING,
             validator=AtLeastOne,
             help="Number of steps between two evaluations on the model file's eval_batches(). [default: none]",
         ),
@@ -103,43 +119,52 @@ def run(
     save: Annotated[
         str | None,
         Parameter(
-            help="Save a checkpoint in this folder after the last step, and after the present one on SIGTERM."
+            group=CHECKPOINTS,
+            help="Save a checkpoint in this folder after the last step, and after the present one on SIGTERM.",
         ),
     ] = None,
     save_every: Annotated[
         int | None,
-        Parameter(validator=AtLeastOne, help="Save after every so many steps, too."),
+        Parameter(
+            group=CHECKPOINTS, validator=AtLeastOne, help="Save after every so many steps, too."
+        ),
     ] = None,
     keep: Annotated[
         int | None,
         Parameter(
-            validator=AtLeastOne, help="Keep so many newest checkpoints. [default: all of them]"
+            group=CHECKPOINTS,
+            validator=AtLeastOne,
+            help="Keep so many newest checkpoints. [default: all of them]",
         ),
     ] = None,
     keep_best: Annotated[
         str | None,
         Parameter(
-            help="Keep the checkpoint with the lowest value of this, too: loss or eval_loss."
+            group=CHECKPOINTS,
+            help="Keep the checkpoint with the lowest value of this, too: loss or eval_loss.",
         ),
     ] = None,
     resume: Annotated[
         str,
         Parameter(
-            help="Go on from a checkpoint: its path, 'auto' for the newest whole one of --save, or 'none'."
+            group=CHECKPOINTS,
+            help="Go on from a checkpoint: its path, 'auto' for the newest whole one of --save, or 'none'.",
         ),
     ] = "auto",
-    model: MovedModel = None,
-    allow_model_change: AllowModelChange = False,
+    model: Annotated[MovedModel, Parameter(group=JOB)] = None,
+    allow_model_change: Annotated[AllowModelChange, Parameter(group=JOB)] = False,
     trace: Annotated[
         Path | None,
         Parameter(
-            help="Write the beginning and the end of every op of the last step, on all ranks, for ui.perfetto.dev."
+            group=REPORTS,
+            help="Write the beginning and the end of every op of the last step, on all ranks, for ui.perfetto.dev.",
         ),
     ] = None,
-    kernels: Kernels = "eager",
+    kernels: Annotated[Kernels, Parameter(group=JOB)] = "eager",
     timeout: Annotated[
         int,
         Parameter(
+            group=JOB,
             validator=Number(gte=SHORTEST_TIMEOUT_S),
             help="Seconds to wait in a collective for a rank that is alive; after a fifth, at most 60, without a sign "
             "of life from a rank the job ends.",
@@ -147,17 +172,25 @@ def run(
     ] = TIMEOUT_S,
     cuda_graphs: Annotated[
         bool,
-        Parameter(negative=(), help="On a GPU, launch whole sections as CUDA graphs if possible."),
+        Parameter(
+            group=JOB,
+            negative=(),
+            help="On a GPU, launch whole sections as CUDA graphs if possible.",
+        ),
     ] = False,
     self_check: Annotated[
         bool,
         Parameter(
+            group=JOB,
             name="--self-check",
             help="Compare each distinct kernel with its operators, on random numbers, before training.",
         ),
     ] = True,
     as_json: Annotated[
-        bool, Parameter(name="--json", negative=(), help="Print one JSON object per line.")
+        bool,
+        Parameter(
+            group=REPORTS, name="--json", negative=(), help="Print one JSON object per line."
+        ),
     ] = False,
 ) -> int:
     """Train a compiled program under torchrun: over NCCL on GPUs, over gloo or shared memory on CPUs.

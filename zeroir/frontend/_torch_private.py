@@ -25,6 +25,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, nn
 from torch._dynamo.exc import UncapturedHigherOrderOpError
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors as d
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._higher_order_ops.effects import with_effects
@@ -168,13 +169,15 @@ def function_graph(
 
 @contextlib.contextmanager
 def tracer_settings(mode: FakeTensorMode) -> Iterator[None]:
-    """Set torch for tracing: no warnings, fake tensors, no oneDNN."""
+    """Set torch for tracing: no warnings, fake tensors, no oneDNN, operators of ``triton_op`` as a whole."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(mode)
         # oneDNN's operators exist for the CPU only.
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        # Otherwise the tracer looks into them and finds kernels of Triton, which are no operators.
+        stack.enter_context(functorch_config.patch(decompose_custom_triton_ops=False))
         # The tracer's tensors ask for the current GPU before any mode can intercept the call.
         stack.enter_context(mock.patch.object(FunctionalTensor, "cuda", _itself))
         stack.enter_context(_quiet("torch._subclasses.fake_tensor"))

@@ -37,6 +37,7 @@ from zeroir.frontend.source import (
     explain,
     parameter_shapes,
     require_same_parameters,
+    takes_positional,
 )
 from zeroir.torch_ops.batches import Batch
 from zeroir.torch_ops.devices import one_device
@@ -137,8 +138,8 @@ def run_model_file(text: ModelText) -> ModelSource:
     functions = _Functions(module, path)
     build = functions.factory(factory)
     batch = functions.required("batch", "batch() -> tuple or dict of example tensors")
-    loss = functions.optional("loss", "loss(module, batch)")
-    weight = functions.optional("weight", "weight(batch)")
+    loss = functions.optional("loss", "loss(module, batch)", 2)
+    weight = functions.optional("weight", "weight(batch)", 1)
     return ModelSource(
         names=SourceNames(
             model=f"the model in {path}",
@@ -264,8 +265,12 @@ class _Functions:
             raise UserError(f"{self.path} has no function `{name}`; define `{signature}` in it.")
         return function
 
-    def optional(self, name: str, signature: str) -> Callable[..., object] | None:
-        return self._function(name, f"rename it, or define `{signature}`")
+    def optional(self, name: str, signature: str, *counts: int) -> Callable[..., object] | None:
+        """The function ``name``, which is called with one of these numbers of arguments; None where there is none."""
+        function = self._function(name, f"rename it, or define `{signature}`")
+        if function is not None and not takes_positional(function, counts):
+            raise UserError(f"`{name}` in {self.path} has other parameters: define `{signature}`.")
+        return function
 
     def guarded(self, function: Callable[[], T], what: str) -> Callable[[], T]:
         """The user's function as a script would run it, but without devices and with explained errors."""
@@ -293,7 +298,7 @@ class _Functions:
 
     def initialised(self, build: Callable[[], nn.Module], what: str) -> Callable[[], nn.Module]:
         """``build``, which messages call ``what``, followed by the file's ``init`` where there is one."""
-        init = cast("Callable[[nn.Module], None] | None", self.optional("init", "init(module)"))
+        init = cast("Callable[[nn.Module], None] | None", self.optional("init", "init(module)", 1))
         if init is None:
             return build
 
@@ -310,11 +315,9 @@ class _Functions:
 
     def iterator(self, name: str, signature: str) -> BatchFunction | None:
         """The function ``name``, whose result must be an iterable over batches; None where there is none."""
-        function = self.optional(name, signature)
+        function = self.optional(name, signature, *((3, 4) if "start_step" in signature else (3,)))
         if function is None:
             return None
-        if not _takes_positional(function, (3, 4) if "start_step" in signature else (3,)):
-            raise UserError(f"`{name}` in {self.path} has other parameters: define `{signature}`.")
 
         @functools.wraps(function)
         def iterable(*args: object, **kwargs: object) -> Iterable[Batch]:
@@ -344,19 +347,6 @@ class _Functions:
                 f"`{name}` in {self.path} is not a function but of type {kind}; {remedy}."
             )
         return cast("Callable[..., object]", function)
-
-
-def _takes_positional(function: Callable[..., object], counts: tuple[int, ...]) -> bool:
-    """Whether a function can be called with so many positional arguments, or might be: those of C do not tell."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return True
-    for count in counts:
-        with contextlib.suppress(TypeError):
-            signature.bind(*range(count))
-            return True
-    return False
 
 
 @contextlib.contextmanager

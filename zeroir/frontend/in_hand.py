@@ -18,13 +18,14 @@ from zeroir.errors import UserError, ZeroirError
 from zeroir.frontend._torch_private import HOOKS_OF_MODULES, gradient_hooks
 from zeroir.frontend.imports import is_in_a_library, is_known_package
 from zeroir.frontend.meta_copy import meta_copy
-from zeroir.frontend.places import line_of_definition, line_of_error, line_of_user
+from zeroir.frontend.places import line_of_definition, line_of_error, line_of_user, refusals_at
 from zeroir.frontend.source import (
     LossFunction,
     ModelSource,
     SourceNames,
     WeightFunction,
     explain,
+    takes_positional,
 )
 from zeroir.frontend.unsupported import require_supported
 from zeroir.torch_ops.batches import Batch
@@ -39,6 +40,8 @@ def source_of(
 ) -> ModelSource:
     """The source of a module in hand or of a function that makes one, with an example micro-batch."""
     line = line_of_user()
+    with refusals_at(line):
+        _require_functions(loss, weight)
     if isinstance(model, nn.Module):
         module = _uncompiled(model)
         name = f"the module {type(module).__name__}"
@@ -91,6 +94,21 @@ def source_of(
         weight,
         is_in_hand=False,
     )
+
+
+def _require_functions(loss: LossFunction | None, weight: WeightFunction | None) -> None:
+    """Raise UserError where the loss is one of torch, which knows neither the model nor batches, or takes others."""
+    if loss is not None:
+        package = str(getattr(loss, "__module__", "")).partition(".")[0]
+        if package == "torch" or not takes_positional(loss, (2,)):
+            raise UserError(
+                f"loss={_function_name(loss)} is not a function of the module and a batch: define `def loss(module, "
+                "batch): ...`, which calls the module and returns the loss."
+            )
+    if weight is not None and not takes_positional(weight, (1,)):
+        raise UserError(
+            f"weight={_function_name(weight)} is not a function of a batch: define `def weight(batch): ...`."
+        )
 
 
 _BATCH = "the example batch"

@@ -262,24 +262,27 @@ def tensor_attributes(
     model: nn.Module, names: Iterable[str]
 ) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """The named attributes of modules that are tensors: module, attribute, tensor."""
-    modules = dict(model.named_modules())
-    for name in names:
-        owner, _, attribute = name.rpartition(".")
-        value = vars(modules[owner]).get(attribute) if owner in modules else None
+    for module, attribute, value in _attributes(model, names):
         if isinstance(value, Tensor):
-            yield modules[owner], attribute, value
+            yield module, attribute, value
 
 
 def number_attributes(
     model: nn.Module, names: Iterable[str]
 ) -> Iterator[tuple[nn.Module, str, float]]:
     """The named attributes of modules that are numbers: module, attribute, value."""
+    for module, attribute, value in _attributes(model, names):
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield module, attribute, value
+
+
+def _attributes(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[nn.Module, str, object]]:
+    """The named attributes of modules that exist: module, attribute, value."""
     modules = dict(model.named_modules())
     for name in names:
         owner, _, attribute = name.rpartition(".")
-        value = vars(modules[owner]).get(attribute) if owner in modules else None
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            yield modules[owner], attribute, value
+        if owner in modules and attribute in vars(modules[owner]):
+            yield modules[owner], attribute, vars(modules[owner])[attribute]
 
 
 def _own_attributes(value: object) -> Namespace | None:

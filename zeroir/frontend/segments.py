@@ -109,8 +109,9 @@ class _Cutter:
             value = self._copied(
                 value, len(self.segments) // 2 if isinstance(sink, GradientSink) else 0
             )
-        elif isinstance(sink, GradientSink | BufferSink | OutputSink) and not _is_contiguous(
-            self.defined(value)
+        elif (
+            isinstance(sink, GradientSink | BufferSink | OutputSink)
+            and not self.defined(value).is_contiguous
         ):
             # Its destination is contiguous; a gradient may be an expanded number, or have another order of dimensions.
             value = self._copied(value, self.segment_of[value])
@@ -221,7 +222,7 @@ class _Cutter:
         """The source of a value that is an input or is made in another segment."""
         alias, kind = self.aliases[value], self.defined(value)
         root = self.defined(alias.root)
-        if not _is_dense(root):
+        if not root.is_dense:
             maker = self.parents.get(alias.root)
             line = maker.source if maker is not None and maker.source else self.joint.place
             raise UserError(
@@ -337,28 +338,6 @@ def _rank(sink: Sink) -> tuple[int, str]:
             return 3, name
         case OutputSink(path=path):
             return 4, path
-
-
-def _is_contiguous(kind: TensorType) -> bool:
-    dense = contiguous_stride(kind.shape)
-    return all(
-        size == 1 or step == dense_step
-        for size, step, dense_step in zip(kind.shape, kind.stride, dense, strict=True)
-    )
-
-
-def _is_dense(kind: TensorType) -> bool:
-    """Whether a tensor of this type fills its storage: each element of the storage is one element of the tensor."""
-    if not kind.numel:
-        return True
-    expected = 1
-    for step, size in sorted(zip(kind.stride, kind.shape, strict=True)):
-        if size == 1:
-            continue
-        if step != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _shared(calls: tuple[SegmentCall, ...], existing: Iterable[Segment]) -> tuple[SegmentCall, ...]:

@@ -5,7 +5,9 @@ The compiler and the runtime use a source alone, whatever it was made from; ``en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -116,6 +118,19 @@ def explain(error: BaseException, line: str | None, what: str) -> str:
     if len(reason) > _LONGEST_REASON:
         reason = reason[: _LONGEST_REASON - 1] + "…"
     return f"{what}{location}: {type(error).__name__}: {reason}"
+
+
+def takes_positional(function: Callable[..., object], counts: Collection[int]) -> bool:
+    """Whether a function can be called with one of these numbers of arguments, or might be: those of C do not tell."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    for count in counts:
+        with contextlib.suppress(TypeError):
+            signature.bind(*range(count))
+            return True
+    return False
 
 
 def capitalised(name: str) -> str:

@@ -20,7 +20,7 @@ from accelerate.utils import DistributedType
 
 from zeroir.api import compile_model
 from zeroir.errors import UserError
-from zeroir.integrations.defaults import first_batch, precision_of
+from zeroir.integrations.defaults import first_batch, precision_of, require_no_optimizer
 from zeroir.integrations.torch_schedulers import move_scheduler, without_schedule
 from zeroir.torch_ops.batches import Batch
 
@@ -133,6 +133,7 @@ def prepare(
             has no batch size and ``batch`` is missing, or as ``zeroir.compile``.
     """
     _require_supported(accelerator)
+    require_no_optimizer(options, "zeroir.prepare", "the third argument")
     if batch is None:
         batch = first_batch(loader, _rows(accelerator, loader))
     given: CompileKeywords = {

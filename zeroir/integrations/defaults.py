@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from zeroir.errors import UserError
 from zeroir.runtime.random_states import host_generators_kept
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+    from zeroir.api.keywords import CompileKeywords
     from zeroir.config import Precision
 
 
@@ -28,6 +30,14 @@ def first_batch(loader: DataLoader[Any], rows: int) -> object:
         else:
             samples = (dataset[index] for index in range(min(rows, len(dataset))))
         return collate(list(samples))
+
+
+def require_no_optimizer(options: CompileKeywords, giver: str, remedy: str) -> None:
+    """Raise UserError where options for the compiler name an optimizer, since the user gives one in another place."""
+    if "optimizer" in options:
+        raise UserError(
+            f"optimizer={options['optimizer']!r} of {giver} has no effect: name the optimizer in {remedy}."
+        )
 
 
 def precision_of(model: nn.Module) -> Precision:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zeroir.api import CompiledProgram, compile_model
 from zeroir.errors import UserError
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
 _INPUTS = "inputs"
 _NUM_ITEMS = "num_items"
 _MICRO_STEPS = "micro_steps"
+
+_CANNOT_COMPUTE = (
+    "While ZeroirTrainer trains, the values of the model are in its engine, so the model cannot be called: compute "
+    "with the model that `with trainer.gathered() as model:` lends."
+)
 
 TrainerLoss = Callable[[nn.Module, dict[str, object], Tensor | None, Tensor], tuple[Tensor, object]]
 """From the module, its inputs, the number of items in the step's batches and the number of its micro-steps to the loss
@@ -64,10 +71,13 @@ class WrappedModel(nn.Module):
         Raises:
             UserError: always.
         """
-        raise UserError(
-            "While ZeroirTrainer trains, the values of the model are in its engine, so the model cannot be called: "
-            "compute with the model that `with trainer.gathered() as model:` lends."
-        )
+        raise UserError(_CANNOT_COMPUTE)
+
+
+def _require_values(module: nn.Module, _arguments: object) -> None:
+    """Raise UserError where the model is called while its values are in an engine."""
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise UserError(_CANNOT_COMPUTE)
 
 
 class EngineOfTrainer:
@@ -102,9 +112,11 @@ class EngineOfTrainer:
         self._most_positions = most_positions
         self._programs: dict[tuple[BatchShape, bool], CompiledProgram] = {}
         self._returned: list[tuple[Tensor, int]] | None = None
+        self._watch: RemovableHandle | None = None
         self.shape = BatchShape.of(example.inputs)
         self.has_outputs = has_outputs
         self.engine: Engine = self._program().engine(seed=seed, kernels=kernels)
+        self._watch = model.register_forward_pre_hook(_require_values)
 
     def micro_step(self, batch: TrainerBatch, *, is_last: bool) -> MicroStepResult:
         """Take a micro-step; its batch fits since ``fit``."""
@@ -147,6 +159,9 @@ class EngineOfTrainer:
     def return_values(self) -> None:
         """Give the model its values back, on the CPU; ``take_changes`` notices what is changed there."""
         self.engine.return_values(self.model)
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
         self._returned = self._versions()
 
     @property
@@ -169,6 +184,19 @@ class EngineOfTrainer:
             self.engine.load_state_dict(self.model.state_dict(), strict=False)
             self._returned = present
 
+    @contextmanager
+    def _not_watched(self) -> Iterator[None]:
+        """Let the compiler call the model, whose values it does not need."""
+        watch = self._watch
+        if watch is None:
+            yield
+            return
+        watch.remove()
+        try:
+            yield
+        finally:
+            self._watch = self.model.register_forward_pre_hook(_require_values)
+
     def _versions(self) -> list[tuple[Tensor, int]]:
         return [
             (tensor, tensor._version) for tensor, _ in NamedTensors(self.model).names_by_tensor()
@@ -188,12 +216,13 @@ class EngineOfTrainer:
             options: CompileKeywords = {**self._options, "optimizer": self._optimizer}
             # An evaluation may need a longer program, and a trainer evaluates with the model in evaluation mode.
             self.model.train()
-            self._programs[key] = compile_model(
-                self.model,
-                self._fitted(self._example).tree(),
-                loss=_program_loss(self._loss, has_outputs=self.has_outputs),
-                **options,
-            )
+            with self._not_watched():
+                self._programs[key] = compile_model(
+                    self.model,
+                    self._fitted(self._example).tree(),
+                    loss=_program_loss(self._loss, has_outputs=self.has_outputs),
+                    **options,
+                )
         return self._programs[key]
 
 

@@ -20,7 +20,7 @@ from transformers.trainer import Trainer
 from transformers.trainer_pt_utils import nested_concat
 
 from zeroir.errors import CheckpointWarning, UserError
-from zeroir.integrations.defaults import first_batch, precision_of
+from zeroir.integrations.defaults import first_batch, precision_of, require_no_optimizer
 from zeroir.integrations.engine_of_trainer import EngineOfTrainer, TrainerBatch
 from zeroir.integrations.fitted_batches import BatchShape, Inputs, cropped, rows_of
 from zeroir.integrations.torch_schedulers import move_scheduler, without_schedule
@@ -57,7 +57,8 @@ class ZeroirTrainer(Trainer):
     While it trains, the values of the model are in the engine: ``gathered`` lends them.
 
     Raises:
-        UserError: where ``args`` ask for another way to distribute the training.
+        UserError: where ``args`` ask for another way to distribute the training, or ``zeroir_options`` name an
+            optimizer.
     """
 
     def __init__(
@@ -72,6 +73,9 @@ class ZeroirTrainer(Trainer):
         if args is not None:
             _require_supported(args)
         self._options: CompileKeywords = zeroir_options or {}
+        require_no_optimizer(
+            self._options, "zeroir_options", "TrainingArguments or in optimizers= of the trainer"
+        )
         self._returns_model = return_model
         self._running: EngineOfTrainer | None = None
         self._unreported: list[MicroStepResult] = []

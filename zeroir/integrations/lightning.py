@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from zeroir.api import CompiledProgram, compile_model
 from zeroir.errors import CheckpointWarning, ModelWarning, UserError
+from zeroir.integrations.defaults import require_no_optimizer
 from zeroir.integrations.lightning_steps import (
     BATCH,
     INDEX,
@@ -394,6 +395,7 @@ def _require_supported(trainer: Trainer, module: LightningModule, options: Compi
         raise UserError(
             f"precision is {trainer.precision}, but should be one of {', '.join(_PRECISIONS)} for ZeroirStrategy."
         )
+    require_no_optimizer(options, "ZeroirStrategy", "configure_optimizers of the module")
     if options.get("order", "step") != "step":
         raise UserError(
             "Lightning's loop takes micro-batches one by one, and logs the loss of each: leave order= out."

@@ -28,22 +28,28 @@ Bindings = Sequence[Binding | None]
 
 def bindings(op: Compute) -> list[Binding | None]:
     """The binding of each output of a call to its destination."""
-    touched = [argument.view.region.buffer for argument in op.arguments]
-    touched += [d.view.region.buffer for d in op.destinations if d is not None]
+    regions = [argument.view.region for argument in op.arguments]
+    regions += [d.view.region for d in op.destinations if d is not None]
+    # Plain pairs, because a large program has hundreds of thousands of them.
+    intervals: dict[str, list[tuple[int, int]]] = {}
+    for region in regions:
+        intervals.setdefault(region.buffer, []).append((region.offset, region.stop))
     bound: list[Binding | None] = []
     for destination in op.destinations:
         if destination is None:
             bound.append(None)
             continue
-        view = destination.view
-        is_shared = touched.count(view.region.buffer) > 1 and any(
-            view.region.overlaps(operand)
-            for operand in [
-                *(argument.view.region for argument in op.arguments),
-                *(d.view.region for d in op.destinations if d and d is not destination),
-            ]
+        region = destination.view.region
+        start, stop = region.offset, region.stop
+        overlapping = [low for low, high in intervals[region.buffer] if start < high and low < stop]
+        itself = 1 if start < stop else 0
+        bound.append(
+            Binding(
+                mode=destination.mode,
+                stride=destination.view.stride,
+                is_exclusive=len(overlapping) == itself,
+            )
         )
-        bound.append(Binding(mode=destination.mode, stride=view.stride, is_exclusive=not is_shared))
     return bound
 
 

@@ -52,11 +52,11 @@ def copies(program: Program) -> Mapping[str, CopyOf]:
     """
     buffers = program.buffer_by_name
     copy_of: dict[str, CopyOf | None] = {}
-    for own, other in _pairs(program):
-        resting: Region | None = other
-        if not buffers[other.buffer].is_persistent:
-            known = copy_of.get(other.buffer)
-            resting = None if known is None else known.region(other, program.mesh)
+    for own, original in _pairs(program):
+        resting: Region | None = original
+        if not buffers[original.buffer].is_persistent:
+            copied = copy_of.get(original.buffer)
+            resting = None if copied is None else copied.region(original, program.mesh)
         own_buffer = buffers[own.buffer]
         copy = None if resting is None else _copy_of(own, resting, own == whole(own_buffer))
         if copy_of.setdefault(own.buffer, copy) != copy:
@@ -85,10 +85,10 @@ def _pairs(program: Program) -> Iterator[tuple[Region, Region]]:
             yield far, near
 
 
-def _copy_of(own: Region, other: Region, is_whole: bool) -> CopyOf | None:
-    if (own.shard, own.part) == (other.shard, other.part) and own.numel == other.numel:
-        return CopyOf(buffer=other.buffer, shift=other.offset - own.offset)
-    return CopyOf(buffer=other.buffer, slice=other) if is_whole else None
+def _copy_of(own: Region, original: Region, is_whole: bool) -> CopyOf | None:
+    if (own.shard, own.part) == (original.shard, original.part) and own.numel == original.numel:
+        return CopyOf(buffer=original.buffer, shift=original.offset - own.offset)
+    return CopyOf(buffer=original.buffer, slice=original) if is_whole else None
 
 
 def at_rest(program: Program, region: Region) -> Region | None:

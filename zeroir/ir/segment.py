@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from zeroir.ir.buffers import contiguous_stride
 from zeroir.ir.dtypes import DType
 
 
@@ -33,6 +34,30 @@ class TensorType:
     def size_bytes(self) -> int:
         """Bytes of a dense tensor of this type."""
         return self.numel * self.dtype.itemsize_bytes
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether each element of the storage is one element of the tensor, in any order of dimensions."""
+        if not self.numel:
+            return True
+        expected = 1
+        for step, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size == 1:
+                continue
+            if step != expected:
+                return False
+            expected *= size
+        return True
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the strides are those of the shape; strides of dimensions of one element do not matter."""
+        return all(
+            size <= 1 or step == contiguous_step
+            for size, step, contiguous_step in zip(
+                self.shape, self.stride, contiguous_stride(self.shape), strict=True
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,17 +50,17 @@ class _Facts(BaseModel):
     machine: str | None = None
 
 
-class _Place(BaseModel):
+class _OpIndex(BaseModel):
     section: str
     index: int
 
 
-class _OpEvent(BaseModel):
+class _TracedOpEvent(BaseModel):
     ph: Literal["X"]
     ts: float
     dur: float = Field(ge=0)
     pid: int = Field(ge=0)
-    args: _Place
+    args: _OpIndex
 
 
 class _OtherEvent(BaseModel):
@@ -68,7 +68,7 @@ class _OtherEvent(BaseModel):
 
 
 class _Trace(BaseModel):
-    events: list[_OpEvent | _OtherEvent] = Field(alias="traceEvents")
+    events: list[_TracedOpEvent | _OtherEvent] = Field(alias="traceEvents")
     facts: _Facts = Field(alias="otherData")
 
 
@@ -93,7 +93,7 @@ def read_measured_step(path: Path, program: Program) -> MeasuredStep:
         )
     spans_by_rank: list[dict[OpPosition, list[Span]]] = [{} for _ in range(facts.ranks)]
     for event in trace.events:
-        if isinstance(event, _OpEvent):
+        if isinstance(event, _TracedOpEvent):
             start_ns = round(event.ts * 1000)
             span = Span(
                 event.args.section, event.args.index, start_ns, start_ns + round(event.dur * 1000)

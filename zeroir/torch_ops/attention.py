@@ -98,7 +98,7 @@ def attend_backward(
             )[:3]  # fmt: skip
         case _:
             k, v = _repeated(q, k, v)
-            grads = _math_backward(grad, q, k, v, bias, out, logsumexp, is_causal, scale)
+            grads = _math_backward(grad, q, k, v, bias, out, is_causal, scale)
     grad_q, grad_k, grad_v = grads
     return (
         _by_length(grad_q),
@@ -218,8 +218,7 @@ def _math_forward(
 ) -> tuple[Tensor, Tensor]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores, _ = _scores(q.to(wide), k.to(wide), bias, is_causal, scale)
-    lse = scores.logsumexp(3)
-    return (_weights(scores, lse) @ v.to(wide)).to(q.dtype), lse
+    return (_weights(scores) @ v.to(wide)).to(q.dtype), scores.logsumexp(3)
 
 
 def _math_backward(
@@ -229,7 +228,6 @@ def _math_backward(
     v: Tensor,
     bias: Tensor | None,
     out: Tensor,
-    lse: Tensor,
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,7 +235,7 @@ def _math_backward(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     q, k, v, grad, out = (x.to(wide) for x in (q, k, v, grad, out))
     scores, factor = _scores(q, k, bias, is_causal, scale)
-    weights = _weights(scores, lse)
+    weights = _weights(scores)
     grad_scores = weights * (grad @ v.transpose(2, 3) - (grad * out).sum(3, keepdim=True)) * factor
     return (
         (grad_scores @ k).to(dtype),
@@ -246,6 +244,11 @@ def _math_backward(
     )
 
 
-def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """The softmax; the weights of a row whose mask excludes every key are zero."""
-    return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+def _weights(scores: Tensor) -> Tensor:
+    """The softmax; the weights of a row whose mask excludes every key are zero.
+
+    The logarithm of a row's sum would lose the sum itself where scores are large: beside the smallest finite number, by
+    which many masks exclude a key, it rounds to that number.
+    """
+    excluded = scores.amax(3, keepdim=True) == -math.inf
+    return scores.softmax(3).masked_fill(excluded, 0.0)

@@ -245,9 +245,11 @@ def _module(op: torch._ops.OpOverload) -> str:
     qualified_name = f"{op.namespace}::{op._opname}"
     definition = OPDEFS.get(qualified_name)
     if definition is not None:
-        return _importable(str(definition._init_fn.__module__))
-    entry = fake_kernels.get(qualified_name)
-    kernel = None if entry is None else entry.fake_impl.kernel
+        # The first function of a triton_op is torch's; its fake kernel is the user's.
+        functions = (definition._init_fn, definition._abstract_fn)
+        modules = (str(function.__module__) for function in functions if function is not None)
+        return _importable(next((name for name in modules if not name.startswith("torch.")), ""))
+    kernel = fake_kernels.find(qualified_name).fake_impl.kernel
     file = "" if kernel is None else kernel.source.rpartition(":")[0]
     names = (name for name, module in sys.modules.items() if file and _file(module) == file)
     return _importable(next(names, ""))

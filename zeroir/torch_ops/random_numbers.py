@@ -240,6 +240,8 @@ def _leaky(args: _NamedArguments, numbers: _SeededNumbers) -> object:
     x, noise = args.tensor(), args.tensor("noise")
     lower, upper = args.number("lower", 1 / 8), args.number("upper", 1 / 3)
     if not args.named.get("training"):
+        # It is saved all the same, and what memory happens to hold is no value.
+        noise.copy_(torch.zeros_like(noise))
         return torch.where(x > 0, x, x * ((lower + upper) / 2))
     slopes = numbers.uniform(x) * (upper - lower) + lower
     noise.copy_(torch.where(x > 0, 1.0, slopes))

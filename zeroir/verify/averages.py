@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zeroir.ir import ops
-from zeroir.ir.contents import EMA, MASTER, PARAM
+from zeroir.ir.contents import EMA
 from zeroir.verify import algebra
 from zeroir.verify.context import spell
 from zeroir.verify.decisions import check_skip
 from zeroir.verify.descriptions import describe
 from zeroir.verify.domain import POISON, Cover, Elements, FlatKey, Value, cut
-from zeroir.verify.step_operands import stepped
+from zeroir.verify.step_operands import stepped, trained_elements
 
 if TYPE_CHECKING:
     from zeroir.verify.interpreter import SectionRun
@@ -24,14 +24,8 @@ def average(run: SectionRun, op: ops.Average) -> None:
     averages = run.take(op.average, "Z403")
     written: list[tuple[int, int, Value]] = []
     for a, b, value in run.take(op.param, "Z403"):
-        key = value.key if isinstance(value, Elements) else None
-        if (
-            not isinstance(value, Elements)
-            or not isinstance(key, FlatKey)
-            or key.quantity not in (MASTER, PARAM)
-            or key.version != 1
-            or key.guess is not None
-        ):
+        trained = trained_elements(value)
+        if trained is None or (trained[1].version, trained[1].guess) != (1, None):
             if not algebra.is_poisoned(value):
                 run.fail(
                     "Z403",
@@ -43,7 +37,8 @@ def average(run: SectionRun, op: ops.Average) -> None:
                 )
             written.append((a, b, POISON))
             continue
-        expected = Elements(FlatKey(EMA, key.flat, 0), value.shift, value.strides)
+        updated, key = trained
+        expected = Elements(FlatKey(EMA, key.flat, 0), updated.shift, updated.strides)
         for _, _, held in cut(averages, a, b):
             if held != expected and not algebra.is_poisoned(held):
                 run.fail(
@@ -54,9 +49,9 @@ def average(run: SectionRun, op: ops.Average) -> None:
                     op.average.buffer,
                     advice=f"Give it {describe(expected)}.",
                 )
-        elements = Cover(key.flat, value.shift + a, value.strides, b - a)
+        elements = Cover(key.flat, updated.shift + a, updated.strides, b - a)
         for start, stop, slot in run.layout.covered(elements):
             run.averages.append(stepped(run, slot, start, stop, (key.quantity, op.decay)))
         new = FlatKey(EMA, key.flat, 1)
-        written.append((a, b, Elements(new, value.shift, value.strides)))
+        written.append((a, b, Elements(new, updated.shift, updated.strides)))
     run.memory.write(op.average, written)

@@ -82,7 +82,7 @@ def crossings(program: Program) -> Mapping[str, Sequence[Crossing]]:
         name: [
             {event: _carried(sections[section], line) for event, section, line in sorted(way)}
             for way in sorted(ways, key=sorted)
-            if not any(way < other for other in ways)
+            if not any(way < longer for longer in ways)
         ]
         or [{}]
         for name, ways in ways_into.items()

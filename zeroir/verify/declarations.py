@@ -1,50 +1,36 @@
-"""The header by itself: names are declared once, flats are laid out, contents and states refer to what exists."""
+"""The header by itself: names are declared once, flats are laid out, and what is named is declared."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
 from zeroir.ir.allowlist import refusal
 from zeroir.ir.bounds import AheadBound, BehindBound, LiveBound
-from zeroir.ir.buffers import Buffer, Region, whole
+from zeroir.ir.buffers import Buffer
 from zeroir.ir.contents import (
     ABSMAX,
     CODES,
-    DIRECTION,
-    EMA,
-    FACTORS,
-    GRAD,
-    MASTER,
-    OWN_COORDINATES,
-    PARAM,
-    PRECONDITIONERS,
-    Content,
     FlatContent,
     Micro,
     WeightContent,
 )
-from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel
-from zeroir.ir.factors import own_numel
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL
 from zeroir.ir.mesh import HOST
 from zeroir.ir.operators import call_problem, declaration_problem
 from zeroir.ir.program import (
     PARAMETER_ALIGNMENT_NUMEL,
     SECTION_NAMES,
-    SHARD_ALIGNMENT_NUMEL,
     Flat,
-    Holding,
     OptimizerGroup,
     Program,
-    State,
 )
 from zeroir.ir.views import mistyped
-from zeroir.verify.context import Findings, spell
-from zeroir.verify.crossing import JOINTS
+from zeroir.verify.context import Findings
 from zeroir.verify.provenance import Problems, provenance_problems
+from zeroir.verify.regions import content_problem
+from zeroir.verify.states import joint_problems, state_problems
 
 PLACE_ALIGNMENT_BYTES: Final = 64
 """Alignment of buffers in planned memory: the widest vector of a CPU. NCCL and kernels on a GPU need 16."""
@@ -62,8 +48,8 @@ def check_declarations(program: Program, findings: Findings) -> None:
         _bindings(program),
         _groups(program),
         provenance_problems(program),
-        _states(program),
-        _joints(program),
+        state_problems(program),
+        joint_problems(program),
     ):
         for code, sentence in problems:
             findings.add(code, sentence)
@@ -161,7 +147,7 @@ def _buffers(program: Program) -> Problems:
         if sentence is not None:
             yield "Z008", f"buffer %{buffer.name} {sentence}"
         if buffer.holds is not None:
-            sentence = _content_problem(program, buffer.holds, buffer.numel)
+            sentence = content_problem(program, buffer.holds, buffer.numel)
             if sentence is not None:
                 yield "Z008", f"buffer %{buffer.name} {sentence}"
     temporary = [buffer for buffer in program.buffers if not buffer.is_persistent]
@@ -180,64 +166,6 @@ def _offset_problem(buffer: Buffer) -> str | None:
         return "outlives the sections, and only temporary buffers have an offset"
     if buffer.offset < 0 or buffer.offset % PLACE_ALIGNMENT_BYTES:
         return f"stands at byte {buffer.offset}, which is not a multiple of {PLACE_ALIGNMENT_BYTES}"
-    return None
-
-
-def _content_problem(program: Program, content: Content, numel: int) -> str | None:
-    """Why a region of ``numel`` local elements cannot hold the content."""
-    if isinstance(content, WeightContent):
-        is_on_mesh = all(program.mesh.has_axis(axis) for axis in content.reduced)
-        return None if is_on_mesh else "is reduced over an undeclared axis"
-    if not isinstance(content, FlatContent):
-        return None
-    flat = program.flat_by_name.get(content.flat)
-    if flat is None:
-        return f"holds elements of the undeclared flat {content.flat}"
-    count = 1
-    if content.shard is not None:
-        if not program.mesh.has_axis(content.shard):
-            return f"is cut along the undeclared axis {content.shard}"
-        count = program.mesh.size(content.shard)
-    if content.stride is not None:
-        sentence = _stride_problem(content, content.stride, numel)
-        if sentence is not None:
-            return sentence
-    stop = content.offset + (content.stride or numel) * (count - 1) + numel
-    length = flat.padded_numel
-    if content.quantity in ABSMAX.values():
-        length = blocks_numel(flat.padded_numel)
-    elif content.quantity in OWN_COORDINATES:
-        # Shards may be padded; what is behind the last element is never read.
-        length = -(-own_numel(content.quantity, flat) // (count * SHARD_ALIGNMENT_NUMEL)) * (
-            count * SHARD_ALIGNMENT_NUMEL
-        )
-    if content.quantity == FACTORS:
-        length = own_numel(FACTORS, flat)
-    if content.offset < 0 or stop > length:
-        return f"holds elements [{content.offset}:{stop}] of flat {flat.name}, which has {length}"
-    if content.quantity == FACTORS and content.shard is not None:
-        return f"holds a slice of the factors of flat {flat.name}, which each rank keeps whole"
-    if content.quantity == GRAD and content.micro is None:
-        return "holds a gradient, but does not say of which micro-steps"
-    if content.quantity != GRAD and (content.micro is not None or content.reduced):
-        return f"gives {content.quantity} an attribute that only gradients have"
-    if content.guessed and (content.quantity == GRAD or not content.version):
-        return f"holds guessed {content.quantity}, but only parameters and states after a step are guessed"
-    if any(not program.mesh.has_axis(axis) for axis in content.reduced):
-        return "is reduced over an undeclared axis"
-    if content.quantity in (GRAD, MASTER) and not flat.is_trainable:
-        return f"holds {content.quantity} of the frozen flat {flat.name}"
-    return None
-
-
-def _stride_problem(content: FlatContent, stride: int, numel: int) -> str | None:
-    """Why a region of ``numel`` local elements cannot hold parts of slices that begin so many elements apart."""
-    if content.shard is None:
-        return "has a stride, but is not cut along an axis"
-    if content.quantity in (PARAM, MASTER, GRAD, EMA, DIRECTION, FACTORS, PRECONDITIONERS):
-        return f"holds {content.quantity} with a stride, which only an optimizer state has"
-    if stride <= numel:
-        return f"has the stride {stride} and {numel} elements: each rank's part must be less than its slice"
     return None
 
 
@@ -343,141 +271,3 @@ def _cut_parameters(group: OptimizerGroup, flat: Flat, start: int, stop: int) ->
         if slot.offset < start < behind or slot.offset < stop < behind:
             what = f"group {group.name} contains a part of parameter {slot.name}"
             yield "Z403", f"{what}, but {group.algorithm} takes whole parameters"
-
-
-def region_problem(program: Program, region: Region) -> tuple[str, str] | None:
-    """Code and sentence for a region that does not exist."""
-    buffer = program.buffer_by_name.get(region.buffer)
-    if buffer is None:
-        return "Z001", f"buffer %{region.buffer} is not declared"
-    where = spell(region, program)
-    if region.offset < 0 or region.numel < 0 or region.stop > buffer.numel:
-        return "Z003", f"{where} is not inside %{buffer.name}, which has {buffer.numel} elements"
-    return _slice_problem(program, region, where) or _part_problem(program, region, where)
-
-
-def _part_problem(program: Program, region: Region, where: str) -> tuple[str, str] | None:
-    if region.part is None:
-        return None
-    start, stop = region.part
-    numel = replace(region, part=None).local_numel(program.mesh)
-    if not 0 <= start <= stop <= numel:
-        return "Z003", f"{where} is not inside the {numel} elements that a rank names by it"
-    return None
-
-
-def _slice_problem(program: Program, region: Region, where: str) -> tuple[str, str] | None:
-    if region.shard is None:
-        return None
-    if not program.mesh.has_axis(region.shard):
-        return "Z001", f"{where} is cut along the undeclared axis {region.shard}"
-    size = program.mesh.size(region.shard)
-    if region.numel % size:
-        return (
-            "Z003",
-            f"{where} has {region.numel} elements, which {size} ranks cannot share equally",
-        )
-    return None
-
-
-def _states(program: Program) -> Problems:
-    for section in program.sections:
-        for state in (section.entry, section.exit):
-            yield from _state(program, f"a state of {section.name}", state)
-
-
-def _state(program: Program, what: str, state: State) -> Problems:
-    for name in state.live:
-        buffer = program.buffer_by_name.get(name)
-        if buffer is None:
-            yield "Z001", f"{what} names the undeclared buffer %{name}"
-        elif buffer.is_persistent:
-            yield "Z008", f"{what} calls the persistent buffer %{name} live"
-    streams = {stream.name for stream in program.streams}
-    events = {pending.event for pending in state.pending}
-    for pending in state.pending:
-        if pending.stream not in streams:
-            yield "Z001", f"!{pending.event} is pending on the undeclared stream {pending.stream}"
-    regions: list[Region] = []
-    for holding in state.holdings:
-        region = holding.region
-        problem = region_problem(program, region)
-        if problem is not None:
-            yield problem[0], f"in {what}: {problem[1]}"
-            continue
-        regions.append(region)
-        where = spell(region, program)
-        if region.part is not None:
-            yield "Z008", f"{what} describes {where}: a state describes whole slices"
-        sentence = _content_problem(program, holding.content, region.local_numel(program.mesh))
-        if sentence is not None:
-            yield "Z008", f"in {what} {where} {sentence}"
-        if holding.after is not None and holding.after not in events:
-            yield "Z001", f"in {what} {where} waits for !{holding.after}, which is not pending"
-        if (
-            not program.buffer_by_name[region.buffer].is_persistent
-            and region.buffer not in state.live
-        ):
-            yield "Z008", f"{what} says what {where} holds, but that buffer is not live"
-    for region in _described_twice(regions):
-        yield "Z008", f"{what} describes elements of {spell(region, program)} twice"
-
-
-def _described_twice(regions: Sequence[Region]) -> Iterator[Region]:
-    """Regions that overlap another. An own slice may follow the whole region, which then describes the rest of it."""
-    stop, buffer = 0, None
-    unsliced: Region | None = None
-    for region in sorted(regions, key=lambda region: (region.buffer, region.offset, region.stop)):
-        if region.buffer != buffer:
-            stop, buffer, unsliced = region.offset, region.buffer, None
-        if region.offset >= stop:
-            unsliced = region if region.shard is None else None
-        elif (
-            unsliced is not None
-            and region.shard is not None
-            and (unsliced.offset, unsliced.stop) == (region.offset, region.stop)
-        ):
-            unsliced = None
-        else:
-            yield region
-        stop = max(stop, region.stop)
-
-
-def _joints(program: Program) -> Problems:
-    sections = program.section_by_name
-    for first, second in JOINTS:
-        if first in sections and second in sections:
-            difference = _difference(program, sections[first].exit, sections[second].entry)
-            if difference is not None:
-                yield (
-                    "Z009",
-                    f"the exit state of {first} is not the entry state of {second}: {difference}",
-                )
-
-
-def _difference(program: Program, before: State, after: State) -> str | None:
-    """The difference of two states, without the order of their lists and holdings that only repeat the header."""
-    live = {*before.live} ^ {*after.live}
-    if live:
-        return f"%{min(live)} is live in one only"
-    if before.pending != after.pending:
-        return "their pending events differ"
-    holdings = _changed(program, before) ^ _changed(program, after)
-    if holdings:
-        return f"what %{min(holding.region.buffer for holding in holdings)} holds differs"
-    return None
-
-
-def _changed(program: Program, state: State) -> set[Holding]:
-    """The holdings of a state that do not just say that a buffer holds its resting content."""
-
-    def is_resting(holding: Holding) -> bool:
-        buffer = program.buffer_by_name.get(holding.region.buffer)
-        return (
-            buffer is not None
-            and holding.after is None
-            and holding.region == whole(buffer)
-            and holding.content == buffer.holds
-        )
-
-    return {holding for holding in state.holdings if not is_resting(holding)}

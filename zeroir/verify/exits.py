@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import assert_never
 
-from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, copied_region, whole
 from zeroir.ir.contents import (
     GRAD,
@@ -24,9 +23,9 @@ from zeroir.ir.contents import (
     WeightContent,
     Zeros,
 )
-from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, SAVE, UPDATE, Holding
+from zeroir.ir.program import EVALUATE, MICRO_STEP, SAVE, UPDATE, Holding
 from zeroir.verify import algebra
-from zeroir.verify.context import last_touch, spell
+from zeroir.verify.context import spell
 from zeroir.verify.descriptions import CAUSES, describe
 from zeroir.verify.domain import (
     Elements,
@@ -35,7 +34,6 @@ from zeroir.verify.domain import (
     PieceList,
     Poison,
     Split,
-    Statistic,
     Strides,
     Undefined,
     Value,
@@ -47,6 +45,7 @@ from zeroir.verify.domain import (
     spread,
     unpack,
 )
+from zeroir.verify.exit_scalars import check_exit_scalars
 from zeroir.verify.gradients import is_zero, measure, weight_problem
 from zeroir.verify.interpreter import SectionRun
 
@@ -69,9 +68,7 @@ def check_exit(run: SectionRun) -> None:
     for buffer in run.program.buffers:
         if buffer.holds is not None and not isinstance(buffer.holds, SnapshotContent):
             _check_rest(run, buffer, buffer.holds, holdings.get(buffer.name, []))
-    _check_scalars(run)
-    if run.section.name == UPDATE:
-        _check_reported(run)
+    check_exit_scalars(run)
     if run.section.name == EVALUATE:
         _check_evaluated(run)
     if run.section.name == SAVE:
@@ -147,25 +144,11 @@ def _check(
                 (v for _, _, v in pieces if not is_zero(v) and not algebra.is_poisoned(v)), None
             )
             if wrong is not None:
-                _fail(run, "Z402", region, f"should be zeros but holds {describe(wrong)}")
+                run.fail_at_exit("Z402", region, f"should be zeros but holds {describe(wrong)}")
         case SnapshotContent():
             pass  # Only the section `save` writes it; see ``zeroir.verify.snapshots``.
         case _:
             assert_never(content)
-
-
-def _fail(run: SectionRun, code: str, region: Region, sentence: str, advice: str = "") -> None:
-    """Report at the last op that wrote the buffer."""
-    where = spell(region, run.program)
-    run.findings.add(
-        code,
-        f"at the exit of {run.section.name} {where} {sentence}",
-        section=run.section,
-        line=last_touch(run.section, region.buffer, is_write=True),
-        buffers=(region.buffer,),
-        advice=advice,
-        is_of_exit=True,
-    )
 
 
 def _check_flat(run: SectionRun, region: Region, pieces: PieceList, content: FlatContent) -> None:
@@ -184,8 +167,7 @@ def _check_flat(run: SectionRun, region: Region, pieces: PieceList, content: Fla
         code = "Z403" if buffer.is_persistent or content.quantity != PARAM else "Z401"
         stage = "the updated " if is_stepped else ""
         stage = "the guessed " if content.guessed else stage
-        _fail(
-            run,
+        run.fail_at_exit(
             code,
             region,
             f"should hold {stage}{content.quantity} of flat {content.flat} but holds {describe(value)}",
@@ -222,8 +204,8 @@ def _check_gradient(
         rebased(pieces, start), stop - start, content.offset + start, strides
     )
     if on_flat is None:
-        _fail(
-            run, "Z402", region, f"does not hold the gradient of flat {content.flat} in this order"
+        run.fail_at_exit(
+            "Z402", region, f"does not hold the gradient of flat {content.flat} in this order"
         )
         return
     micro, section = content.micro, run.section.name
@@ -233,14 +215,14 @@ def _check_gradient(
     if section == UPDATE and micro is Micro.PAST:
         # The next step begins with empty sums.
         if any(not is_zero(v) and not algebra.is_poisoned(v) for _, _, v in on_flat):
-            _fail(run, "Z402", region, "should be zeros again for the next step")
+            run.fail_at_exit("Z402", region, "should be zeros again for the next step")
         return
     if section == MICRO_STEP and micro is Micro.PAST:
         micro = Micro.ALL
     problem = measure(run, on_flat, content.flat, micro, run.layout.reduced(content))
     if problem is not None:
         sentence = f"breaks its contract: {problem.sentence}"
-        _fail(run, problem.code, region, sentence, problem.advice)
+        run.fail_at_exit(problem.code, region, sentence, problem.advice)
 
 
 def _check_weight(
@@ -253,11 +235,13 @@ def _check_weight(
         # The host writes it, and no op.
         expected = run.layout.pieces(content, run.memory.numel(region))
         if any(v != w for _, _, v, w in aligned(pieces, expected) if not isinstance(v, Poison)):
-            _fail(run, "Z402", region, "should hold the weights of the micro-batches unchanged")
+            run.fail_at_exit(
+                "Z402", region, "should hold the weights of the micro-batches unchanged"
+            )
         return
     if section == UPDATE and micro is Micro.PAST:
         if any(not isinstance(v, Zero | Poison) for _, _, v in pieces):
-            _fail(run, "Z402", region, "should be 0 again for the next step")
+            run.fail_at_exit("Z402", region, "should be 0 again for the next step")
         return
     if section == MICRO_STEP and micro is Micro.PAST:
         micro = Micro.ALL
@@ -265,7 +249,7 @@ def _check_weight(
         problem = weight_problem(run, value, micro, run.layout.reduced(content))
         if problem is not None:
             sentence = f"breaks its contract: {problem.sentence}"
-            _fail(run, problem.code, region, sentence, problem.advice)
+            run.fail_at_exit(problem.code, region, sentence, problem.advice)
 
 
 def _check_stale(run: SectionRun, region: Region, on_flat: PieceList, flat: str) -> None:
@@ -275,7 +259,7 @@ def _check_stale(run: SectionRun, region: Region, on_flat: PieceList, flat: str)
         for x, y, slot in run.layout.between(flat, a, b):
             if slot is None:
                 what = CAUSES[value.cause] if isinstance(value, Undefined) else "not zeros"
-                _fail(run, "Z402", region, f"has padding [{x}:{y}] that is {what}")
+                run.fail_at_exit("Z402", region, f"has padding [{x}:{y}] that is {what}")
                 return
 
 
@@ -291,11 +275,11 @@ def _check_named(run: SectionRun, region: Region, pieces: PieceList, content: Na
     for _, _, value in pieces:
         hole = algebra.undefined_in(value)
         if hole is not None:
-            _fail(run, "Z103", region, f"holds {CAUSES[hole.cause]}")
+            run.fail_at_exit("Z103", region, f"holds {CAUSES[hole.cause]}")
             return
         if is_kept and value != own and not algebra.is_poisoned(value):
             should = f"should hold the value {content.name} unchanged"
-            _fail(run, "Z103", region, f"{should} but holds {describe(value)}")
+            run.fail_at_exit("Z103", region, f"{should} but holds {describe(value)}")
             return
 
 
@@ -305,62 +289,6 @@ def _is_elsewhere(run: SectionRun, region: Region, content: NamedContent) -> boo
     if any(name != region.buffer for name in holders):
         return True
     return any(h.content == content and h.region != region for h in run.section.exit.holdings)
-
-
-def _check_scalars(run: SectionRun) -> None:
-    """Hyper-parameters do not change, and one decision advances the step count and the loss scale once."""
-    program = run.program
-    kept: set[str] = set()
-    counts: set[str] = set()
-    advancing: set[str] = set()
-    written: set[str] = set()
-    for op in program.ops():
-        match op:
-            case ops.Direction() | ops.OptimizerStep() | ops.SpeculativeStep() | ops.CommitStep():
-                kept.update(region.buffer for s in op.settings for region in (s.lr, s.hyper))
-            case ops.UpdateScale():
-                advancing.add(op.state.buffer)
-            case ops.Decide():
-                counts.add(op.step.buffer)
-            case ops.Compute():
-                written |= {d.view.region.buffer for d in op.destinations if d is not None}
-                kept |= {
-                    a.view.region.buffer
-                    for a in op.arguments
-                    if program.buffer_by_name[a.view.region.buffer].role is Role.SCALAR
-                }
-            case _:
-                pass
-    for name in sorted((kept | advancing | counts) - written):
-        buffer = program.buffer_by_name[name]
-        if isinstance(buffer.holds, NamedContent):
-            is_advancing = run.section.name == UPDATE and name in advancing | counts
-            versions = (0, 1) if is_advancing else (0,)
-            if run.section.name == LAST_MICRO_STEP and name in counts:
-                versions = (_declared_version(run, buffer, buffer.holds),)
-            _check_kept(run, buffer, buffer.holds, versions)
-    if program.loss is not None:
-        _check_loss(run, whole(program.buffer_by_name[program.loss]))
-    if (
-        run.section.name == UPDATE
-        and counts
-        and not run.decisions
-        and not _has_advanced(run, counts)
-    ):
-        run.findings.add(
-            "Z405",
-            "the update takes no decision: the step count does not advance",
-            section=run.section,
-        )
-
-
-def _check_reported(run: SectionRun) -> None:
-    """After the update the engine reports the decision's norm, weight and skip flag: nothing may overwrite these."""
-    for region, decided in run.reported.items():
-        now = run.memory.read(region)
-        if now != decided and not any(algebra.is_poisoned(value) for *_, value in now):
-            what = "no longer holds the decision's value, which the engine reports after the step"
-            _fail(run, "Z405", region, what)
 
 
 def _check_evaluated(run: SectionRun) -> None:
@@ -375,10 +303,12 @@ def _check_evaluated(run: SectionRun) -> None:
             if not isinstance(value, Elements):
                 continue
             if value.summed:
-                _fail(run, "Z402", region, "is summed over ranks: it is to be of this rank's batch")
+                run.fail_at_exit(
+                    "Z402", region, "is summed over ranks: it is to be of this rank's batch"
+                )
                 break
             if isinstance(old, NamedContent) and value.key == NamedKey(old.name, old.version):
-                _fail(run, "Z103", region, "still holds what it held before the evaluation")
+                run.fail_at_exit("Z103", region, "still holds what it held before the evaluation")
                 break
 
 
@@ -394,77 +324,6 @@ def _check_saved(run: SectionRun) -> None:
             continue
         wrong = next(piece for piece in copied if piece not in present)[2]
         where = spell(source, run.program)
-        _fail(
-            run, "Z407", whole(buffer), f"should be a copy of {where} but holds {describe(wrong)}"
+        run.fail_at_exit(
+            "Z407", whole(buffer), f"should be a copy of {where} but holds {describe(wrong)}"
         )
-
-
-def _declared_version(run: SectionRun, buffer: Buffer, content: NamedContent) -> int:
-    """The version of a step count by the exit state: 1 where the decision was taken early, else 0."""
-    advanced = replace(content, version=content.version + 1)
-    holdings = run.section.exit.holdings
-    return int(any(h.region == whole(buffer) and h.content == advanced for h in holdings))
-
-
-def _has_advanced(run: SectionRun, counts: set[str]) -> bool:
-    """Whether a decision of the section before has advanced a step count."""
-    names = run.program.buffer_by_name
-    return any(
-        isinstance(value, Elements) and isinstance(value.key, NamedKey) and value.key.version == 1
-        for name in counts
-        for _, _, value in run.memory.read(whole(names[name]))
-    )
-
-
-def _check_kept(
-    run: SectionRun, buffer: Buffer, content: NamedContent, versions: tuple[int, ...]
-) -> None:
-    """Check that a scalar has one of these versions: only the user, or the ops that own it, may change it."""
-    good = [Elements(NamedKey(content.name, content.version + version)) for version in versions]
-    for _, _, value in run.memory.read(whole(buffer)):
-        if isinstance(value, Poison) or value in good:
-            continue
-        is_moved = isinstance(value, Elements) and value.key == NamedKey(content.name, 1)
-        what = (
-            "changes outside the update"
-            if is_moved
-            else f"was overwritten: it holds {describe(value)}"
-        )
-        _fail(run, "Z405", whole(buffer), what)
-        return
-
-
-_LOSS_ADVICE = (
-    "Keep this rank's loss, a mean over its batch, until the update, which may sum it over every axis once; "
-    "the engine divides the sum."
-)
-
-
-def _check_loss(run: SectionRun, region: Region) -> None:
-    """A micro-step keeps this rank's loss; the update may sum it over every axis, once, or clear it."""
-    is_update = run.section.name == UPDATE
-    content = run.program.buffer_by_name[region.buffer].holds
-    for _, _, value in run.memory.read(region):
-        if isinstance(value, Zero | Poison | Undefined):
-            continue
-        summed = value.summed if isinstance(value, Elements | Statistic) else ()
-        if not is_update:
-            if summed:
-                what = "is summed over ranks, which only the update may do"
-                _fail(run, "Z402", region, what, _LOSS_ADVICE)
-            return
-        if isinstance(content, NamedContent) and value not in (
-            Elements(NamedKey(content.name, content.version)),
-            Elements(NamedKey(content.name, content.version), summed=run.layout.axes),
-        ):
-            sentence = f"is changed: it holds {describe(value)}"
-            if len(set(summed)) < len(summed):
-                sentence = "is summed more than once over an axis"
-            elif isinstance(value, Elements) and value.key == NamedKey(
-                content.name, content.version
-            ):
-                sentence = "is summed over some axes only"
-                if set(summed) == set(run.layout.axes):
-                    sentence = f"is summed over {' and then '.join(summed)}, not innermost first"
-            _fail(run, "Z402", region, sentence, _LOSS_ADVICE)
-        return

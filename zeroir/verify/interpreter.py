@@ -27,7 +27,7 @@ from zeroir.verify import (
     transfers,
 )
 from zeroir.verify.abstract_memory import AbstractMemory
-from zeroir.verify.context import Findings, spell, title
+from zeroir.verify.context import Findings, last_touch, spell, title
 from zeroir.verify.descriptions import ADVICE, CAUSES, describe
 from zeroir.verify.domain import (
     ALL_TERM,
@@ -146,6 +146,18 @@ class SectionRun:
         """Report a finding at the current op."""
         self.findings.add(
             code, sentence, section=self.section, line=self.line, buffers=buffers, advice=advice
+        )
+
+    def fail_at_exit(self, code: str, region: Region, sentence: str, advice: str = "") -> None:
+        """Report what a region holds at the end of the section, at the last op that wrote its buffer."""
+        self.findings.add(
+            code,
+            f"at the exit of {self.section.name} {spell(region, self.program)} {sentence}",
+            section=self.section,
+            line=last_touch(self.section, region.buffer, is_write=True),
+            buffers=(region.buffer,),
+            advice=advice,
+            is_of_exit=True,
         )
 
     def term_name(self, source: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zeroir.ir import ops
-from zeroir.ir.contents import DIRECTION, MASTER, PARAM
+from zeroir.ir.contents import DIRECTION
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL
 from zeroir.verify import algebra, whole_steps
 from zeroir.verify.context import spell
@@ -28,6 +28,7 @@ from zeroir.verify.step_operands import (
     check_state,
     resting_elements,
     settings_of,
+    trained_elements,
 )
 
 if TYPE_CHECKING:
@@ -45,12 +46,8 @@ def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
     gradient = run.take(op.grad, "Z402")
     written: list[list[tuple[int, int, Value]]] = [[] for _ in (op.param, *op.states)]
     for a, b, value in run.take(op.param, "Z403"):
-        key = value.key if isinstance(value, Elements) else None
-        if (
-            not isinstance(value, Elements)
-            or not isinstance(key, FlatKey)
-            or key.quantity not in (MASTER, PARAM)
-        ):
+        trained = trained_elements(value)
+        if trained is None:
             if not algebra.is_poisoned(value):
                 where = spell(op.param, run.program)
                 run.fail(
@@ -61,12 +58,13 @@ def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
             for updated in written:
                 updated.append((a, b, POISON))
             continue
+        param, key = trained
         if not run.program.flat_by_name[key.flat].is_trainable:
             run.fail("Z403", f"optimizer_step updates the frozen flat {key.flat}", op.param.buffer)
-        elements = Cover(key.flat, value.shift + a, value.strides, b - a)
+        elements = Cover(key.flat, param.shift + a, param.strides, b - a)
         apply_settings(run, op, elements, settings, run.steps)
         if resting is not None:
-            check_places(run, op, op.param, (a, b), value, key.flat, resting)
+            check_places(run, op, op.param, (a, b), param, key.flat, resting)
         if key.version:
             run.fail(
                 "Z403",
@@ -74,16 +72,16 @@ def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
                 op.param.buffer,
             )
         for name, region, pieces in zip(op.state_quantities, op.states, states, strict=True):
-            expected = Elements(FlatKey(name, key.flat, key.version), value.shift, value.strides)
+            expected = Elements(FlatKey(name, key.flat, key.version), param.shift, param.strides)
             check_state(run, op, (name, region), pieces, (a, b), expected)
-        _check_scales(run, op, scales, (a, b), value, key)
+        _check_scales(run, op, scales, (a, b), param, key)
         for quantity, updated in zip((key.quantity, *op.state_quantities), written, strict=True):
             new = FlatKey(quantity, key.flat, key.version + 1)
-            updated.append((a, b, Elements(new, value.shift, value.strides)))
+            updated.append((a, b, Elements(new, param.shift, param.strides)))
         if is_whole:
             whole_steps.check_operands(run, op, gradient, key, elements)
         else:
-            check_gradient(run, op, gradient, (a, b), value, key.flat)
+            check_gradient(run, op, gradient, (a, b), param, key.flat)
     for region in (*op.scales, *(() if op.factors is None else (op.factors,))):
         whole_steps.advance(run, region)
     run.memory.write(op.grad, [(a, b, algebra.spent(value)) for a, b, value in gradient])

@@ -17,8 +17,8 @@ from zeroir.ir.effects import effects
 from zeroir.ir.held_elements import held_by_all
 from zeroir.ir.program import SAVE, Program
 from zeroir.verify.context import Findings, spell, title
-from zeroir.verify.declarations import region_problem
 from zeroir.verify.intervals import IntervalMap
+from zeroir.verify.regions import region_problem
 
 
 def check_snapshots(program: Program, findings: Findings) -> None:

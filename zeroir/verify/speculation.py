@@ -24,6 +24,7 @@ from zeroir.verify.step_operands import (
     resting_elements,
     settings_of,
     step_name,
+    trained_elements,
 )
 
 if TYPE_CHECKING:
@@ -111,39 +112,35 @@ def _change(run: SectionRun, op: _Speculation, change: _Change, steps: list[Step
     rounded = run.take(op.rounded, "Z403") if is_commit and op.rounded is not None else []
     written: list[list[tuple[int, int, Value]]] = [[] for _ in _changed(op)]
     for a, b, value in taken[0]:
-        key = value.key if isinstance(value, Elements) else None
-        if (
-            not isinstance(value, Elements)
-            or not isinstance(key, FlatKey)
-            or key.quantity not in (MASTER, PARAM)
-            or (key.version, key.guess) != change.before
-        ):
+        trained = trained_elements(value)
+        if trained is None or (trained[1].version, trained[1].guess) != change.before:
             _refuse(run, op, value)
             for changed in written:
                 changed.append((a, b, POISON))
             continue
+        param, key = trained
         if not run.program.flat_by_name[key.flat].is_trainable:
             run.fail("Z403", f"{step_name(op)} updates the frozen flat {key.flat}", op.param.buffer)
-        elements = Cover(key.flat, value.shift + a, value.strides, b - a)
+        elements = Cover(key.flat, param.shift + a, param.strides, b - a)
         apply_settings(run, op, elements, settings, steps)
         if resting is not None:
-            check_places(run, op, op.param, (a, b), value, key.flat, resting)
+            check_places(run, op, op.param, (a, b), param, key.flat, resting)
         quantities = (key.quantity, *op.algorithm.state_names)
         for name, region, pieces in zip(quantities[1:], op.states, taken[1:], strict=True):
-            state = Elements(FlatKey(name, key.flat, *change.before), value.shift, value.strides)
+            state = Elements(FlatKey(name, key.flat, *change.before), param.shift, param.strides)
             check_state(run, op, (name, region), pieces, (a, b), state)
         for name, region, pieces in zip(quantities, op.kept, kept, strict=False):
-            old = Elements(FlatKey(name, key.flat, 0), value.shift, value.strides)
+            old = Elements(FlatKey(name, key.flat, 0), param.shift, param.strides)
             check_state(run, op, (f"old {name}", region), pieces, (a, b), old)
-        check_gradient(run, op, gradient, (a, b), value, key.flat)
+        check_gradient(run, op, gradient, (a, b), param, key.flat)
         if op.rounded is not None:
             quantities = (*quantities, PARAM)
             _check_rounding(run, op, op.rounded, key)
-            new = Elements(FlatKey(PARAM, key.flat, *change.before), value.shift, value.strides)
+            new = Elements(FlatKey(PARAM, key.flat, *change.before), param.shift, param.strides)
             check_state(run, op, (f"rounded {PARAM}", op.rounded), rounded, (a, b), new)
         for name, changed in zip(quantities, written, strict=True):
             after = FlatKey(name, key.flat, *change.after)
-            changed.append((a, b, Elements(after, value.shift, value.strides)))
+            changed.append((a, b, Elements(after, param.shift, param.strides)))
     for region, pieces in zip(_changed(op), written, strict=True):
         run.memory.write(region, pieces)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, whole
-from zeroir.ir.contents import FlatContent, NamedContent
+from zeroir.ir.contents import MASTER, PARAM, FlatContent, NamedContent
 from zeroir.ir.copies import at_rest
 from zeroir.ir.program import Slot
 from zeroir.verify import algebra
@@ -21,7 +21,7 @@ from zeroir.verify.decisions import (
     is_version,
 )
 from zeroir.verify.descriptions import describe
-from zeroir.verify.domain import Cover, Elements, FlatKey, NamedKey, PieceList, cut, rebased
+from zeroir.verify.domain import Cover, Elements, FlatKey, NamedKey, PieceList, Value, cut, rebased
 from zeroir.verify.gradients import locate
 from zeroir.verify.statistics import use_gradient
 
@@ -42,6 +42,13 @@ class Stepped(NamedTuple):
 def step_name(op: ops.StepOp) -> str:
     """The op as findings name it."""
     return ops.op_name(type(op))
+
+
+def trained_elements(value: Value) -> tuple[Elements, FlatKey] | None:
+    """Elements of parameters or master weights, and their key; None for any other value."""
+    if not isinstance(value, Elements) or not isinstance(value.key, FlatKey):
+        return None
+    return (value, value.key) if value.key.quantity in (MASTER, PARAM) else None
 
 
 def settings_of(run: SectionRun, op: ops.StepOp) -> Mapping[str, Hashable]:

@@ -15,8 +15,8 @@ from zeroir.ir.segment import TensorType
 from zeroir.ir.views import is_same_stride
 from zeroir.verify import update_structure
 from zeroir.verify.context import Findings, title
-from zeroir.verify.declarations import region_problem
 from zeroir.verify.operand_checks import OperandChecks, Problem
+from zeroir.verify.regions import region_problem
 
 
 def check_structure(program: Program, findings: Findings) -> None:

@@ -73,11 +73,11 @@ def _check_shampoo(run: SectionRun, op: ops.OptimizerStep, key: FlatKey) -> None
     flat = run.program.flat_by_name[key.flat]
     wanted = FlatKey(PRECONDITIONERS, key.flat, 0)
     pieces = run.take(op.factors, "Z403")
-    everything, held = op.factors, pieces
+    gathered, held = op.factors, pieces
     if op.whole is not None:
-        everything, held = op.whole, run.take(op.whole, "Z403")
-    numel = run.memory.numel(everything)
-    _check(run, op, everything, held, wanted, numel)
+        gathered, held = op.whole, run.take(op.whole, "Z403")
+    numel = run.memory.numel(gathered)
+    _check(run, op, gathered, held, wanted, numel)
     is_all = numel >= preconditioners_numel(flat)
     resting = at_rest(run.program, op.factors)
     holds = None if resting is None else run.program.buffer_by_name[resting.buffer].holds

@@ -1,4 +1,4 @@
-"""Parsing a whole program: the header, the segments, the sections."""
+"""Parsing a whole program: the header, and by other modules the segments and sections."""
 
 from __future__ import annotations
 
@@ -7,37 +7,26 @@ import binascii
 
 from zeroir.ir.bounds import AheadBound, BehindBound, Bound, BoundKind, LiveBound
 from zeroir.ir.buffers import Buffer, Role, Space
-from zeroir.ir.contents import (
-    Content,
-    FlatContent,
-    Micro,
-    NamedContent,
-    SnapshotContent,
-    WeightContent,
-    Zeros,
-)
 from zeroir.ir.mesh import STREAMS, Axis, Communicator, Executor, Mesh, Stream
 from zeroir.ir.operators import Operator
-from zeroir.ir.ops import Algorithm, Op
+from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import (
     ConstantBinding,
     Flat,
-    Holding,
     InputBinding,
     ModuleBufferBinding,
     OptimizerGroup,
     OutputBinding,
-    Pending,
     Program,
     ScalarBinding,
     Section,
     Slot,
-    State,
 )
 from zeroir.ir.segment import Segment, TensorType
-from zeroir.ir.text.lexical import RESERVED_QUANTITIES, VERSION
+from zeroir.ir.text.lexical import VERSION
 from zeroir.ir.text.names import declared_outputs
 from zeroir.ir.text.parse_ops import OpParser
+from zeroir.ir.text.parse_section import parse_content, parse_section
 from zeroir.ir.text.parse_segment import parse_constant, parse_dtype, parse_segment
 from zeroir.ir.text.scanner import Scanner
 
@@ -165,13 +154,13 @@ class _ProgramParser:
                 self.bounds.append(self._bound())
             case "loss":
                 self._once(self.loss, keyword, start)
-                self.loss = self._buffer_name()
+                self.loss = self.ops.buffer()
             case "eval_loss":
                 self._once(self.eval_loss, keyword, start)
-                self.eval_loss = self._buffer_name()
+                self.eval_loss = self.ops.buffer()
             case "weight":
                 self._once(self.weight, keyword, start)
-                self.weight = self._buffer_name()
+                self.weight = self.ops.buffer()
             case "interleaved":
                 self._once(self.interleaved, keyword, start)
                 self.interleaved = scan.integer()
@@ -192,7 +181,7 @@ class _ProgramParser:
             case "module_buffer":
                 self.module_buffers.append(self._module_buffer())
             case "scalar":
-                buffer = self._buffer_name()
+                buffer = self.ops.buffer()
                 scan.expect("=")
                 self.scalars.append(ScalarBinding(buffer=buffer, values=scan.several(scan.float)))
             case "group":
@@ -202,7 +191,7 @@ class _ProgramParser:
                 self.segments.append(segment)
                 self.types[segment.name] = (segment.inputs, declared_outputs(segment))
             case "section":
-                self.sections.append(self._section())
+                self.sections.append(parse_section(self.ops))
             case _:
                 scan.fail(
                     "expected one of pass, fingerprint, mesh, comm, streams, bound, loss, eval_loss, weight, "
@@ -284,14 +273,14 @@ class _ProgramParser:
 
     def _buffer(self) -> None:
         scan = self.scanner
-        name = self._buffer_name()
+        name = self.ops.buffer()
         scan.expect(":")
         dtype = parse_dtype(scan)
         numel = self._numel()
         space = self.scanner.member(Space, "where the buffer lives")
         role = self.scanner.member(Role, "the buffer's role")
         offset = scan.integer() if scan.accept("offset=") else None
-        holds = self._content() if scan.accept("=") else None
+        holds = parse_content(self.ops) if scan.accept("=") else None
         buffer = Buffer(
             name=name,
             dtype=dtype,
@@ -318,7 +307,7 @@ class _ProgramParser:
         dtype = parse_dtype(scan)
         shape = self._shape()
         scan.expect("->")
-        return InputBinding(path=path, buffer=self._buffer_name(), dtype=dtype, shape=shape)
+        return InputBinding(path=path, buffer=self.ops.buffer(), dtype=dtype, shape=shape)
 
     def _output(self) -> OutputBinding:
         scan = self.scanner
@@ -327,7 +316,7 @@ class _ProgramParser:
         dtype = parse_dtype(scan)
         shape = self._shape()
         scan.expect("<-")
-        return OutputBinding(path=path, buffer=self._buffer_name(), dtype=dtype, shape=shape)
+        return OutputBinding(path=path, buffer=self.ops.buffer(), dtype=dtype, shape=shape)
 
     def _module_buffer(self) -> ModuleBufferBinding:
         scan = self.scanner
@@ -335,7 +324,7 @@ class _ProgramParser:
         scan.expect(":")
         shape = self._shape()
         scan.expect("->")
-        buffer = self._buffer_name()
+        buffer = self.ops.buffer()
         data = self._bytes() if scan.accept("data=") else None
         return ModuleBufferBinding(name=name, buffer=buffer, shape=shape, data=data)
 
@@ -353,8 +342,8 @@ class _ProgramParser:
         name = scan.name("the name of an optimizer group")
         algorithm = self.scanner.member(Algorithm, "an optimizer")
         intervals = scan.several(self._interval)
-        lr = self._buffer_name() if scan.accept("lr=") else None
-        hyper = self._buffer_name() if scan.accept("hyper=") else None
+        lr = self.ops.buffer() if scan.accept("lr=") else None
+        hyper = self.ops.buffer() if scan.accept("hyper=") else None
         return OptimizerGroup(
             name=name, algorithm=algorithm, intervals=intervals, lr=lr, hyper=hyper
         )
@@ -369,110 +358,7 @@ class _ProgramParser:
         scan.expect("]")
         return flat, start, stop
 
-    def _content(self) -> Content:
-        scan = self.scanner
-        position = scan.here()
-        is_bare = scan.text[position : position + 1] != '"'
-        quantity = scan.name("what the region holds, such as 'param FLAT', 'value NAME' or 'zeros'")
-        if is_bare and quantity in RESERVED_QUANTITIES:
-            if quantity == "zeros":
-                return Zeros()
-            if quantity == "weight":
-                reduced = scan.several(scan.name) if scan.accept("reduced=") else ()
-                return WeightContent(reduced=reduced, micro=scan.attribute("micro", self._micro))
-            if quantity == "snapshot":
-                return self._snapshot()
-            name = scan.name("the name of a value")
-            return NamedContent(name=name, version=scan.optional("version", scan.integer, 0))
-        flat = scan.name("a flat's name")
-        shard = scan.name("a mesh axis") if scan.accept("@") else None
-        offset = scan.optional("offset", scan.integer, 0)
-        stride = scan.integer() if scan.accept("stride=") else None
-        version = scan.optional("version", scan.integer, 0)
-        reduced = scan.several(scan.name) if scan.accept("reduced=") else ()
-        micro = self._micro() if scan.accept("micro=") else None
-        return FlatContent(
-            quantity=quantity,
-            flat=flat,
-            offset=offset,
-            shard=shard,
-            version=version,
-            reduced=reduced,
-            micro=micro,
-            stride=stride,
-            guessed=scan.accept_keyword("guessed"),
-        )
-
-    def _snapshot(self) -> SnapshotContent:
-        position = self.scanner.here()
-        region = self.ops.region("a region such as '%b[0:64]'")
-        if region.part is not None:
-            self.scanner.fail(
-                "a snapshot is of a region or a slice, not of a part of it.", position
-            )
-        event = None
-        if self.scanner.accept("event="):
-            event = self.scanner.sigil_name("!", "an event such as '!0'")
-        return SnapshotContent(
-            buffer=region.buffer,
-            offset=region.offset,
-            numel=region.numel,
-            shard=region.shard,
-            event=event,
-        )
-
-    def _micro(self) -> Micro:
-        return self.scanner.member(Micro, "which micro-steps")
-
-    # ------------------------------------------------------------------------------------- sections
-
-    def _section(self) -> Section:
-        scan = self.scanner
-        name = scan.name("a section's name")
-        scan.expect("{")
-        scan.end_line()
-        entry = self._state("entry")
-        body: list[Op] = []
-        while not scan.accept("}"):
-            if scan.accept_keyword("exit"):
-                exit_state = self._state("exit", is_keyword_read=True)
-                scan.expect("}", "expected '}' or another 'exit' line.")
-                return Section(name=name, entry=entry, body=tuple(body), exit=exit_state)
-            body.append(self.ops.numbered_op())
-            scan.end_line()
-        return Section(name=name, entry=entry, body=tuple(body), exit=State())
-
-    def _state(self, end: str, *, is_keyword_read: bool = False) -> State:
-        scan = self.scanner
-        live: list[str] = []
-        holdings: list[Holding] = []
-        pending: list[Pending] = []
-        while is_keyword_read or scan.accept_keyword(end):
-            is_keyword_read = False
-            if scan.accept_keyword("live"):
-                live.append(self._buffer_name())
-            elif scan.accept_keyword("pending"):
-                event = scan.sigil_name("!", "an event such as '!0'")
-                pending.append(Pending(event=event, stream=scan.attribute("stream", scan.name)))
-            else:
-                holdings.append(self._holding())
-            scan.end_line()
-        return State(live=tuple(live), holdings=tuple(holdings), pending=tuple(pending))
-
-    def _holding(self) -> Holding:
-        scan = self.scanner
-        region = self.ops.region("'live', 'pending' or a region such as '%b[0:64]'")
-        scan.expect("=")
-        content = self._content()
-        after = None
-        if scan.accept_keyword("after"):
-            after = scan.sigil_name("!", "an event such as '!0'")
-        return Holding(region=region, content=content, after=after)
-
     # ---------------------------------------------------------------------------------------- parts
-
-    def _buffer_name(self) -> str:
-        return self.scanner.sigil_name("%", "a buffer such as '%b'")
 
     def _numel(self) -> int:
         self.scanner.expect("[")

@@ -256,8 +256,8 @@ async function drawCharts() {
   models.memory = [];
   for (const [side, { memory }] of sides.entries()) models.memory.push(await embed(memory, `memory-${side}`));
   const named = (chart, name) => chart.center.filter((item) => item.name === name);
-  models.timeMarks = [...named(models.timeline, "mark-0"), ...named(models.timeline, "mark-1")];
-  models.memoryMarks = models.memory.flatMap((chart) => named(chart, "mark-0"));
+  models.timeMarks = named(models.timeline, "mark");
+  models.memoryMarks = models.memory.flatMap((chart) => named(chart, "mark"));
   [models.spans, models.critical, models.labels] = models.timeline.renderers.map((renderer) => renderer.data_source);
   models.live = models.memory.map((chart) => chart.renderers[0].data_source);
   for (const chart of [models.timeline, ...models.memory]) letPageScroll(chart);

@@ -13,31 +13,28 @@ from typing import TYPE_CHECKING, Final
 
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Role
-from zeroir.report.page.facts import Kind, MemoryCurve
+from zeroir.report.page.facts import MemoryCurve, ShownKind
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure
 
 LANE_HEIGHT_PX: Final = 30
 MEMORY_HEIGHT_PX: Final = 300
-MARKS: Final = 2
-"""The bars of an op and of what is beside it: of the other program, or of the measured step."""
-
 KIND_COLOURS: Final = {
-    Kind.FORWARD: "#4fae76",
-    Kind.BACKWARD: "#23714a",
-    Kind.RECOMPUTED: "#a5d3ae",
-    Kind.GATHER: "#3b82c4",
-    Kind.REDUCE: "#9b5fc0",
-    Kind.UPDATE: "#d98032",
-    Kind.TRANSFER: "#2aa198",
-    Kind.ELEMENTWISE: "#8b8f98",
-    Kind.MEMORY: "#a89984",
-    Kind.WAIT: "#b0b4bc",
+    ShownKind.FORWARD: "#4fae76",
+    ShownKind.BACKWARD: "#23714a",
+    ShownKind.RECOMPUTED: "#a5d3ae",
+    ShownKind.GATHER: "#3b82c4",
+    ShownKind.REDUCE: "#9b5fc0",
+    ShownKind.UPDATE: "#d98032",
+    ShownKind.TRANSFER: "#2aa198",
+    ShownKind.ELEMENTWISE: "#8b8f98",
+    ShownKind.MEMORY: "#a89984",
+    ShownKind.WAIT: "#b0b4bc",
 }
 """Readable on white and on a dark background; the three kinds of computes are shades of one colour."""
 
-HIDDEN_KINDS: Final = frozenset({Kind.MEMORY, Kind.WAIT})
+HIDDEN_KINDS: Final = frozenset({ShownKind.MEMORY, ShownKind.WAIT})
 """Kinds that the page shows only when asked for."""
 
 CRITICAL_COLOUR: Final = "#d03a3a"
@@ -64,27 +61,27 @@ ROLE_COLOURS: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class AxisUnit:
     """The unit of an axis: its size in the unit of the data (µs or bytes), and its name."""
 
     size: float
     name: str
 
 
-def time_scale(end_us: float) -> Scale:
+def time_scale(end_us: float) -> AxisUnit:
     """The unit of a time axis that ends at ``end_us``."""
     for size, name in ((1e6, "s"), (1e3, "ms")):
         if end_us >= 10 * size:
-            return Scale(size=size, name=name)
-    return Scale(size=1, name="µs")
+            return AxisUnit(size=size, name=name)
+    return AxisUnit(size=1, name="µs")
 
 
-def memory_scale(top_bytes: int) -> Scale:
+def memory_scale(top_bytes: int) -> AxisUnit:
     """The unit of a memory axis that ends at ``top_bytes``."""
     for size, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if top_bytes >= size:
-            return Scale(size=size, name=name)
-    return Scale(size=1, name="B")
+            return AxisUnit(size=size, name=name)
+    return AxisUnit(size=1, name="B")
 
 
 def top_bytes(curve: MemoryCurve, budget_bytes: int | None) -> int:
@@ -111,9 +108,12 @@ def script() -> str:
 
 
 def timeline(
-    labels: Sequence[str], groups: Sequence[int], *, end_us: float, scale: Scale
+    labels: Sequence[str], groups: Sequence[int], *, marks: int, end_us: float, scale: AxisUnit
 ) -> dict[str, object]:
-    """The streams over time, a lane for each label from the top; lanes of one group share a band."""
+    """The streams over time, a lane for each label from the top; lanes of one group share a band.
+
+    An op has at most ``marks`` bars, each of which can be marked.
+    """
     from bokeh.embed import json_item
     from bokeh.models import ColumnDataSource, FixedTicker
     from bokeh.models.annotations import BoxAnnotation
@@ -161,8 +161,8 @@ def timeline(
     chart.yaxis.ticker = FixedTicker(ticks=[-number for number in range(len(labels))])
     chart.yaxis.major_label_overrides = {-number: label for number, label in enumerate(labels)}
     chart.ygrid.visible = False
-    for number in range(MARKS):
-        chart.add_layout(BoxAnnotation(name=f"mark-{number}", level="overlay", visible=False))
+    for _ in range(marks):
+        chart.add_layout(BoxAnnotation(name="mark", level="overlay", visible=False))
     return dict(json_item(chart))
 
 
@@ -170,11 +170,11 @@ def memory(
     curve: MemoryCurve,
     *,
     title: str,
-    scale: Scale,
+    scale: AxisUnit,
     top: int,
     budget_bytes: int | None,
     end_us: float,
-    x_scale: Scale,
+    x_scale: AxisUnit,
 ) -> dict[str, object]:
     """Memory on the axis of the timeline, stacked by role, from 0 to ``top`` bytes, with the budget as a line."""
     from bokeh.embed import json_item
@@ -227,12 +227,12 @@ def memory(
                 name="budget",
             )
         )
-    chart.add_layout(BoxAnnotation(name="mark-0", level="overlay", visible=False))
+    chart.add_layout(BoxAnnotation(name="mark", level="overlay", visible=False))
     return dict(json_item(chart))
 
 
 def _chart(
-    name: str, *, height_px: int, x_end: float, y_range: tuple[float, float], scale: Scale
+    name: str, *, height_px: int, x_end: float, y_range: tuple[float, float], scale: AxisUnit
 ) -> figure:
     """A chart that pans and zooms from 0 to ``x_end``, with the background of the page."""
     from bokeh.models import CustomJSTickFormatter, Range1d
@@ -251,7 +251,7 @@ def _chart(
     )
     chart.xaxis.formatter = CustomJSTickFormatter(
         args={"size": scale.size},
-        code="return (tick / size).toLocaleString('en', { maximumFractionDigits: 6 });",
+        code="return axisNumber.format(tick / size);",
     )
     chart.background_fill_color = None
     chart.border_fill_color = None

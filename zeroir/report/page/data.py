@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -44,7 +45,6 @@ def page_data(
     times = charts.time_scale(longest_us)
     top = max(charts.top_bytes(side.curve, side.reported.budget_bytes) for side in shown)
     sizes = charts.memory_scale(top)
-    groups = _groups(lanes)
     return {
         "ops": _columns(shown),
         "sides": [
@@ -81,7 +81,11 @@ def page_data(
             for lane in lanes
         ],
         "timeline": charts.timeline(
-            [lane.label for lane in lanes], groups, end_us=longest_us, scale=times
+            [lane.label for lane in lanes],
+            _groups(lanes),
+            marks=max(Counter(lane.stream for lane in lanes).values(), default=0),
+            end_us=longest_us,
+            scale=times,
         ),
         "time": {"size": times.size, "name": times.name},
         "bytes": {"size": sizes.size, "name": sizes.name},

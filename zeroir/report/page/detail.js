@@ -74,8 +74,8 @@ function covered(spans, from, to, pixel) {
 /**
  * The points of a step curve within [from, to]: of each block of pixels the first position with the largest height.
  *
- * `positions` ascend, and two may be equal. A block whose last height is smaller ends at its right edge, so that no
- * height lasts beyond the block. `chosen` are indices of `heights`.
+ * `positions` ascend, and two may be equal. A block whose last height is smaller ends at its right edge, unless the next
+ * block begins within a pixel, so that no height lasts beyond the block. `chosen` are indices of `heights`.
  */
 function highest(positions, heights, from, to, pixel) {
   const at = [];
@@ -87,7 +87,7 @@ function highest(positions, heights, from, to, pixel) {
     const own = Math.floor(positions[i] / width);
     if (own !== column) {
       const edge = (column + 1) * width;
-      if (i > begin && chosen[chosen.length - 1] !== i - 1 && edge < positions[i]) {
+      if (i > begin && chosen[chosen.length - 1] !== i - 1 && positions[i] - edge >= pixel) {
         at.push(edge);
         chosen.push(i - 1);
       }

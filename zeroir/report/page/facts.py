@@ -22,11 +22,11 @@ from zeroir.ir.traffic import payload_bytes
 from zeroir.memory.curve import live_bytes
 from zeroir.report.names import shortened
 from zeroir.report.origins import op_source
-from zeroir.report.page.phases import Phase, phases
+from zeroir.report.page.phases import ComputePhase, phases
 from zeroir.report.schedule import buffer_owners
 
 
-class Kind(StrEnum):
+class ShownKind(StrEnum):
     """What an op is to a reader. Each kind has a colour, and can be hidden on the page."""
 
     FORWARD = "forward"
@@ -53,7 +53,7 @@ class StepOp:
 
     position: OpPosition
     op: str
-    kind: Kind
+    kind: ShownKind
     stream: str
     units: tuple[str, ...]
     detail: str
@@ -197,7 +197,10 @@ def unit_facts(program: Program, shown_ops: Sequence[StepOp]) -> list[UnitFacts]
     for flat in program.flats:
         numels[flat.unit] += flat.numel
     flops: Counter[str] = Counter()
-    moved: dict[Kind, Counter[str]] = {Kind.GATHER: Counter(), Kind.REDUCE: Counter()}
+    moved: dict[ShownKind, Counter[str]] = {
+        ShownKind.GATHER: Counter(),
+        ShownKind.REDUCE: Counter(),
+    }
     for op in shown_ops:
         for unit in op.units:
             flops[unit] += op.flops
@@ -208,32 +211,32 @@ def unit_facts(program: Program, shown_ops: Sequence[StepOp]) -> list[UnitFacts]
             name=name,
             parameters_numel=numel,
             flops=flops[name],
-            gathered_bytes=moved[Kind.GATHER][name],
-            reduced_bytes=moved[Kind.REDUCE][name],
+            gathered_bytes=moved[ShownKind.GATHER][name],
+            reduced_bytes=moved[ShownKind.REDUCE][name],
         )
         for name, numel in numels.items()
     ]
 
 
-def op_kind(op: ops.Op, phase: Phase | None) -> Kind:
+def op_kind(op: ops.Op, phase: ComputePhase | None) -> ShownKind:
     """The kind of an op; ``phase`` is that of a compute, None for one of the update."""
     match op:
         case ops.Compute():
-            return Kind.UPDATE if phase is None else Kind(phase.value)
+            return ShownKind.UPDATE if phase is None else ShownKind(phase.value)
         case ops.Gather() | ops.Broadcast():
-            return Kind.GATHER
+            return ShownKind.GATHER
         case ops.ReduceScatter() | ops.AllReduce():
-            return Kind.REDUCE
+            return ShownKind.REDUCE
         case ops.Update():
-            return Kind.UPDATE
+            return ShownKind.UPDATE
         case ops.Transfer():
-            return Kind.TRANSFER
+            return ShownKind.TRANSFER
         case ops.Elementwise():
-            return Kind.ELEMENTWISE
+            return ShownKind.ELEMENTWISE
         case ops.Memory():
-            return Kind.MEMORY
+            return ShownKind.MEMORY
         case ops.Wait():
-            return Kind.WAIT
+            return ShownKind.WAIT
         case _:
             assert_never(op)
 

@@ -9,6 +9,7 @@ from importlib import resources
 from typing import Final
 
 from zeroir.report.measured import MeasuredStep
+from zeroir.report.names import format_bytes
 from zeroir.report.page import charts, tables
 from zeroir.report.page.data import MOST_RANKS, lanes_of, page_data
 from zeroir.report.page.sides import ReportedProgram, Side, sides
@@ -106,12 +107,20 @@ def _kinds(shown: Sequence[Side]) -> str:
 
 
 def _roles(shown: Sequence[Side]) -> str:
+    """The legend of the memory charts: roles, and the budgets that are drawn."""
     present = {role for side in shown for role in side.curve.roles}
-    return "".join(
+    keys = [
         _key(role.value.replace("_", " "), colour)
         for role, colour in charts.ROLE_COLOURS.items()
         if role.value in present
-    )
+    ]
+    budgets = {side.reported.budget_bytes for side in shown}
+    top_bytes = max(charts.top_bytes(side.curve, side.reported.budget_bytes) for side in shown)
+    drawn = sorted(budget for budget in budgets if budget is not None and budget <= top_bytes)
+    if drawn:
+        amounts = " and ".join(format_bytes(budget) for budget in drawn)
+        keys.append(_key(f"budget of {amounts}", charts.CRITICAL_COLOUR))
+    return "".join(keys)
 
 
 def _key(name: str, colour: str) -> str:

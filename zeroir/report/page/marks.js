@@ -25,8 +25,7 @@ function drawMarks() {
   const places = [];
   data.lanes.forEach((lane, number) => {
     for (const row of rows) {
-      const isOfClass = measured || lane.class === rankClass();
-      if (lane.side !== ops.side[row] || lane.stream !== ops.stream[row] || !isOfClass) continue;
+      if (lane.side !== ops.side[row] || lane.stream !== ops.stream[row]) continue;
       const span = drawnSpan(row, lane);
       if (span) places.push({ number, span });
     }
@@ -46,8 +45,8 @@ function drawMarks() {
 
 const titleOf = (row) => `${ops.op[row]} ${ops.what[row]}`.trim();
 
-/** What is known about an op, as pairs of a name and a text. */
-function factsOf(row) {
+/** What is known about an op, as pairs of a name and a text; its times are those of a class of ranks. */
+function factsOf(row, ofClass = rankClass()) {
   const facts = [];
   const add = (name, text) => { if (text) facts.push([name, text]); };
   const partner = partnerOf(row);
@@ -57,10 +56,10 @@ function factsOf(row) {
   add("on", ops.stream[row]);
   add("at", `${ops.section[row]}:${ops.line[row]}`);
   if (data.pairs) add("in", sideText(lines[lineOf[row]]));
-  if (took(row) || (isPair && took(partner))) {
-    add("begins", `${moment(ops.start[row][rankClass()])} ${data.time.name}`);
+  if (took(row, ofClass) || (isPair && took(partner))) {
+    add("begins", `${moment(ops.start[row][ofClass])} ${data.time.name}`);
     if (isPair) add("takes", `${duration(took(a))} in A, ${duration(took(b))} in B ${changeText(took(b) / took(a))}`);
-    else add(measured ? "simulated" : "takes", duration(took(row)));
+    else add(measured ? "simulated" : "takes", duration(took(row, ofClass)));
   }
   if (measured && !Number.isNaN(tookMeasured(row))) {
     add("measured", `${duration(tookMeasured(row))} ${took(row) ? `(${ratioText(tookMeasured(row) / took(row))})` : ""}`);
@@ -122,7 +121,7 @@ function showOpTip(lane, place, time) {
   const { all } = lanes[lane];
   const first = firstWhere(all.length, (i) => all[i].end >= at - pixel);
   const last = firstWhere(all.length, (i) => all[i].start > at + pixel);
-  const facts = factsOf(row);
+  const facts = factsOf(row, measured ? rankClass() : data.lanes[lane].class);
   if (last - first > 2) facts.push(["here", `${(last - first).toLocaleString("en")} ops; zoom in to tell them apart`]);
   const title = data.lanes[lane].isMeasured ? `${titleOf(row)} (measured)` : titleOf(row);
   showTip(...inWindow(models.timeline, at, -lane - LANE_HALF), title, facts);

@@ -29,12 +29,15 @@ const signed = (us) => (us > 0 ? `+${duration(us)}` : duration(us).replace("-", 
 const ratioText = (ratio) => (Number.isFinite(ratio) ? `${Number(ratio.toPrecision(3)).toLocaleString("en")}×` : "");
 const changeText = (ratio) => {
   if (!Number.isFinite(ratio) || Math.abs(ratio - 1) < 0.0005) return "";
+  if (ratio >= 10) return ratioText(ratio);
   const percent = Number((100 * Math.abs(ratio - 1)).toPrecision(3)).toLocaleString("en");
   return `${ratio > 1 ? "+" : "−"}${percent} %`;
 };
 
 const clockDigits = { µs: 1, ms: 3, s: 5 }[data.time.name];
 const clockFormat = new Intl.NumberFormat("en", { minimumFractionDigits: clockDigits, maximumFractionDigits: clockDigits });
+/** The numbers at the axes; Bokeh formats every tick several times in each frame. */
+const axisNumber = new Intl.NumberFormat("en", { maximumFractionDigits: 6 });
 /** A moment of the step in the unit of the time axis, without its name. */
 const moment = (us) => clockFormat.format(us / data.time.size);
 
@@ -60,7 +63,7 @@ function partnerOf(row) {
 const isHidden = (row) => chosen.hidden.has(ops.kind[row]);
 /** The class of ranks whose simulated times are shown: the first, or that of the measured rank. */
 const rankClass = () => (measured ? measured.ranks[chosen.rank].class : 0);
-const took = (row) => ops.end[row][rankClass()] - ops.start[row][rankClass()];
+const took = (row, ofClass = rankClass()) => ops.end[row][ofClass] - ops.start[row][ofClass];
 const isCritical = (row) => ops.critical[row].includes(1);
 /** The measured duration on the chosen rank; NaN where it did not carry the op out. */
 function tookMeasured(row) {
@@ -95,12 +98,12 @@ function buildLanes() {
     all.sort((a, b) => a.start - b.start);
     const isWait = ({ row }) => ops.kind[row] === "wait";
     const work = all.filter((span) => !isWait(span));
-    const own_class = measured ? rankClass() : lane.class;
+    const ownClass = measured ? rankClass() : lane.class;
     return {
       all,
       work,
       waits: all.filter(isWait),
-      critical: lane.isMeasured ? [] : work.filter((span) => ops.critical[span.row][own_class]),
+      critical: lane.isMeasured ? [] : work.filter((span) => ops.critical[span.row][ownClass]),
     };
   });
 }
@@ -141,6 +144,16 @@ function memoryX(side, number) {
 function memoryOpAt(side, x) {
   const number = firstWhere(side.count, (i) => memoryX(side, i) > x) - 1;
   return Math.max(0, Math.min(side.count - 1, number));
+}
+
+/** The op of a side with the most memory within a pixel of a place, which is the one that the chart draws there. */
+function highestOpAt(side, x) {
+  const own = sides[side];
+  const [, , pixel] = view(models.memory[side]);
+  let highest = memoryOpAt(own, x - pixel / 2);
+  const last = memoryOpAt(own, x + pixel / 2);
+  for (let i = highest + 1; i <= last; i += 1) if (ops.used[own.first + i] > ops.used[own.first + highest]) highest = i;
+  return highest;
 }
 
 /** The last visible op at or before an op of a side, else the first one after it; null where all are hidden. */

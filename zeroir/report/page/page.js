@@ -26,7 +26,7 @@ function followPointer() {
     const onMemory = (event) => {
       const own = sides[side];
       if (event.x < 0 || event.x > memoryX(own, own.count)) { mark(null); hideTip(); return; }
-      const number = memoryOpAt(own, event.x);
+      const number = highestOpAt(side, event.x);
       mark(visibleAt(own, number));
       showMemoryTip(side, number, ...inWindow(chart, event.x, event.y));
     };

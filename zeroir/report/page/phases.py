@@ -15,7 +15,7 @@ from zeroir.ir.effects import effects
 from zeroir.ir.program import BATCH_LOSS, Program, Section
 
 
-class Phase(StrEnum):
+class ComputePhase(StrEnum):
     """The part of a micro-step to which a compute belongs."""
 
     FORWARD = "forward"
@@ -23,18 +23,18 @@ class Phase(StrEnum):
     RECOMPUTED = "recomputed"
 
 
-def phases(program: Program, section: Section) -> dict[int, Phase]:
+def phases(program: Program, section: Section) -> dict[int, ComputePhase]:
     """The phase of each compute op, by its index; empty where the section makes no loss, as ``update``."""
     backward = _backward(program, section)
     forward = _before_the_loss(program, section, backward)
     if not forward:
         return {}
     return {
-        index: Phase.BACKWARD
+        index: ComputePhase.BACKWARD
         if index in backward
-        else Phase.FORWARD
+        else ComputePhase.FORWARD
         if index in forward
-        else Phase.RECOMPUTED
+        else ComputePhase.RECOMPUTED
         for index, op in enumerate(section.body)
         if isinstance(op, ops.Compute)
     }

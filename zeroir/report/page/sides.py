@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from zeroir.cost.simulate import Simulation
 from zeroir.cost.tasks import step_sections
@@ -12,6 +13,9 @@ from zeroir.report.diff import AlignedOp, aligned_ops
 from zeroir.report.page.facts import MemoryCurve, StepOp, memory_curve, step_ops
 from zeroir.report.summary import Summary
 from zeroir.verify import Report
+
+LETTERS: Final = ("A", "B")
+"""What stands for the names of two programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +48,7 @@ class Side:
 
 def sides(programs: Sequence[ReportedProgram]) -> list[Side]:
     """One side for each of at most two programs."""
-    letters = [""] if len(programs) == 1 else ["A", "B"]
+    letters = [""] if len(programs) == 1 else LETTERS
     return [
         Side(
             reported=reported,

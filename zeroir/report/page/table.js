@@ -38,7 +38,7 @@ const COLUMNS = data.pairs
         words("unit", "minmax(60px, 1fr)", "unit", inNarrow),
         words("what", "minmax(120px, 2fr)", "what"),
         number("size", "70px", of((row) => ops.bytes[row]), bytes),
-        number("simulated", "62px", of(took), duration, inNarrow),
+        number("simulated", "66px", of(took), duration, inNarrow),
         number("measured", "62px", of(tookMeasured), unlessNone(duration), inNarrow),
         number("difference", "94px", of((row) => Math.abs(deviation(row))), (_, line) => unlessNone(signed)(deviation(leadOf(line)))),
         number("ratio", "52px", of((row) => tookMeasured(row) / took(row)), ratioText, inNarrow),

@@ -15,7 +15,7 @@ from zeroir.report.diff import diff, summary
 from zeroir.report.measured import MeasuredStep
 from zeroir.report.names import counted, format_bytes, format_flops
 from zeroir.report.page.facts import unit_facts
-from zeroir.report.page.sides import Side
+from zeroir.report.page.sides import LETTERS, Side
 from zeroir.report.summary import counted_step
 from zeroir.verify import PROVED
 from zeroir.verify.explain import CODES
@@ -38,12 +38,12 @@ def tiles(shown: Sequence[Side], measured: MeasuredStep | None) -> str:
     columns = [_figures(side) for side in shown]
     titles = dict.fromkeys(title for column in columns for title in column)
     parts = [
-        _tile(title, [column.get(title, _Figure(text="none")) for column in columns])
+        _tile(title, [column.get(title, _TileText(text="none")) for column in columns])
         for title in titles
     ]
     if measured is not None:
         ratio = measured.step_ns / max(1, shown[0].reported.simulation.step_ns)
-        figure = _Figure(
+        figure = _TileText(
             text=format_time(measured.step_ns), note=f"{ratio:.3g} times the simulated one"
         )
         parts.insert(3, _tile("measured step", [figure]))
@@ -51,7 +51,7 @@ def tiles(shown: Sequence[Side], measured: MeasuredStep | None) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Figure:
+class _TileText:
     """A figure of a program: its text, what it is of, and its number where a change of it means something."""
 
     text: str
@@ -60,7 +60,7 @@ class _Figure:
     is_bad: bool = False
 
 
-def _figures(side: Side) -> dict[str, _Figure]:
+def _figures(side: Side) -> dict[str, _TileText]:
     reported = side.reported
     facts, simulation, budget_bytes = reported.summary, reported.simulation, reported.budget_bytes
     peak_bytes = side.curve.peak_bytes
@@ -72,21 +72,21 @@ def _figures(side: Side) -> dict[str, _Figure]:
     exposed_ns = simulation.exposed_s * 1e9
     traffic = sum(on_the_wire(facts["collective_bytes"]).values())
     figures = {
-        "program": _Figure(
+        "program": _TileText(
             text=f"stage {facts['stage']}, {facts['precision']}",
             note=" × ".join(f"{name} {size}" for name, size in facts["mesh"].items()),
         ),
-        "parameters": _Figure(
+        "parameters": _TileText(
             text=f"{facts['parameters_numel']:,}",
             note=f"in {counted(len(facts['units']), 'unit')}",
             number=facts["parameters_numel"],
         ),
-        "simulated step": _Figure(
+        "simulated step": _TileText(
             text=format_time(simulation.step_ns),
             note=f"on {simulation.machine}",
             number=simulation.step_ns,
         ),
-        "exposed communication": _Figure(
+        "exposed communication": _TileText(
             text=format_time(round(exposed_ns)),
             note=f"{_percent(exposed_ns / simulation.step_ns)} of the step"
             if simulation.step_ns
@@ -96,20 +96,20 @@ def _figures(side: Side) -> dict[str, _Figure]:
     }
     if any(facts["transfer_bytes"].values()):
         exposed_transfers_ns = simulation.exposed_transfers_s * 1e9
-        figures["exposed transfers"] = _Figure(
+        figures["exposed transfers"] = _TileText(
             text=format_time(round(exposed_transfers_ns)), number=exposed_transfers_ns
         )
     return figures | {
-        "MFU": _Figure(
+        "MFU": _TileText(
             text=_percent(simulation.mfu), note="of the dense peak", number=simulation.mfu
         ),
-        "peak memory": _Figure(
+        "peak memory": _TileText(
             text=format_bytes(peak_bytes),
             note=share,
             number=peak_bytes,
             is_bad=budget_bytes is not None and peak_bytes > budget_bytes,
         ),
-        "on the wire": _Figure(
+        "on the wire": _TileText(
             text=format_bytes(traffic),
             note=f"full buffers, a {counted_step(facts)}",
             number=traffic,
@@ -117,14 +117,15 @@ def _figures(side: Side) -> dict[str, _Figure]:
     }
 
 
-def _tile(title: str, figures: Sequence[_Figure]) -> str:
+def _tile(title: str, figures: Sequence[_TileText]) -> str:
     old, new = figures[0], figures[-1]
     note = _versus([figure.note for figure in figures])
     if len(figures) > 1 and old.number and new.number is not None:
         note = _change(old.number, new.number)
     is_bad = any(figure.is_bad for figure in figures)
     return (
-        f'<div class="tile{" bad" if is_bad else ""}"><span>{escape(title)}</span>'
+        f'<div class="tile{" bad" if is_bad else ""}{" pair" if len(figures) > 1 else ""}">'
+        f"<span>{escape(title)}</span>"
         f"<b>{escape(_versus([figure.text.replace(' ', NO_BREAK) for figure in figures]))}</b>"
         f"<small>{escape(note)}</small></div>"
     )
@@ -133,6 +134,8 @@ def _tile(title: str, figures: Sequence[_Figure]) -> str:
 def _change(old: float, new: float) -> str:
     if old == new:
         return "no change"
+    if new >= 10 * old:
+        return f"{new / old:,.0f} times as much"
     share = new / old - 1
     return f"{'+' if share > 0 else '−'}{_percent(abs(share))}"
 
@@ -229,11 +232,13 @@ def laws(shown: Sequence[Side]) -> str:
     rows = []
     codes = dict.fromkeys(code for side in shown for code in side.reported.report.laws)
     for code in codes:
-        verdicts = [side.reported.report.laws.get(code, "none") for side in shown]
+        holders = [side for side in shown if code in side.reported.report.laws]
+        verdicts = [side.reported.report.laws[code] for side in holders]
         mark = "proved" if set(verdicts) == {PROVED} else "broken"
+        only = "" if len(holders) == len(shown) else f", only {holders[0].letter}"
         rows.append(
             f"<tr><td><code>{escape(code)}</code></td><td>{escape(CODES[code].title)}</td>"
-            f'<td class="{mark}">{escape(_versus(verdicts))}</td></tr>'
+            f'<td class="{mark}">{escape(_versus(verdicts) + only)}</td></tr>'
         )
     return f"<table><tr><th>law</th><th>rules out</th><th></th></tr>{''.join(rows)}</table>"
 
@@ -246,8 +251,8 @@ def passes(shown: Sequence[Side]) -> str:
         if tag == "equal":
             items += [("", spec) for spec in old[a:b]]
         else:
-            items += [("A", spec) for spec in old[a:b]]
-            items += [("B", spec) for spec in new[c:d]]
+            items += [(LETTERS[0], spec) for spec in old[a:b]]
+            items += [(LETTERS[1], spec) for spec in new[c:d]]
     return "".join(
         f'<li class="{"only" if letter else ""}">'
         f"{f'<b>only {letter}</b> ' if letter else ''}<code>{escape(spec)}</code></li>"
@@ -273,12 +278,12 @@ def differences(old: Side, new: Side) -> str:
     facts = summary(before, after)
     keys = sorted({*facts.ops_added, *facts.ops_removed})
     ops = table(
-        ["ops", "#only A", "#only B"],
+        ["ops that differ", "#in A", "#in B"],
         [
             [key, f"{facts.ops_removed.get(key, 0):,}", f"{facts.ops_added.get(key, 0):,}"]
             for key in keys
         ]
-        or [["all equal", "", ""]],
+        or [["none", "", ""]],
     )
     states = merged(
         ["model states", "#of a rank"],
@@ -334,17 +339,12 @@ def merged(
 ) -> str:
     """A table of the rows of all sides by their first cells; cells that differ hold both values."""
     names = order or list(dict.fromkeys(name for column in columns for name in column))
-    none = ["none"] * (len(heads) - 1)
-    rows = [
-        [
-            name,
-            *(
-                _versus(cells)
-                for cells in zip(*(column.get(name, none) for column in columns), strict=True)
-            ),
-        ]
-        for name in names
-    ]
+    rows = []
+    for name in names:
+        holders = [number for number, column in enumerate(columns) if name in column]
+        title = name if len(holders) == len(columns) else f"{name} · only {LETTERS[holders[0]]}"
+        values = zip(*(columns[number][name] for number in holders), strict=True)
+        rows.append([title, *(_versus(cells) for cells in values)])
     return table(heads, rows)
 
 

@@ -1,0 +1,51 @@
+"""Both halves of the guide "From DeepSpeed" print the same losses and rates, the first with DeepSpeed itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.docs.test_docs_blocks import ROOT, blocks_of
+
+GUIDE = ROOT / "docs" / "moving.md"
+
+# On CPUs DeepSpeed compiles collectives of its own at first use, for minutes; without them gloo does its collectives.
+WITHOUT_OWN_COLLECTIVES = """\
+import deepspeed
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+"""
+
+
+def printed(script: str, folder: Path) -> list[str]:
+    """The lines of two numbers that a script prints on two ranks; it runs in a new folder."""
+    folder.mkdir()
+    (folder / "script.py").write_text(script, encoding="utf-8")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
+    result = subprocess.run(
+        [sys.executable, *launch],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return re.findall(r"^\d+\.\d+ \d+\.\d+$", result.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_deepspeed_prints_what_the_guide_promises(tmp_path: Path) -> None:
+    section = GUIDE.read_text("utf-8").partition("\n## From DeepSpeed\n")[2]
+    before, after = blocks_of("moving.md", section)
+    expected = printed(WITHOUT_OWN_COLLECTIVES + before.text, tmp_path / "before")
+    assert len(expected) == 3
+    assert printed(after.text, tmp_path / "after") == expected
