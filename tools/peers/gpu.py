@@ -77,7 +77,7 @@ def measure(task: MeasurementTask) -> Measurement:
     step = build(task, device)
     batches = [
         (tokens.to(device), targets.to(device))
-        for tokens, targets in gpu_gpt.batches(BATCHES, seed=task.rank)
+        for tokens, targets in gpu_gpt.random_batches(BATCHES, seed=task.rank)
     ]
     start = time.perf_counter()
     losses = [float(step(batches[0]))]

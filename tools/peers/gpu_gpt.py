@@ -30,10 +30,10 @@ def model() -> GPT:
 
 def batch() -> tuple[Tensor, Tensor]:
     """An example of one rank's batch."""
-    return batches(1, seed=0)[0]
+    return random_batches(1, seed=0)[0]
 
 
-def batches(count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+def random_batches(count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
     """Random tokens and their successors."""
     *_, length, samples = shape()
     generator = torch.Generator().manual_seed(seed)
