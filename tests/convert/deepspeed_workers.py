@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.convert import torch_workers
+from tests.support.deepspeed_package import FOLDER, OWN_COLLECTIVES
 
 
 def main() -> None:
@@ -21,7 +22,9 @@ def main() -> None:
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     warnings.simplefilter("ignore")  # DeepSpeed's and torch's, not ours
     torch_workers.join(folder)
+    sys.path.insert(0, str(FOLDER))
     deepspeed = importlib.import_module("deepspeed")
+    deepspeed.ops.__compatible_ops__[OWN_COLLECTIVES] = False
     torch.manual_seed(99)
     module = torch_workers.Net()
     engine, *_ = deepspeed.initialize(

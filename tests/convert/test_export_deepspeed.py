@@ -1,6 +1,5 @@
-"""What ``--format deepspeed`` writes: its layout, and where DeepSpeed is installed, what it computes from it."""
+"""What ``--format deepspeed`` writes: its layout, and what DeepSpeed computes from it."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch import nn
 from tests.convert import torch_workers as workers
 from tests.convert.trained import trained, write_trained
 from tests.runtime.support import Ranks, require_success
+from tests.support.deepspeed_package import needs_deepspeed
 from tests.support.stored_modules import write_checkpoint
 from zeroir.convert.export import ExportReport, export_checkpoint
 from zeroir.errors import UserError
@@ -59,7 +59,7 @@ def test_the_layout_is_that_of_ds_to_universal(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
+@needs_deepspeed
 @pytest.mark.parametrize(("stage", "group_count"), [(1, 2), (2, 2), (3, 1)])
 def test_two_ranks_of_deepspeed_go_on(stage: int, group_count: int, tmp_path: Path) -> None:
     module, optimizer, _ = exported(tmp_path, group_count)

@@ -6,22 +6,18 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.docs.test_docs_blocks import ROOT, blocks_of
+from tests.support.deepspeed_package import FOLDER, OWN_COLLECTIVES, needs_deepspeed
 
 GUIDE = ROOT / "docs" / "moving.md"
-PEERS = Path(sys.prefix, "peers")
-"""Where ``make setup`` puts DeepSpeed."""
-
-# On CPUs DeepSpeed compiles collectives of its own at first use, for minutes; without them gloo does its collectives.
-WITHOUT_OWN_COLLECTIVES = """\
+WITHOUT_OWN_COLLECTIVES = f"""\
 import deepspeed
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+deepspeed.ops.__compatible_ops__["{OWN_COLLECTIVES}"] = False
 """
 
 
@@ -45,12 +41,10 @@ def printed(script: str, folder: Path, *packages: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.skipif(
-    not (PEERS.exists() or find_spec("deepspeed")), reason="deepspeed is not installed"
-)
+@needs_deepspeed
 def test_deepspeed_prints_what_the_guide_promises(tmp_path: Path) -> None:
     section = GUIDE.read_text("utf-8").partition("\n## From DeepSpeed\n")[2]
     before, after = blocks_of("moving.md", section)
-    expected = printed(WITHOUT_OWN_COLLECTIVES + before.text, tmp_path / "before", PEERS)
+    expected = printed(WITHOUT_OWN_COLLECTIVES + before.text, tmp_path / "before", FOLDER)
     assert len(expected) == 3
     assert printed(after.text, tmp_path / "after") == expected

@@ -1,0 +1,20 @@
+"""DeepSpeed, which ``make setup`` installs beside the environment, because other packages work otherwise where it is."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+FOLDER: Final = Path(sys.prefix, "peers")
+"""On the path of those processes alone that run DeepSpeed."""
+
+needs_deepspeed = pytest.mark.skipif(
+    not (FOLDER.exists() or find_spec("deepspeed")), reason="DeepSpeed is not installed"
+)
+
+OWN_COLLECTIVES: Final = "deepspeed_shm_comm"
+"""What DeepSpeed compiles for CPUs at first use, for minutes; where it is not compatible, gloo does the collectives."""
