@@ -347,6 +347,21 @@ def test_run_trains_alone(zeroir: Zeroir, tmp_path: Path) -> None:
     assert "stage 3" in str(compiled)
 
 
+@pytest.mark.parametrize("command", ["compile", "check"])
+def test_what_a_model_file_prints_does_not_spoil_the_json(
+    zeroir: Zeroir, tmp_path: Path, command: str
+) -> None:
+    model = tmp_path / "counter.py"
+    model.write_text(
+        COUNTER.replace("def model():", "print('loaded')\ndef model():\n    print('built')")
+    )
+    written = ("-o", tmp_path / "counter.zir") if command == "compile" else ("--steps", "1")
+    answer = zeroir(command, model, "--world-size", "2", *written, "--json")
+    assert answer.exit_code == (1 if command == "check" else 0), answer.err  # its buffers differ
+    assert answer.json
+    assert {"loaded", "built"} <= set(answer.err.split())
+
+
 def test_ranks_get_the_command_that_was_given(
     zeroir: Zeroir, programs: dict[int, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

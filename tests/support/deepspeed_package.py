@@ -1,4 +1,4 @@
-"""DeepSpeed, which ``make setup`` installs beside the environment, because other packages work otherwise where it is."""
+"""DeepSpeed, which ``make setup`` installs beside the environment: other packages work otherwise where they see it."""
 
 from __future__ import annotations
 

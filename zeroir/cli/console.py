@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Final
 
 from rich.console import Console
@@ -69,9 +69,10 @@ def print_json(value: object) -> None:
 
 @contextmanager
 def progress(what: str) -> Iterator[None]:
-    """A spinner on stderr while the body runs; nothing if stderr is not a terminal."""
-    if not err.is_terminal:
-        yield
-        return
-    with err.status(what):
-        yield
+    """A spinner on stderr, if that is a terminal, while the body runs, whose own prints go to stderr, too."""
+    with redirect_stdout(sys.stderr):
+        if not err.is_terminal:
+            yield
+            return
+        with err.status(what):
+            yield
