@@ -35,16 +35,22 @@ Alarm = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatTiming:
-    """Seconds between two signs of life, and seconds of silence after which a rank counts as lost."""
+    """Seconds between two signs of life, and seconds of silence after which a rank counts as lost.
+
+    At the end of a job rank 0 keeps the store for at most ``closing_s``, or that silence if it is longer: ranks may
+    take long to close their files and workers.
+    """
 
     interval_s: float = INTERVAL_S
     silence_s: float = _SILENCE_S
+    closing_s: float = 0.0
 
     @classmethod
     def within(cls, timeout: timedelta) -> Self:
         """Silence of a fifth of the timeout of collectives, and of no more than a minute."""
         silence_s = min(_SILENCE_S, timeout.total_seconds() / 5)
-        return cls(interval_s=min(INTERVAL_S, silence_s / 20), silence_s=silence_s)
+        interval_s = min(INTERVAL_S, silence_s / 20)
+        return cls(interval_s=interval_s, silence_s=silence_s, closing_s=_SILENCE_S)
 
 
 class Heartbeat:
@@ -99,7 +105,7 @@ class Heartbeat:
         self._end_signs()
         with contextlib.suppress(RuntimeError):
             self._store.set(str(self._rank), _DONE.decode())
-            deadline = time.monotonic() + self._timing.silence_s
+            deadline = time.monotonic() + max(self._timing.closing_s, self._timing.silence_s)
             awaited = range(1, self._world_size) if self._rank == 0 else ()
             for rank in awaited:
                 while self._count_of(rank) != _DONE and time.monotonic() < deadline:
@@ -166,12 +172,12 @@ class Heartbeat:
         silence = (
             f"The job's store{self._place} has not answered for {self._timing.silence_s:.0f} s"
         )
-        own = self.hosts[self._rank] if self.hosts else ""
-        others = ranks_by_host(self.hosts, without=own)
-        if not others:
+        if not self.hosts or self.hosts[self._rank] == self.hosts[0]:
             return f"{silence}: the process that keeps it was stopped, or its machine cannot be reached."
+        keeper = ranks_by_host(self.hosts, only=self.hosts[0])
+        own = self.hosts[self._rank]
         return (
-            f"{silence}: rank {self._rank} on {own} cannot reach it, and with it {others}. The link between the "
+            f"{silence}: rank {self._rank} on {own} cannot reach it, and with it {keeper}. The link between the "
             "machines is down, or the store's machine is."
         )
 

@@ -46,7 +46,7 @@ class SectionRunner:
         self._is_begun = False
         self._has_failed = False
         self._position: OpPosition | None = None
-        self._when = ""
+        self._when: dict[str, str] = {}
         self._prepared: dict[str, list[Task]] = {}
         self._bound: dict[tuple[str, Watch | None], list[Task]] = {}
         self._pending = {
@@ -85,7 +85,7 @@ class SectionRunner:
             raise UserError(
                 "An earlier step failed in its middle, and left a part of the values changed: make a new engine."
             )
-        self._when = when
+        self._when[name] = when
         self._has_failed = True  # until the section has run to its end
         with torch.no_grad():
             if not self._is_begun:
@@ -184,7 +184,7 @@ class SectionRunner:
 
     def _explained(self, position: OpPosition, error: Exception) -> ZeroirError:
         """The error to raise for a failure in an op: it names the failure, the op and a remedy."""
-        place = f"{self.labels[position]} {self._when}"
+        place = f"{self.labels[position]} {self._when[position.section]}"
         if isinstance(error, RuntimeError) and is_lost_connection(error):
             return LostPeersError(
                 f"Rank {self._local_ranks.memories[0].rank} lost its peers in {place}: another rank stopped or is "

@@ -11,7 +11,7 @@ persistent buffers afterwards. Beside the buffers it needs the memory of one seg
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -85,11 +85,15 @@ def check_kernels(local_ranks: LocalRanks, kernels: KernelBackend) -> SelfCheckR
 
 def _distinct(local_ranks: LocalRanks, memory: RankMemory) -> Iterator[ops.Compute]:
     """One call of each kernel: that whose arguments have the largest offsets in memory."""
-    digests = {segment.name: segment.digest() for segment in local_ranks.program.segments}
-    calls: dict[tuple[str, tuple[Binding | None, ...]], list[ops.Compute]] = {}
+    # A digest leaves out what nodes declare of their workspaces, which is checked, too.
+    kernels_by_name = {
+        segment.name: (segment.digest(), tuple(node.workspace_bytes for node in segment.nodes))
+        for segment in local_ranks.program.segments
+    }
+    calls: dict[tuple[Hashable, tuple[Binding | None, ...]], list[ops.Compute]] = {}
     for op in local_ranks.program.ops():
         if isinstance(op, ops.Compute):
-            calls.setdefault((digests[op.segment], tuple(bindings(op))), []).append(op)
+            calls.setdefault((kernels_by_name[op.segment], tuple(bindings(op))), []).append(op)
 
     def smallest_offset(op: ops.Compute) -> int:
         return min((memory.offset_numel(argument.view) for argument in op.arguments), default=0)

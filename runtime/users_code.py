@@ -27,10 +27,10 @@ _LOST_WORKER: Final = re.compile(
 )
 """Torch's message about workers that ended."""
 _WORKERS_ERROR: Final = re.compile(
-    r"Caught \w+ in DataLoader worker process .*?\n(?P<traceback>Original Traceback .*\n)(?P<reason>\S.*)",
+    r"Caught \w+ in DataLoader worker process .*?\n(?P<traceback>Original Traceback .*\n  [^\n]*\n)(?P<reason>\S.*)",
     re.DOTALL,
 )
-"""Torch's message about an exception in a worker: the last line that is not indented begins its reason."""
+"""Torch's message about an exception in a worker: the line after the last frame begins its reason."""
 _FRAME: Final = re.compile(r'^  File "(.+)", line (\d+)', re.MULTILINE)
 
 

@@ -39,11 +39,11 @@ _LISTED: Final = 8
 """The most machines, and the most ranks of one, that a message names."""
 
 
-def ranks_by_host(hosts: Sequence[str], *, without: str | None = None) -> str:
-    """The machines of a job and their ranks, as ``alpha (ranks 0, 1), beta (rank 2)``, but not ``without``."""
+def ranks_by_host(hosts: Sequence[str], *, only: str | None = None) -> str:
+    """The machines of a job and their ranks, as ``alpha (ranks 0, 1), beta (rank 2)``, or ``only`` one of them."""
     ranks: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
-        if host != without:
+        if only in (None, host):
             ranks.setdefault(host, []).append(rank)
     shown = [
         f"{host} (rank{'s' * (len(of_host) > 1)} {', '.join(map(str, of_host[:_LISTED]))}"

@@ -117,9 +117,9 @@ def with_visits(
     """The program with these persistent buffers at home in another space, and visits around the ops that use them.
 
     The program has no waits yet. Its ops use these buffers in the space ``route.away``, in which the buffers are still,
-    except those that ``is_at_home`` names: these use them in ``route.home``. A region that is used up by an op is read
-    by no op behind it, so it is not taken home. Each distinct region of a home that is visited has one staging buffer,
-    with the role ``staging``.
+    except those that ``is_at_home`` names: these use them in ``route.home``. A region that ``is_used_up`` names is read
+    by no later op, so it is not taken home. Each distinct region of a home that is visited has one staging buffer, with
+    the role ``staging``.
     """
     if not homes:
         return program

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -103,11 +104,15 @@ def test_what_an_engine_replaces_is_refused() -> None:
     loader = DataLoader(samples, batch_sampler=sampler)
     with pytest.raises(UserError, match="pass an example batch of one rank as batch="):
         zeroir.prepare(accelerator, model, optimizer, loader, loss=loss)
+    with pytest.raises(UserError, match="is a list, but should be a DataLoader"):
+        zeroir.prepare(accelerator, model, optimizer, cast("DataLoader[Any]", [1]), loss=loss)
     example = torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64)
     engine, _, loader = zeroir.prepare(
         accelerator, model, optimizer, loader, loss=loss, batch=example
     )
     assert len(loader) == 5
+    with pytest.raises(UserError, match=r"has an engine of zeroir\.prepare already"):
+        zeroir.prepare(accelerator, model, optimizer, loader, loss=loss, batch=example)
     with pytest.raises(UserError, match=r"call engine\.micro_step\(batch\) in its place"):
         accelerator.backward(torch.zeros(()))
     with pytest.raises(UserError, match=r"pass clip= to zeroir\.prepare"):

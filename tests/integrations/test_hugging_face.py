@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,9 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, SequentialLR
 
 from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
 from zeroir.errors import UserError
+
+if TYPE_CHECKING:
+    from zeroir.api.keywords import CompileKeywords
 
 # Imports of transformers take seconds, so tests that are left out make none.
 pytestmark = [
@@ -137,6 +140,8 @@ def test_a_model_without_its_values_and_an_optimizer_of_the_compiler_are_refused
 
     with pytest.raises(UserError, match=r"optimizer='sgd' of zeroir_options has no effect"):
         ZeroirTrainer(workers.model(), zeroir_options={"optimizer": "sgd"})
+    with pytest.raises(UserError, match="zeroir_options is 'adam', but should be a dict"):
+        ZeroirTrainer(workers.model(), zeroir_options=cast("CompileKeywords", "adam"))
 
 
 def test_an_epoch_that_does_not_end_with_a_group_is_refused_at_once(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -160,6 +161,11 @@ def test_a_formula_that_fails_is_refused_with_the_line_of_the_model(
             zeroir.UserError, match=rf"{Path(__file__).name}:\d+ uses the operator .* {problem}"
         ):
             zeroir.compile(Net(), BATCH)
+
+
+def test_a_formula_is_a_function() -> None:
+    with pytest.raises(zeroir.UserError, match="is None, but should be a function"):
+        zeroir.register_workspace(in_doubles, cast("Callable[..., int]", None))
 
 
 @pytest.mark.parametrize("name", ["workspaces::gone", "in_doubles", "aten::mm"])

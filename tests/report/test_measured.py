@@ -82,7 +82,7 @@ def test_other_traces_are_refused(tmp_path: Path) -> None:
     whole = chrome_trace(made, timelines(), step=1)
     shorter = chrome_trace(program(), [simulated(program()).classes[0].spans], step=1)
     documents: dict[str, dict[str, object]] = {
-        "is a trace of another program": shorter,
+        "is a trace of another program": shorter | {"otherData": {**_facts(shorter), "ranks": 4}},
         "holds a step simulated on dgx-h100": simulated_trace(made, simulated(made)),
         "is no trace of a step": {"traceEvents": [], "displayTimeUnit": "ms"},
     }
@@ -90,10 +90,15 @@ def test_other_traces_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=reason):
             read_measured_step(written(path, document), made)
     no_ops = whole | {"traceEvents": []}
-    no_rank = whole | {"otherData": {**_facts(whole), "ranks": 1}}
+    events = whole["traceEvents"]
+    assert isinstance(events, list)
+    no_rank = whole | {"traceEvents": [event | {"pid": 99} for event in events]}
     for document in (no_ops, no_rank):
         with pytest.raises(UserError, match="is no trace of a step"):
             read_measured_step(written(path, document), made)
+    other_ranks = whole | {"otherData": {**_facts(whole), "ranks": 1}}
+    with pytest.raises(UserError, match=r"a trace of 1 rank, .* compile it with --world-size 1"):
+        read_measured_step(written(path, other_ranks), made)
     path.write_bytes(b"\x89PNG")
     with pytest.raises(UserError, match="is no trace of a step"):
         read_measured_step(path, made)

@@ -107,6 +107,13 @@ def test_the_memory_of_a_step_is_shown_in_program_order_within_the_step() -> Non
     assert len(own) > len(computes)
 
 
+def test_an_op_of_a_micro_step_that_one_program_lacks_is_not_equal() -> None:
+    old, new = sides([reported(program(4), "old.zir"), reported(program(2), "new.zir")])
+    one_sided = [row for row in aligned_steps(old, new) if row.old is None or row.new is None]
+    assert one_sided
+    assert not any(row.is_equal for row in one_sided)
+
+
 def test_the_ops_of_two_programs_stand_side_by_side() -> None:
     old, new = sides([reported(program(2, stage=2), "old.zir"), reported(program(3), "new.zir")])
     rows = aligned_steps(old, new)

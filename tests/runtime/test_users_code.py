@@ -31,6 +31,10 @@ def fail(index: int) -> Tensor:
     raise KeyError(f"sample\n{index}")
 
 
+def fail_in_lines(_: int) -> Tensor:
+    raise ValueError("the first line\nthe second line")
+
+
 def leave(_: int) -> Tensor:
     os._exit(9)
 
@@ -53,6 +57,14 @@ def test_an_error_in_a_worker_is_a_sentence_with_the_line_of_the_users_code() ->
     assert str(caught.value) == (
         f"batches() failed in a worker at step 3 ({place}): KeyError: 'sample\\n0'"
     )
+
+
+def test_an_error_of_several_lines_in_a_worker_is_whole() -> None:
+    with (
+        pytest.raises(UserError, match=r"ValueError: the first line\s+the second line"),
+        in_users_code("batches()"),
+    ):
+        first_batch(fail_in_lines)
 
 
 @pytest.mark.parametrize("context", [lambda: in_users_code("batches()"), naming_lost_workers])

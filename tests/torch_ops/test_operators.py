@@ -88,6 +88,13 @@ def test_plain_products_agree_with_the_fused_kernel(is_causal: bool, has_mask: b
         torch.testing.assert_close(expected, actual)
 
 
+def test_attention_without_keys_is_zero() -> None:
+    q, k = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 0, 4)
+    out, lse = _math_forward(q, k, k, None, False, None)
+    assert torch.equal(out, torch.zeros_like(q))
+    assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+
+
 @pytest.mark.parametrize("excluding", [torch.finfo(torch.float32).min, -5000.0])
 def test_a_row_that_a_finite_mask_excludes_is_torchs(excluding: float) -> None:
     _, *rest = qkv(torch.float32)

@@ -20,6 +20,7 @@ from cyclopts import (
     Token,
     UnknownOptionError,
     UnusedCliTokensError,
+    ValidationError,
 )
 
 from zeroir import __version__
@@ -348,6 +349,11 @@ def _explain_usage(error: CycloptsError) -> str:
             target is int
         ):
             sentence = f"{name} is {shortened_words(text)}, but should be a whole number."
+        case ValidationError(argument=argument, exception_message=reason) if (
+            argument is not None and reason.startswith("Must ")
+        ):
+            given = shortened_words(argument.tokens[0].value)
+            sentence = f"{argument.name} is {given}, but m{reason[1:]}"
         case _:
             sentence = shortened_words(" ".join(str(error).split()))
     return f"{sentence} See `{command} --help`."

@@ -155,8 +155,10 @@ def run_model_file(text: ModelText) -> ModelSource:
         batch=functions.guarded(cast("Callable[[], Batch]", batch), "batch()"),
         loss=loss,
         weight=weight,
-        batches=functions.iterator("batches", "batches(rank, world_size, seed, start_step=0)"),
-        eval_batches=functions.iterator("eval_batches", "eval_batches(rank, world_size, seed)"),
+        batches=functions.iterator(
+            "batches", "batches(rank, world_size, seed, start_step=0)", 3, 4
+        ),
+        eval_batches=functions.iterator("eval_batches", "eval_batches(rank, world_size, seed)", 3),
         modules=(module.__name__, *imports),
         autocasts=autocasts,
         file=FileOrigin(path=path, factory=factory.text, sha256=text.sha256, imports=imports),
@@ -313,9 +315,12 @@ class _Functions:
 
         return initialised
 
-    def iterator(self, name: str, signature: str) -> BatchFunction | None:
-        """The function ``name``, whose result must be an iterable over batches; None where there is none."""
-        function = self.optional(name, signature, *((3, 4) if "start_step" in signature else (3,)))
+    def iterator(self, name: str, signature: str, *counts: int) -> BatchFunction | None:
+        """The function ``name``, of one of these numbers of parameters, whose result must be an iterable over batches.
+
+        None where there is none.
+        """
+        function = self.optional(name, signature, *counts)
         if function is None:
             return None
 

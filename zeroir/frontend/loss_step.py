@@ -33,8 +33,8 @@ class LossStep(nn.Module):
     Each forward of the model begins with the Python state ``state``. With a ``plan`` the forward is that which was
     recorded, and the model's code does not run. ``blocks`` names the repeated blocks, ``sites`` counts the calls of
     dropout and of random operators in the model's last forward, and ``tracker`` knows where in the model each node of
-    that forward comes from. ``line`` is that of the function whose result
-    is the loss, and ``place`` the model's name where that is empty.
+    that forward comes from. ``line`` is ``file:line`` of the function whose result is the loss, and ``place`` is that
+    line, or the model's name if the line is unknown.
     """
 
     PREFIX = "model."

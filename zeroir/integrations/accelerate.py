@@ -133,6 +133,10 @@ def prepare(
             has no batch size and ``batch`` is missing, or as ``zeroir.compile``.
     """
     _require_supported(accelerator)
+    if not isinstance(loader, torch.utils.data.DataLoader):
+        raise UserError(
+            f"The fourth argument of zeroir.prepare is a {type(loader).__name__}, but should be a DataLoader."
+        )
     require_no_optimizer(options, "zeroir.prepare", "the third argument")
     if batch is None:
         batch = first_batch(loader, _rows(accelerator, loader))
@@ -164,6 +168,11 @@ def prepare(
 
 
 def _require_supported(accelerator: Accelerator) -> None:
+    if "backward" in vars(accelerator):
+        raise UserError(
+            "This Accelerator has an engine of zeroir.prepare already, and its saved states hold one: make another "
+            "Accelerator."
+        )
     distributed = accelerator.distributed_type
     if distributed in (
         DistributedType.DEEPSPEED,

@@ -72,7 +72,11 @@ class ZeroirTrainer(Trainer):
     ) -> None:
         if args is not None:
             _require_supported(args)
-        self._options: CompileKeywords = zeroir_options or {}
+        self._options: CompileKeywords = {} if zeroir_options is None else zeroir_options
+        if not isinstance(zeroir_options, dict | None):
+            raise UserError(
+                f"zeroir_options is {zeroir_options!r}, but should be a dict of keywords of zeroir.compile."
+            )
         require_no_optimizer(
             self._options, "zeroir_options", "TrainingArguments or in optimizers= of the trainer"
         )

@@ -316,10 +316,11 @@ class ZeroirStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None
     ) -> None:
-        """Save the trainer's checkpoint, and beside it the engine's state, of which each rank writes its part."""
+        """Save the trainer's checkpoint, and beside it the state of an engine, of which each rank writes its part."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        # What an earlier checkpoint of this name left would count as this one's.
+        self._remove_state(filepath)
         if self._engine is not None and "optimizer_states" in checkpoint:
-            self._remove_state(filepath)
             self._engine.save(_state_path(filepath))
 
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -15,6 +15,7 @@ from zeroir.cost.tasks import step_sections
 from zeroir.errors import UserError
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, OpPosition, Program
 from zeroir.ir.spans import Span
+from zeroir.report.names import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,11 @@ def read_measured_step(path: Path, program: Program) -> MeasuredStep:
         raise UserError(
             f"'{path}' holds a step simulated on {facts.machine}; --trace takes a measured one, which "
             "`zeroir run --trace` writes."
+        )
+    if facts.ranks != program.mesh.world_size:
+        raise UserError(
+            f"'{path}' is a trace of {counted(facts.ranks, 'rank')}, but the program is for "
+            f"{program.mesh.world_size}: compile it with --world-size {facts.ranks}, and trace that program."
         )
     digest = program_digest(program)
     if facts.program != digest:

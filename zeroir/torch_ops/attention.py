@@ -250,5 +250,5 @@ def _weights(scores: Tensor) -> Tensor:
     The logarithm of a row's sum would lose the sum itself where scores are large: beside the smallest finite number, by
     which many masks exclude a key, it rounds to that number.
     """
-    excluded = scores.amax(3, keepdim=True) == -math.inf
+    excluded = (scores == -math.inf).all(3, keepdim=True)
     return scores.softmax(3).masked_fill(excluded, 0.0)

@@ -36,9 +36,15 @@ def register_workspace(op: ForeignOperator, formula: Formula) -> None:
     Before training, the self-check refuses an operator that takes more. A second formula replaces the first.
 
     Raises:
-        UserError: if the operator is not registered, or is one of torch or zeroir.
+        UserError: if the operator is not registered, or is one of torch or zeroir, or the formula is no function.
     """
-    _FORMULAS[str(resolved(op))] = formula
+    overload = str(resolved(op))
+    if not callable(formula):
+        raise UserError(
+            f"The formula of {overload} for register_workspace is {formula!r}, but should be a function from the "
+            "arguments of a call to bytes."
+        )
+    _FORMULAS[overload] = formula
 
 
 def resolved(op: ForeignOperator) -> torch._ops.OpOverload:

@@ -56,9 +56,11 @@ function factsOf(row, ofClass = rankClass()) {
   add("on", ops.stream[row]);
   add("at", `${ops.section[row]}:${ops.line[row]}`);
   if (data.pairs) add("in", sideText(lines[lineOf[row]]));
-  if (took(row, ofClass) || (isPair && took(partner))) {
+  // The other program may have fewer classes of ranks.
+  const here = (own) => took(own, ofClass < ops.end[own].length ? ofClass : 0);
+  if (here(row) || (isPair && here(partner))) {
     add("begins", `${moment(ops.start[row][ofClass])} ${data.time.name}`);
-    if (isPair) add("takes", `${duration(took(a))} in A, ${duration(took(b))} in B ${changeText(took(b) / took(a))}`);
+    if (isPair) add("takes", `${duration(here(a))} in A, ${duration(here(b))} in B ${changeText(here(b) / here(a))}`);
     else add(measured ? "simulated" : "takes", duration(took(row, ofClass)));
   }
   if (measured && !Number.isNaN(tookMeasured(row))) {

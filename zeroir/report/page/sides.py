@@ -77,7 +77,7 @@ def aligned_steps(old: Side, new: Side) -> list[AlignedOp]:
             row = AlignedOp(
                 old=None if pair.old is None or old_start is None else old_start + pair.old,
                 new=None if pair.new is None or new_start is None else new_start + pair.new,
-                is_equal=pair.is_equal,
+                is_equal=pair.is_equal and old_start is not None and new_start is not None,
             )
             if row.old is not None or row.new is not None:
                 rows.append(row)

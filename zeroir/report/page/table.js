@@ -66,13 +66,17 @@ function sideText({ a, b, isEqual }) {
   return isEqual ? "both" : "changed";
 }
 
-const haystack = lines.map((line) => {
-  const row = leadOf(line);
-  return [ops.section[row], ops.op[row], ops.kind[row], ops.stream[row], ops.unit[row], ops.what[row], ops.source[row]]
-    .concat(isCritical(row) ? ["critical"] : [], data.pairs ? [sideText(line)] : [])
+const wordsOf = (row) =>
+  [ops.section[row], ops.op[row], ops.kind[row], ops.stream[row], ops.unit[row], ops.what[row], ops.source[row]]
+    .concat(isCritical(row) ? ["critical"] : []);
+const haystack = lines.map((line) =>
+  (data.pairs ? [line.a, line.b] : [leadOf(line)])
+    .filter((row) => row >= 0)
+    .flatMap(wordsOf)
+    .concat(data.pairs ? [sideText(line)] : [])
     .join(" ")
-    .toLowerCase();
-});
+    .toLowerCase(),
+);
 let shown = [];
 let placeOf = [];
 let sorting = measured

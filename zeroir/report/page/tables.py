@@ -319,6 +319,7 @@ def _diff_lines(old: Side, new: Side) -> str:
     ).splitlines()
     if not lines:
         return "<p>The programs are equal.</p>"
+    changed = sum(line.startswith(("+", "-")) for line in lines[2:])
     classes = {"+": "added", "-": "removed", "@": "hunk"}
     text = "\n".join(
         f'<span class="{classes[line[0]]}">{escape(line)}</span>'
@@ -329,7 +330,7 @@ def _diff_lines(old: Side, new: Side) -> str:
     rest = len(lines) - MOST_DIFF_LINES
     more = f"\n… and {rest:,} more lines: zeroir diff" if rest > 0 else ""
     return (
-        f"<details><summary>The lines that differ ({len(lines):,})</summary>"
+        f"<details><summary>The lines that differ ({changed:,})</summary>"
         f'<pre tabindex="0">{text}{more}</pre></details>'
     )
 
