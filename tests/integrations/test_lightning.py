@@ -83,3 +83,14 @@ def test_what_a_compiled_step_cannot_do_is_refused(tmp_path: Path) -> None:
         data = loader(0, 8, 4, is_shuffled=False)
         with pytest.raises(UserError, match=re.escape(sentence)):
             trainer.fit(kind(), data, data)
+
+
+def test_a_checkpoint_that_replaces_another_leaves_no_older_state(tmp_path: Path) -> None:
+    """A resume would take the state of the engine for that of the newer checkpoint."""
+    from zeroir import ZeroirStrategy
+
+    state = tmp_path / "last.ckpt.zeroir"
+    state.mkdir()
+    ZeroirStrategy().save_checkpoint({}, tmp_path / "last.ckpt")
+    assert (tmp_path / "last.ckpt").exists()
+    assert not state.exists()
