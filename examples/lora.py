@@ -78,7 +78,7 @@ def main() -> None:
     engine = zeroir.compile(adapted, batch(), optimizer=optimizer, stage=3, clip=1.0).engine()
     stream = batches(engine.rank, engine.world_size, seed=0)
     for step in range(1, STEPS + 1):
-        loss = engine.mean_loss(engine.step(next(stream)))
+        loss = engine.step(next(stream)).mean_loss
         if engine.rank == 0 and step in (1, STEPS):
             print(f"step {step:3}  loss {loss:.4f}")
 

@@ -33,10 +33,11 @@ from typing import ClassVar
 
 from zeroir.errors import UserError
 from zeroir.ir import ops
-from zeroir.ir.buffers import Region
+from zeroir.ir.buffers import Region, whole
 from zeroir.ir.mesh import DATA_AXIS, REDUCE, Axis, Communicator
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program, Section, State
+from zeroir.ir.reports import Quantity
 from zeroir.ir.section_view import SectionView
 from zeroir.passes.base import Fact, Pass
 from zeroir.passes.common import rewrite
@@ -94,8 +95,9 @@ class AllReduceGradients(Pass):
                             partial.append(op.weight)
                         else:
                             body.append(_all_reduce(op.weight))
-                    if program.loss is not None:
-                        partial.append(Region(buffer=program.loss, offset=0, numel=1))
+                    loss = program.report_of.get(Quantity.SUMMED_LOSS)
+                    if loss is not None:
+                        partial.append(whole(program.buffer_by_name[loss.buffer]))
                     if partial:
                         body.append(_all_reduce(*partial))
                     body.append(rewrite.on_more_ranks(op, self.dp, program))

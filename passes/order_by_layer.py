@@ -89,7 +89,7 @@ class OrderByLayer(Pass):
         }
         buffers: dict[str, tuple[Buffer, ...]] = {}
         for buffer in program.buffers:
-            if is_sliced(buffer):
+            if is_sliced(program, buffer):
                 numel = self.micro_batches * aligned_slice_numel(buffer)
                 buffers[buffer.name] = (replace(buffer, numel=numel),)
                 continue
@@ -100,7 +100,7 @@ class OrderByLayer(Pass):
                 buffers[buffer.name] = tuple(replace(buffer, name=copy) for copy in copies)
         scalars = tuple(
             replace(bound, values=bound.values * self.micro_batches)
-            if is_sliced(program.buffer_by_name[bound.buffer])
+            if is_sliced(program, program.buffer_by_name[bound.buffer])
             else bound
             for bound in program.scalars
         )
@@ -150,7 +150,7 @@ class _LayerOrder:
     def _of_micro_batch(self, op: Op, index: int) -> Op:
         def change(region: Region) -> Region:
             buffer = self._program.buffer_by_name[region.buffer]
-            if is_sliced(buffer):
+            if is_sliced(self._program, buffer):
                 return replace(region, offset=region.offset + index * aligned_slice_numel(buffer))
             copies = self.copies.get(region.buffer)
             return region if copies is None else replace(region, buffer=copies[index])
@@ -188,7 +188,11 @@ class _LayerOrder:
                 changed |= {region.buffer for region in (*effect.writes, *effect.accumulates)}
         for name in sorted(changed):
             buffer = self._program.buffer_by_name[name]
-            if not buffer.is_persistent or is_sliced(buffer) or len(users[name]) == 1:
+            if (
+                not buffer.is_persistent
+                or is_sliced(self._program, buffer)
+                or len(users[name]) == 1
+            ):
                 continue
             units = " and ".join(dict.fromkeys(users[name].values()))
             raise UserError(

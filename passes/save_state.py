@@ -144,7 +144,6 @@ def _between_steps(program: Program) -> State:
 def _state(program: Program) -> Iterator[Buffer]:
     """The buffers to save, each element of the state in one of them, in the order of the program."""
     written = set(_first_writes(program))
-    counted = {name for op in program.ops() for name in _counts(op)}
     has_masters = {
         buffer.holds.flat
         for buffer in program.buffers
@@ -153,7 +152,7 @@ def _state(program: Program) -> Iterator[Buffer]:
     covering = {buffer.name for buffer in _covering(program)}
     for buffer in program.buffers:
         is_changed = buffer.role is Role.MODULE_BUFFER and buffer.name in written
-        is_state = is_changed or buffer.name in counted
+        is_state = is_changed or buffer.name in program.counters
         match buffer.holds:
             case FlatContent(quantity=quantity, flat=flat):
                 is_cast = quantity == PARAM and flat in has_masters
@@ -162,17 +161,6 @@ def _state(program: Program) -> Iterator[Buffer]:
                 pass
         if is_state:
             yield buffer
-
-
-def _counts(op: ops.Op) -> Iterator[str]:
-    """The scalars that an op advances from one step to the next."""
-    match op:
-        case ops.Decide():
-            yield op.step.buffer
-        case ops.UpdateScale():
-            yield op.state.buffer
-        case _:
-            pass
 
 
 def _covering(program: Program) -> Iterator[Buffer]:

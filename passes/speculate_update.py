@@ -44,6 +44,7 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import OPTIMIZER
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Holding, Program, Section, State
+from zeroir.ir.reports import Quantity, with_report
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.conflicts import Touched
@@ -127,6 +128,7 @@ class _Speculation:
         return replace(
             program,
             buffers=(*buffers, *self.added),
+            reports=with_report(program.reports, Quantity.REDO, self.redo.name),
             streams=(
                 *with_update_streams(program.streams),
                 *(() if BESIDE in program.streams else (BESIDE,)),

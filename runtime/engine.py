@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from zeroir.errors import GraphWarning, UserError, memory_for
-from zeroir.ir import ops
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
 from zeroir.runtime import initial
@@ -121,7 +119,7 @@ class Engine(EngineValues):
         self._executor = self._opened.executor
         if self._optimizer is not None:
             self._optimizer.write_to([self._memory])
-        elif any(isinstance(op, ops.OptimizerStep | ops.CommitStep) for op in program.ops()):
+        elif program.groups:
             self._optimizer = LiveOptimizer(program, [self._memory], self.update)
         if self._optimizer is not None:
             self._executor.settings = SettingsOfRanks(optimizer=self._optimizer, job=self.job)
@@ -313,17 +311,6 @@ class Engine(EngineValues):
     def average(self, value: float) -> float:
         """The mean of every rank's value, added in rank order. All ranks call this together."""
         return self.job.average(value)
-
-    def mean_loss(self, result: StepResult) -> float:
-        """The mean of a step's losses over all ranks, weighted as they are. All ranks call this together."""
-        if result.mean_loss is not None:
-            return result.mean_loss
-        if self.program.weight is None:
-            return self.average(result.loss)
-        loss = result.loss * result.weight if result.weight else 0.0
-        total = self.average(loss)
-        weight = self.average(result.weight)
-        return total / weight if weight else math.nan
 
     def save(
         self,

@@ -17,7 +17,6 @@ from zeroir.errors import UserError
 from zeroir.ir.buffers import Role
 from zeroir.ir.micro_batches import slice_numel, slice_region
 from zeroir.ir.program import (
-    BATCH_LOSS,
     EVALUATE,
     LAST_MICRO_STEP,
     MICRO_STEP,
@@ -106,12 +105,7 @@ class StepExecutor:
         self.require_micro_steps(done if is_last else done + group)
         with self._streams.entered():
             self._micro_steps(groups, is_last=is_last)
-            name = (
-                BATCH_LOSS
-                if BATCH_LOSS in self._program.buffer_by_name
-                else self._results.loss_name
-            )
-            return [memory.buffer(name)[:group].clone() for memory in self.local_ranks.memories]
+            return [self._results.batch_losses(memory) for memory in self.local_ranks.memories]
 
     def update(self) -> list[RankResult]:
         """The update after the last micro-step; one result per local rank."""
@@ -307,14 +301,4 @@ class StepExecutor:
             raise UserError(
                 f"The program runs its micro-batches in groups of {group}; give a step a multiple of {group}, and not "
                 f"{micro_steps}."
-            )
-        decision = self._results.decision
-        if decision is not None and decision.weight is not None:
-            return
-        # Programs of earlier versions contain the number of micro-steps.
-        compiled = int(self._program.option.get("micro_steps", micro_steps))
-        if micro_steps != compiled:
-            raise UserError(
-                f"A step of this program takes {compiled} micro-batches, but got {micro_steps}; "
-                "pass a list of as many batches, or compile it again, for any number of them."
             )

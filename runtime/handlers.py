@@ -413,7 +413,7 @@ def _pieces(region: Region, group: str, memory: RankMemory, program: Program) ->
     mesh = program.mesh
     resting = at_rest(program, region)
     holds = None if resting is None else program.buffer_by_name[resting.buffer].holds
-    if resting is None or not program.groups or not isinstance(holds, FlatContent):
+    if resting is None or not isinstance(holds, FlatContent):
         return [slice(0, region.local_numel(mesh))]
     first, stop = resting.local_range(mesh, mesh.coordinate(memory.rank))
     start = flat_start(program, program.buffer_by_name[resting.buffer], memory.rank) + first

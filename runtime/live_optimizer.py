@@ -19,9 +19,7 @@ from torch import Tensor
 
 from zeroir.config.hyper_parameters import ADJUST_LR_FNS
 from zeroir.errors import UserError
-from zeroir.ir import ops
-from zeroir.ir.buffers import Region
-from zeroir.ir.copies import at_rest
+from zeroir.ir.buffers import Region, whole
 from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import Program
 from zeroir.runtime.comm.job import Job, PeerError
@@ -282,15 +280,11 @@ def _require_same(owners: Sequence[str], rows: Sequence[Sequence[float]], own_ra
 
 
 def _groups(program: Program) -> list[_LiveGroup]:
-    """The groups that the program's steps name, in the order of its header."""
-    steps = [op for op in program.ops() if isinstance(op, ops.OptimizerStep | ops.CommitStep)]
-    # A program without groups takes all settings from its steps; its group has no names of parameters.
-    used = {own.group: (step.algorithm, own) for step in reversed(steps) for own in step.settings}
-    names = [group.name for group in program.groups if group.name in used] or list(used)
-    parameters: dict[str, list[tuple[str, tuple[int, ...]]]] = {name: [] for name in names}
+    """The groups of the program's header. Settings stand where it declares them, whatever the steps read them from."""
+    parameters: dict[str, list[tuple[str, tuple[int, ...]]]] = {g.name: [] for g in program.groups}
     intervals: dict[str, list[tuple[int, int, str]]] = {flat.name: [] for flat in program.flats}
     for group in program.groups:
-        for flat_name, start, stop in group.intervals if group.name in parameters else ():
+        for flat_name, start, stop in group.intervals:
             intervals[flat_name].append((start, stop, group.name))
     for flat in program.flats:
         owners = iter(sorted(intervals[flat.name]))
@@ -302,20 +296,15 @@ def _groups(program: Program) -> list[_LiveGroup]:
                 parameters[owner[2]].append((slot.name, slot.shape))
     return [
         _LiveGroup(
-            name=name,
-            algorithm=used[name][0],
-            lr=_resting(program, used[name][1].lr),
-            hyper=_resting(program, used[name][1].hyper),
-            parameters=parameters[name],
-            places=[_place(used[name][0], each) for each in ("lr", *used[name][0].hyper_names)],
+            name=group.name,
+            algorithm=group.algorithm,
+            lr=whole(program.buffer_by_name[group.lr]),
+            hyper=whole(program.buffer_by_name[group.hyper]),
+            parameters=parameters[group.name],
+            places=[_place(group.algorithm, each) for each in ("lr", *group.algorithm.hyper_names)],
         )
-        for name in names
+        for group in program.groups
     ]
-
-
-def _resting(program: Program, region: Region) -> Region:
-    """The region at rest that a step reads a setting of, also where it reads a copy in another memory."""
-    return at_rest(program, region) or region
 
 
 def _placeholder(shape: tuple[int, ...]) -> Tensor:

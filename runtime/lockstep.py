@@ -119,14 +119,11 @@ class Lockstep:
 
     @property
     def _running(self) -> Running:
-        has_steps = any(
-            isinstance(op, ops.OptimizerStep | ops.CommitStep) for op in self.program.ops()
-        )
         return Running(
             program=self.program,
             memories=self._memories,
             executor=self._executor,
-            optimizer=self.optimizer if has_steps else None,
+            optimizer=self.optimizer if self.program.groups else None,
             facts=ModelFacts,
         )
 
@@ -176,6 +173,10 @@ class Lockstep:
     def save_state(self) -> list[SavedState]:
         """The state of each rank, copied to snapshots; see ``StepExecutor.save_state``."""
         return self._executor.save_state()
+
+    def loss_scales(self) -> list[float]:
+        """The loss scale of the next step on each rank, 1 where the program has none."""
+        return self._executor.loss_scale()
 
     def buffers(self, rank: int) -> Mapping[str, Tensor]:
         """The persistent buffers of one rank but for its snapshots; only those on disk are copied."""

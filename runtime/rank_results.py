@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
 
 from zeroir.errors import UserError
-from zeroir.ir import ops
 from zeroir.ir.output_paths import structured
-from zeroir.ir.program import UPDATE, Program
+from zeroir.ir.program import Program
+from zeroir.ir.reports import Quantity
 from zeroir.runtime.rank_memory import RankMemory
 
 
@@ -19,9 +18,9 @@ class RankResult:
     """The results of a step on one rank.
 
     ``loss`` is f32[]: the mean over the step's micro-batches of this rank, weighted where they have weights;
-    ``mean_loss`` that over all ranks, or None where the program does not reduce it. ``weight`` is the sum of this
+    ``mean_loss`` that over all ranks, or None where the program does not report it. ``weight`` is the sum of this
     rank's weights, f32[] or the number of micro-batches. ``is_skipped`` and ``grad_norm`` are f32[], or None where the
-    program computes neither; the norm is of the averaged, unscaled gradient, before clipping. ``is_redone`` is f32[]:
+    program reports neither; the norm is of the averaged, unscaled gradient, before clipping. ``is_redone`` is f32[]:
     whether the host undid its speculative update, or None where the update waits. Reading a value waits for the device.
     """
 
@@ -55,100 +54,70 @@ class BeforeUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class RankResults:
-    """The rules by which a program's results follow from the buffers of a rank."""
+    """Reads the results of a program from the buffers of a rank that its reports name."""
 
     program: Program
 
-    @property
-    def loss_name(self) -> str:
-        """The buffer with the sum of a step's losses.
+    def batch_losses(self, memory: RankMemory) -> Tensor:
+        """The losses of the micro-batches of the section that has just run, copied: f32[Program.interleaved].
 
         Raises:
-            UserError: where a program of an earlier version names none.
+            UserError: where the program reports none.
         """
-        if self.program.loss is None:
-            raise UserError("The program names no loss; compile it again.")
-        return self.program.loss
+        return self._required(memory, Quantity.BATCH_LOSS).clone()
 
     def before_update(self, memory: RankMemory, weight: Tensor | float) -> BeforeUpdate:
         """What the update may change, copied; ``weight`` is the sum of the weights of the rank's micro-batches."""
         return BeforeUpdate(
-            loss=memory.buffer(self.loss_name)[0].clone() / weight,
+            loss=self._required(memory, Quantity.LOSS)[0].clone() / weight,
             weight=weight,
             loss_scale=self.loss_scale(memory),
         )
 
     def after_update(self, memory: RankMemory, before: BeforeUpdate) -> RankResult:
         """The results of the step that the update ended."""
-        decide = self.decision
-        total: Tensor | int = self.program.mesh.world_size
-        if decide is not None and decide.weight is not None:
-            total = decide.divisor * memory.region(decide.weight)[0]
-        mean_loss = None
-        if self._is_loss_reduced and self.program.loss is not None:
-            mean_loss = memory.buffer(self.program.loss)[0] / total
-        elif self.program.mesh.world_size == 1:
-            mean_loss = before.loss
-        if decide is None:
-            return RankResult(
-                loss=before.loss,
-                weight=before.weight,
-                mean_loss=mean_loss,
-                is_skipped=None,
-                grad_norm=None,
-            )
-        skip, norm = decide.skip, None
-        if decide.norm is not None:
-            divisor = total if decide.weight is not None else decide.divisor
+        # Without weights of the host's, each micro-batch has the weight 1, and ranks have the same number of them.
+        total: Tensor | float = self.program.mesh.world_size * before.weight
+        if self.program.weight is not None:
+            total = self._required(memory, Quantity.SUMMED_WEIGHT)[0]
+        summed_loss = self._reported(memory, Quantity.SUMMED_LOSS)
+        squared_norm = self._reported(memory, Quantity.SQUARED_NORM)
+        norm = None
+        if squared_norm is not None:
             scale = before.loss_scale
-            norm = memory.region(decide.norm)[0].sqrt() / (
-                divisor if scale is None else divisor * scale
-            )
+            norm = squared_norm[0].sqrt() / (total if scale is None else total * scale)
+        skip = self._reported(memory, Quantity.SKIP)
+        redo = self._reported(memory, Quantity.REDO)
         return RankResult(
             loss=before.loss,
             weight=before.weight,
-            mean_loss=mean_loss,
-            is_skipped=None if skip is None else memory.region(skip)[0].clone(),
+            mean_loss=None if summed_loss is None else summed_loss[0] / total,
+            is_skipped=None if skip is None else skip[0].clone(),
             grad_norm=norm,
-            is_redone=None if decide.redo is None else memory.region(decide.redo)[0].clone(),
+            is_redone=None if redo is None else redo[0].clone(),
         )
 
     def evaluation(self, memory: RankMemory) -> RankEvaluation:
         """The results of the section ``evaluate``, which has just run."""
-        assert self.program.eval_loss is not None
         values = [
             (output.path, memory.buffer(output.buffer).clone().view(output.shape))
             for output in self.program.outputs
         ]
         return RankEvaluation(
-            loss=memory.buffer(self.program.eval_loss)[0].clone(), outputs=structured(values)
+            loss=self._required(memory, Quantity.EVAL_LOSS)[0].clone(), outputs=structured(values)
         )
 
     def loss_scale(self, memory: RankMemory) -> Tensor | None:
         """A copy of the loss scale, f32[]; None where the program has none."""
-        decide = self.decision
-        if decide is None or decide.loss_scale is None:
-            return None
-        return memory.region(decide.loss_scale)[0].clone()
+        scale = self._reported(memory, Quantity.LOSS_SCALE)
+        return None if scale is None else scale[0].clone()
 
-    @cached_property
-    def decision(self) -> ops.Decide | None:
-        """The one decision of the program's update, None where it has none."""
-        return next((op for op in self.program.ops() if isinstance(op, ops.Decide)), None)
+    def _reported(self, memory: RankMemory, quantity: Quantity) -> Tensor | None:
+        report = self.program.report_of.get(quantity)
+        return None if report is None else memory.buffer(report.buffer)
 
-    @cached_property
-    def _is_loss_reduced(self) -> bool:
-        """Whether the update leaves the sum over all ranks, along every axis of the mesh, in the loss buffer."""
-        section = self.program.section_by_name.get(UPDATE)
-        summed: set[str] = set()
-        for op in () if section is None else section.body:
-            match op:
-                case ops.AllReduce():
-                    if any(p.destination.buffer == self.program.loss for p in op.pairs):
-                        summed.add(self.program.comm_by_name[op.comm].axis)
-                case ops.Fill() if op.destination.buffer == self.program.loss:
-                    summed.clear()
-                case _:
-                    pass
-        axes = {axis.name for axis in self.program.mesh.axes if axis.size > 1}
-        return bool(summed) and axes <= summed
+    def _required(self, memory: RankMemory, quantity: Quantity) -> Tensor:
+        values = self._reported(memory, quantity)
+        if values is None:
+            raise UserError(f"The program does not report its {quantity}: compile it again.")
+        return values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeroir.errors import UserError
 from zeroir.runtime.rank_results import RankEvaluation, RankResult
 
 
@@ -16,7 +17,7 @@ class StepResult:
     def __repr__(self) -> str:
         values = {
             "loss": self.loss,
-            "mean_loss": self.mean_loss,
+            "mean_loss": None if self.rank.mean_loss is None else self.mean_loss,
             "weight": self.weight,
             "grad_norm": self.grad_norm,
             "is_skipped": None if self.rank.is_skipped is None else self.is_skipped,
@@ -36,12 +37,15 @@ class StepResult:
         return float(self.rank.weight)
 
     @property
-    def mean_loss(self) -> float | None:
-        """Mean over all ranks, weighted as ``loss`` is; None where the program does not reduce the loss.
+    def mean_loss(self) -> float:
+        """Mean over the step's micro-batches of all ranks, weighted as ``loss`` is, the same on every rank.
 
-        ``Engine.mean_loss`` does.
+        Raises:
+            UserError: where the program reports no sum of losses, which compiled ones do.
         """
-        return None if self.rank.mean_loss is None else float(self.rank.mean_loss)
+        if self.rank.mean_loss is None:
+            raise UserError("The program does not report the loss of all ranks: compile it again.")
+        return float(self.rank.mean_loss)
 
     @property
     def is_skipped(self) -> bool:

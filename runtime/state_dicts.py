@@ -28,8 +28,9 @@ from zeroir.ir.contents import (
 from zeroir.ir.eight_bit_states import is_signed
 from zeroir.ir.factors import Factor, factors
 from zeroir.ir.program import Program
+from zeroir.ir.reports import Quantity
 from zeroir.runtime.checkpoint.model_facts import ModelFacts
-from zeroir.runtime.checkpoint.parts import elements_on, kept_scalars, state_quantities
+from zeroir.runtime.checkpoint.parts import elements_on, state_quantities
 from zeroir.runtime.comm.base import Comm
 from zeroir.runtime.eight_bit_states import Scratch, widen
 from zeroir.runtime.live_optimizer import LiveOptimizer
@@ -183,7 +184,7 @@ def optimizer_state(
     if not is_kept:
         return {}
     groups: list[dict[str, object]] = []
-    steps = memory.buffer(kept_scalars(program)[0])[0].cpu()
+    steps = memory.buffer(program.report_of[Quantity.STEP].buffer)[0].cpu()
     for group, algorithm in zip(optimizer.param_groups, optimizer.algorithms, strict=True):
         names = list(group["param_names"])
         settings = {key: value for key, value in group.items() if key not in _NO_SETTINGS}

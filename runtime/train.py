@@ -119,7 +119,7 @@ def train(
         lr = None if scheduler is None else scheduler.lr
         batches = [training.data.take(step) for _ in range(micro_steps)]
         result = _checked_step(engine, batches) if check_finite else engine.step(batches)
-        loss = engine.mean_loss(result)
+        loss = result.mean_loss
         if not math.isfinite(loss) and not result.is_skipped:
             raise _loss_error(result.loss, loss, step, batches, is_checked=check_finite)
         losses.append(loss)

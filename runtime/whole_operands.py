@@ -39,7 +39,7 @@ def prepare_whole_step(op: ops.OptimizerStep, memory: RankMemory, program: Progr
         own = [
             parameter
             for slot, parameter in parameters.items()
-            if _group(program, flat, slot, op.group) == settings.group
+            if _group(program, flat, slot) == settings.group
         ]
         operands = whole_steps.WholeOperands(
             parameters=own,
@@ -53,13 +53,13 @@ def prepare_whole_step(op: ops.OptimizerStep, memory: RankMemory, program: Progr
     return one_after_the_other(steps)
 
 
-def _group(program: Program, flat: Flat, slot: Slot, default: str) -> str:
-    """The group of a parameter; ``default`` where the program declares none."""
+def _group(program: Program, flat: Flat, slot: Slot) -> str | None:
+    """The group of a parameter."""
     for group in program.groups:
         for name, start, stop in group.intervals:
             if name == flat.name and start <= slot.offset < stop:
                 return group.name
-    return default
+    return None
 
 
 def _parameters(

@@ -8,10 +8,10 @@ from difflib import get_close_matches
 from zeroir.checkpoint.manifest import MASTER as TRAINED
 from zeroir.checkpoint.manifest import StoredBuffer
 from zeroir.errors import UserError
-from zeroir.ir import ops
 from zeroir.ir.contents import ABSMAX, CODES, EMA
 from zeroir.ir.effects import effects
 from zeroir.ir.program import ModuleBufferBinding, Program, Slot
+from zeroir.ir.reports import Quantity
 from zeroir.runtime.checkpoint.mapping import StoredParameters
 from zeroir.runtime.checkpoint.parts import saved_quantities, state_quantities
 
@@ -46,8 +46,13 @@ def require_loadable(
     else:
         _require_algorithms(program, stored)
         notes += _check_states(program, stored)
-        counts = {op.step.buffer for op in program.ops() if isinstance(op, ops.Decide)}
-        if counts - {scalar.name for scalar in stored.manifest.scalars}:
+        step = program.report_of.get(Quantity.STEP)
+        is_counted = step is not None and step.buffer in program.counters
+        if (
+            step is not None
+            and is_counted
+            and step.buffer not in {s.name for s in stored.manifest.scalars}
+        ):
             notes.append("has no count of the optimizer's steps: it begins with 0")
     averaged = {flat.name for flat, quantity, _ in saved_quantities(program) if quantity == EMA}
     has_averages = any(EMA in stored.quantities(flat) for flat in stored.manifest.flats)

@@ -24,7 +24,6 @@ from zeroir.ir.contents import DIRECTION, GRAD, FlatContent
 from zeroir.ir.program import Program
 from zeroir.runtime.checkpoint.compatibility import stored_buffer
 from zeroir.runtime.checkpoint.mapping import StoredElements, StoredParameters
-from zeroir.runtime.checkpoint.parts import kept_scalars
 from zeroir.runtime.checkpoint.rounds import Rounds
 from zeroir.runtime.checkpoint.snapshots import WEIGHT_SUM
 from zeroir.runtime.checkpoint.state_bits import fill_states_of_other_bits
@@ -180,7 +179,7 @@ def fill_memory(program: Program, memory: RankMemory, stored: StoredParameters) 
 def fill_kept_scalars(program: Program, memory: RankMemory, manifest: Manifest) -> None:
     """Give the scalars that training keeps the values of a checkpoint, where it has them."""
     saved = {scalar.name: scalar.values for scalar in manifest.scalars}
-    for name in kept_scalars(program):
+    for name in program.counters:
         target = memory.buffer(name)
         values = saved.get(name)
         if values is not None and len(values) == target.numel():

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from zeroir.checkpoint.manifest import MASTER as TRAINED
-from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer
 from zeroir.ir.contents import (
     DIRECTION,
@@ -115,20 +114,6 @@ def quantity_numel(flat: Flat, quantity: str) -> int:
 def elements_on(program: Program, buffer: Buffer, content: FlatContent, rank: int) -> range:
     """The elements of its flat that a buffer holds on a rank."""
     return held_elements(content, buffer.numel, program.mesh.coordinate(rank))
-
-
-def kept_scalars(program: Program) -> tuple[str, ...]:
-    """The scalar buffers that training keeps from step to step and that no setting gives: counts and loss scales."""
-    names: list[str] = []
-    for op in program.ops():
-        match op:
-            case ops.Decide():
-                names.append(op.step.buffer)
-            case ops.UpdateScale():
-                names.append(op.state.buffer)
-            case _:
-                pass
-    return tuple(dict.fromkeys(names))
 
 
 def _own_elements(program: Program, buffer: Buffer, content: FlatContent, rank: int) -> range:

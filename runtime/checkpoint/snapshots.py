@@ -19,7 +19,7 @@ from zeroir.checkpoint.manifest import StoredScalar
 from zeroir.ir.buffers import Role
 from zeroir.ir.contents import GRAD, FlatContent, WeightContent
 from zeroir.ir.program import MICRO_STEP, Program
-from zeroir.runtime.checkpoint.parts import SavedPart, kept_scalars, saved_parts, saved_quantities
+from zeroir.runtime.checkpoint.parts import SavedPart, saved_parts, saved_quantities
 from zeroir.runtime.disk.elements import ElementsOnDisk
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.saved_state import SavedState
@@ -123,7 +123,7 @@ class Taker:
                         .tolist()
                     ),
                 )
-                for name in kept_scalars(program)
+                for name in program.counters
             ],
         )
 

@@ -27,7 +27,7 @@ def model():
 def batch():
     return (torch.ones(2, 3),)
 """
-STORED = Path(__file__).parents[1] / "data" / "schema_1_1.zir"
+STORED = Path(__file__).parents[1] / "data" / "schema_2_0.zir"
 BATCH = "import torch\ndef batch():\n    return (torch.ones(2),)\n"
 
 

@@ -171,7 +171,7 @@ def test_verify_names_the_broken_law(
 
 
 def test_a_budget_is_proved_where_it_is_given(zeroir: Zeroir) -> None:
-    program = Path(__file__).parents[1] / "data" / "schema_1_1.zir"
+    program = Path(__file__).parents[1] / "data" / "schema_2_0.zir"
     assert "Z301" not in zeroir("verify", program, "--json").json["laws"]
     enough = zeroir("verify", program, "--budget", "80GB", "--json")
     assert enough.json["laws"]["Z301"] == "proved"

@@ -49,7 +49,7 @@ def test_a_machine_without_loopback_starts_no_ranks(tmp_path: Path) -> None:
     """In a network of its own, whose loopback is down; torchrun's agent would wait for ever."""
     if subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False).returncode:
         pytest.skip("This machine lets nobody make a network of their own.")
-    program = str(Path(__file__).parents[1] / "data" / "schema_1_8.zir")
+    program = str(Path(__file__).parents[1] / "data" / "schema_2_0.zir")
     made = shell(
         f"exec unshare -rn {shlex.join(command('run', program, '--nproc', '2'))}", tmp_path
     )

@@ -34,7 +34,7 @@ def main() -> None:
         engine.step(part)
     engine.save(folder / "checkpoint")
     results = [engine.step(part) for part in steps[torch_workers.STEPS_BEFORE :]]
-    losses = [engine.mean_loss(result) for result in results]
+    losses = [result.mean_loss for result in results]
     if rank == 0:
         (folder / "zeroir.json").write_text(json.dumps(losses))
     engine.close()

@@ -100,14 +100,14 @@ def test_a_hosts_compiled_code_rounds_states_of_8_bits_in_its_caches() -> None:
 
 
 def test_accumulating_adds_a_kernel() -> None:
-    """The loss of a micro-step is added to those before: three times 4 bytes."""
-    program = mlp(blocks=1, micro_steps=2, has_fixed_divisor=True)
-    post = next(
-        op for op in program.ops() if isinstance(op, ops.Compute) and op.segment == "post.forward"
+    """The second gradient of a tied weight is added to the first one: three times 48 elements of 4 bytes."""
+    program = mlp(blocks=1, tied=True)
+    backward = next(
+        op for op in program.ops() if isinstance(op, ops.Compute) and op.segment == "pre.backward"
     )
     of = machine(memory_bytes_per_s=1e6, launch_s=1.0)
-    alone = segment_cost(program.segment_by_name["post.forward"], of).seconds
-    assert Durations(program, of).seconds(post) == pytest.approx(alone + 1.0 + 12e-6)
+    alone = segment_cost(program.segment_by_name["pre.backward"], of).seconds
+    assert Durations(program, of).seconds(backward) == pytest.approx(alone + 1.0 + 576e-6)
 
 
 def test_every_op_has_a_duration() -> None:

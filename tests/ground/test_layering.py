@@ -36,6 +36,7 @@ OF_THE_VERIFIER = {
     "zeroir.ir.ops",
     "zeroir.ir.output_paths",
     "zeroir.ir.program",
+    "zeroir.ir.reports",
     "zeroir.ir.segment",
     "zeroir.ir.text.names",
     "zeroir.ir.text.print_ops",

@@ -101,7 +101,7 @@ def test_the_help_of_show_loads_nothing_slow() -> None:
 def test_what_looks_at_programs_loads_nothing_that_it_does_not_need(
     commands: list[str], slow: tuple[str, ...]
 ) -> None:
-    program = str(PACKAGE.parent / "tests" / "data" / "schema_1_1.zir")
+    program = str(PACKAGE.parent / "tests" / "data" / "schema_2_0.zir")
     lines = [[word.format(program) for word in command.split()] for command in commands]
     _python(
         f"{LOOK}assert not (found := [name for name in {slow} if name in sys.modules]), found",

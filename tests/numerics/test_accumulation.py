@@ -137,18 +137,6 @@ def test_a_step_is_the_same_however_it_is_called(
 
 
 @pytest.mark.slow
-def test_the_number_of_micro_steps_of_the_option_is_one_of_many() -> None:
-    """A program with the number in its divisor, as earlier versions made it, computes the same for that number."""
-    steps = drawn(3, (2, 2))
-    for stage in range(4):
-        old = scheduled(mlp(clip=1.0, micro_steps=2, has_fixed_divisor=True), stage, 3)
-        new = scheduled(mlp(clip=1.0, micro_steps=2), stage, 3)
-        train(new, steps).assert_equals(train(old, steps))
-        more = scheduled(mlp(clip=1.0, micro_steps=9), stage, 3)
-        train(more, steps).assert_equals(train(old, steps))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_weights_of_one_change_nothing(micro_steps: int, is_overlapped: bool) -> None:

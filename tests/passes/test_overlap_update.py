@@ -194,6 +194,7 @@ def test_only_the_loss_is_left_of_the_update(micro_steps: int) -> None:
     program = _overlapped(3, micro_steps=micro_steps)
     left = program.section_by_name[UPDATE].body
     assert [type(op) for op in left if not isinstance(op, ops.Wait)] == [
+        *([ops.Cast] if micro_steps > 1 else []),
         ops.AllReduce,
         *([ops.Fill, ops.Fill] if micro_steps > 1 else []),
     ]

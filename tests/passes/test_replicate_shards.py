@@ -233,7 +233,7 @@ def test_gathers_among_ranks_that_hold_the_same_are_noticed() -> None:
     assert codes(broken, LOGICAL) == {"Z401"}
 
 
-@pytest.mark.parametrize(("scalar", "code"), [("norm", "Z405"), ("loss", "Z402")])
+@pytest.mark.parametrize(("scalar", "code"), [("norm", "Z405"), ("loss", "Z408")])
 def test_scalars_are_combined_over_the_axes_that_they_differ_along(scalar: str, code: str) -> None:
     """The norm is the same in all groups and must not be added up; the loss is each rank's own and must be."""
     logical = mlp(blocks=1, precision="fp16", clip=0.5)

@@ -59,7 +59,7 @@ def test_colours_change_no_word(name: str) -> None:
 
 def test_a_program_that_other_passes_made_is_not_explained() -> None:
     program = run(CASE.logical, for_stage(3, 3))
-    changed = replace(program, loss=None)
+    changed = replace(program, reports=())
     with pytest.raises(UserError, match="compile the model again"):
         programs_after_passes(CASE.logical, changed)
 

@@ -36,6 +36,7 @@ from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
 from zeroir.ir.contents import EMA, PARAM, FlatContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import EVALUATE, Holding, Program, Section, State
+from zeroir.ir.reports import Quantity, with_report
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.lockstep import Lockstep
 
@@ -238,7 +239,7 @@ def test_what_steps_hand_on_comes_from_the_checkpoint(tmp_path: Path) -> None:
         program,
         buffers=(*program.buffers, gathered),
         sections=(Section(name=EVALUATE, entry=state, body=body, exit=state),),
-        eval_loss="loss",
+        reports=with_report(program.reports, Quantity.EVAL_LOSS, "loss"),
     )
     ((batch,), (other,)) = random_batches(1, 2)[0]
     source, lockstep = Lockstep(program), Lockstep(program)

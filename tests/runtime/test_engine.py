@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.runtime.constructors import Mlp
 from tests.runtime.support import ROOT, initial_flats, lowered, random_batches
+from tests.support.edits import losses_in, with_report_of
 from tests.support.evaluations import with_evaluation
 from tests.support.pieces import dense, tensor
 from tests.support.programs import mlp
@@ -33,6 +34,7 @@ from zeroir.ir.program import (
     Section,
     State,
 )
+from zeroir.ir.reports import Quantity
 from zeroir.ir.segment import Node, Ref, Segment
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.lockstep import Lockstep
@@ -137,12 +139,6 @@ _TOKENS = Buffer(
 )
 
 
-def test_too_few_micro_batches_are_refused() -> None:
-    engine = Engine(lowered(mlp(micro_steps=2, has_fixed_divisor=True), 3, 1))
-    with pytest.raises(UserError, match="takes 2 micro-batches, but got 1"):
-        engine.step({"x": torch.zeros(4, 6)})
-
-
 def test_paths_name_tensors_of_nested_batches() -> None:
     x = torch.zeros(1)
     leaves = flatten({"a": (x, [x]), "b": {"c": x, "n": 3}})
@@ -217,7 +213,7 @@ def test_buffers_travel_between_device_host_and_disk() -> None:
             buffer("loss", Space.DEVICE),
         ),
         sections=(Section(name=LAST_MICRO_STEP, body=body), Section(name=UPDATE, body=())),
-        loss="loss",
+        reports=losses_in("loss"),
     )
     value = torch.arange(8.0)
     engine = Engine(program)
@@ -310,7 +306,7 @@ def test_a_job_may_begin_with_an_evaluation(content: Content, expected: float | 
     body = (ops.Cast(source=one, destination=loss, stream="compute"),)
     sections = (Section(name=EVALUATE, entry=state, body=body, exit=state),)
     program = replace(program, buffers=(*program.buffers, buffer), sections=sections)
-    lockstep = Lockstep(replace(program, eval_loss="loss"))
+    lockstep = Lockstep(with_report_of(program, Quantity.EVAL_LOSS, "loss"))
     values = initial_flats(logical)
     lockstep.initialise_flats(values)
     ((batch,), (other,)) = random_batches(1, 2)[0]

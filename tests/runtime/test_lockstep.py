@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.support.edits import losses_in
 from tests.support.evaluations import with_evaluation
 from tests.support.examples import examples
 from tests.support.lockstep import LockstepResult, run_lockstep
@@ -169,7 +170,7 @@ def _collectives_on_a_mesh() -> Program:
         buffers=(scalar("x", 2), scalar("total", 2), scalar("both", 4), scalar("root", 2)),
         sections=(Section(name=LAST_MICRO_STEP, body=body), Section(name=UPDATE, body=())),
         scalars=(ScalarBinding(buffer="total", values=(0.0, 0.0)),),
-        loss="total",
+        reports=losses_in("total"),
     )
 
 
@@ -298,7 +299,7 @@ def _gather_across_steps() -> Program:
                 exit=at_joint,
             ),
         ),
-        loss="loss",
+        reports=losses_in("loss"),
     )
 
 

@@ -9,6 +9,7 @@ from random import Random
 from zeroir.ir.buffers import Buffer, Region, Role
 from zeroir.ir.ops import Op, Wait
 from zeroir.ir.program import SAVE, Program, State
+from zeroir.ir.reports import Quantity, ReportBinding, with_report
 from zeroir.passes.common.rewrite import map_regions
 
 Mutation = Callable[[Program, Random], Program | None]
@@ -123,3 +124,14 @@ def on_one(
 
 def is_of(*kinds: type) -> Callable[[Op], bool]:
     return lambda op: isinstance(op, kinds)
+
+
+def with_report_of(program: Program, quantity: Quantity, buffer: str) -> Program:
+    """The program, of which the engine reads a quantity from this buffer."""
+    return replace(program, reports=with_report(program.reports, quantity, buffer))
+
+
+def losses_in(buffer: str) -> tuple[ReportBinding, ...]:
+    """The reports of a program of one micro-batch a step, whose loss stands in this buffer."""
+    quantities = (Quantity.LOSS, Quantity.BATCH_LOSS)
+    return tuple(ReportBinding(quantity=quantity, buffer=buffer) for quantity in quantities)

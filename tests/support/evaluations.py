@@ -10,6 +10,7 @@ from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, Program, ScalarBinding, Section
+from zeroir.ir.reports import Quantity, with_report
 
 
 def with_evaluation(logical: Program) -> Program:
@@ -40,7 +41,7 @@ def with_evaluation(logical: Program) -> Program:
         buffers=(*logical.buffers, loss),
         scalars=(*logical.scalars, ScalarBinding(buffer=loss.name, values=(0.0,))),
         sections=(*logical.sections, section),
-        eval_loss=loss.name,
+        reports=with_report(logical.reports, Quantity.EVAL_LOSS, loss.name),
     )
 
 

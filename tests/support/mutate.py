@@ -14,6 +14,7 @@ from typing import cast
 
 from tests.support.edits import Mutation, at, edit, is_of, on_one, pick
 from tests.support.mutate_claims import CLAIM_MUTATIONS
+from tests.support.mutate_detours import DETOUR_MUTATIONS
 from tests.support.mutate_pages import PAGE_MUTATIONS
 from tests.support.mutate_saves import SAVE_MUTATIONS
 from tests.support.mutate_slices import SLICE_MUTATIONS
@@ -379,6 +380,7 @@ MUTATIONS: Mapping[str, Mutation] = {
     "change-state": _state,
     "change-scalar": _scalar,
     **CLAIM_MUTATIONS,
+    **DETOUR_MUTATIONS,
     **PAGE_MUTATIONS,
     **SAVE_MUTATIONS,
     **SLICE_MUTATIONS,

@@ -21,7 +21,7 @@ _LAST = ".micro1"
 
 def _moved_slices(op: Op, program: Program, by_slices: int, by_elements: int) -> Op:
     def moved(region: Region) -> Region:
-        if not is_sliced(program.buffer_by_name[region.buffer]):
+        if not is_sliced(program, program.buffer_by_name[region.buffer]):
             return region
         slices = (region.offset // slice_numel(program, region.buffer)) + by_slices
         offset = slices % program.interleaved * slice_numel(program, region.buffer)

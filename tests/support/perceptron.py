@@ -33,7 +33,6 @@ class Perceptron:
     batch: int
     dtype: DType
     algorithm: Algorithm
-    micro_steps: int
     clip: float | None
     tied: bool
     keep_fp32: bool
@@ -184,13 +183,8 @@ class Perceptron:
                 Role.PARAM,
                 holds=FlatContent(quantity="param", flat=name),
             )
-            if self.micro_steps == 1:
-                stale = FlatContent(quantity="grad", flat=name, micro=Micro.STALE)
-                add(f"{name}.grad", home.dtype, numel, Role.GRAD, holds=stale)
-            else:
-                past = FlatContent(quantity="grad", flat=name, micro=Micro.PAST)
-                add(f"{name}.grad", home.dtype, numel, Role.GRAD)
-                add(f"{name}.grad_sum", DType.F32, numel, Role.GRAD, holds=past)
+            stale = FlatContent(quantity="grad", flat=name, micro=Micro.STALE)
+            add(f"{name}.grad", home.dtype, numel, Role.GRAD, holds=stale)
             if home.dtype.is_low_precision:
                 add(
                     f"{name}.master",
@@ -199,8 +193,7 @@ class Perceptron:
                     Role.MASTER,
                     holds=FlatContent(quantity="master", flat=name),
                 )
-                if self.micro_steps == 1:
-                    add(f"{name}.grad32", DType.F32, numel, Role.STAGING)
+                add(f"{name}.grad32", DType.F32, numel, Role.STAGING)
             if self.algorithm is Algorithm.ADAFACTOR:
                 held = FlatContent(quantity="factors", flat=name)
                 add(f"{name}.factors", DType.F32, factors_numel(home), Role.STATE, holds=held)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tests.support.perceptron import Perceptron
-from tests.support.pieces import alloc, dense, fill, one, release
+from tests.support.pieces import alloc, dense, one, release
 from zeroir.ir.buffers import Region, View
 from zeroir.ir.contents import ABSMAX, CODES
 from zeroir.ir.eight_bit_states import blocks_numel
@@ -30,7 +30,7 @@ from zeroir.ir.ops import (
 from zeroir.ir.program import Flat
 
 
-def micro_body(made: Perceptron, flats: tuple[Flat, ...], *, is_accumulating: bool) -> list[Op]:
+def micro_body(made: Perceptron, flats: tuple[Flat, ...]) -> list[Op]:
     n, d, f = made.batch, made.dim, made.features
     homes = {
         name: (home, slot)
@@ -69,9 +69,6 @@ def micro_body(made: Perceptron, flats: tuple[Flat, ...], *, is_accumulating: bo
         )
 
     x, loss = dense("input.x", (n, f)), dense("loss", ())
-    loss_destination = Destination(
-        view=loss, mode=Mode.ACCUMULATE if is_accumulating else Mode.WRITE
-    )
     ops: list[Op] = [
         alloc("h.0"),
         call("pre.forward", "root.pre", [x, argument("pre.weight")], act("h.0")),
@@ -91,48 +88,16 @@ def micro_body(made: Perceptron, flats: tuple[Flat, ...], *, is_accumulating: bo
             ),
         ]
     last = f"h.{made.blocks}"
-    touched: set[str] = set()
-
-    def begin(*names: str) -> list[Op]:
-        """Temporary gradients begin, zeroed, before their first contribution."""
-        found: list[Op] = []
-        for name in names:
-            home = homes[name][0]
-            if home.name not in touched and is_accumulating:
-                found += [
-                    alloc(f"{home.name}.grad"),
-                    fill(f"{home.name}.grad", home.padded_numel),
-                ]
-            touched.add(home.name)
-        return found
-
-    def finish(*names: str) -> list[Op]:
-        """Temporary gradients are complete: add them to the FP32 sums."""
-        found: list[Op] = []
-        for name in dict.fromkeys(homes[name][0].name for name in names) if is_accumulating else ():
-            numel = next(home.padded_numel for home in flats if home.name == name)
-            found += [
-                Cast(
-                    source=Region(buffer=f"{name}.grad", offset=0, numel=numel),
-                    destination=Region(buffer=f"{name}.grad_sum", offset=0, numel=numel),
-                    mode=Mode.ACCUMULATE,
-                    stream=COMPUTE,
-                ),
-                release(f"{name}.grad"),
-            ]
-        return found
-
     ops += [
         alloc("difference"),
         call(
             "post.forward",
             "root.post",
             [act(last), x, argument("post.weight")],
-            loss_destination,
+            loss,
             dense("difference", (n, f)),
         ),
         alloc(f"d.{made.blocks}"),
-        *begin("post.weight"),
         call(
             "post.backward",
             "root.post",
@@ -148,15 +113,12 @@ def micro_body(made: Perceptron, flats: tuple[Flat, ...], *, is_accumulating: bo
         release("difference"),
         release(last),
     ]
-    if not made.tied:
-        ops += finish("post.weight")
     for i in reversed(range(made.blocks)):
         unit = f"blocks.{i}"
         scale_name = [f"{unit}.scale"] if made.keep_fp32 else []
         names = [f"{unit}.weight", f"{unit}.bias", *scale_name]
         ops += [
             alloc(f"d.{i}"),
-            *begin(*names),
             call(
                 "block.backward",
                 unit,
@@ -173,22 +135,18 @@ def micro_body(made: Perceptron, flats: tuple[Flat, ...], *, is_accumulating: bo
             release(f"d.{i + 1}"),
             release(f"{unit}.relu"),
             release(f"h.{i}"),
-            *finish(*names),
         ]
     mode = Mode.ACCUMULATE if made.tied else Mode.WRITE
     ops += [
-        *begin("pre.weight"),
         call("pre.backward", "root.pre", [act("d.0"), x], gradient("pre.weight", mode)),
         release("d.0"),
-        *finish("pre.weight"),
     ]
     return ops
 
 
 def update_body(made: Perceptron, flats: tuple[Flat, ...]) -> list[Op]:
-    sum_name = "grad_sum" if made.micro_steps > 1 else "grad"
     gradients = tuple(
-        Region(buffer=f"{f.name}.{sum_name}", offset=0, numel=f.padded_numel) for f in flats
+        Region(buffer=f"{f.name}.grad", offset=0, numel=f.padded_numel) for f in flats
     )
     ops: list[Op] = []
     if made.has_scaling:
@@ -200,7 +158,7 @@ def update_body(made: Perceptron, flats: tuple[Flat, ...]) -> list[Op]:
         Decide(
             step=one("step"),
             gradient_divisor=one("gradient_divisor"),
-            divisor=made.micro_steps,
+            divisor=1,
             overflow=one("overflow") if made.has_scaling else None,
             norm=one("norm") if made.clip is not None else None,
             loss_scale=one("loss_scale") if made.has_scaling else None,
@@ -211,16 +169,15 @@ def update_body(made: Perceptron, flats: tuple[Flat, ...]) -> list[Op]:
     )
     for home, gradient in zip(flats, gradients, strict=True):
         is_low = home.dtype.is_low_precision
-        is_cast = is_low and made.micro_steps == 1
         grad32 = Region(buffer=f"{home.name}.grad32", offset=0, numel=home.padded_numel)
         param = Region(buffer=f"{home.name}.param", offset=0, numel=home.padded_numel)
         master = Region(buffer=f"{home.name}.master", offset=0, numel=home.padded_numel)
-        if is_cast:
+        if is_low:
             ops += [
                 alloc(grad32.buffer),
                 Cast(source=gradient, destination=grad32, stream=COMPUTE),
             ]
-        complete = grad32 if is_cast else gradient
+        complete = grad32 if is_low else gradient
         names = made.algorithm.state_names
         states = tuple(
             Region(
@@ -283,13 +240,9 @@ def update_body(made: Perceptron, flats: tuple[Flat, ...]) -> list[Op]:
             )
         if is_low:
             ops.append(Cast(source=master, destination=param, stream=COMPUTE))
-        if is_cast:
+        if is_low:
             ops.append(release(grad32.buffer))
-        if made.micro_steps > 1:
-            ops.append(fill(gradient.buffer, home.padded_numel))
     if made.has_scaling:
         state = Region(buffer="loss_scale", offset=0, numel=3)
         ops.append(UpdateScale(state=state, skip=one("skip"), stream=COMPUTE))
-    if made.micro_steps > 1:
-        ops.append(fill("loss", 1))
     return ops

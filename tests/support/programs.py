@@ -23,7 +23,6 @@ from zeroir.ir.mesh import Axis, Mesh
 from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import (
     LAST_MICRO_STEP,
-    MICRO_STEP,
     UPDATE,
     Holding,
     InputBinding,
@@ -33,6 +32,7 @@ from zeroir.ir.program import (
     Section,
     State,
 )
+from zeroir.ir.reports import Quantity, ReportBinding
 from zeroir.workspace.segments import corrected
 
 PRECISIONS = {"fp32": DType.F32, "fp16": DType.F16, "bf16": DType.BF16}
@@ -62,15 +62,13 @@ def mlp(
     keep_fp32: bool = False,
     ema: float | None = None,
     is_weighted: bool = False,
-    has_fixed_divisor: bool = False,
     has_codes: bool = False,
 ) -> Program:
     """The logical program of the module's docstring; x is f32[batch, features] on every rank.
 
-    With ``has_fixed_divisor`` the number of micro-steps is in the divisor, as in programs of earlier versions.
     With ``has_codes`` the optimizer's states have 8 bits.
     """
-    if is_weighted or (micro_steps > 1 and not has_fixed_divisor):
+    if is_weighted or micro_steps > 1:
         program = mlp(
             blocks=blocks,
             dim=dim,
@@ -95,7 +93,6 @@ def mlp(
         batch=batch,
         dtype=PRECISIONS[precision],
         algorithm=Algorithm(optimizer),
-        micro_steps=micro_steps,
         clip=clip,
         tied=tied,
         keep_fp32=keep_fp32,
@@ -104,23 +101,20 @@ def mlp(
         has_codes=has_codes,
     )
     flats = made.flats()
-    sum_name = "grad_sum" if micro_steps > 1 else "grad"
     complete = State(
         holdings=tuple(
             Holding(
-                region=Region(buffer=f"{home.name}.{sum_name}", offset=0, numel=home.padded_numel),
+                region=Region(buffer=f"{home.name}.grad", offset=0, numel=home.padded_numel),
                 content=FlatContent(quantity="grad", flat=home.name, micro=Micro.ALL),
             )
             for home in flats
         )
     )
-    body = tuple(micro_body(made, flats, is_accumulating=micro_steps > 1))
+    body = tuple(micro_body(made, flats))
     sections = [
         Section(name=LAST_MICRO_STEP, body=body, exit=complete),
         Section(name=UPDATE, entry=complete, body=tuple(update_body(made, flats))),
     ]
-    if micro_steps > 1:
-        sections.insert(0, Section(name=MICRO_STEP, body=body))
     scalars = [
         ScalarBinding(buffer="loss", values=(0.0,)),
         ScalarBinding(
@@ -164,9 +158,21 @@ def mlp(
                 hyper="hyper",
             ),
         ),
-        loss="loss",
+        reports=tuple(
+            ReportBinding(quantity=quantity, buffer=buffer)
+            for quantity, buffer, is_there in (
+                (Quantity.LOSS, "loss", True),
+                (Quantity.BATCH_LOSS, "loss", True),
+                (Quantity.SUMMED_LOSS, "loss", True),
+                (Quantity.STEP, "step", True),
+                (Quantity.LOSS_SCALE, "loss_scale", made.has_scaling),
+                (Quantity.SKIP, "skip", made.has_scaling),
+                (Quantity.SQUARED_NORM, "norm", clip is not None),
+            )
+            if is_there
+        ),
         options=(
-            ("micro_steps", str(micro_steps)),
+            ("micro_steps", "1"),
             ("optimizer", optimizer),
             ("precision", precision),
             ("stage", "0"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from tests.passes.numbers import initial
 from tests.passes.test_gates import gate, gate_logical
@@ -167,17 +169,23 @@ class Subject:
             lockstep.initialise_flats(initial(program))
         found: list[Tensor] = []
         saved: list[SavedState] = []
-        for batches in self.batches:
+        for number, batches in enumerate(self.batches):
             if EVALUATE in program.section_by_name:
-                results = lockstep.evaluate([of_rank[0] for of_rank in batches])
-                found += [result.loss for result in results]
-            for result in lockstep.step(batches):
-                told = (result.loss, result.is_skipped, result.grad_norm)
-                found += [value for value in told if value is not None]
+                for evaluated in lockstep.evaluate([of_rank[0] for of_rank in batches]):
+                    leaves = pytree.tree_leaves(evaluated.outputs)
+                    found += [evaluated.loss, *(leaf for leaf in leaves if leaf is not None)]
+            # What users change between steps counts.
+            for group in lockstep.optimizer.param_groups:
+                group["lr"] *= 0.5
+            found += _stepped(lockstep, batches, is_apart=number % 2 == 1)
+            found.append(torch.tensor(lockstep.loss_scales()))
             found += _contents(saved)
             # Copies may be under way during the next step.
             saved = lockstep.save_state() if SAVE in program.section_by_name else []
         found += _contents(saved)
+        for rank in range(program.mesh.world_size):
+            buffers = lockstep.buffers(rank)
+            found += [buffers[binding.buffer] for binding in program.module_buffers]
         state = lockstep.full_state()
         return found + [state[key] for key in sorted(state)]
 
@@ -191,6 +199,33 @@ class Subject:
         if len(found) == len(expected) and all(map(_is_equal, found, expected)):
             return None
         return "other numbers"
+
+
+def _stepped(
+    lockstep: Lockstep, batches: Sequence[Sequence[Batch]], *, is_apart: bool
+) -> list[Tensor]:
+    """Everything that a step reports, taken at once or, where ``is_apart``, one micro-step at a time."""
+    group = lockstep.program.interleaved
+    found: list[Tensor] = []
+    if is_apart:
+        count = len(batches[0])
+        for start in range(0, count, group):
+            groups = [of_rank[start : start + group] for of_rank in batches]
+            found += lockstep.micro_steps(groups, is_last=start + group == count)
+        results = lockstep.update()
+    else:
+        results = lockstep.step(batches)
+    for result in results:
+        for told in (
+            result.loss,
+            result.mean_loss,
+            result.weight,
+            result.is_skipped,
+            result.grad_norm,
+            result.is_redone,
+        ):
+            found.append(torch.tensor(math.nan) if told is None else torch.as_tensor(told))
+    return found
 
 
 def _contents(saved: Sequence[SavedState]) -> list[Tensor]:

@@ -9,7 +9,7 @@ from functools import lru_cache
 import pytest
 
 from tests.support.captures import captured
-from tests.support.edits import without_save
+from tests.support.edits import with_report_of, without_save
 from tests.support.evaluating import model as source
 from zeroir.config import make_options
 from zeroir.frontend.entry import load_model_file
@@ -19,6 +19,7 @@ from zeroir.ir.buffers import Region, whole
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, UPDATE, Pending, Program, State
+from zeroir.ir.reports import Quantity
 from zeroir.ir.text import parse, print_program
 from zeroir.passes.pipelines import lower
 from zeroir.verify import verify
@@ -127,9 +128,12 @@ CHANGES: dict[str, tuple[Callable[[Program], Program], str]] = {
     "an output is not written": (_dropped, "Z103"),
     "two outputs are swapped": (_other_output, "Z406"),
     "an output is left out": (lambda p: replace(p, outputs=p.outputs[1:]), "Z008"),
-    "the loss is that of a step": (lambda p: replace(p, eval_loss="loss"), "Z008"),
-    "the loss is no scalar": (lambda p: replace(p, eval_loss="output.loss"), "Z008"),
-    "the loss is not declared": (lambda p: replace(p, eval_loss="no"), "Z001"),
+    "the loss is that of a step": (lambda p: with_report_of(p, Quantity.EVAL_LOSS, "loss"), "Z008"),
+    "the loss is no scalar": (
+        lambda p: with_report_of(p, Quantity.EVAL_LOSS, "output.loss"),
+        "Z008",
+    ),
+    "the loss is not declared": (lambda p: with_report_of(p, Quantity.EVAL_LOSS, "no"), "Z001"),
     "there is no evaluation": (
         lambda p: replace(p, sections=tuple(s for s in p.sections if s.name != EVALUATE)),
         "Z008",

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.edits import at, places, put
+from tests.support.edits import at, places, put, with_report_of
 from tests.support.schedules import Case
 from tests.verify.test_rejects import codes, find
 from zeroir.ir import ops
@@ -16,6 +16,7 @@ from zeroir.ir.contents import Micro, WeightContent
 from zeroir.ir.mesh import COMPUTE, REDUCE
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Pending, Program, Section
+from zeroir.ir.reports import Quantity
 from zeroir.passes.common.order import derive_waits, without_waits
 from zeroir.verify import verify
 
@@ -130,9 +131,9 @@ def test_a_decision_without_the_weights_is_found() -> None:
     place = find(fp16, UPDATE, lambda op: isinstance(op, ops.Decide))
     decide = at(fp16, place)
     assert isinstance(decide, ops.Decide)
-    assert codes(verify(put(fp16, place, replace(decide, weight=None)))) == {"Z402"}
+    assert codes(verify(put(fp16, place, replace(decide, weight=None)))) == {"Z402", "Z408"}
     wrong = replace(decide, weight=_weight("batch_weight"))
-    assert codes(verify(put(fp16, place, wrong))) == {"Z402"}
+    assert codes(verify(put(fp16, place, wrong))) == {"Z402", "Z408"}
 
 
 def test_an_unweighted_batch_weighs_one() -> None:
@@ -182,10 +183,10 @@ def test_the_backward_begins_with_the_weight() -> None:
 
 
 def test_the_weight_that_the_engine_reports_is_the_decisions() -> None:
-    program = COUNTED.scheduled
+    program = WEIGHTED.scheduled
     place = find(program, UPDATE, _clears)
     dirty = ops.Fill(destination=_weight("weight"), value=0.0, stream="compute")
-    assert "Z405" in codes(verify(put(program, place, dirty, at(program, place))))
+    assert "Z408" in codes(verify(put(program, place, dirty, at(program, place))))
 
 
 def test_the_host_writes_the_weights_of_the_logical_program() -> None:
@@ -195,6 +196,8 @@ def test_the_host_writes_the_weights_of_the_logical_program() -> None:
     # On one rank no sum over ranks is missing.
     counted = replace(COUNTED, ranks=1)
     program = replace(counted.scheduled, weight="batch_weight")
+    assert codes(verify(program)) == {"Z408"}  # the engine has no sum to divide by
+    program = with_report_of(program, Quantity.SUMMED_WEIGHT, "weight")
     assert verify(program).is_valid
     assert codes(verify(program, counted.logical)) == {"Z406"}
 
@@ -214,7 +217,9 @@ def test_a_step_without_data_is_skipped(is_disguised: bool) -> None:
         op = at(program, step)
         assert isinstance(op, ops.OptimizerStep)
         program = put(program, step, replace(op, skip=None))
-    assert codes(verify(program, WEIGHTED.logical)) == {"Z406"}
+    assert codes(verify(program, WEIGHTED.logical)) == {"Z408"}
+    reports = tuple(r for r in program.reports if r.quantity is not Quantity.SKIP)
+    assert codes(verify(replace(program, reports=reports), WEIGHTED.logical)) == {"Z406"}
 
 
 def _ending_late(section: Section, is_wanted: Callable[[Op], bool]) -> Section:

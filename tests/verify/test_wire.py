@@ -6,15 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.edits import at, put
+from tests.support.edits import at, put, with_buffers
 from tests.support.schedules import Case
 from tests.verify.test_rejects import codes, find
 from tests.verify.test_values import FP16, FP32, LOSS, changed, op_of
 from zeroir.ir import ops
-from zeroir.ir.buffers import Region
+from zeroir.ir.buffers import Region, Role
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Pair
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
+from zeroir.passes.common.order import derive_waits, without_waits
+from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.verify import verify
 
 
@@ -62,7 +64,7 @@ def test_a_parameter_that_was_rounded_on_the_wire_is_another(case: Case, wire: D
 
 def test_a_norm_that_was_rounded_on_the_wire_is_no_norm() -> None:
     program = on_wire(FP32.scheduled, UPDATE, ops.AllReduce, DType.BF16)
-    assert codes(verify(program)) == {"Z402", "Z405"}  # the loss, too, is another number
+    assert codes(verify(program)) == {"Z408", "Z405"}  # the loss, too, is another number
 
 
 def test_a_wider_wire_changes_nothing() -> None:
@@ -93,3 +95,94 @@ def test_sums_over_micro_steps_travel_in_fp32() -> None:
     case = Case(stage=1, precision="bf16", micro_steps=2)
     program = on_wire(case.scheduled, LAST_MICRO_STEP, ops.ReduceScatter, DType.BF16)
     assert codes(verify(program, case.logical)) == {"Z406"}
+
+
+UNIT_BY_UNIT = Case(
+    stage=3, precision="bf16", micro_steps=2, order=OrderByLayer(micro_batches=2, whole_step=True)
+)
+
+
+def test_a_sum_of_micro_batches_of_one_section_stays_in_fp32() -> None:
+    """Their contributions have no sum of earlier micro-steps among them, and still may not be rounded together."""
+    program = UNIT_BY_UNIT.scheduled
+    place = find(program, UPDATE, lambda op: isinstance(op, ops.OptimizerStep))
+    step = at(program, place)
+    assert isinstance(step, ops.OptimizerStep)
+    total = program.buffer_by_name[step.grad.buffer]
+    assert total.dtype is DType.F32
+    narrow = replace(total, name="narrow", dtype=DType.BF16, role=Role.STAGING, holds=None)
+    rounded = replace(step.grad, buffer=narrow.name)
+    changed = put(
+        with_buffers(program, narrow),
+        place,
+        ops.Alloc(buffer=narrow.name, stream=step.stream),
+        ops.Cast(source=step.grad, destination=rounded, stream=step.stream),
+        ops.Cast(source=rounded, destination=step.grad, stream=step.stream),
+        ops.Release(buffer=narrow.name, stream=step.stream),
+        step,
+    )
+    report = verify(changed, UNIT_BY_UNIT.logical)
+    assert codes(report) == {"Z406"}
+    assert "passes through bf16" in report.findings[0].sentence
+
+
+def test_a_sum_of_micro_batches_of_one_section_travels_in_fp32() -> None:
+    program = UNIT_BY_UNIT.scheduled
+    reductions = [
+        (s, i)
+        for s, section in enumerate(program.sections)
+        for i, op in enumerate(section.body)
+        if isinstance(op, ops.ReduceScatter)
+        and program.buffer_by_name[op.pairs[0].source.buffer].dtype is DType.F32
+    ]
+    assert reductions
+    for place in reductions:
+        op = at(program, place)
+        assert isinstance(op, ops.ReduceScatter)
+        report = verify(
+            put(program, place, replace(op, wire_dtype=DType.BF16)), UNIT_BY_UNIT.logical
+        )
+        assert codes(report) == {"Z406"}
+
+
+def test_a_reduction_rounds_to_the_dtype_of_the_gradient() -> None:
+    """Ranks that add up widened gradients and never round the sum compute other numbers."""
+    case = Case(stage=2, precision="bf16", overlap_update=True)
+    program = without_waits(case.scheduled)
+    place = find(program, LAST_MICRO_STEP, lambda op: isinstance(op, ops.ReduceScatter))
+    reduce = at(program, place)
+    assert isinstance(reduce, ops.ReduceScatter)
+    (pair,) = reduce.pairs
+    widening = find(
+        program,
+        LAST_MICRO_STEP,
+        lambda op: isinstance(op, ops.Cast) and op.source == pair.destination,
+    )
+    cast = at(program, widening)
+    assert isinstance(cast, ops.Cast)
+    source = program.buffer_by_name[pair.source.buffer]
+    wide = replace(source, name="wide", dtype=DType.F32, role=Role.STAGING, holds=None)
+    widened = replace(pair.source, buffer=wide.name)
+    changed = put(
+        put(with_buffers(program, wide), widening),
+        place,
+        ops.Alloc(buffer=wide.name, stream=reduce.stream),
+        ops.Cast(source=pair.source, destination=widened, stream=reduce.stream),
+    )
+    # The buffer of the widened gradient begins above the cast that filled it.
+    begun = find(
+        changed,
+        LAST_MICRO_STEP,
+        lambda op: isinstance(op, ops.Alloc) and op.buffer == cast.destination.buffer,
+    )
+    unrounded = replace(reduce, pairs=(Pair(source=widened, destination=cast.destination),))
+    changed = put(
+        changed,
+        begun,
+        at(changed, begun),
+        unrounded,
+        ops.Release(buffer=wide.name, stream=reduce.stream),
+    )
+    report = verify(derive_waits(changed), case.logical)
+    assert codes(report) == {"Z406"}
+    assert "ranks add up the gradient" in report.findings[0].sentence

@@ -28,7 +28,7 @@ from zeroir.ir.limits import LONGEST_TEXT, obeyed_character
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Ref, Symbol
 
-SCHEMA_VERSION: Final = (1, 8)
+SCHEMA_VERSION: Final = (2, 0)
 """(major, minor). A minor version adds fields with defaults, or classes; a major one changes what files mean."""
 
 _MAX_DEPTH: Final = 64

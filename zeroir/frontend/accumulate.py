@@ -16,6 +16,7 @@ What changes::
     + release %a.grad  stream=compute
       section update {
     + cast %weight_sum -> %weight  stream=compute
+    + cast %loss -> %summed_loss  stream=compute
     - decide step=%step gradient_divisor=%divisor divisor=1  stream=compute
     + decide step=%step gradient_divisor=%divisor divisor=1 weight=%weight  stream=compute
     - optimizer_step sgd param=%a.param grad=%a.grad …
@@ -32,6 +33,7 @@ from dataclasses import dataclass, replace
 
 from zeroir.errors import InternalError
 from zeroir.frontend.weigh import (
+    BATCH_LOSS,
     BATCH_WEIGHT,
     WEIGHT,
     cast,
@@ -46,7 +48,6 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import (
-    BATCH_LOSS,
     LAST_MICRO_STEP,
     MICRO_STEP,
     UPDATE,
@@ -57,7 +58,10 @@ from zeroir.ir.program import (
     Section,
     State,
 )
+from zeroir.ir.reports import Quantity, with_report
 
+_SUMMED_LOSS = "summed_loss"
+"""The sum of the losses of the step, which the update clears in its own buffer."""
 _WEIGHT_SUM = "weight_sum"
 """The sum of the weights of the micro-steps so far."""
 
@@ -114,11 +118,13 @@ class _Accumulator:
         bindings = self.program.scalars
         if self.program.weight is None:
             bindings = (*bindings, ScalarBinding(buffer=BATCH_WEIGHT, values=(1.0,)))
+        reports = with_report(self.program.reports, Quantity.BATCH_LOSS, BATCH_LOSS)
         return replace(
             self.program,
             buffers=tuple(self._buffers()),
             scalars=bindings,
             sections=tuple(sections),
+            reports=with_report(reports, Quantity.SUMMED_LOSS, _SUMMED_LOSS),
         )
 
     def _buffers(self) -> Iterator[Buffer]:
@@ -141,6 +147,7 @@ class _Accumulator:
             yield one_number(BATCH_WEIGHT, WeightContent(micro=Micro.CURRENT))
             yield one_number(WEIGHT, WeightContent(micro=Micro.STALE))
             yield one_number(BATCH_LOSS)
+        yield one_number(_SUMMED_LOSS)
         yield one_number(_WEIGHT_SUM, WeightContent(micro=Micro.PAST))
 
     # ------------------------------------------------------------------------------------------------- micro-steps
@@ -214,6 +221,7 @@ class _Accumulator:
                     yield replace(op, sources=tuple(self._summed(s) for s in op.sources))
                 case ops.Decide():
                     yield cast(_WEIGHT_SUM, WEIGHT)
+                    yield cast(self.loss, _SUMMED_LOSS)
                     yield replace(op, weight=first(WEIGHT))
                 case ops.Direction() | ops.OptimizerStep() if op.grad.buffer in self.sums:
                     used.append(self._summed(op.grad))

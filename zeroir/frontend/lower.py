@@ -20,7 +20,7 @@ from zeroir.frontend.parameter_groups import (
 )
 from zeroir.frontend.places import refusals_at
 from zeroir.frontend.segment_calls import GradientSink, SegmentCall
-from zeroir.frontend.update import EVAL_LOSS, LOSS, scalars, update_body
+from zeroir.frontend.update import reports, scalars, update_body
 from zeroir.ir.buffers import Buffer, Region, Role, Space
 from zeroir.ir.contents import ABSMAX, CODES, DIRECTION, EMA, FlatContent, Micro
 from zeroir.ir.dtypes import DType
@@ -124,8 +124,7 @@ def lower(
         module_buffers=tuple(micro_step.bindings.values()),
         scalars=scalar_bindings,
         groups=declared_groups(groups, trainable),
-        loss=LOSS,
-        eval_loss=EVAL_LOSS if is_evaluated else None,
+        reports=reports(options, has_evaluation=is_evaluated),
         options=options.to_pairs(),
         fingerprint=_fingerprint(flats, calls),
     )

@@ -29,6 +29,7 @@ from zeroir.ir.ops import (
     UpdateScale,
 )
 from zeroir.ir.program import Flat, ScalarBinding
+from zeroir.ir.reports import Quantity, ReportBinding
 
 LOSS: Final = "loss"
 """The buffer of a micro-step's loss."""
@@ -62,6 +63,20 @@ def scalars(
     if has_evaluation:
         items.append(_scalar(EVAL_LOSS, (0.0,)))
     return tuple(items)
+
+
+def reports(options: CompileOptions, *, has_evaluation: bool) -> tuple[ReportBinding, ...]:
+    """What the engine reads of a program with these options."""
+    is_scaling = options.precision == "fp16"
+    buffers = {Quantity.LOSS: LOSS, Quantity.BATCH_LOSS: LOSS, Quantity.SUMMED_LOSS: LOSS}
+    if has_evaluation:
+        buffers[Quantity.EVAL_LOSS] = EVAL_LOSS
+    buffers[Quantity.STEP] = "step"
+    if is_scaling:
+        buffers |= {Quantity.LOSS_SCALE: "loss_scale", Quantity.SKIP: "skip"}
+    if options.clip is not None:
+        buffers[Quantity.SQUARED_NORM] = "norm"
+    return tuple(ReportBinding(quantity=what, buffer=name) for what, name in buffers.items())
 
 
 def _scalar(

@@ -6,6 +6,9 @@ weighted mean of the micro-batches' losses. A step whose weights are all 0 chang
 
 What changes::
 
+    + report batch_loss %batch_loss
+    + report summed_weight %weight
+    + report skip %skip
     + weight %batch_weight
     + cast %batch_weight -> %weight  stream=compute
     - !1 = compute @a.forward(…) -> (%loss)  unit=a stream=compute
@@ -35,7 +38,6 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import (
-    BATCH_LOSS,
     LAST_MICRO_STEP,
     MICRO_STEP,
     UPDATE,
@@ -45,7 +47,10 @@ from zeroir.ir.program import (
     Section,
     State,
 )
+from zeroir.ir.reports import Quantity, with_report
 
+BATCH_LOSS = "batch_loss"
+"""The loss of the present micro-batch, without its weight."""
 BATCH_WEIGHT = "batch_weight"
 """The weight of the present micro-batch."""
 WEIGHT = "weight"
@@ -79,11 +84,14 @@ def weigh(program: Program) -> Program:
         replace(one_number(name), role=Role.ACTIVATION, holds=None)
         for name in (_WEIGHTED_LOSS, _TANGENT)
     ]
+    reports = with_report(program.reports, Quantity.BATCH_LOSS, BATCH_LOSS)
+    reports = with_report(reports, Quantity.SUMMED_WEIGHT, WEIGHT)
     return replace(
         program,
         buffers=(*program.buffers, *scalars, *temporaries),
         scalars=(*program.scalars, *bindings),
         sections=sections,
+        reports=with_report(reports, Quantity.SKIP, SKIP),
         weight=BATCH_WEIGHT,
     )
 

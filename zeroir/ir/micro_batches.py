@@ -12,16 +12,16 @@ from typing import Final
 
 from zeroir.ir.buffers import Buffer, Region, Role
 from zeroir.ir.contents import Micro, WeightContent
-from zeroir.ir.program import BATCH_LOSS, Program
+from zeroir.ir.program import Program
 
 _ALIGNMENT_BYTES: Final = 64
 """Slices of inputs and seeds begin at multiples of this: kernels may be faster there, and compiled ones count on it."""
 
 
-def is_sliced(buffer: Buffer) -> bool:
-    """Whether a buffer holds something of each micro-batch."""
+def is_sliced(program: Program, buffer: Buffer) -> bool:
+    """Whether a buffer of the program holds something of each micro-batch."""
     is_weight = isinstance(buffer.holds, WeightContent) and buffer.holds.micro is Micro.CURRENT
-    return is_weight or buffer.role in (Role.INPUT, Role.RNG) or buffer.name == BATCH_LOSS
+    return is_weight or buffer.role in (Role.INPUT, Role.RNG) or buffer.name == program.batch_loss
 
 
 def slice_numel(program: Program, name: str) -> int:

@@ -18,9 +18,11 @@ from zeroir.ir.buffers import Buffer, Region
 from zeroir.ir.contents import Content
 from zeroir.ir.copies import CopyOf, copies
 from zeroir.ir.dtypes import DType
+from zeroir.ir.effects import effects
 from zeroir.ir.mesh import STREAMS, Communicator, Executor, Mesh, Stream
 from zeroir.ir.operators import Operator
 from zeroir.ir.ops import Algorithm, Op
+from zeroir.ir.reports import Quantity, ReportBinding
 from zeroir.ir.segment import Segment
 
 MICRO_STEP: Final = "micro_step"
@@ -34,9 +36,6 @@ SECTION_NAMES: Final = (*STEP_SECTIONS, EVALUATE, SAVE)
 program is made for k = 1. With ``Program.interleaved`` = g each of the two runs g micro-batches, so ``micro_step`` runs
 k/g − 1 times. ``evaluate`` may run between steps, and leaves only its loss and its outputs behind. ``save`` may run
 between steps and between micro-steps. It copies the state of the training to snapshots in host memory."""
-
-BATCH_LOSS: Final = "batch_loss"
-"""The buffer of the loss of the last micro-batch, where ``Program.loss`` is a sum over micro-batches."""
 
 PARAMETER_ALIGNMENT_NUMEL: Final = 64
 """Each parameter starts on a multiple of this many elements of its flat, whatever the world size."""
@@ -90,15 +89,15 @@ class Flat:
 class OptimizerGroup:
     """Intervals of flats that share an algorithm and hyper-parameters, as ``(flat, start, stop)``.
 
-    ``lr`` and ``hyper`` are the scalar buffers that hold the settings, as ``OptimizerStep`` reads them. In files of
-    schema 1.3 and earlier they are None, and every step names the one pair of buffers that there is.
+    ``lr`` and ``hyper`` are the scalar buffers at rest of the settings: the host writes them there, and each step reads
+    these values, from there or from a copy.
     """
 
     name: str
     algorithm: Algorithm
     intervals: tuple[tuple[str, int, int], ...]
-    lr: str | None = None
-    hyper: str | None = None
+    lr: str
+    hyper: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,9 +223,8 @@ class Section:
 class Program:
     """See the module's docstring. ``options`` and ``passes`` are for people and re-lowering, not for execution.
 
-    ``loss`` names the buffer of this rank's loss in a step, ``eval_loss`` that of an evaluation's, f32[1] both.
-    ``operators`` are the foreign operators that the nodes of segments call.
-    ``weight`` names the one that receives the weight of each micro-batch; without it each has the weight 1.
+    ``operators`` are the foreign operators that the nodes of segments call. ``reports`` are the values that the engine
+    reads. ``weight`` names the buffer that receives the weight of each micro-batch; without it each has the weight 1.
     ``interleaved`` is the number of micro-batches that a micro-step section runs; see ``zeroir/ir/micro_batches.py``.
     """
 
@@ -245,8 +243,7 @@ class Program:
     module_buffers: tuple[ModuleBufferBinding, ...] = ()
     scalars: tuple[ScalarBinding, ...] = ()
     groups: tuple[OptimizerGroup, ...] = ()
-    loss: str | None = None
-    eval_loss: str | None = None
+    reports: tuple[ReportBinding, ...] = ()
     weight: str | None = None
     interleaved: int = 1
     options: tuple[tuple[str, str], ...] = ()
@@ -266,6 +263,38 @@ class Program:
             if buffer.holds is not None:
                 names_by_content.setdefault(buffer.holds, []).append(buffer.name)
         return {content: tuple(names) for content, names in names_by_content.items()}
+
+    @cached_property
+    def report_of(self) -> Mapping[Quantity, ReportBinding]:
+        """Reports by quantity."""
+        return {report.quantity: report for report in self.reports}
+
+    @property
+    def loss(self) -> str | None:
+        """The buffer of this rank's loss of the step, a sum over its micro-batches; None where none is reported."""
+        return self._reported(Quantity.LOSS)
+
+    @property
+    def batch_loss(self) -> str | None:
+        """The buffer of the losses of the micro-batches of a section; None where none is reported."""
+        return self._reported(Quantity.BATCH_LOSS)
+
+    @property
+    def eval_loss(self) -> str | None:
+        """The buffer of the loss of an evaluation; None where none is reported."""
+        return self._reported(Quantity.EVAL_LOSS)
+
+    @cached_property
+    def counters(self) -> tuple[str, ...]:
+        """The buffers of the reported scalars that steps advance: the step count, and a loss scale that changes."""
+        effects_of_step = [effects(op) for op in self.step_ops()]
+        written = {region.buffer for e in effects_of_step for region in (*e.writes, *e.accumulates)}
+        reported = (self._reported(what) for what in (Quantity.STEP, Quantity.LOSS_SCALE))
+        return tuple(name for name in reported if name in written)
+
+    def _reported(self, quantity: Quantity) -> str | None:
+        report = self.report_of.get(quantity)
+        return None if report is None else report.buffer
 
     @cached_property
     def copies(self) -> Mapping[str, CopyOf]:

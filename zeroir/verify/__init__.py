@@ -63,7 +63,7 @@ _STRUCTURE_CHECKS = (check_limits, check_declarations, check_structure, check_sn
 _ORDER_CHECKS = (check_collectives, check_ordering, check_arenas, check_bounds)
 """Whether every interleaving of the streams is safe; the values are examined in program order alone."""
 _ORDER_LAWS = ("Z101", "Z103", "Z104", "Z105", "Z106", "Z201", "Z202", "Z302", "Z503")
-_VALUE_LAWS = ("Z102", "Z401", "Z402", "Z403", "Z404", "Z405", "Z406", "Z407")
+_VALUE_LAWS = ("Z102", "Z401", "Z402", "Z403", "Z404", "Z405", "Z406", "Z407", "Z408")
 _PAGE_LAWS = ("Z501", "Z502", "Z503")
 """The first two are about the order of ops and about values."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Final, NamedTuple, assert_never
 
@@ -233,18 +233,19 @@ def on_wire(value: Value, wire: DType, numbering: Numbering) -> Value:
     return mapped(value, leaf)
 
 
-def rounded_flats(value: Value, target: DType, flats: Mapping[str, Flat]) -> set[str]:
-    """Flats whose gradients lose digits by rounding to ``target``.
+class HeldSum(NamedTuple):
+    """A sum of contributions to a flat's gradient, over whichever ranks, and a dtype that it is held in."""
 
-    Every reduction rounds one micro-step's contributions to the flat's own dtype, so that is no loss. Sums over
-    micro-steps are FP32, and training uses no dtype narrower than the flat's.
-    """
-    return {
-        leaf.flat
-        for leaf in leaves(value)
-        if isinstance(leaf, Gradient)
-        and (target is not flats[leaf.flat].dtype or any(term.source < 0 for term in leaf.terms))
-    }
+    flat: str
+    dtype: DType
+    terms: tuple[Term, ...]
+
+
+def held_sums(value: Value, dtype: DType) -> Iterator[HeldSum]:
+    """The sums of contributions in a value that stands in ``dtype``."""
+    for leaf in leaves(value):
+        if isinstance(leaf, Gradient):
+            yield HeldSum(leaf.flat, dtype, merged(_on_no_axis(leaf.terms), ()))
 
 
 def cast(value: Value, target: DType, flats: Mapping[str, Flat], numbering: Numbering) -> Value:

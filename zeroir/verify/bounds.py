@@ -1,7 +1,7 @@
 """Bounds: in no order of the streams are more buffers of a kind live than the program's bounds allow (Z302, Z503).
 
-``zeroir.ir.bounds`` defines what a bound means and which buffers it limits. The verifier's own happens-before decides
-whether a release is done when a buffer begins.
+``zeroir.ir.bounds`` defines what a bound means. Which buffers it limits, and whether a release is done when a buffer
+begins, the verifier finds by itself.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from zeroir.ir.bounds import (
     Bound,
     BoundKind,
     LiveBound,
-    bounded_buffers,
-    groups,
 )
 from zeroir.ir.program import Program, Section
+from zeroir.verify.bounded_buffers import groups_of_releases, kinds_of_buffers
 from zeroir.verify.context import Findings
 from zeroir.verify.happens_before import HappensBefore
 
@@ -28,7 +27,7 @@ def check_bounds(program: Program, findings: Findings) -> None:
     """Check every section of a program that has bounds."""
     if not program.bounds:
         return
-    kinds = bounded_buffers(program.buffers, program.ops())
+    kinds = kinds_of_buffers(program)
     for section in program.sections:
         _BoundsCheck(program, section, kinds, findings).run()
 
@@ -76,7 +75,7 @@ class _BoundsCheck:
         self.findings = findings
         self.order = HappensBefore(program, section)
         self.bounds = {bound.kind: bound for bound in program.bounds}
-        self.groups = groups(section.body, kinds)
+        self.groups = groups_of_releases(section.body, kinds)
         self.releases = {bound.kind: _Releases() for bound in program.bounds}
         self.open: dict[BoundKind, int] = dict.fromkeys(self.releases, 0)
         """How many buffers of each kind have begun, and are released further below."""

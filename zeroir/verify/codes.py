@@ -131,6 +131,10 @@ LAWS: Final[Mapping[str, Law]] = {
         title="a save that does not copy the present state",
         remedy="Let section `save` copy every buffer that training goes on from, each to a snapshot of its own.",
     ),
+    "Z408": Law(
+        title="the engine would report another value",
+        remedy="Let the buffer of each report hold what it is named for when the section before it is read ends.",
+    ),
     "Z501": Law(
         title="a page used before it arrived",
         remedy="Transfer the page to its slot first, and wait for the transfer on the stream of the op.",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
-from zeroir.ir.contents import Micro
+from zeroir.ir.contents import Micro, NamedContent
+from zeroir.ir.reports import Quantity
 from zeroir.verify.context import spell, title
+from zeroir.verify.descriptions import describe
 from zeroir.verify.domain import (
     POISON,
     Decision,
@@ -36,6 +38,7 @@ NORM_ORDER: Final = "order of the norm"
 
 def decide(run: SectionRun, op: ops.Decide) -> None:
     """Check what the decision reads, and write its results."""
+    _check_reported(run, op)
     _check_divisor(run, op)
     _check_loss_scale(run, op)
     for region, kind in ((op.overflow, OVERFLOW), (op.norm, NORM)):
@@ -56,28 +59,25 @@ def decide(run: SectionRun, op: ops.Decide) -> None:
     run.settings.setdefault(setting, run.line)
     if op.norm is not None:
         run.settings.setdefault((NORM_ORDER, _order(run, op.norm)), run.line)
-        run.reported[op.norm] = list(run.memory.read(op.norm))
+        run.reported[Quantity.SQUARED_NORM] = list(run.memory.read(op.norm))
     if op.weight is not None:
-        run.reported[op.weight] = list(run.memory.read(op.weight))
+        run.reported[Quantity.SUMMED_WEIGHT] = list(run.memory.read(op.weight))
     number = run.numbering.of(("decision", run.section.name, run.line))
     run.decided[number] = op.skip is not None
     run.memory.write(op.gradient_divisor, [(0, 1, Decision("divisor", number))])
     _compare_with_guess(run, op, number)
     if op.skip is not None:
-        run.memory.write(op.skip, [(0, 1, Decision("skip", number))])
-        run.reported[op.skip] = list(run.memory.read(op.skip))
-    if not is_version(run, op.step, 0):
-        run.fail("Z405", "the step count advances a second time", op.step.buffer)
+        run.reported[Quantity.SKIP] = [(0, 1, Decision("skip", number))]
+        run.memory.write(op.skip, run.reported[Quantity.SKIP])
+    _check_counter(run, op, op.step, Quantity.STEP)
     _advance(run, op.step)
-    run.decisions += 1
 
 
 def guess(run: SectionRun, op: ops.Guess) -> None:
     """Check that the guess is the decision of a step that is neither clipped nor skipped, and write its results."""
     _check_divisor(run, op)
     _check_loss_scale(run, op)
-    if not is_version(run, op.step, 0):
-        run.fail("Z405", "guess reads a step count that has advanced already", op.step.buffer)
+    _check_counter(run, op, op.step, Quantity.STEP)
     number = run.numbering.of(("guess", run.section.name, run.line))
     run.memory.write(op.gradient_divisor, [(0, 1, Decision("guessed divisor", number))])
     run.memory.write(op.next_step, [(0, 1, Decision("next step", number))])
@@ -93,20 +93,66 @@ def _compare_with_guess(run: SectionRun, op: ops.Decide, number: int) -> None:
         run.fail("Z405", f"decide compares itself with {where}, which is no guess", op.guess.buffer)
         return
     run.guesses[number] = guessed
-    run.memory.write(op.redo, [(0, 1, Decision("redo", number))])
+    run.reported[Quantity.REDO] = [(0, 1, Decision("redo", number))]
+    run.memory.write(op.redo, run.reported[Quantity.REDO])
 
 
 def _check_loss_scale(run: SectionRun, op: ops.Decide | ops.Guess) -> None:
     """The loss scale by which gradients are divided is the one that the backward used."""
-    scales = {o.state.buffer for o in run.program.ops() if isinstance(o, ops.UpdateScale)}
-    if scales and (op.loss_scale is None or op.loss_scale.buffer not in scales):
+    if op.loss_scale is not None:
+        _check_counter(run, op, op.loss_scale, Quantity.LOSS_SCALE)
+    elif any(isinstance(other, ops.UpdateScale) for other in run.program.ops()):
         run.fail("Z405", f"{title(op)} ignores the loss scale that update_scale maintains")
-    if op.loss_scale is not None and not is_version(run, op.loss_scale, 0):
+
+
+_REPORTED_OPERANDS: Final[Mapping[Quantity, str]] = {
+    Quantity.STEP: "step",
+    Quantity.LOSS_SCALE: "loss_scale",
+    Quantity.SQUARED_NORM: "norm",
+    Quantity.SKIP: "skip",
+    Quantity.REDO: "redo",
+}
+
+
+def _check_reported(run: SectionRun, op: ops.Decide) -> None:
+    """The engine reports what a decision reads and writes, so the header must say from which buffers."""
+    for quantity, name in _REPORTED_OPERANDS.items():
+        region: Region | None = getattr(op, name)
+        if region is not None and quantity not in run.program.report_of:
+            where = spell(region, run.program)
+            run.fail(
+                "Z408",
+                f"decide has {name}={where}, but no report names the {quantity}, which the engine reads",
+                region.buffer,
+                advice=f"Say in the header: report {quantity} %{region.buffer}.",
+            )
+
+
+def _check_counter(
+    run: SectionRun,
+    op: ops.Decide | ops.Guess | ops.UpdateScale,
+    region: Region,
+    quantity: Quantity,
+) -> None:
+    """A decision reads the step count and the loss scale with which the step began."""
+    if quantity in run.program.report_of and not is_counter(run, region, quantity, 0):
+        (_, _, value), *_ = run.memory.read(region)
         run.fail(
             "Z405",
-            f"{title(op)} reads a loss scale that is no longer the one the backward used",
-            op.loss_scale.buffer,
+            f"{title(op)} reads {spell(region, run.program)}, which is not the {quantity} that the step began with: it "
+            f"holds {describe(value)}",
+            region.buffer,
         )
+
+
+def is_counter(run: SectionRun, region: Region, quantity: Quantity, version: int) -> bool:
+    """Whether a region holds what rests in the buffer of a report, advanced ``version`` times."""
+    report = run.program.report_of.get(quantity)
+    holds = None if report is None else run.program.buffer_by_name[report.buffer].holds
+    if not isinstance(holds, NamedContent):
+        return False
+    expected = Elements(NamedKey(holds.name, version))
+    return all(value in (expected, POISON) for _, _, value in run.memory.read(region))
 
 
 def _check_divisor(run: SectionRun, op: ops.Decide | ops.Guess) -> None:
@@ -148,34 +194,20 @@ def _check_weight(run: SectionRun, op: ops.Decide | ops.Guess, region: Region) -
 
 
 def _check_fixed_divisor(run: SectionRun, op: ops.Decide | ops.Guess) -> None:
-    """The engine runs as many micro-steps as the option ``micro_steps`` says."""
-    world_size = run.program.mesh.world_size
-    given = run.program.option.get("micro_steps", "" if run.layout.has_past else "1")
-    count = int(given) if given.isdecimal() else 0
-    if count < 1:
+    """Without a weight the divisor is the number of micro-batches of all ranks, of a step with one section of them."""
+    if run.layout.has_past:
         run.fail(
             "Z402",
-            f"{title(op)} divides gradients by {op.divisor}, but no option says for how many micro-steps",
-            advice="Give the header micro_steps=…: the engine takes that many batches a step.",
+            f"{title(op)} divides gradients by {op.divisor}, but a step has any number of micro-steps",
+            advice="Give it the sum of the weights of the micro-steps, weight=…, each of which may be 1.",
         )
-    elif count % run.program.interleaved:
+        return
+    count = run.program.mesh.world_size * run.program.interleaved
+    if op.divisor != count:
         run.fail(
             "Z402",
-            f"a step has {count} micro-steps, which groups of {run.program.interleaved} micro-batches do not divide",
-        )
-    elif count > run.program.interleaved and not run.layout.has_past:
-        run.fail(
-            "Z402",
-            f"a step has {count} micro-steps, but the program has no section micro_step",
-            advice="Add the section micro_step, or give the header micro_steps=1.",
-        )
-    elif op.divisor != world_size * count:
-        ranks = f"the world size {world_size}"
-        ranks = ranks if count == 1 else f"{world_size} ranks × {count} micro-steps"
-        run.fail(
-            "Z402",
-            f"{title(op)} divides gradients by {op.divisor} instead of {ranks}",
-            advice=f"Say divisor={world_size * count}: gradients are sums over ranks and micro-steps.",
+            f"{title(op)} divides gradients by {op.divisor} instead of {count}, the micro-batches of all ranks",
+            advice=f"Say divisor={count}: gradients are sums over ranks and micro-steps.",
         )
 
 
@@ -191,8 +223,7 @@ def update_scale(run: SectionRun, op: ops.UpdateScale) -> None:
     """The loss scale follows this step's decision, once."""
     if decision_number(run, op.skip, "skip") is None:
         run.fail("Z405", "update_scale does not follow this step's skip decision", op.skip.buffer)
-    if not is_version(run, op.state, 0):
-        run.fail("Z405", "the loss scale is updated a second time", op.state.buffer)
+    _check_counter(run, op, op.state, Quantity.LOSS_SCALE)
     if op.weight is not None:
         ((_, _, value),) = run.memory.read(op.weight)
         problem = weight_problem(run, value, Micro.ALL, run.layout.axes)

@@ -8,7 +8,7 @@ from typing import Final
 
 from zeroir.ir.allowlist import refusal
 from zeroir.ir.bounds import AheadBound, BehindBound, LiveBound
-from zeroir.ir.buffers import Buffer
+from zeroir.ir.buffers import Buffer, Role
 from zeroir.ir.contents import (
     ABSMAX,
     CODES,
@@ -30,6 +30,7 @@ from zeroir.ir.views import mistyped
 from zeroir.verify.context import Findings
 from zeroir.verify.provenance import Problems, provenance_problems
 from zeroir.verify.regions import content_problem
+from zeroir.verify.reports import report_problems
 from zeroir.verify.states import joint_problems, state_problems
 
 PLACE_ALIGNMENT_BYTES: Final = 64
@@ -47,6 +48,7 @@ def check_declarations(program: Program, findings: Findings) -> None:
         _segments(program),
         _bindings(program),
         _groups(program),
+        report_problems(program),
         provenance_problems(program),
         state_problems(program),
         joint_problems(program),
@@ -211,10 +213,6 @@ def _bindings(program: Program) -> Problems:
         *(("module buffer " + b.name, b.buffer) for b in program.module_buffers),
         *(("an initial value", b.buffer) for b in program.scalars),
     ]
-    if program.loss is not None:
-        bound.append(("the loss", program.loss))
-    if program.eval_loss is not None:
-        bound.append(("the loss of an evaluation", program.eval_loss))
     if program.weight is not None:
         bound.append(("the weight", program.weight))
         weight = program.buffer_by_name.get(program.weight)
@@ -235,9 +233,13 @@ def _groups(program: Program) -> Problems:
     intervals: list[tuple[str, int, int, str]] = []
     in_blocks = _in_blocks(program)
     for group in program.groups:
-        for buffer in (group.lr, group.hyper):
-            if buffer is not None and buffer not in program.buffer_by_name:
-                yield "Z001", f"group {group.name} has its settings in the undeclared %{buffer}"
+        for name in (group.lr, group.hyper):
+            buffer = program.buffer_by_name.get(name)
+            if buffer is None:
+                yield "Z001", f"group {group.name} has its settings in the undeclared %{name}"
+            elif buffer.role is not Role.SCALAR:
+                what = f"has its settings in %{name}, which is no scalar but {buffer.role}"
+                yield "Z008", f"group {group.name} {what}"
         for name, start, stop in group.intervals:
             flat = program.flat_by_name.get(name)
             if flat is None:

@@ -48,6 +48,7 @@ from zeroir.verify.domain import (
 from zeroir.verify.exit_scalars import check_exit_scalars
 from zeroir.verify.gradients import is_zero, measure, weight_problem
 from zeroir.verify.interpreter import SectionRun
+from zeroir.verify.reports import check_reports
 
 
 def check_exit(run: SectionRun) -> None:
@@ -69,8 +70,9 @@ def check_exit(run: SectionRun) -> None:
         if buffer.holds is not None and not isinstance(buffer.holds, SnapshotContent):
             _check_rest(run, buffer, buffer.holds, holdings.get(buffer.name, []))
     check_exit_scalars(run)
+    check_reports(run)
     if run.section.name == EVALUATE:
-        _check_evaluated(run)
+        _check_outputs(run)
     if run.section.name == SAVE:
         _check_saved(run)
 
@@ -291,13 +293,10 @@ def _is_elsewhere(run: SectionRun, region: Region, content: NamedContent) -> boo
     return any(h.content == content and h.region != region for h in run.section.exit.holdings)
 
 
-def _check_evaluated(run: SectionRun) -> None:
-    """An evaluation writes its loss and every output, each from this rank's batch alone."""
-    names = [run.program.eval_loss, *(output.buffer for output in run.program.outputs)]
-    for name in names:
-        if name is None:
-            continue
-        buffer = run.program.buffer_by_name[name]
+def _check_outputs(run: SectionRun) -> None:
+    """An evaluation writes every output, each from this rank's batch alone."""
+    for output in run.program.outputs:
+        buffer = run.program.buffer_by_name[output.buffer]
         region, old = whole(buffer), buffer.holds
         for _, _, value in run.memory.read(region):
             if not isinstance(value, Elements):

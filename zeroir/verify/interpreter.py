@@ -12,10 +12,11 @@ from typing import assert_never
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, whole
-from zeroir.ir.contents import GRAD, PARAM, FlatContent, NamedContent, WeightContent
+from zeroir.ir.contents import GRAD, PARAM, FlatContent, NamedContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import Program, Section
+from zeroir.ir.reports import Quantity
 from zeroir.verify import (
     algebra,
     averages,
@@ -95,12 +96,14 @@ class SectionRun:
     """The interpretation of one section: its computations.
 
     ``settings`` is what decisions and the loss scaling are given, ``steps`` what each optimizer step does,
-    ``directions`` and ``averages`` what each of those does, ``roundings`` the gradients that lost digits, by flat and
-    dtype, and ``sums`` which contributions were added to which; each with the line of its op. ``decided`` are the
-    decisions so far, and whether each may skip the update. ``slices`` are the contents of buffers of micro-batches
-    after each of them, where the section is repeated. ``reported`` is what the engine reports of the step, by region:
-    the norm and the weight that a decision read, and whether it skips. ``guesses`` is the guess that each decision
-    compared itself with.
+    ``directions`` and ``averages`` what each of those does, and ``sums`` which contributions were added to which.
+    ``held`` are the sums of contributions that stand in memory, with their dtypes, ``roundings`` those that a
+    conversion rounded, and ``reductions`` those that ranks added up. Each comes with the line of its op.
+
+    ``decided`` are the decisions so far, and whether each may skip the update. ``guesses`` is the guess that each of
+    them compared itself with. ``reported`` are the values that the engine reports of the step's decision: the norm and
+    the weight that it read, whether it skips, and whether it undoes a guess. ``slices`` are the contents of buffers of
+    micro-batches after each of them, where the section is repeated.
     """
 
     def __init__(
@@ -121,15 +124,16 @@ class SectionRun:
         self.line = 0
         self.contributions: Contributions = {}
         self.consumed: set[str] = set()
-        self.decisions = 0
         self.settings: dict[tuple[Hashable, ...], int] = {}
         self.steps: list[Stepped] = []
         self.directions: list[Stepped] = []
         self.averages: list[Stepped] = []
-        self.roundings: dict[tuple[str, DType], int] = {}
+        self.held: set[algebra.HeldSum] = set()
+        self.roundings: dict[algebra.HeldSum, int] = {}
+        self.reductions: dict[algebra.HeldSum, int] = {}
         self.sums: dict[algebra.Sum, int] = {}
         self.decided: dict[int, bool] = {} if before is None else dict(before.decided)
-        self.reported: dict[Region, PieceList] = {} if before is None else dict(before.reported)
+        self.reported: dict[Quantity, PieceList] = {} if before is None else dict(before.reported)
         self.guesses: dict[int, int] = {} if before is None else dict(before.guesses)
         self.slices: dict[str, list[PieceList]] = {}
         self._calls: set[tuple[int, Hashable]] = set()
@@ -174,17 +178,31 @@ class SectionRun:
         return "a contribution" if line is None else f"the contribution of op {line}"
 
     def note_rounding(self, pieces: PieceList, target: DType) -> None:
-        """Remember which gradients lose digits here."""
+        """Remember which sums of contributions this op rounds to ``target``."""
         for _, _, value in pieces:
-            for flat in algebra.rounded_flats(value, target, self.program.flat_by_name):
-                self.roundings.setdefault((flat, target), self.line)
+            for rounded in algebra.held_sums(value, target):
+                self.roundings.setdefault(rounded, self.line)
+
+    def note_reduction(self, region: Region, pieces: PieceList) -> None:
+        """Remember which sums of contributions this op adds up over ranks, in the dtype of the region."""
+        dtype = self.program.buffer_by_name[region.buffer].dtype
+        for _, _, value in pieces:
+            for reduced in algebra.held_sums(value, dtype):
+                self.reductions.setdefault(reduced, self.line)
+
+    def _note_held(self, region: Region, pieces: PieceList) -> None:
+        dtype = self.program.buffer_by_name[region.buffer].dtype
+        for _, _, value in pieces:
+            self.held.update(algebra.held_sums(value, dtype))
 
     # ------------------------------------------------------------------------------------------------- entry state
 
     def _enter(self, before: SectionRun | None) -> None:
         for buffer in self.program.buffers:
             if buffer.holds is not None:
-                self.memory.write(whole(buffer), self.layout.pieces(buffer.holds, buffer.numel))
+                pieces = self.layout.pieces(buffer.holds, buffer.numel)
+                self._note_held(whole(buffer), pieces)
+                self.memory.write(whole(buffer), pieces)
         described = {holding.region for holding in self.section.entry.holdings}
         for holding in self.section.entry.holdings:
             region = holding.region
@@ -196,7 +214,9 @@ class SectionRun:
                     full = Region(buffer=region.buffer, offset=region.offset, numel=region.numel)
                     self.memory.write(full, self.layout.pieces(rest, region.numel))
             numel = self.memory.numel(region)
-            self.memory.write(region, self.layout.pieces(holding.content, numel))
+            pieces = self.layout.pieces(holding.content, numel)
+            self._note_held(region, pieces)
+            self.memory.write(region, pieces)
         if before is not None:
             self._carry(before)
 
@@ -210,9 +230,11 @@ class SectionRun:
         for holding in self.section.entry.holdings:
             if isinstance(holding.content, FlatContent) and holding.content.guessed:
                 self.memory.write(holding.region, before.memory.read(holding.region))
-        for region in before.reported:
-            if isinstance(self.program.buffer_by_name[region.buffer].holds, WeightContent):
-                self.memory.write(region, before.memory.read(region))
+        weight = self.program.report_of.get(Quantity.SUMMED_WEIGHT)
+        if weight is not None and before.decided:
+            # Between the sections, the weight that an early decision has read rests with no content.
+            region = whole(self.program.buffer_by_name[weight.buffer])
+            self.memory.write(region, before.memory.read(region))
 
     # -------------------------------------------------------------------------------------------------- operations
 
@@ -371,6 +393,7 @@ class SectionRun:
         pieces: PieceList = [(0, region.numel, value)]
         if destination.mode is Mode.ACCUMULATE:
             pieces = self._added(self.memory.read(region), pieces, region)
+        self._note_held(region, pieces)
         self.memory.write(region, pieces)
 
     def _added(self, left: PieceList, right: PieceList, region: Region) -> PieceList:
@@ -403,6 +426,7 @@ class SectionRun:
             ]
         if is_sum:
             pieces = self._added(self.memory.read(op.destination), pieces, op.destination)
+        self._note_held(op.destination, pieces)
         self.memory.write(op.destination, pieces)
 
     def _is_gradient(self, region: Region) -> bool:

@@ -112,16 +112,11 @@ def _evaluation_problems(program: Program) -> Problems:
             "Z008",
             "the program names a loss or outputs of an evaluation, but has no section evaluate",
         )
-    loss = program.buffer_by_name.get(program.eval_loss or "")
-    if loss is not None and (loss.role, loss.dtype, loss.numel) != (Role.SCALAR, DType.F32, 1):
+    loss = program.eval_loss
+    if loss is not None and loss in (program.loss, program.batch_loss):
         yield (
             "Z008",
-            f"the loss of an evaluation is a scalar f32[1], and %{loss.name} is {loss.role} {loss.dtype}[{loss.numel}]",
-        )
-    if loss is not None and loss.name == program.loss:
-        yield (
-            "Z008",
-            f"%{loss.name} is the loss of micro-steps and of evaluations: an evaluation would change a step",
+            f"%{loss} is the loss of micro-steps and of evaluations: an evaluation would change a step",
         )
     try:
         structured([(output.path, None) for output in program.outputs])
@@ -200,7 +195,7 @@ def _role_problems(program: Program, buffer: Buffer, bound: str | None) -> Itera
         yield f"has the role {role}, but {bound} is bound to it instead of {wanted}"
     if role is Role.RNG and buffer.dtype is not DType.I64:
         yield f"has the role {role}, whose seeds are i64, but elements of {buffer.dtype}"
-    if is_sliced(buffer) and buffer.numel % program.interleaved:
+    if is_sliced(program, buffer) and buffer.numel % program.interleaved:
         yield f"has {buffer.numel} elements, which {program.interleaved} micro-batches do not share equally"
     is_named = role is Role.RNG or wanted is not None
     if isinstance(holds, WeightContent):

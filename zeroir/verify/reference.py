@@ -9,17 +9,21 @@ from typing import NamedTuple
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, Role, whole
 from zeroir.ir.contents import Content, NamedContent
+from zeroir.ir.dtypes import DType
 from zeroir.ir.effects import effects
 from zeroir.ir.micro_batches import is_sliced, slice_numel, slice_region
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
+from zeroir.ir.reports import Quantity
 from zeroir.verify.decisions import NORM_ORDER
-from zeroir.verify.domain import Decision, Elements, PieceList, Statistic, Zero
+from zeroir.verify.domain import Decision, Elements, PieceList, Statistic, Term, Zero
 from zeroir.verify.interpreter import SectionRun
 from zeroir.verify.step_operands import Stepped
 
 Runs = Mapping[str, SectionRun]
 """The computation of each section, by its name."""
 
+_DEFINED = (Quantity.LOSS, Quantity.BATCH_LOSS, Quantity.EVAL_LOSS)
+"""Quantities that are whatever the logical program says."""
 _CHANGE_BOTH = "Change the logical program, and lower it again."
 
 
@@ -40,8 +44,10 @@ def mismatches(
     ``expected`` are those of the reference with the micro-batches of a section one behind the other.
     """
     yield from _header(program, reference)
+    yield from _reports(program, reference)
     yield from _bindings(program, reference)
     yield from _gradients(program, runs, expected)
+    yield from _roundings(runs, expected)
     yield from _sums(runs, expected)
     yield from _named_values(program, runs, reference, expected)
     yield from _settings(runs, expected)
@@ -81,6 +87,24 @@ def _header(program: Program, reference: Program) -> Iterator[Mismatch]:
         yield Mismatch("seeds are drawn for other places than in the logical program")
 
 
+def _reports(program: Program, reference: Program) -> Iterator[Mismatch]:
+    """The engine reads what it reads of the logical program; the losses of micro-batches from the same buffers.
+
+    Z408 proves the other quantities of each program by themselves.
+    """
+    reported, expected = program.report_of, reference.report_of
+    for quantity in expected:
+        if quantity not in reported:
+            yield Mismatch(f"{quantity} is not reported, as it is in the logical program")
+        elif quantity in _DEFINED and reported[quantity] != expected[quantity]:
+            yield Mismatch(
+                f"{quantity} is reported from another buffer than in the logical program"
+            )
+    for quantity in reported:
+        if quantity in _DEFINED and quantity not in expected:
+            yield Mismatch(f"{quantity} is reported, which it is not in the logical program")
+
+
 def _bindings(program: Program, reference: Program) -> Iterator[Mismatch]:
     """The values from outside and to it: inputs, outputs, module buffers and constants, first values of scalars."""
     for what, bound, expected in (
@@ -95,9 +119,21 @@ def _bindings(program: Program, reference: Program) -> Iterator[Mismatch]:
                     f"{what} {name} is bound to another value than in the logical program",
                     advice=_CHANGE_BOTH,
                 )
+    for buffer in reference.buffers:
+        if not isinstance(buffer.holds, NamedContent):
+            continue
+        for name in program.buffers_by_content.get(buffer.holds, ()):
+            own = program.buffer_by_name[name]
+            if own.dtype is not buffer.dtype:
+                # Bytes and numbers from outside would be read as those of another dtype.
+                yield Mismatch(
+                    f"%{name} holds the value {buffer.holds.name} in {own.dtype}, and in the logical program it has "
+                    f"the dtype {buffer.dtype}",
+                    advice=_CHANGE_BOTH,
+                )
     first, expected_first = ({b.buffer: b.values for b in p.scalars} for p in (program, reference))
     for buffer in reference.buffers:
-        if is_sliced(buffer) and buffer.name in expected_first:
+        if is_sliced(reference, buffer) and buffer.name in expected_first:
             # Each micro-batch begins with the same.
             times = program.interleaved // reference.interleaved
             expected_first[buffer.name] *= times
@@ -113,11 +149,11 @@ def _bindings(program: Program, reference: Program) -> Iterator[Mismatch]:
 
 
 def _bound_inputs(program: Program) -> Mapping[str, Hashable]:
-    return {b.path: (_held(program, b.buffer), b.dtype, b.shape) for b in program.inputs}
+    return {b.path: (_held(program, b.buffer), b.shape) for b in program.inputs}
 
 
 def _bound_outputs(program: Program) -> Mapping[str, Hashable]:
-    return {b.path: (_held(program, b.buffer), b.dtype, b.shape) for b in program.outputs}
+    return {b.path: (_held(program, b.buffer), b.shape) for b in program.outputs}
 
 
 def _constants(program: Program) -> Mapping[str, Hashable]:
@@ -135,7 +171,7 @@ def _held(program: Program, name: str) -> Content | None:
 
 
 def _gradients(program: Program, runs: Runs, expected: Runs) -> Iterator[Mismatch]:
-    """The contributions to each gradient, and the dtypes that gradients pass through."""
+    """The contributions to each gradient."""
     for section, expected_run in expected.items():
         if section not in runs:
             yield Mismatch(f"section {section} of the logical program is missing")
@@ -149,13 +185,40 @@ def _gradients(program: Program, runs: Runs, expected: Runs) -> Iterator[Mismatc
                     section,
                     contributor(program, section, name),
                 )
-        for (flat, dtype), line in run.roundings.items():
-            if (flat, dtype) not in expected_run.roundings:
+
+
+def _roundings(runs: Runs, expected: Runs) -> Iterator[Mismatch]:
+    """The dtypes in which sums of contributions stand, travel and are added up over ranks.
+
+    A sum may stand only in a dtype in which the logical program holds the same sum, or in a wider one. Ranks add it up
+    in the narrowest of those dtypes: each reduction rounds its result to it.
+    """
+    held = {each for run in expected.values() for each in run.held}
+    narrowest: dict[tuple[str, tuple[Term, ...]], DType] = {}
+    for flat, dtype, terms in held:
+        known = narrowest.setdefault((flat, terms), dtype)
+        if dtype.itemsize_bytes < known.itemsize_bytes:
+            narrowest[flat, terms] = dtype
+    for section, run in runs.items():
+        for rounded, line in run.roundings.items():
+            if rounded not in held:
                 yield Mismatch(
-                    f"the gradient of flat {flat} passes through {dtype}, which it does not in the logical program",
+                    f"the gradient of flat {rounded.flat} passes through {rounded.dtype}, which it does not in the "
+                    "logical program",
                     section,
                     line,
-                    f"Let gradients of flat {flat} travel and stay in the dtype that the logical program gives them.",
+                    f"Let gradients of flat {rounded.flat} travel and stay in the dtype that the logical program "
+                    "gives them.",
+                )
+        for reduced, line in run.reductions.items():
+            dtype = narrowest.get((reduced.flat, reduced.terms), reduced.dtype)
+            if reduced.dtype is not dtype:
+                yield Mismatch(
+                    f"ranks add up the gradient of flat {reduced.flat} in {reduced.dtype}, but the logical program "
+                    f"holds these contributions in {dtype}",
+                    section,
+                    line,
+                    f"Let ranks add them up in {dtype}, and widen the sum.",
                 )
 
 
@@ -192,15 +255,10 @@ def _named_values(
     program: Program, runs: Runs, reference: Program, expected: Runs
 ) -> Iterator[Mismatch]:
     """The loss, and every other scalar that the logical program names."""
-    if program.loss != reference.loss:
-        yield Mismatch("the loss stands in another buffer than in the logical program")
-    if program.eval_loss != reference.eval_loss:
-        yield Mismatch(
-            "the loss of an evaluation stands in another buffer than in the logical program"
-        )
     if program.weight != reference.weight:
         yield Mismatch("the weights of batches go to another buffer than in the logical program")
-    losses = (reference.loss, reference.eval_loss)
+    losses = (reference.loss, reference.batch_loss, reference.eval_loss)
+    summed_loss = reference.report_of.get(Quantity.SUMMED_LOSS)
     named = [b.name for b in reference.buffers if isinstance(b.holds, NamedContent)]
     decided = {
         region.buffer
@@ -217,11 +275,11 @@ def _named_values(
                 continue
             if name in decided and section == LAST_MICRO_STEP:
                 continue  # The decision may be taken early: its results are compared after the update.
-            # The loss of micro-steps may be summed over ranks in the update, by a law of its own.
-            with_axes = name != reference.loss
+            # The update sums the loss over ranks, by a law of its own.
+            with_axes = summed_loss is None or name != summed_loss.buffer
             home, after = reference.buffer_by_name[name], expected[section]
             regions = [whole(program.buffer_by_name[name])]
-            if program.interleaved != reference.interleaved and is_sliced(home):
+            if program.interleaved != reference.interleaved and is_sliced(reference, home):
                 # An update or an evaluation leaves alone what it does not use: slice 0.
                 count = len(after.slices.get(name, [home]))
                 regions = [slice_region(program, name, i, home.numel) for i in range(count)]

@@ -102,7 +102,7 @@ def repeated_runs(
             _give(run, micro_batch, dict(repetition.slices))
             run.interpret(start, len(body) if is_last else start + len(earlier))
             for buffer in shared.program.buffers:
-                if is_sliced(buffer):
+                if is_sliced(shared.program, buffer):
                     run.slices.setdefault(buffer.name, []).append(run.memory.read(whole(buffer)))
     return runs
 
@@ -118,7 +118,7 @@ def grouped(logical: Program, repetition: Repetition) -> Program:
 def _give(run: SectionRun, micro_batch: int, slices: Mapping[str, int]) -> None:
     """Let inputs, seeds and weights be those of a micro-batch."""
     for buffer in run.program.buffers:
-        if not is_sliced(buffer):
+        if not is_sliced(run.program, buffer):
             continue
         holds = buffer.holds
         if isinstance(holds, WeightContent):

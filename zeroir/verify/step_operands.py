@@ -10,6 +10,7 @@ from zeroir.ir.buffers import Region, whole
 from zeroir.ir.contents import MASTER, PARAM, FlatContent, NamedContent
 from zeroir.ir.copies import at_rest
 from zeroir.ir.program import Slot
+from zeroir.ir.reports import Quantity
 from zeroir.verify import algebra
 from zeroir.verify.abstract_memory import AbstractMemory
 from zeroir.verify.context import spell
@@ -18,6 +19,7 @@ from zeroir.verify.decisions import (
     check_skip,
     decision_number,
     held_value,
+    is_counter,
     is_version,
 )
 from zeroir.verify.descriptions import describe
@@ -57,9 +59,7 @@ def settings_of(run: SectionRun, op: ops.StepOp) -> Mapping[str, Hashable]:
     for settings in op.settings:
         group = run.shared.groups.get(settings.group)
         if group is None:
-            if run.shared.groups:
-                what = f"{step_name(op)} names group {settings.group}, which is not declared"
-                run.fail("Z403", what)
+            run.fail("Z403", f"{step_name(op)} names group {settings.group}, which is not declared")
         else:
             if group.algorithm is not op.algorithm:
                 what = f"but group {group.name} trains with {group.algorithm}"
@@ -77,11 +77,11 @@ def settings_of(run: SectionRun, op: ops.StepOp) -> Mapping[str, Hashable]:
 
 
 def _check_declared(
-    run: SectionRun, op: ops.StepOp, group: str, region: Region, declared: str | None
+    run: SectionRun, op: ops.StepOp, group: str, region: Region, declared: str
 ) -> None:
     """A setting must be the value that rests in the buffer that its group declares."""
-    buffer = None if declared is None else run.program.buffer_by_name[declared]
-    if buffer is None or not isinstance(buffer.holds, NamedContent):
+    buffer = run.program.buffer_by_name[declared]
+    if not isinstance(buffer.holds, NamedContent):
         return
     expected = Elements(NamedKey(buffer.holds.name, buffer.holds.version))
     held = run.memory.read(region)
@@ -104,10 +104,6 @@ def apply_settings(
     steps: list[Stepped],
 ) -> None:
     """Add to ``steps`` with which settings each element is updated: those of its group."""
-    if not run.shared.groups:
-        for start, stop, slot in run.layout.covered(elements):
-            steps.append(stepped(run, slot, start, stop, settings[op.group]))
-        return
     for start, stop, group, slot in run.layout.grouped(elements):
         if group is not None and group in settings:
             steps.append(stepped(run, slot, start, stop, settings[group]))
@@ -244,7 +240,7 @@ def check_scalars(run: SectionRun, op: ops.Direction | ops.OptimizerStep | ops.C
             op.gradient_divisor.buffer,
         )
         return
-    if not is_version(run, op.step, 1):
+    if not is_counter(run, op.step, Quantity.STEP, 1):
         (_, _, value), *_ = run.memory.read(op.step)
         run.fail(
             "Z405",

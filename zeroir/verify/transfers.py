@@ -73,6 +73,7 @@ def _result(
                 where = spell(pair.source, run.program)
                 run.fail(code, f"{sentence} ({where})", pair.source.buffer)
 
+            run.note_reduction(pair.destination, pieces)
             how = algebra.Combination(axis, op.reduction, run.numbering, fail)
             combined = coalesced([(a, b, algebra.reduced(v, how)) for a, b, v in pieces])
             if isinstance(op, ops.AllReduce):

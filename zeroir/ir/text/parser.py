@@ -22,6 +22,7 @@ from zeroir.ir.program import (
     Section,
     Slot,
 )
+from zeroir.ir.reports import Quantity, ReportBinding
 from zeroir.ir.segment import Segment, TensorType
 from zeroir.ir.text.lexical import VERSION
 from zeroir.ir.text.names import declared_outputs
@@ -51,8 +52,7 @@ class _ProgramParser:
         self.mesh: Mesh | None = None
         self.streams: tuple[Stream, ...] | None = None
         self.bounds: list[Bound] = []
-        self.loss: str | None = None
-        self.eval_loss: str | None = None
+        self.reports: list[ReportBinding] = []
         self.weight: str | None = None
         self.interleaved: int | None = None
         self.fingerprint: str | None = None
@@ -100,8 +100,7 @@ class _ProgramParser:
             module_buffers=tuple(self.module_buffers),
             scalars=tuple(self.scalars),
             groups=tuple(self.groups),
-            loss=self.loss,
-            eval_loss=self.eval_loss,
+            reports=tuple(self.reports),
             weight=self.weight,
             interleaved=1 if self.interleaved is None else self.interleaved,
             options=options,
@@ -152,12 +151,8 @@ class _ProgramParser:
                 self.streams = self._streams()
             case "bound":
                 self.bounds.append(self._bound())
-            case "loss":
-                self._once(self.loss, keyword, start)
-                self.loss = self.ops.buffer()
-            case "eval_loss":
-                self._once(self.eval_loss, keyword, start)
-                self.eval_loss = self.ops.buffer()
+            case "report":
+                self.reports.append(self._report())
             case "weight":
                 self._once(self.weight, keyword, start)
                 self.weight = self.ops.buffer()
@@ -194,7 +189,7 @@ class _ProgramParser:
                 self.sections.append(parse_section(self.ops))
             case _:
                 scan.fail(
-                    "expected one of pass, fingerprint, mesh, comm, streams, bound, loss, eval_loss, weight, "
+                    "expected one of pass, fingerprint, mesh, comm, streams, bound, report, weight, "
                     "interleaved, flat, buffer, operator, input, output, batch_constant, module_buffer, scalar, group, "
                     f"segment, section, but found '{keyword}'.",
                     start,
@@ -234,6 +229,10 @@ class _ProgramParser:
             return LiveBound(kind=kind, live=scan.integer())
         scan.expect("ahead=", "expected 'ahead=', 'behind=' or 'live='.")
         return AheadBound(kind=kind, ahead=scan.integer())
+
+    def _report(self) -> ReportBinding:
+        quantity = self.scanner.member(Quantity, "a value that the engine reads")
+        return ReportBinding(quantity=quantity, buffer=self.ops.buffer())
 
     def _flat(self) -> Flat:
         scan = self.scanner
@@ -342,8 +341,8 @@ class _ProgramParser:
         name = scan.name("the name of an optimizer group")
         algorithm = self.scanner.member(Algorithm, "an optimizer")
         intervals = scan.several(self._interval)
-        lr = self.ops.buffer() if scan.accept("lr=") else None
-        hyper = self.ops.buffer() if scan.accept("hyper=") else None
+        lr = scan.attribute("lr", self.ops.buffer)
+        hyper = scan.attribute("hyper", self.ops.buffer)
         return OptimizerGroup(
             name=name, algorithm=algorithm, intervals=intervals, lr=lr, hyper=hyper
         )

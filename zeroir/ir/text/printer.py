@@ -73,10 +73,8 @@ def header_lines(program: Program) -> Iterator[str]:
     yield from (f"comm {name(comm.name)} axis={name(comm.axis)}" for comm in program.comms)
     yield "streams" + "".join(f" {name(s.name)}:{s.executor.value}" for s in program.streams)
     yield from (f"bound {bound_text(bound)}" for bound in program.bounds)
-    if program.loss is not None:
-        yield f"loss %{name(program.loss)}"
-    if program.eval_loss is not None:
-        yield f"eval_loss %{name(program.eval_loss)}"
+    for report in program.reports:
+        yield f"report {report.quantity.value} %{name(report.buffer)}"
     if program.weight is not None:
         yield f"weight %{name(program.weight)}"
     if program.interleaved != 1:
@@ -106,9 +104,8 @@ def header_lines(program: Program) -> Iterator[str]:
         yield f"scalar %{name(scalar.buffer)} = ({values})"
     for group in program.groups:
         intervals = ", ".join(f"{name(flat)}[{a}:{b}]" for flat, a, b in group.intervals)
-        lr = "" if group.lr is None else f" lr=%{name(group.lr)}"
-        hyper = "" if group.hyper is None else f" hyper=%{name(group.hyper)}"
-        yield f"group {name(group.name)} {group.algorithm.value} ({intervals}){lr}{hyper}"
+        settings = f"lr=%{name(group.lr)} hyper=%{name(group.hyper)}"
+        yield f"group {name(group.name)} {group.algorithm.value} ({intervals}) {settings}"
 
 
 def bound_text(bound: Bound) -> str:

@@ -12,7 +12,7 @@ from enum import StrEnum
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.effects import effects
-from zeroir.ir.program import BATCH_LOSS, Program, Section
+from zeroir.ir.program import Program, Section
 
 
 class ComputePhase(StrEnum):
@@ -41,7 +41,9 @@ def phases(program: Program, section: Section) -> dict[int, ComputePhase]:
 
 
 def _losses(program: Program) -> set[str]:
-    return {name for name in (program.loss, program.eval_loss, BATCH_LOSS) if name is not None}
+    return {
+        name for name in (program.loss, program.eval_loss, program.batch_loss) if name is not None
+    }
 
 
 def _backward(program: Program, section: Section) -> set[int]:
