@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -159,10 +159,14 @@ class Subject:
     logical: Program
     batches: Sequence[Sequence[Sequence[Batch]]]
 
-    def train(self, program: Program, schedule_seed: int) -> list[Tensor]:
+    def train(
+        self, program: Program, schedule_seed: int, late_streams: Collection[str] = ()
+    ) -> list[Tensor]:
         """Everything that a few steps, and evaluations between them, come to under one interleaving."""
         weight = None if self.scheduled.weight is None else weight_of_values
-        lockstep = Lockstep(program, schedule_seed=schedule_seed, weight=weight)
+        lockstep = Lockstep(
+            program, schedule_seed=schedule_seed, weight=weight, late_streams=late_streams
+        )
         if self.name in CAPTURED:
             lockstep.initialise(load_model_file(_MODEL).model, seed=0)
         else:
@@ -189,10 +193,12 @@ class Subject:
         state = lockstep.full_state()
         return found + [state[key] for key in sorted(state)]
 
-    def difference(self, mutant: Program, schedule_seed: int) -> str | None:
+    def difference(
+        self, mutant: Program, schedule_seed: int, late_streams: Collection[str] = ()
+    ) -> str | None:
         """How the mutant differs from the schedule under one interleaving."""
         try:
-            found = self.train(mutant, schedule_seed)
+            found = self.train(mutant, schedule_seed, late_streams)
         except Exception as error:  # noqa: BLE001 - whatever it is, no proved program may raise it
             return f"{type(error).__name__}: {error}"
         expected = _expected(self.name)
