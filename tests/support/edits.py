@@ -7,7 +7,8 @@ from dataclasses import replace
 from random import Random
 
 from zeroir.ir.buffers import Buffer, Region, Role
-from zeroir.ir.ops import Op, Wait
+from zeroir.ir.dtypes import DType
+from zeroir.ir.ops import Compute, Op, Wait
 from zeroir.ir.program import SAVE, Program, State
 from zeroir.ir.reports import Quantity, ReportBinding, with_report
 from zeroir.passes.common.rewrite import map_regions
@@ -135,3 +136,26 @@ def losses_in(buffer: str) -> tuple[ReportBinding, ...]:
     """The reports of a program of one micro-batch a step, whose loss stands in this buffer."""
     quantities = (Quantity.LOSS, Quantity.BATCH_LOSS)
     return tuple(ReportBinding(quantity=quantity, buffer=buffer) for quantity in quantities)
+
+
+def retyped(program: Program, name: str, dtype: DType) -> Program:
+    """The program with another dtype of a buffer at rest, and of what segments read from it."""
+    read: dict[str, set[int]] = {}
+    for op in program.ops():
+        if isinstance(op, Compute):
+            for index, argument in enumerate(op.arguments):
+                if argument.view.region.buffer == name:
+                    read.setdefault(op.segment, set()).add(index)
+    segments = (
+        replace(
+            segment,
+            inputs=tuple(
+                replace(kind, dtype=dtype) if index in read.get(segment.name, ()) else kind
+                for index, kind in enumerate(segment.inputs)
+            ),
+        )
+        for segment in program.segments
+    )
+    buffers = (replace(b, dtype=dtype) if b.name == name else b for b in program.buffers)
+    inputs = (replace(b, dtype=dtype) if b.buffer == name else b for b in program.inputs)
+    return replace(program, buffers=tuple(buffers), inputs=tuple(inputs), segments=tuple(segments))

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from random import Random
 
-from tests.support.edits import Mutation, at, pick, put, with_buffers
+from tests.support.edits import Mutation, at, pick, put, retyped, with_buffers
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
 from zeroir.ir.dtypes import DType
@@ -83,53 +84,36 @@ def _rounded(program: Program, chance: Random) -> Program | None:
     )
 
 
-def _read_from_copy(program: Program, chance: Random) -> Program | None:
-    """An op reads a copy of one of its operands."""
+def _through_copy(program: Program, chance: Random, *, is_written: bool) -> Program | None:
+    """An op reads one of its operands from a copy, or writes one of its results to memory that is copied there."""
     place = pick(program, chance, _issued)
     if place is None:
         return None
     op = at(program, place)
     assert not isinstance(op, ops.Wait)
-    read = [r for r in _used(program, op, is_written=False) if r.shard is None]
-    if not read:
+    used = [r for r in _used(program, op, is_written=is_written) if r.shard is None]
+    if not used:
         return None
-    region = chance.choice(read)
+    region = chance.choice(used)
     like = program.buffer_by_name[region.buffer]
     copy = _temporary(program, like, "copy", like.dtype)
     there = replace(region, buffer=copy.name)
-    return put(
-        with_buffers(program, copy),
-        place,
-        ops.Alloc(buffer=copy.name, stream=op.stream),
-        ops.Cast(source=region, destination=there, stream=op.stream),
-        map_regions(op, lambda each: there if each == region else each),
-        ops.Release(buffer=copy.name, stream=op.stream),
-    )
 
+    def moved(each: Region) -> Region:
+        return there if each == region else each
 
-def _write_to_copy(program: Program, chance: Random) -> Program | None:
-    """An op writes one of its results to other memory, from which it is copied."""
-    place = pick(program, chance, _issued)
-    if place is None:
-        return None
-    op = at(program, place)
-    assert not isinstance(op, ops.Wait)
-    written = [r for r in _used(program, op, is_written=True) if r.shard is None]
-    if not written:
-        return None
-    region = chance.choice(written)
-    like = program.buffer_by_name[region.buffer]
-    copy = _temporary(program, like, "copy", like.dtype)
-    there = replace(region, buffer=copy.name)
-    unsignalled = map_regions(
-        replace(op, event=None), lambda each: there if each == region else each
+    back = ops.Cast(source=there, destination=region, stream=op.stream, event=op.event)
+    down = ops.Cast(source=region, destination=there, stream=op.stream)
+    both = (
+        (map_regions(replace(op, event=None), moved), back)
+        if is_written
+        else (down, map_regions(op, moved))
     )
     return put(
         with_buffers(program, copy),
         place,
         ops.Alloc(buffer=copy.name, stream=op.stream),
-        unsignalled,
-        ops.Cast(source=there, destination=region, stream=op.stream, event=op.event),
+        *both,
         ops.Release(buffer=copy.name, stream=op.stream),
     )
 
@@ -283,27 +267,7 @@ def _other_dtype(program: Program, chance: Random) -> Program | None:
     # Of one size: bytes in the file must still be as many.
     alike = {DType.F32: DType.I32, DType.I32: DType.F32, DType.I64: DType.F64, DType.F64: DType.I64}
     dtype = chance.choice([alike.get(old, DType.F32), *(d for d in _FLOATING if d is not old)])
-    read: dict[str, set[int]] = {}
-    for op in program.ops():
-        if isinstance(op, ops.Compute):
-            for index, argument in enumerate(op.arguments):
-                if argument.view.region.buffer == name:
-                    read.setdefault(op.segment, set()).add(index)
-    return replace(
-        program,
-        buffers=tuple(replace(b, dtype=dtype) if b.name == name else b for b in program.buffers),
-        inputs=tuple(replace(b, dtype=dtype) if b.buffer == name else b for b in program.inputs),
-        segments=tuple(
-            replace(
-                segment,
-                inputs=tuple(
-                    replace(kind, dtype=dtype) if i in read.get(segment.name, ()) else kind
-                    for i, kind in enumerate(segment.inputs)
-                ),
-            )
-            for segment in program.segments
-        ),
-    )
+    return retyped(program, name, dtype)
 
 
 def _other_report(program: Program, chance: Random) -> Program | None:
@@ -350,8 +314,8 @@ def _exchanged_settings(program: Program, chance: Random) -> Program | None:
 
 DETOUR_MUTATIONS: Mapping[str, Mutation] = {
     "round-operand": _rounded,
-    "read-from-copy": _read_from_copy,
-    "write-to-copy": _write_to_copy,
+    "read-from-copy": partial(_through_copy, is_written=False),
+    "write-to-copy": partial(_through_copy, is_written=True),
     "overwrite-scalar": _overwritten,
     "put-back-scalar": _put_back,
     "confuse-in-kinds": _confused_kinds,

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.edits import retyped
 from tests.support.examples import examples
 from tests.support.programs import mlp
 from tests.support.subjects import subject
 from zeroir.artifact.schema import decode, encode
-from zeroir.ir import ops
 from zeroir.ir.dtypes import DType
 from zeroir.ir.limits import obeyed_character
 from zeroir.ir.program import Constant, ConstantBinding, Program
@@ -68,28 +68,6 @@ def test_a_program_with_other_constants_is_not_equivalent(
     report = verify(with_constants(*constants), reference)
     assert {finding.code for finding in report.findings} == {"Z406"}
     assert "is bound to another value than in the logical program" in str(report.findings[0])
-
-
-def retyped(program: Program, name: str, dtype: DType) -> Program:
-    """The program with another dtype of a buffer at rest, and of what segments read from it."""
-    read: dict[str, set[int]] = {}
-    for op in program.ops():
-        if isinstance(op, ops.Compute):
-            for index, argument in enumerate(op.arguments):
-                if argument.view.region.buffer == name:
-                    read.setdefault(op.segment, set()).add(index)
-    segments = (
-        replace(
-            segment,
-            inputs=tuple(
-                replace(kind, dtype=dtype) if index in read.get(segment.name, ()) else kind
-                for index, kind in enumerate(segment.inputs)
-            ),
-        )
-        for segment in program.segments
-    )
-    buffers = (replace(b, dtype=dtype) if b.name == name else b for b in program.buffers)
-    return replace(program, buffers=tuple(buffers), segments=tuple(segments))
 
 
 @pytest.mark.parametrize("dtype", [DType.I32, DType.F16])

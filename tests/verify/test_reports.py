@@ -12,10 +12,9 @@ from tests.support.edits import at, edit, put, with_buffers, with_report_of
 from tests.support.schedules import Case, is_same, run
 from tests.support.subjects import subject
 from tests.verify.test_rejects import codes, find
+from zeroir.frontend.weigh import one_number
 from zeroir.ir import ops
-from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
-from zeroir.ir.contents import NamedContent
-from zeroir.ir.dtypes import DType
+from zeroir.ir.buffers import Buffer, Region, Role, whole
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import UPDATE, Program
@@ -26,17 +25,6 @@ from zeroir.verify import verify
 CLIPPED = Case(stage=3, precision="fp16", clip=1.0)
 ACCUMULATING = Case(stage=2, precision="bf16", micro_steps=2, clip=1.0)
 SPECULATIVE = subject("stage 1, speculative")
-
-
-def scalar(name: str) -> Buffer:
-    return Buffer(
-        name=name,
-        dtype=DType.F32,
-        numel=1,
-        space=Space.DEVICE,
-        role=Role.SCALAR,
-        holds=NamedContent(name=name),
-    )
 
 
 def temporary(program: Program, like: str, name: str) -> Buffer:
@@ -57,8 +45,8 @@ def test_no_report_may_be_left_out(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [CLIPPED, ACCUMULATING], ids=["fp16", "accumulating"])
-def test_no_report_may_name_another_scalar(case: Case) -> None:
-    program = with_buffers(case.scheduled, scalar("other"))
+def test_no_report_may_name_another_one_number(case: Case) -> None:
+    program = with_buffers(case.scheduled, one_number("other"))
     assert verify(program, case.logical).is_valid
     for report in program.reports:
         changed = with_report_of(program, report.quantity, "other")
@@ -135,7 +123,7 @@ def test_a_decision_may_not_be_overwritten_before_it_is_reported(quantity: Quant
 def test_a_scalar_of_a_telling_name_is_no_report(name: str) -> None:
     case = Case(stage=1)
     assert name not in case.scheduled.buffer_by_name
-    program = with_buffers(case.scheduled, scalar(name))
+    program = with_buffers(case.scheduled, one_number(name))
     assert verify(program, case.logical).is_valid
     assert is_same(run(program), run(case.scheduled))
 
