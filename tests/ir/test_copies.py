@@ -14,6 +14,7 @@ flat a : f32[512] unit=a trainable {
 }
 buffer %disk : f32[512] disk param = param a
 buffer %home : f32[512] host master = master a
+buffer %kept : f32[512] device param = param a
 buffer %host : f32[512] host staging
 buffer %device : f32[512] device staging
 buffer %slice : f32[256] device staging
@@ -43,6 +44,11 @@ def test_a_copy_stands_for_what_it_is_filled_from_or_emptied_to(
 ) -> None:
     expected = Region(buffer="home", offset=64, numel=128, shard=shard)
     assert rests(body, "device", 64, 128, shard) == expected
+
+
+def test_a_copy_on_the_host_stands_for_what_rests_on_the_device() -> None:
+    expected = Region(buffer="kept", offset=64, numel=128)
+    assert rests("to_host %kept -> %host", "host", 64, 128) == expected
 
 
 def test_it_may_stand_elsewhere() -> None:
