@@ -45,7 +45,7 @@ _WALL_SECONDS: Final = 120
 _PER_TASK: Final = 100
 _GOOD: Final = {0: "accepted", 1: "a law is broken", 2: "refused"}
 _OBEYED: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-_STORED: Final = Path(__file__).parents[1] / "tests" / "data" / "schema_1_1.zir"
+_STORED: Final = Path(__file__).parents[1] / "tests" / "data" / "schema_2_0.zir"
 
 
 class FuzzOutcome(NamedTuple):
