@@ -285,6 +285,10 @@ OTHER = {
         ["stage3.zir", "--model", "other.py"],
         "Error on rank 1: other.py changed since the program was compiled from it",
     ),
+    "changed model": (
+        ["stage3.zir", "--model", "other.py", "--allow-model-change"],
+        "Error: Rank 1 has another model file than rank 0 (SHA-256 ",
+    ),
     "option": (
         ["stage3.zir", "--log-every", "3"],
         "Error: Rank 1 was started with --log-every 3, but rank 0 with --log-every 10: start every rank with the",
@@ -297,6 +301,27 @@ def test_one_rank_has_another_file(folder: Path, what: str) -> None:
     """Under torchrun itself, whose summary follows our sentence."""
     arguments, sentence = OTHER[what]
     (folder / "other.py").write_text(f"{MODEL}\n")
+    require_refused(folder, arguments, sentence)
+
+
+def test_one_rank_imports_another_module(tmp_path: Path) -> None:
+    """Each rank's program is of its own model file, which is the same on all; the modules beside them differ."""
+    for rank, program in enumerate(("stage3.zir", "other.zir")):
+        beside = tmp_path / str(rank)
+        beside.mkdir()
+        (beside / "samples.py").write_text(f"FIRST = {rank}")
+        (beside / "model.py").write_text(f"import samples\n{MODEL}")
+        # A process each, because a process imports a module of one name once.
+        options = ["--stage", "3", "--world-size", "2", "-o", program]
+        made = run_forked("zeroir", ["compile", f"{rank}/model.py", *options], tmp_path)
+        assert made.returncode == 0, made.stderr
+    require_refused(
+        tmp_path, ["other.zir"], "Error: Rank 1 has another module samples than rank 0 (SHA-256 "
+    )
+
+
+def require_refused(folder: Path, arguments: list[str], sentence: str) -> None:
+    """Three ranks, of which rank 1 has these arguments, end with the sentence before the first step."""
     torchrun = ["--standalone", "--nproc-per-node", "3", "-m", "tests.cli.rank_one_differs"]
     made = run_forked("torch.distributed.run", [*torchrun, *arguments], folder, WELL)
     assert made.returncode != 0

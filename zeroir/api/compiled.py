@@ -263,9 +263,10 @@ class CompiledProgram:
         plain operators.
 
         Raises:
-            UserError: where the model file is missing or is not the one that was compiled, or where a kernel and
-                its operators compute different results.
+            UserError: where the model file is missing, is not the one that was compiled, or is another one than that of
+                rank 0, or where a kernel and its operators compute different results.
         """
+        from zeroir.api.agreement import require_same_model
         from zeroir.api.engines import fitted, open_engine
         from zeroir.api.model_of_program import source_for_engine
         from zeroir.runtime import rendezvous
@@ -274,6 +275,7 @@ class CompiledProgram:
         if weight is not None:
             source = replace(source, weight=weight)
         job_rank = rendezvous.join_job()
+        require_same_model(job_rank, source)
         compiled, _ = fitted(self, job_rank.world_size)
         return open_engine(
             compiled,

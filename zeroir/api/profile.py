@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from zeroir.api.agreement import require_same_model
 from zeroir.api.compiled import load_program
 from zeroir.api.engines import fitted, open_data, open_engine
 from zeroir.api.job import joined_job, watched_job
@@ -89,6 +90,7 @@ def profile_program(
             from zeroir.runtime.host_profile import measure_host
             from zeroir.runtime.profile import record
 
+            require_same_model(job_rank, source)
             compiled, _ = fitted(compiled, job_rank.world_size)
             with warnings_as_sentences():
                 engine = open_engine(compiled, source, job_rank, seed, kernels)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zeroir.api.agreement import require_same_options
+from zeroir.api.agreement import require_same_model, require_same_options
 from zeroir.api.compiled import CompiledProgram, load_program
 from zeroir.api.engines import open_data, open_engine
 from zeroir.api.job import ClosedOutputError, joined_job, watched_job
@@ -64,6 +64,7 @@ def run_program(path: Path, options: RunOptions) -> None:
             held_folder(options.save, job_rank.rank),
         ):
             require_same_options(job_rank, options)
+            require_same_model(job_rank, source)
             with same_on_all_ranks(job_rank):
                 compiled = with_optimizer_bits(compiled, source, options.optimizer_bits)
             compiled = fitted_to_job(compiled, job_rank, options.offload)
