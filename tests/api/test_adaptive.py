@@ -236,7 +236,7 @@ def test_for_another_world_size_the_choice_is_made_anew(tmp_path: Path) -> None:
     compiled = load_program(tmp_path / "a.zir")
     assert compiled.options.offload
     assert "adaptive" not in compiled.options.offload
-    alone = compiled.for_world_size(1)
+    alone = compiled.specialise(world_size=1)
     assert len(moved(alone.options)) > len(moved(compiled.options))
     assert needed_bytes(alone.options) <= parse_bytes(budget["memory_budget"])
 

@@ -28,7 +28,7 @@ def compiled_for_four(**values: object) -> CompiledProgram:
         torch_version="2.13.0",
         zeroir_version="0.1.0",
     )
-    return CompiledProgram(artifact=artifact, report=Report())
+    return CompiledProgram(artifact=artifact, report=Report(), options=options, requested=options)
 
 
 @pytest.mark.parametrize("budget", [None, "1GB"])
@@ -47,7 +47,7 @@ def test_what_the_passes_proved_is_not_proved_again_but_for_a_budget(
 
     monkeypatch.setattr(manager, "verify", counted)
     monkeypatch.setattr(lowering, "verify_program", counted)
-    found = compiled_for_four(memory_budget=budget).for_world_size(2)
+    found = compiled_for_four(memory_budget=budget).specialise(world_size=2)
     assert examined[-1] is found.program
     assert len([one for one in examined if one is found.program]) == (1 if budget is None else 2)
     assert len(examined) == len(found.program.passes) + (1 if budget is None else 2)
@@ -58,15 +58,15 @@ def test_what_the_passes_proved_is_not_proved_again_but_for_a_budget(
 
 def test_a_run_may_take_another_order_and_number_of_micro_steps() -> None:
     one = compiled_for_four()
-    layer = one.in_order("layer", 4)
+    layer = one.specialise(order="layer", micro_steps=4)
     assert (layer.program.interleaved, layer.options.micro_steps, layer.accumulates) == (4, 4, True)
     assert MICRO_STEP not in layer.program.section_by_name
     assert layer.report.is_valid
-    assert layer.in_order("layer", 6).program.interleaved == 6
-    groups = layer.in_order("layer=2", 4)
+    assert layer.specialise(order="layer", micro_steps=6).program.interleaved == 6
+    groups = layer.specialise(order="layer=2", micro_steps=4)
     assert (groups.program.interleaved, MICRO_STEP in groups.program.section_by_name) == (2, True)
-    step = groups.in_order("step", 4)
+    step = groups.specialise(order="step", micro_steps=4)
     assert step.program.interleaved == 1
-    assert step.in_order("step", 4) is step
+    assert step.specialise(order="step", micro_steps=4) == step
     with pytest.raises(UserError, match="needs --micro-steps above 1"):
-        one.in_order("layer", 1)
+        one.specialise(order="layer", micro_steps=1)

@@ -58,11 +58,12 @@ def test_a_warning_says_that_nothing_moves(
     compiled: CompiledProgram, options: OffloadKeywords, why: str
 ) -> None:
     with pytest.warns(OffloadWarning) as warned:
-        compiled.with_offload(**options)
+        compiled.specialise(**options)
     assert [str(warning.message) for warning in warned] == [why]
 
 
 def test_no_warning_where_something_moves(compiled: CompiledProgram) -> None:
-    outside = compiled.with_offload(offload="optimizer,gradients,parameters", offload_fraction=1e-9)
-    paged = compiled.with_offload(page_optimizer="64KiB", page_bytes="16KiB")
-    assert idle_offload(outside.program) == idle_offload(paged.program) == ()
+    outside = compiled.specialise(offload="optimizer,gradients,parameters", offload_fraction=1e-9)
+    paged = compiled.specialise(page_optimizer="64KiB", page_bytes="16KiB")
+    assert idle_offload(outside.program, outside.options) == ()
+    assert idle_offload(paged.program, paged.options) == ()

@@ -12,7 +12,7 @@ import zeroir
 from tests.support.programs import mlp
 from zeroir import artifact as artifacts
 from zeroir.api import CompiledProgram, load_program
-from zeroir.api.engines import fitted
+from zeroir.api.engines import lowered_again_note
 from zeroir.api.model_of_program import find_model
 from zeroir.artifact import Artifact
 from zeroir.config import make_options
@@ -25,9 +25,10 @@ SOURCE = b"# a model\n"
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """``project/build/gpt.zir``, compiled in ``project`` from ``examples/gpt.py``; nobody is in ``project`` now."""
+    options = make_options({"stage": 2, "world_size": 2})
     artifact = Artifact(
-        logical=mlp(),
-        scheduled=lower(mlp(), make_options({"stage": 2, "world_size": 2})),
+        logical=dataclasses.replace(mlp(), options=options.to_pairs()),
+        scheduled=lower(mlp(), options),
         model_path="examples/gpt.py",
         model_sha256=hashlib.sha256(SOURCE).hexdigest(),
         torch_version="2.13.0",
@@ -99,12 +100,13 @@ def test_a_path_that_leads_away_is_followed_only_beside_the_program(
 
 def test_lowering_anew_is_said_in_a_line(program: Path) -> None:
     compiled = load_program(program)
-    assert fitted(compiled, 2) == (compiled, None)
-    other, note = fitted(compiled, 1)
-    assert note == "Compiled for 2 ranks, lowered again for 1."
+    assert compiled.specialise(world_size=2) == compiled
+    assert lowered_again_note(compiled, 2) is None
+    other = compiled.specialise(world_size=1)
+    assert lowered_again_note(compiled, 1) == "Compiled for 2 ranks, lowered again for 1."
     assert other.path == program
     assert other.program.mesh.world_size == 1
-    assert fitted(other, 3)[1] == "Compiled for 1 rank, lowered again for 3."
+    assert lowered_again_note(other, 3) == "Compiled for 1 rank, lowered again for 3."
 
 
 def test_a_program_says_in_a_line_what_it_is(program: Path) -> None:

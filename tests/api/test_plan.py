@@ -166,7 +166,7 @@ def test_a_plan_is_close_to_the_best_where_units_are_not_alike(
     """Which units are computed again and which stay whole is chosen among all subsets of them."""
     fixed = {"stage": 3, "mesh": None, "bucket": 0, "select_saved": True, "live_gradients": 1}
     options = make_options({"world_size": 4, "units": units, "prefetch": 2, **fixed})
-    logical = capture(f"{MODELS / 'uneven.py'}:{factory}", options).logical
+    logical = capture(f"{MODELS / 'uneven.py'}:{factory}", options).artifact.logical
     found = Planner(logical, options, on, LOOSE)
     assert len(unit_classes(logical)) == {"mixed": 3, "coder": 2}[factory]
     require_close_to_the_best(found)

@@ -47,7 +47,7 @@ def compiled(logical: Program, given: CompileOptions, chosen: CompileOptions) ->
         torch_version="",
         zeroir_version="",
     )
-    return CompiledProgram(artifact=artifact, report=proof.report)
+    return CompiledProgram(artifact=artifact, report=proof.report, options=chosen, requested=given)
 
 
 def test_the_update_is_speculative_where_a_simulated_step_is_faster() -> None:
@@ -89,8 +89,8 @@ def test_a_choice_is_open_again_when_the_program_is_lowered_again() -> None:
     chosen = given.model_copy(update={"speculate": True})
     program = compiled(LOGICAL, given, chosen)
     assert program.options.speculate is True
-    assert program.as_requested.speculate is None
-    assert compiled(LOGICAL, chosen, chosen).as_requested.speculate is True
+    assert program.requested.speculate is None
+    assert compiled(LOGICAL, chosen, chosen).requested.speculate is True
     # A step that undoes its update takes longer, and is simulated, too.
     simulation = simulate(program, machine())
     assert simulation.redone_s is not None

@@ -58,7 +58,7 @@ def test_it_reports_the_mean_over_batches(zeroir: Zeroir, program: Path) -> None
 
 
 def one_rank(path: Path) -> Program:
-    return load_program(path).for_world_size(1).program
+    return load_program(path).specialise(world_size=1).program
 
 
 @pytest.mark.slow

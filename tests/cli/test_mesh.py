@@ -10,7 +10,7 @@ import zeroir as package
 from tests.cli.conftest import Zeroir
 from tests.cli.test_bad_input import LINE
 from tests.cli.test_run import run
-from zeroir.api.engines import fitted
+from zeroir.api.engines import lowered_again_note
 from zeroir.errors import UserError
 
 MESH = ("--mesh", "replicate=2,shard=2")
@@ -46,12 +46,12 @@ def test_both_axes_are_named_and_accounted_for(zeroir: Zeroir, model: Path) -> N
     assert zeroir("verify", path).exit_code == 0
 
     compiled = package.load(path)
-    refitted, note = fitted(compiled, 6)
-    assert note == "Compiled for 4 ranks, lowered again for 6."
+    refitted = compiled.specialise(world_size=6)
+    assert lowered_again_note(compiled, 6) == "Compiled for 4 ranks, lowered again for 6."
     assert [axis.size for axis in refitted.program.mesh.axes] == [3, 2]
     assert refitted.options.mesh == "replicate=3,shard=2"
     with pytest.raises(UserError, match="start a multiple of 2 ranks"):
-        fitted(compiled, 3)
+        compiled.specialise(world_size=3)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from zeroir.config import make_options
 from zeroir.frontend import load_model_file, trace
 
 model_file = load_model_file("tests/support/models/big_gpt.py")
-program = trace(model_file, make_options({"world_size": 1, "precision": "bf16"}))
+program = trace(model_file, make_options({"world_size": 1, "precision": "bf16"})).program
 print(json.dumps([program.parameters_numel, len(program.segments), peak_resident_bytes()]))
 """
 

@@ -113,7 +113,7 @@ def test_one_rank_of_64_holds_a_model_of_7_billion_parameters(
 ) -> None:
     """Stage 3 in bf16: 16 bytes a parameter over 64 ranks, and a step that gathers one unit after the other."""
     model_file = load_model_file(str(ROOT / "tests" / "support" / "models" / "big_gpt.py"))
-    logical = trace(model_file, make_options({"world_size": world, "precision": "bf16"}))
+    logical = trace(model_file, make_options({"world_size": world, "precision": "bf16"})).program
     program = lowered(logical, 3, world)
     states = sum(model_state_bytes(program).values())
     assert states * world == 16 * sum(flat.padded_numel for flat in program.flats)

@@ -85,7 +85,7 @@ def model_file(name: str) -> ModelSource:
 
 @cache
 def logical(name: str, choices: tuple[tuple[str, object], ...]) -> Program:
-    return trace(model_file(name), make_options({"world_size": RANKS, **dict(choices)}))
+    return trace(model_file(name), make_options({"world_size": RANKS, **dict(choices)})).program
 
 
 def require_right(judged: Judged, program: Program) -> None:

@@ -91,7 +91,7 @@ def test_dropout_and_running_statistics_equal_lockstep(tmp_path: Path) -> None:
     """The model of traps: tied, frozen, unused and twice-called parts, batch norm and dropout."""
     path = str(ROOT / "tests" / "support" / "models" / "traps.py")
     model_file = load_model_file(path)
-    logical = trace(model_file, model_options(3))
+    logical = trace(model_file, model_options(3)).program
     program = tmp_path / "program.zir"
     program.write_text(print_program(logical))
     require_success(Ranks(3, tmp_path, "model-stages", path, str(program)).wait())

@@ -39,7 +39,7 @@ CHANGES: tuple[Mapping[str, object], ...] = (
 
 
 def captured(path: Path, base: Mapping[str, object]) -> Program:
-    return capture(path, make_options({"world_size": 4, **base})).logical
+    return capture(path, make_options({"world_size": 4, **base})).artifact.logical
 
 
 def worst_gap(
@@ -106,7 +106,7 @@ def test_a_plan_is_as_tight_where_embeddings_are_larger_than_layers(
     """A Llama with the shape of the 70-billion-parameter model."""
     values = {"world_size": 512, "precision": "bf16", "stage": 3, "offload": offload}
     path = f"{MODELS / 'deep_llama.py'}:layers_{layers}"
-    program = lowered(capture(path, make_options(values)).logical, values)
+    program = lowered(capture(path, make_options(values)).artifact.logical, values)
     placement = placements_with_bound(program)[Space.DEVICE]
     assert not list(meetings(program, placement))
     assert placement.gap <= 0.03

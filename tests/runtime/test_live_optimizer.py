@@ -135,7 +135,7 @@ def advance(scheduler: Scheduler, loss: float) -> None:
 
 
 def program_of(path: Path, options: CompileOptions) -> Program:
-    return proved_for(trace(load_model_file(str(path)), options), options)
+    return proved_for(trace(load_model_file(str(path)), options).program, options)
 
 
 def require_equal_training(

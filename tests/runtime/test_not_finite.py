@@ -54,7 +54,7 @@ def test_the_first_parameter_with_such_a_gradient_is_named(
     x, y = torch.randn(4, 3), torch.randn(4, 3)
     compiled = zeroir.compile(
         Net(), (x, y), clip=clip, world_size=1, evaluate=False, micro_steps=micro_steps
-    ).without_overlap()
+    ).specialise(updates_last=True)
     engine = compiled.engine(self_check=False)
     good, bad = (x, y), (torch.zeros(4, 3), y)
     assert len(trained(engine, [good] * micro_steps, micro_steps)) == 1

@@ -248,7 +248,7 @@ def _compiled(sample: Sample) -> Program:
         return ThreeUnitModel(sample)
 
     source = source_of(build, _batch(sample), None, None)
-    return lower_with_proof(trace_model(source, options), options).program
+    return lower_with_proof(trace_model(source, options).program, options).program
 
 
 def _batch(sample: Sample) -> tuple[Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,13 +15,21 @@ if TYPE_CHECKING:
     from zeroir.torch_ops.batches import Batch
 
 
-def capture(model: str | Path, options: CompileOptions) -> Artifact:
-    """The logical program of a model file, scheduled for one device."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """An artefact that holds a logical program alone, and its options with what the model itself sets."""
+
+    artifact: Artifact
+    options: CompileOptions
+
+
+def capture(model: str | Path, options: CompileOptions) -> Captured:
+    """Trace a model file."""
     return capture_source(file_source(model), options)
 
 
-def capture_source(source: ModelSource, options: CompileOptions) -> Artifact:
-    """The logical program of a source, scheduled for one device."""
+def capture_source(source: ModelSource, options: CompileOptions) -> Captured:
+    """Trace a source."""
     import torch
 
     from zeroir import __version__
@@ -28,11 +37,11 @@ def capture_source(source: ModelSource, options: CompileOptions) -> Artifact:
     from zeroir.torch_ops.globals import torch_globals_kept
 
     with torch_globals_kept():
-        logical = trace(source, options)
+        traced = trace(source, options)
     file = source.file
-    return Artifact(
-        logical=logical,
-        scheduled=logical,
+    artifact = Artifact(
+        logical=traced.program,
+        scheduled=traced.program,
         model_path=source.names.model if file is None else str(_from_here(file.path)),
         model_factory="" if file is None else file.factory,
         model_sha256="" if file is None else file.sha256,
@@ -41,6 +50,7 @@ def capture_source(source: ModelSource, options: CompileOptions) -> Artifact:
         zeroir_version=__version__,
         offload_folder=options.offload_folder,
     )
+    return Captured(artifact=artifact, options=traced.options)
 
 
 def file_source(model: str | Path) -> ModelSource:

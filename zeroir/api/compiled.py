@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -15,8 +14,7 @@ from zeroir.api.idle_offload import warn_of_idle_offload
 from zeroir.api.keywords import CompileKeywords, OffloadKeywords, is_torchs
 from zeroir.api.lowering import Lowered, lower, verified
 from zeroir.artifact import Artifact, ConfigRecord
-from zeroir.config import CompileOptions, make_options, options_from_pairs
-from zeroir.config.offload_fields import ADAPTIVE
+from zeroir.config import CompileOptions, options_from_pairs
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.program import EVALUATE, MICRO_STEP, Program, why_not_evaluate
 from zeroir.ir.text import print_program, print_section
@@ -37,13 +35,17 @@ if TYPE_CHECKING:
 class CompiledProgram:
     """A scheduled program, the logical program that it was lowered from, and its verification report.
 
-    ``path`` is the file that it was read from, if any; the model file is also searched from there. ``source`` is the
-    module in hand or function that it was compiled from in this process, if any. ``speculation`` is the choice whether
-    the host's update is speculative, if it was made in this process.
+    ``options`` are those that it was lowered with, and ``requested`` those that were asked for, in which what the
+    compiler chose is open, as with ``--offload adaptive``. ``path`` is the file that it was read from, if any; the
+    model file is also searched from there. ``source`` is the module in hand or function that it was compiled from in
+    this process, if any. ``speculation`` is the choice whether the host's update is speculative, if it was made in this
+    process.
     """
 
     artifact: Artifact
     report: Report
+    options: CompileOptions
+    requested: CompileOptions
     path: Path | None = None
     source: ModelSource | None = field(default=None, compare=False)
     speculation: SpeculationChoice | None = field(default=None, compare=False)
@@ -57,23 +59,6 @@ class CompiledProgram:
     def logical(self) -> Program:
         """The program for one device, before any pass."""
         return self.artifact.logical
-
-    @cached_property
-    def options(self) -> CompileOptions:
-        """The options that the program was compiled with."""
-        return options_from_pairs(self.program.options)
-
-    @property
-    def as_requested(self) -> CompileOptions:
-        """The options as they were asked for: what the compiler chose is open again, as with ``--offload adaptive``."""
-        requested = self.logical.option
-        given: dict[str, object] = {}
-        if "speculate" not in requested:
-            given["speculate"] = None
-        if requested.get("offload") == ADAPTIVE:
-            places = {name: requested.get(name) for name in ("offload_to", "host_cache")}
-            given |= {"offload": ADAPTIVE, **places, "offload_units": ()}
-        return make_options({**self.options.model_dump(), **given})
 
     @property
     def config(self) -> ConfigRecord | None:
@@ -120,82 +105,74 @@ class CompiledProgram:
         """
         artifacts.save(self.artifact, Path(path))
 
-    def for_world_size(self, world_size: int) -> CompiledProgram:
-        """The same program lowered again, from its logical program, for another number of ranks.
-
-        Raises:
-            UserError: where the groups of its mesh do not divide the world size.
-        """
-        options = self.as_requested.for_world_size(world_size)
-        compiled = self._lowered_again(self.artifact, options)
-        warn_of_idle_offload(compiled.program)
-        return compiled
-
-    def with_offload(self, **given: Unpack[OffloadKeywords]) -> CompiledProgram:
-        """The same program, lowered again from its logical program where these options differ from its own.
-
-        They say what is kept outside device memory; those that are not given stay as they are.
-
-        Raises:
-            UserError: where the options do not go together.
-        """
-        requested = self.as_requested
-        options = make_options({**requested.model_dump(), **given})
-        folder = options.offload_folder or self.artifact.offload_folder
-        artifact = replace(self.artifact, offload_folder=folder)
-        if options.to_pairs() == requested.to_pairs():
-            return replace(self, artifact=artifact)
-        compiled = self._lowered_again(artifact, options)
-        warn_of_idle_offload(compiled.program)
-        return compiled
-
-    def without_overlap(self) -> CompiledProgram:
-        """The same program lowered again with an update that begins after the backward; its results are the same."""
-        options = self.options
-        if not (options.overlap_update or options.speculate or options.may_speculate):
-            return self
-        given = {"overlap_update": False, "speculate": False}
-        options = make_options({**self.as_requested.model_dump(), **given})
-        return self._lowered_again(self.artifact, options)
-
     @property
     def accumulates(self) -> bool:
         """Whether its steps take several batches: any number, or where they run unit by unit a multiple of a group."""
         return MICRO_STEP in self.logical.section_by_name
 
-    def for_accumulation(self, micro_steps: int) -> CompiledProgram:
-        """A program for steps of one batch lowered again, from its logical program, for steps of any number.
+    def specialise(
+        self,
+        *,
+        world_size: int | None = None,
+        micro_steps: int | None = None,
+        order: str | None = None,
+        updates_last: bool = False,
+        **offload: Unpack[OffloadKeywords],
+    ) -> CompiledProgram:
+        """Lower the program once more, without the model, for another job.
 
-        ``micro_steps``, at least 2, is the number that ``zeroir run`` takes unless told otherwise.
+        What is not given stays as it is, and where nothing differs the program itself is returned.
+
+        Args:
+            world_size: The number of ranks. The groups of a mesh keep their size.
+            micro_steps: The number of micro-batches of a step. Most programs for more than one take any number.
+            order: The order of the micro-batches: ``step``, ``layer`` or ``layer=G``.
+            updates_last: Begin the update after the backward, with all gradients there; results are the same.
+            offload: What is kept outside device memory, and where.
+
+        Raises:
+            UserError: where these do not go together with one another, or with the options of the program.
         """
         from zeroir.frontend.accumulate import accumulate
         from zeroir.workspace.segments import declared
 
-        options = self.as_requested.for_micro_steps(micro_steps)
-        logical = declared(replace(accumulate(self.logical), options=options.to_pairs()))
-        return self._lowered_again(replace(self.artifact, logical=logical), options)
-
-    def in_order(self, order: str, micro_steps: int) -> CompiledProgram:
-        """The same program, lowered again from its logical program, for another order of so many micro-batches.
-
-        Raises:
-            UserError: where the order does not go together with the number or another option, or with the model.
-        """
-        compiled = self
-        if micro_steps > 1 and not self.accumulates:
-            compiled = self.for_accumulation(micro_steps)
-        requested = compiled.as_requested
-        given = {"order": order, "micro_steps": micro_steps}
-        options = make_options({**requested.model_dump(), **given})
-        if options.to_pairs() == requested.to_pairs():
-            return compiled
-        logical = replace(compiled.logical, options=options.to_pairs())
-        return self._lowered_again(replace(compiled.artifact, logical=logical), options)
-
-    def _lowered_again(self, artifact: Artifact, options: CompileOptions) -> CompiledProgram:
-        """The logical program of ``artifact`` lowered with these options, from the same file and source as this one."""
-        compiled = _with_proof(artifact, lower(artifact.logical, options), self.path)
+        options = self.requested
+        if world_size is not None and world_size != options.world_size:
+            options = options.for_world_size(world_size)
+        begins_to_accumulate = (micro_steps or 1) > 1 and not self.accumulates
+        is_order_asked = order is not None
+        changes: dict[str, object] = {**offload}
+        if is_order_asked or begins_to_accumulate or options.is_step_interleaved:
+            changes["micro_steps"] = micro_steps or options.micro_steps
+        elif micro_steps is not None:
+            self._require_groups(micro_steps)
+        if is_order_asked:
+            changes["order"] = order
+        if updates_last and (
+            options.is_update_overlapped or options.speculate or options.may_speculate
+        ):
+            changes |= {"overlap_update": False, "speculate": False}
+        options = options.changed(**changes)
+        artifact = replace(
+            self.artifact,
+            offload_folder=options.offload_folder or self.artifact.offload_folder,
+        )
+        if options.to_pairs() == self.requested.to_pairs():
+            return replace(self, artifact=artifact)
+        logical = accumulate(artifact.logical) if begins_to_accumulate else artifact.logical
+        logical = replace(logical, options=options.to_pairs())
+        artifact = replace(artifact, logical=declared(logical) if begins_to_accumulate else logical)
+        lowered = lower(artifact.logical, options)
+        compiled = _with_proof(artifact, options, lowered, path=self.path)
         return replace(compiled, source=self.source)
+
+    def _require_groups(self, micro_steps: int) -> None:
+        group = self.program.interleaved
+        if micro_steps % group:
+            raise UserError(
+                f"--micro-steps {micro_steps} is no multiple of {group}, but the program runs its micro-batches in "
+                f"groups of {group} (--order {self.options.order}): name such a multiple, or another --order."
+            )
 
     def after_pass(self, number: int) -> CompiledProgram:
         """The program after the first ``number`` passes; after 0 passes it is the program of one device.
@@ -212,7 +189,8 @@ class CompiledProgram:
             )
         programs = programs_after_passes(self.logical, self.program)
         artifact = replace(self.artifact, scheduled=programs[number])
-        return replace(_require_valid(_verified(artifact, self.path)), source=self.source)
+        compiled = replace(self, artifact=artifact, speculation=None)
+        return _require_valid(_verified(compiled))
 
     def require_evaluation(self) -> None:
         """Raise UserError where the program has no section ``evaluate``, saying why."""
@@ -267,7 +245,7 @@ class CompiledProgram:
                 rank 0, or where a kernel and its operators compute different results.
         """
         from zeroir.api.agreement import require_same_model
-        from zeroir.api.engines import fitted, open_engine
+        from zeroir.api.engines import open_engine
         from zeroir.api.model_of_program import source_for_engine
         from zeroir.runtime import rendezvous
 
@@ -276,9 +254,8 @@ class CompiledProgram:
             source = replace(source, weight=weight)
         job_rank = rendezvous.join_job()
         require_same_model(job_rank, source)
-        compiled, _ = fitted(self, job_rank.world_size)
         return open_engine(
-            compiled,
+            self.specialise(world_size=job_rank.world_size),
             source,
             job_rank,
             seed,
@@ -336,33 +313,30 @@ def compile_source(
     source: ModelSource, options: CompileOptions, config: ConfigRecord | None = None
 ) -> CompiledProgram:
     """Compile a source with validated options; ``config`` is the file that they come from, if they do."""
-    artifact = replace(capture_source(source, options), config=config)
+    captured = capture_source(source, options)
+    artifact = replace(captured.artifact, config=config)
     try:
-        # The program holds the options that the model itself sets, such as the units to recompute.
-        chosen = lower(artifact.logical, options_from_pairs(artifact.logical.options))
+        # The model itself sets options, too, such as the units to recompute.
+        lowered = lower(artifact.logical, captured.options)
     except VerificationError as error:
         raise InternalError(f"The traced program is broken before any pass. {error}") from error
     from zeroir.runtime.kernels.declared import misdeclared
 
-    problem = misdeclared(chosen.proof.program.segments)
+    problem = misdeclared(lowered.proof.program.segments)
     if problem is not None:
         raise InternalError(f"The program declares results that torch does not compute: {problem}.")
-    compiled = _with_proof(artifact, chosen, None)
-    warn_of_idle_offload(compiled.program)
+    compiled = _with_proof(artifact, captured.options, lowered)
     return compiled if source.file is not None else replace(compiled, source=source)
 
 
-def lowered(artifact: Artifact, options: CompileOptions, machine: Machine) -> CompiledProgram:
+def lowered_for(artifact: Artifact, options: CompileOptions, machine: Machine) -> CompiledProgram:
     """A captured model lowered with these options, which must not change the capture.
 
     Its segments declare the workspaces that were measured on the machine, if there are any.
     """
     logical = replace(artifact.logical, options=options.to_pairs())
-    chosen = lower(logical, options, machine)
-    artifact = replace(artifact, logical=logical, scheduled=chosen.proof.program)
-    compiled = _require_valid(_verified(artifact, None, machine=machine))
-    warn_of_idle_offload(compiled.program)
-    return replace(compiled, speculation=chosen.speculation)
+    lowered = lower(logical, options, machine)
+    return _with_proof(replace(artifact, logical=logical), options, lowered, machine=machine)
 
 
 def load_program(path: str | Path) -> CompiledProgram:
@@ -381,28 +355,45 @@ def load_unverified(
 
     Workspaces that were measured on ``machine`` replace the declared ones.
     """
-    return _verified(artifacts.load(Path(path)), Path(path), budget_bytes, machine)
+    artifact = artifacts.load(Path(path))
+    compiled = CompiledProgram(
+        artifact=artifact,
+        report=Report(),
+        options=options_from_pairs(artifact.scheduled.options),
+        requested=options_from_pairs(artifact.logical.options),
+        path=Path(path),
+    )
+    return _verified(compiled, budget_bytes, machine)
 
 
-def _with_proof(artifact: Artifact, lowered: Lowered, path: Path | None) -> CompiledProgram:
-    """The program that the passes made of the artefact's logical program; a budget is all that is left to verify."""
-    proof = lowered.proof
-    artifact = replace(artifact, scheduled=proof.program)
-    if proof.program.option.get("memory_budget") is not None:
-        compiled = _require_valid(_verified(artifact, path))
-    else:
-        compiled = CompiledProgram(artifact=artifact, report=proof.report, path=path)
-    return replace(compiled, speculation=lowered.speculation)
+def _with_proof(
+    artifact: Artifact,
+    requested: CompileOptions,
+    lowered: Lowered,
+    *,
+    path: Path | None = None,
+    machine: Machine | None = None,
+) -> CompiledProgram:
+    """The compiled program that an artefact was lowered to, after the passes' proof and that of a budget."""
+    compiled = CompiledProgram(
+        artifact=replace(artifact, scheduled=lowered.proof.program),
+        report=lowered.proof.report,
+        options=lowered.options,
+        requested=requested,
+        path=path,
+        speculation=lowered.speculation,
+    )
+    if requested.memory_budget is not None or machine is not None:
+        compiled = _require_valid(_verified(compiled, machine=machine))
+    warn_of_idle_offload(compiled.program, compiled.options)
+    return compiled
 
 
 def _verified(
-    artifact: Artifact,
-    path: Path | None,
-    budget_bytes: int | None = None,
-    machine: Machine | None = None,
+    compiled: CompiledProgram, budget_bytes: int | None = None, machine: Machine | None = None
 ) -> CompiledProgram:
-    artifact, report = verified(artifact, budget_bytes, machine)
-    return CompiledProgram(artifact=artifact, report=report, path=path)
+    artifact, report = verified(compiled.artifact, compiled.options, budget_bytes, machine)
+    return replace(compiled, artifact=artifact, report=report)
 
 
 def _require_valid(compiled: CompiledProgram) -> CompiledProgram:

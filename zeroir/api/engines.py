@@ -27,17 +27,12 @@ if TYPE_CHECKING:
     from zeroir.runtime.rendezvous import JobRank
 
 
-def fitted(compiled: CompiledProgram, world_size: int) -> tuple[CompiledProgram, str | None]:
-    """The program for this world size, lowered again if necessary, and a sentence that says so.
-
-    Raises:
-        UserError: where the groups of its mesh do not divide the world size.
-    """
+def lowered_again_note(compiled: CompiledProgram, world_size: int) -> str | None:
+    """Say that a program is lowered again for this world size; None where it was compiled for it."""
     compiled_for = compiled.program.mesh.world_size
     if compiled_for == world_size:
-        return compiled, None
-    note = f"Compiled for {counted(compiled_for, 'rank')}, lowered again for {world_size}."
-    return compiled.for_world_size(world_size), note
+        return None
+    return f"Compiled for {counted(compiled_for, 'rank')}, lowered again for {world_size}."
 
 
 def open_engine(
@@ -65,7 +60,7 @@ def open_engine(
                 "The program was compiled for steps of one batch: it is lowered again for steps of any number. With "
                 "--micro-steps 2 it is so from the start."
             )
-        return compiled.for_accumulation(2).program
+        return compiled.specialise(micro_steps=2).program
 
     require_host_memory(
         outside_bytes(compiled.program),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from zeroir.config import options_from_pairs
+from zeroir.config import CompileOptions
 from zeroir.config.offload_fields import ACTIVATIONS, GRADIENTS, OPTIMIZER
 from zeroir.errors import OffloadWarning
 from zeroir.ir import ops
@@ -13,15 +13,14 @@ from zeroir.ir.program import Program
 from zeroir.report.names import format_bytes
 
 
-def warn_of_idle_offload(program: Program) -> None:
+def warn_of_idle_offload(program: Program, options: CompileOptions) -> None:
     """Warn of each option by which nothing of a scheduled program leaves device memory."""
-    for sentence in idle_offload(program):
+    for sentence in idle_offload(program, options):
         warnings.warn(sentence, OffloadWarning, stacklevel=3)
 
 
-def idle_offload(program: Program) -> tuple[str, ...]:
+def idle_offload(program: Program, options: CompileOptions) -> tuple[str, ...]:
     """A sentence on each option by which nothing of a scheduled program leaves device memory, and the reason."""
-    options = options_from_pairs(program.options)
     sentences: list[str] = []
     if options.page_optimizer is not None and not _roles_in(program, Space.DEVICE) & {Role.PAGE}:
         sentences.append(

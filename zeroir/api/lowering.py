@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zeroir.artifact import Artifact
-from zeroir.config import CompileOptions, options_from_pairs
+from zeroir.config import CompileOptions
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.program import Program
 from zeroir.verify import Report
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """A scheduled program with its proof, and the choice that was made for it."""
+    """A scheduled program with its proof, its options, and the choice that was made for it."""
 
     proof: Proof
+    options: CompileOptions
     speculation: SpeculationChoice | None
 
 
@@ -36,15 +37,17 @@ def lower(logical: Program, options: CompileOptions, machine: Machine | None = N
     speculation = choose(logical, options, machine)
     if speculation is not None:
         options = options.model_copy(update={"speculate": speculation.speculates})
-    return Lowered(proof=lower_with_proof(logical, options), speculation=speculation)
+    proof = lower_with_proof(logical, options)
+    return Lowered(proof=proof, options=options, speculation=speculation)
 
 
 def verified(
     artifact: Artifact,
+    options: CompileOptions,
     budget_bytes: int | None = None,
     machine: Machine | None = None,
 ) -> tuple[Artifact, Report]:
-    """The artefact and the report on its scheduled program, valid or not; ``budget_bytes`` are of device memory.
+    """Verify the scheduled program of an artefact, which has these options; ``budget_bytes`` are of device memory.
 
     Workspaces that were measured on ``machine`` replace the declared ones. Without a budget it is the
     program's own.
@@ -54,16 +57,14 @@ def verified(
 
         scheduled = with_measured_workspaces(artifact.scheduled, machine)
         artifact = replace(artifact, scheduled=scheduled)
-    budget = artifact.scheduled.option.get("memory_budget")
-    if budget_bytes is None and budget is not None:
-        budget_bytes = parse_bytes(budget)
+    if budget_bytes is None and options.memory_budget is not None:
+        budget_bytes = parse_bytes(options.memory_budget)
     report = verify_program(
         artifact.scheduled, reference=artifact.logical, budget_bytes=budget_bytes
     )
     if budget_bytes is not None and any(f.code == "Z301" for f in report.findings):
         from zeroir.api.budget import advice
 
-        options = options_from_pairs(artifact.scheduled.options)
         remedy = advice(artifact.logical, options, budget_bytes, machine)
         findings = (replace(f, advice=remedy) if f.code == "Z301" else f for f in report.findings)
         report = replace(report, findings=tuple(findings))

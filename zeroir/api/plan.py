@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Unpack
 from zeroir.api.adaptive import least_offload, movable_units, possible_kinds
 from zeroir.api.candidates import Candidate, CandidateMeasurer
 from zeroir.api.capture import capture_source, given_source
-from zeroir.api.compiled import CompiledProgram, lowered
+from zeroir.api.compiled import CompiledProgram, lowered_for
 from zeroir.api.config_file import Config, ResolvedOptions, resolve_options
 from zeroir.api.keywords import CompileKeywords, is_torchs
 from zeroir.api.search_space import (
@@ -134,10 +134,10 @@ def plan_with(
     amount = memory or options.memory_budget
     budget_bytes = int(machine.memory.size_bytes.value) if amount is None else parse_bytes(amount)
     source = make_source()
-    captured = replace(capture_source(source, options), config=resolved.record)
+    captured = replace(capture_source(source, options).artifact, config=resolved.record)
     planner = Planner(captured.logical, options, machine, budget_bytes)
     result = planner.search(most_tried)
-    compiled = lowered(captured, planner.measurer.options(result.chosen.settings), machine)
+    compiled = lowered_for(captured, planner.measurer.options(result.chosen.settings), machine)
     return Plan(
         compiled=compiled if source.file is not None else replace(compiled, source=source),
         machine=machine.name,

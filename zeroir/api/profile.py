@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from zeroir.api.agreement import require_same_model
 from zeroir.api.compiled import load_program
-from zeroir.api.engines import fitted, open_data, open_engine
+from zeroir.api.engines import open_data, open_engine
 from zeroir.api.job import joined_job, watched_job
 from zeroir.api.model_of_program import load_model
 from zeroir.api.sentences import warnings_as_sentences
@@ -91,7 +91,7 @@ def profile_program(
             from zeroir.runtime.profile import record
 
             require_same_model(job_rank, source)
-            compiled, _ = fitted(compiled, job_rank.world_size)
+            compiled = compiled.specialise(world_size=job_rank.world_size)
             with warnings_as_sentences():
                 engine = open_engine(compiled, source, job_rank, seed, kernels)
             data = open_data(source, job_rank, seed)

@@ -19,9 +19,7 @@ from zeroir.api.model_of_program import load_model
 from zeroir.api.run_checkpoints import held_folder, resume, saves_of, stopping
 from zeroir.api.run_lowering import (
     fitted_to_job,
-    for_micro_steps,
     same_on_all_ranks,
-    with_gradients_before_update,
     with_optimizer_bits,
 )
 from zeroir.api.run_options import TENSORBOARDS, RunOptions
@@ -67,12 +65,8 @@ def run_program(path: Path, options: RunOptions) -> None:
             require_same_model(job_rank, source)
             with same_on_all_ranks(job_rank):
                 compiled = with_optimizer_bits(compiled, source, options.optimizer_bits)
-            compiled = fitted_to_job(compiled, job_rank, options.offload)
+            compiled = fitted_to_job(compiled, job_rank, options)
             evaluations = _evaluations(compiled, source, job_rank, options)
-            with same_on_all_ranks(job_rank):
-                compiled = for_micro_steps(compiled, options)
-                if options.check_finite:
-                    compiled = with_gradients_before_update(compiled)
             with warnings_as_sentences():
                 engine = open_engine(
                     compiled,

@@ -8,12 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from zeroir.api.compiled import CompiledProgram, compile_source
-from zeroir.api.engines import fitted
-from zeroir.api.keywords import OffloadKeywords
+from zeroir.api.engines import lowered_again_note
 from zeroir.api.outside_memory import outside_bytes, outside_note, require_disk_folder
 from zeroir.api.run_options import RunOptions
 from zeroir.api.sentences import say, warnings_as_sentences
-from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.report.names import format_bytes
 
@@ -33,18 +31,34 @@ def with_optimizer_bits(
     """
     if bits in (None, compiled.options.optimizer_bits):
         return compiled
-    options = make_options({**compiled.as_requested.model_dump(), "optimizer_bits": bits})
+    options = compiled.requested.changed(optimizer_bits=bits)
     traced = compile_source(source, options, compiled.config)
     return replace(traced, path=compiled.path)
 
 
 def fitted_to_job(
-    compiled: CompiledProgram, job_rank: JobRank, offload: OffloadKeywords
+    compiled: CompiledProgram, job_rank: JobRank, options: RunOptions
 ) -> CompiledProgram:
-    """The program for the job's world size, with what the run offloads; rank 0 prints notes on it."""
+    """The program for the job's world size and the run's options, lowered once; rank 0 prints notes on it.
+
+    Raises:
+        UserError: where they do not go together; in fp16 with ``--check-finite``, where gradients that are not finite
+            are a part of loss scaling.
+    """
     with same_on_all_ranks(job_rank):
-        compiled, note = fitted(compiled, job_rank.world_size)
-        compiled = compiled.with_offload(**offload)
+        if options.check_finite and compiled.options.precision == "fp16":
+            raise UserError(
+                "--check-finite has no meaning in fp16, where steps with gradients that are not finite are skipped: "
+                "leave it out."
+            )
+        note = lowered_again_note(compiled, job_rank.world_size)
+        compiled = compiled.specialise(
+            world_size=job_rank.world_size,
+            micro_steps=options.micro_steps,
+            order=options.order,
+            updates_last=options.check_finite,
+            **options.offload,
+        )
         outside = outside_bytes(compiled.program)
         require_disk_folder(outside, compiled.artifact.offload_folder)
     if job_rank.rank == 0:
@@ -52,42 +66,6 @@ def fitted_to_job(
         for sentence in filter(None, notes):
             say(sentence)
     return compiled
-
-
-def for_micro_steps(compiled: CompiledProgram, options: RunOptions) -> CompiledProgram:
-    """The program for the run's number and order of micro-steps.
-
-    A program that runs whole steps unit by unit is lowered again for another number of them.
-    """
-    compiled_options = compiled.options
-    micro_steps = options.micro_steps or compiled_options.micro_steps
-    is_other_number = micro_steps != compiled_options.micro_steps
-    if options.order is not None or (compiled_options.is_step_interleaved and is_other_number):
-        order = compiled_options.order if options.order is None else options.order
-        return compiled.in_order(order, micro_steps)
-    group = compiled.program.interleaved
-    if micro_steps % group:
-        raise UserError(
-            f"--micro-steps {micro_steps} is no multiple of {group}, but the program runs its micro-batches in groups "
-            f"of {group} (--order {compiled_options.order}): name such a multiple, or another --order."
-        )
-    if micro_steps > 1 and not compiled.accumulates:
-        return compiled.for_accumulation(micro_steps)
-    return compiled
-
-
-def with_gradients_before_update(compiled: CompiledProgram) -> CompiledProgram:
-    """The program with all gradients there before the update.
-
-    Raises:
-        UserError: in fp16, where gradients that are not finite are a part of loss scaling.
-    """
-    if compiled.options.precision == "fp16":
-        raise UserError(
-            "--check-finite has no meaning in fp16, where steps with gradients that are not finite are skipped: leave "
-            "it out."
-        )
-    return compiled.without_overlap()
 
 
 _NOTABLE_BYTES: Final = 1 << 30

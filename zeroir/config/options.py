@@ -106,10 +106,13 @@ class CompileOptions(OptionFields):
         values = {**self.model_dump(), "world_size": world_size, "mesh": mesh}
         return make_options(values, context=_IS_WRITTEN)
 
-    def for_micro_steps(self, micro_steps: int) -> CompileOptions:
-        """The options for another number of micro-steps."""
-        values = {**self.model_dump(), "micro_steps": micro_steps}
-        return make_options(values, context=_IS_WRITTEN)
+    def changed(self, **changes: object) -> CompileOptions:
+        """The options with some of them replaced; the same options where none is given.
+
+        Raises:
+            UserError: where one of them is wrong, or has no effect beside the others.
+        """
+        return make_options({**self.model_dump(), **changes}) if changes else self
 
     @property
     def interleaved(self) -> int:

@@ -5,16 +5,26 @@ A run only loads a model file, so this package imports the compiler at the first
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from zeroir.config import CompileOptions
 from zeroir.frontend.entry import load_model_file
 from zeroir.frontend.source import ModelSource
 from zeroir.ir.program import Program
 
-__all__ = ["ModelSource", "load_model_file", "trace"]
+__all__ = ["ModelSource", "TracedModel", "load_model_file", "trace"]
 
 
-def trace(source: ModelSource, options: CompileOptions) -> Program:
-    """The logical program of a model: one device's training step, without allocating a weight.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedModel:
+    """A logical program, and its options: those given, and what the model sets, such as the units to recompute."""
+
+    program: Program
+    options: CompileOptions
+
+
+def trace(source: ModelSource, options: CompileOptions) -> TracedModel:
+    """Trace one device's training step of a model, without allocating a weight.
 
     Raises:
         UserError: where the model cannot be built, traced or cut as the options demand; it names the line.

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from zeroir.config import CompileOptions
 from zeroir.errors import ModelWarning, UserError
+from zeroir.frontend import TracedModel
 from zeroir.frontend.accumulate import accumulate
 from zeroir.frontend.capture import CapturedModel, capture
 from zeroir.frontend.code_contexts import note_on_small_checkpoints, recomputed_units
@@ -21,7 +22,7 @@ from zeroir.ir.program import Program
 from zeroir.workspace.segments import declared
 
 
-def trace_model(source: ModelSource, options: CompileOptions) -> Program:
+def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
     """See ``zeroir.frontend.trace``."""
     captured = capture(
         source,
@@ -40,7 +41,8 @@ def trace_model(source: ModelSource, options: CompileOptions) -> Program:
         notes += [] if note is None else [note]
     for note in notes:
         warnings.warn(note, ModelWarning, stacklevel=2)
-    return program_of(captured, options, is_weighted=source.weight is not None)
+    program = program_of(captured, options, is_weighted=source.weight is not None)
+    return TracedModel(program=program, options=options)
 
 
 def program_of(
