@@ -15,7 +15,7 @@ from tests.cli.conftest import GPT, Zeroir
 from zeroir import artifact
 from zeroir.ir.ops import Release
 from zeroir.ir.text import parse
-from zeroir.verify.explain import CODES
+from zeroir.verify.laws import CODES
 
 FACTS = {
     "stage",

@@ -223,8 +223,7 @@ def explain(
     Example: zeroir explain Z101
     """
     from zeroir.report.render import law_json, render_laws
-    from zeroir.verify.explain import CODES
-    from zeroir.verify.explain import explain as explain_code
+    from zeroir.verify.laws import CODES
 
     if code is None:
         if as_json:
@@ -238,9 +237,9 @@ def explain(
             f"No law has the code '{code}'; `zeroir explain` lists the codes, such as Z101."
         )
     if as_json:
-        print_json({**law_json(code), "text": explain_code(code)})
+        print_json({**law_json(code), "text": CODES[code].text})
     else:
-        sys.stdout.write(explain_code(code).rstrip() + "\n")
+        sys.stdout.write(CODES[code].text)
     return 0
 
 

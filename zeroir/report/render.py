@@ -19,7 +19,7 @@ from zeroir.report.schedule import Fold, Row, fold, schedule
 from zeroir.report.summary import Summary, TemporaryBytes, counted_step
 from zeroir.report.tables import UNBOUNDED_WIDTH, Lines, columns_table, facts_table
 from zeroir.verify import PROVED, Finding, Report
-from zeroir.verify.explain import CODES
+from zeroir.verify.laws import CODES
 
 if TYPE_CHECKING:  # passes are slow to load
     from zeroir.report.passes import PassRow

@@ -23,13 +23,13 @@ from zeroir.ir.program import (
 from zeroir.verify.arenas import check_arenas
 from zeroir.verify.bounds import check_bounds
 from zeroir.verify.budget import check_budget
-from zeroir.verify.codes import CODES, LAWS, STRUCTURE, Law
 from zeroir.verify.collectives import check_collectives, compare_jobs
 from zeroir.verify.context import Findings, last_touch
 from zeroir.verify.declarations import check_declarations
 from zeroir.verify.domain import Numbering
 from zeroir.verify.exits import check_exit
 from zeroir.verify.interpreter import SectionRun, Shared
+from zeroir.verify.laws import CODES, LAWS, Law, Stage
 from zeroir.verify.limits import check_limits
 from zeroir.verify.ordering import check_ordering
 from zeroir.verify.reference import content, contributor, mismatches
@@ -47,7 +47,6 @@ __all__ = [
     "CODES",
     "LAWS",
     "PROVED",
-    "STRUCTURE",
     "Finding",
     "Law",
     "Reference",
@@ -62,10 +61,6 @@ _STRUCTURE_CHECKS = (check_limits, check_declarations, check_structure, check_sn
 """Whether each declaration and each op is right by itself; all other checks rely on it."""
 _ORDER_CHECKS = (check_collectives, check_ordering, check_arenas, check_bounds)
 """Whether every interleaving of the streams is safe; the values are examined in program order alone."""
-_ORDER_LAWS = ("Z101", "Z103", "Z104", "Z105", "Z106", "Z201", "Z202", "Z302", "Z503")
-_VALUE_LAWS = ("Z102", "Z401", "Z402", "Z403", "Z404", "Z405", "Z406", "Z407", "Z408")
-_PAGE_LAWS = ("Z501", "Z502", "Z503")
-"""The first two are about the order of ops and about values."""
 
 
 class Reference:
@@ -156,7 +151,7 @@ def _asked(
     unasked |= set() if program.bounds else {"Z302"}
     unasked |= set() if SAVE in program.section_by_name else {"Z407"}
     has_pages = any(buffer.role is Role.PAGE for buffer in program.buffers)
-    unasked |= set() if has_pages else set(_PAGE_LAWS)
+    unasked |= set() if has_pages else {"Z501", "Z502", "Z503"}
     return tuple(code for code in LAWS if code not in unasked)
 
 
@@ -166,10 +161,10 @@ def _examined(program: Program, reference: Reference | None, budget_bytes: int |
     unexamined: dict[str, str] = {}
     if not _holds(_STRUCTURE_CHECKS, program, findings):
         why = "not examined: the structure is broken"
-        unexamined = dict.fromkeys((*_ORDER_LAWS, *_VALUE_LAWS, *_PAGE_LAWS, "Z301"), why)
+        unexamined = dict.fromkeys(LAWS, why)
     elif not _holds(_ORDER_CHECKS, program, findings):
         why = "not examined: the order of ops is broken"
-        unexamined = dict.fromkeys((*_VALUE_LAWS, *_PAGE_LAWS[:2], "Z301"), why)
+        unexamined = {code: why for code, law in LAWS.items() if law.stage is Stage.VALUES}
     else:
         if budget_bytes is not None:
             check_budget(program, findings, budget_bytes)

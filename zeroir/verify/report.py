@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zeroir.errors import UserError
-from zeroir.verify.codes import CODES, LAWS
+from zeroir.verify.laws import CODES, LAWS
 
 PROVED = "proved"
 

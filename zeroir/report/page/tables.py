@@ -18,7 +18,7 @@ from zeroir.report.page.facts import unit_facts
 from zeroir.report.page.sides import LETTERS, Side
 from zeroir.report.summary import counted_step
 from zeroir.verify import PROVED
-from zeroir.verify.explain import CODES
+from zeroir.verify.laws import CODES
 
 MOST_DIFF_LINES: Final = 400
 """The lines of a diff that a page shows; `zeroir diff` prints all."""
