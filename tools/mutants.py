@@ -11,7 +11,9 @@ with 1 where one does not.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -82,11 +84,17 @@ def possible(name: str, kinds: Sequence[str]) -> list[str]:
 
 
 def batch(
-    name: str, first: int, count: int, weights: Mapping[str, float]
+    name: str, first: int, count: int, weights: Mapping[str, float], deadline: float
 ) -> list[tuple[int, MutantVerdict | None]]:
-    """Several mutants of one program, which is made once for them."""
-    reference = Reference(subject(name).logical)
-    return [(seed, judged(name, seed, reference, weights)) for seed in range(first, first + count)]
+    """Several mutants of one program, which is made once for them; none begins after the deadline."""
+    found: list[tuple[int, MutantVerdict | None]] = []
+    reference: Reference | None = None
+    for seed in range(first, first + count):
+        if time.monotonic() >= deadline:
+            break
+        reference = reference or Reference(subject(name).logical)
+        found.append((seed, judged(name, seed, reference, weights)))
+    return found
 
 
 def main() -> int:
@@ -97,14 +105,18 @@ def main() -> int:
         "--first", type=int, default=0, help="the seed of the first of each program"
     )
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="begin no mutant after this time"
+    )
     parser.add_argument("--program", choices=NAMES, action="append", help="of this one alone")
     parser.add_argument("--kind", choices=sorted(MUTATIONS), action="append", help="this damage")
     record_file.add_option(parser)
     arguments = parser.parse_args()
+    deadline = time.monotonic() + arguments.seconds
     names, kinds = arguments.program or list(NAMES), arguments.kind or sorted(MUTATIONS)
     each = -(-arguments.count // len(names))
     counts_by_kind: dict[str, Counter[str]] = {kind: Counter() for kind in sorted(MUTATIONS)}
-    bad = 0
+    begun = bad = 0
     with ProcessPoolExecutor(arguments.processes, mp_context=get_context("forkserver")) as pool:
         possible_kinds = dict(
             zip(names, pool.map(possible, names, [kinds] * len(names)), strict=True)
@@ -116,6 +128,7 @@ def main() -> int:
                 arguments.first + start,
                 min(_PER_TASK, each - start),
                 {kind: 1 / program_counts[kind] for kind in possible_kinds[name]},
+                deadline,
             )
             for start in range(0, each, _PER_TASK)
             for name in names
@@ -126,6 +139,7 @@ def main() -> int:
             list(zip(tasks, futures, strict=True)), "Judging", disable=not sys.stderr.isatty()
         ):
             for seed, verdict in future.result():
+                begun += 1
                 if verdict is None:
                     continue
                 counts_by_kind[verdict.kind][verdict.outcome] += 1
@@ -146,6 +160,9 @@ def main() -> int:
     rows.append(["all", *(str(sum(int(row[i]) for row in rows)) for i in range(1, 5))])
     for row in rows:
         print("  ".join(f"{cell:>10}" if i else f"{cell:<24}" for i, cell in enumerate(row)))
+    wanted = sum(count for _, _, count, *_ in tasks)
+    if begun < wanted:
+        print(f"{begun} of {wanted} mutants were tried in {arguments.seconds:g} seconds.")
     record_file.write(arguments.record, "mutants", {"head": head, "rows": rows})
     return 1 if bad else 0
 
