@@ -123,7 +123,7 @@ def _compile(
     """Compile a graph of torch's and zeroir's operators with Inductor."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.compile_fx import compile_fx_inner, get_cpp_wrapper_config
     from torch._inductor.virtualized import V
 
     supported = config.get_config_copy()
@@ -138,6 +138,8 @@ def _compile(
         stack.enter_context(V.set_fake_mode(mode))
         stack.enter_context(V.set_aot_compilation(True))
         stack.enter_context(tracing(TracingContext(mode)))
+        # Without these settings torch 2.11 does not keep the binaries of a GPU's kernels; later versions set them.
+        stack.enter_context(config.patch(get_cpp_wrapper_config()))
         stack.enter_context(config.patch(patch))
         stack.enter_context(_quick_check_of_instructions())
         compile_fx_inner(graph, examples, aot_mode=True, cpp_wrapper=True)

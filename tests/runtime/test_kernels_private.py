@@ -69,6 +69,24 @@ def compiles(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @compiles
+def test_a_gpus_kernels_are_compiled_once_and_their_binaries_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import compile_fx, config
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    found: list[bool] = []
+
+    def look(*_: object, **__: object) -> None:
+        found.append(config.triton.store_cubin)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", look)
+    nothing = torch.fx.symbolic_trace(torch.nn.Identity())
+    private._compile(nothing, [], FakeTensorMode(), tmp_path, {})
+    assert found == [True]
+
+
+@compiles
 def test_generated_code_copies_nothing_of_a_parameters_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
