@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from zeroir.config import CompileOptions
 from zeroir.config.offload_fields import OPTIMIZER
-from zeroir.errors import InternalError, UserError
+from zeroir.errors import InternalError
 from zeroir.ir.program import Program
 from zeroir.passes.all_reduce_gradients import AllReduceGradients
 from zeroir.passes.base import Pass
@@ -40,130 +40,75 @@ from zeroir.passes.shard_parameters import ShardParameters
 from zeroir.passes.speculate_update import SpeculateUpdate
 from zeroir.passes.unshard import Unshard
 
-__all__ = ["PASSES", "for_options", "for_stage", "lower", "lower_with_proof", "parse_spec"]
-
-
-def for_stage(
-    stage: int,
-    world_size: int,
-    *,
-    replicas: int | None = None,
-    elide: bool = True,
-    bucket: int = 0,
-    bucket_gathers: int | None = None,
-    distance: int = 1,
-    ahead_bytes: int | None = None,
-    live: int = 2,
-    overlap_update: bool = False,
-    select: bool = False,
-    recompute: tuple[str, ...] = (),
-    unshard: tuple[str, ...] = (),
-    unshard_bytes: int | None = None,
-    budget: int | None = None,
-    accumulate_locally: bool = False,
-    order: OrderByLayer | None = None,
-    offload: tuple[Pass, ...] = (),
-) -> tuple[Pass, ...]:
-    """The passes of a ZeRO stage, 0 to 3, on that many ranks.
-
-    With ``replicas`` these are as many groups, each of which holds all shards. Collectives are merged up to
-    ``bucket`` bytes, gathers up to ``bucket_gathers`` if that is given, and with ``overlap_update`` the update runs in
-    the backward. With ``select`` the program is first made to save less for its backward. The units that
-    ``recompute`` names are computed once more before their backward, and those of ``unshard``, or with uses at most
-    ``unshard_bytes`` apart, are gathered once. With ``ahead_bytes`` at most these bytes are gathered ahead, and with a
-    ``budget`` in bytes as early as it allows, instead of ``distance`` units ahead. With
-    ``accumulate_locally`` whole gradients are added up, and reduced in the last micro-step. An ``order`` of a whole
-    step adds them up, too, but in stages 2 and 3 their sums live only until they are reduced. The passes of ``offload``
-    come when all else has its place.
-    """
-    if world_size % (replicas or 1):
-        raise UserError(f"{world_size} ranks do not make {replicas} groups of equal size.")
-    replicate: tuple[Pass, ...] = (AllReduceGradients(dp=world_size // (replicas or 1)),)
-    if not 0 <= stage <= 3:
-        raise UserError(f"There is no stage {stage}; the ZeRO stages are 0, 1, 2 and 3.")
-    is_whole_step = order is not None and order.whole_step
-    has_gradient_shards = stage >= 2 and (is_whole_step or not accumulate_locally)
-    shard: tuple[Pass, ...] = (
-        *((ShardOptimizer(),) if stage >= 1 else ()),
-        *((ShardGradients(),) if has_gradient_shards else ()),
-        *((ShardParameters(),) if stage == 3 else ()),
-    )
-    gather: tuple[Pass, ...] = (
-        InsertGathers(elide=elide),
-        *(
-            (Unshard(units=unshard or None, within=unshard_bytes),)
-            if unshard or unshard_bytes is not None
-            else ()
-        ),
-        InsertReleases(),
-    )
-    # Before gathers are issued ahead: a bucket is gathered as one.
-    is_merged = bucket or bucket_gathers
-    merge: tuple[Pass, ...] = (Bucket(bytes=bucket, gathers=bucket_gathers),) if is_merged else ()
-    at = PrefetchGathers(distance=distance if ahead_bytes is None else None, bytes=ahead_bytes)
-    ahead: tuple[Pass, ...] = (at,) if budget is None else ()
-    bound: tuple[Pass, ...] = (BoundGradients(live=live),)
-    # After the others, which work along one axis: it adds a second one.
-    across: tuple[Pass, ...] = () if replicas is None else (ReplicateShards(replicas=replicas),)
-    # After all passes that take memory: it uses the rest of the budget.
-    early: tuple[Pass, ...] = () if budget is None else (PrefetchGathers(budget=budget),)
-    return (
-        ((SelectSaved(),) if select else ())
-        # After it, so that only values that are still saved are recomputed.
-        + ((Recompute(units=recompute),) if recompute else ())
-        # After both, which choose what one micro-batch keeps for its backward.
-        + (() if order is None else (order,))
-        + replicate
-        + shard
-        + (gather if stage == 3 else ())
-        + merge
-        + (ahead if stage == 3 else ())
-        + (bound if has_gradient_shards else ())
-        + across
-        + ((OverlapUpdate(),) if overlap_update else ())
-        + offload
-        + (early if stage == 3 else ())
-    )
+__all__ = [
+    "PASSES",
+    "for_options",
+    "lower",
+    "lower_with_proof",
+    "offload_passes",
+    "parse_spec",
+    "stage_passes",
+]
 
 
 def for_options(options: CompileOptions) -> tuple[Pass, ...]:
     """The passes that a user's choices amount to; the last one plans the memory of what the others made."""
-    return (
-        *for_stage(
-            options.stage,
-            options.world_size,
-            replicas=options.replicas,
-            elide=options.elide,
-            distance=options.prefetch,
-            ahead_bytes=options.prefetch_bytes,
-            bucket=options.bucket,
-            bucket_gathers=options.bucket_gathers,
-            live=options.live_gradients,
-            overlap_update=options.is_update_overlapped,
-            select=options.select_saved,
-            recompute=options.recompute,
-            unshard=options.unshard,
-            unshard_bytes=options.unshard_bytes,
-            budget=options.prefetch_budget_bytes,
-            accumulate_locally=options.accumulate_locally,
-            order=_order(options),
-            offload=_offload(options),
-        ),
-        # After all passes that change what the state of the training is.
-        SaveState(),
-        PlanMemory(),
+    # The state of the training is saved after all passes that change what it is.
+    return (*stage_passes(options, offload_passes(options)), SaveState(), PlanMemory())
+
+
+def stage_passes(options: CompileOptions, offload: tuple[Pass, ...]) -> tuple[Pass, ...]:
+    """The passes of a ZeRO stage with the options that change it; those of ``offload`` come last.
+
+    An order of a whole step adds whole gradients up, as ``accumulate_locally`` does, but in stages 2 and 3 their sums
+    live only until they are reduced.
+    """
+    stage, replicas = options.stage, options.replicas or 1
+    has_gradient_shards = stage >= 2 and (
+        options.is_step_interleaved or not options.accumulate_locally
     )
+    made: list[Pass] = []
+    if options.select_saved:
+        made.append(SelectSaved())
+    if options.recompute:
+        # After it, so that only values that are still saved are recomputed.
+        made.append(Recompute(units=options.recompute))
+    if options.interleaved > 1:
+        # After both, which choose what one micro-batch keeps for its backward.
+        made.append(
+            OrderByLayer(micro_batches=options.interleaved, whole_step=options.is_step_interleaved)
+        )
+    made.append(AllReduceGradients(dp=options.world_size // replicas))
+    if stage >= 1:
+        made.append(ShardOptimizer())
+    if has_gradient_shards:
+        made.append(ShardGradients())
+    if stage == 3:
+        made += [ShardParameters(), InsertGathers(elide=options.elide)]
+        if options.unshard or options.unshard_bytes is not None:
+            made.append(Unshard(units=options.unshard or None, within=options.unshard_bytes))
+        made.append(InsertReleases())
+    if options.bucket or options.bucket_gathers:
+        # Before gathers are issued ahead: a bucket is gathered as one.
+        made.append(Bucket(bytes=options.bucket, gathers=options.bucket_gathers))
+    if stage == 3 and options.prefetch_budget is None:
+        distance = options.prefetch if options.prefetch_bytes is None else None
+        made.append(PrefetchGathers(distance=distance, bytes=options.prefetch_bytes))
+    if has_gradient_shards:
+        made.append(BoundGradients(live=options.live_gradients))
+    if options.replicas is not None:
+        # After the others, which work along one axis: it adds a second one.
+        made.append(ReplicateShards(replicas=options.replicas))
+    if options.is_update_overlapped:
+        made.append(OverlapUpdate())
+    made += offload
+    if stage == 3 and options.prefetch_budget is not None:
+        # After all passes that take memory: it uses the rest of the budget.
+        made.append(PrefetchGathers(budget=options.prefetch_budget_bytes))
+    return tuple(made)
 
 
-def _order(options: CompileOptions) -> OrderByLayer | None:
-    """The pass that runs several micro-batches unit by unit."""
-    micro_batches = options.interleaved
-    if micro_batches == 1:
-        return None
-    return OrderByLayer(micro_batches=micro_batches, whole_step=options.is_step_interleaved)
-
-
-def _offload(options: CompileOptions) -> tuple[Pass, ...]:
+def offload_passes(options: CompileOptions) -> tuple[Pass, ...]:
     """The passes that keep state or activations outside device memory."""
     made: list[Pass] = []
     if options.page_optimizer_bytes is not None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from tests.support.pipelines import for_stage
 from tools import record_file
 from tools.page_replacement import Page, Rule, belady, lru
 from zeroir.api.compiled import compile_with
@@ -22,7 +23,6 @@ from zeroir.ir.buffers import Role, Space
 from zeroir.ir.program import Program
 from zeroir.passes.manager import run as run_passes
 from zeroir.passes.page_optimizer import PageOptimizer
-from zeroir.passes.pipelines import for_stage
 
 MODEL: Final = Path(__file__).parents[1] / "examples" / "gpt.py"
 SHARES: Final = (0.1, 0.25, 0.5, 0.75, 0.9)

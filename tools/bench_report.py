@@ -17,11 +17,11 @@ from typing import Final
 
 from tests.report.browser import open_browser
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.cost.machine import load_machine
 from zeroir.cost.simulate import simulate
 from zeroir.ir.program import Program
-from zeroir.passes.pipelines import for_stage
 from zeroir.report.page.html import report_html
 from zeroir.report.page.sides import ReportedProgram
 from zeroir.report.summary import summarise

@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator
 
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
-from zeroir.passes.pipelines import for_stage
 from zeroir.verify import verify
 
 TARGET_SECONDS = 2.0

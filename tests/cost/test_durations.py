@@ -6,6 +6,7 @@ import pytest
 
 from tests.cost.support import host_machine, machine
 from tests.support.pieces import SegmentBuilder, tensor
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.cost.durations import Durations, node_bytes, segment_cost
 from zeroir.cost.wires import Wire, host_rates
@@ -14,7 +15,6 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.segment import Node, Ref, Segment, TensorType
 from zeroir.passes.manager import apply
 from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.pipelines import for_stage
 
 
 def product() -> Segment:

@@ -14,6 +14,7 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.cost.estimate import (
     COMMUNICATED_PER_PARAMETER,
@@ -38,7 +39,6 @@ from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
 from zeroir.passes.page_optimizer import PageOptimizer
-from zeroir.passes.pipelines import for_stage
 
 PAPER = json.loads(
     (Path(__file__).parents[1] / "data" / "zero_memory.json").read_text(), parse_float=Decimal

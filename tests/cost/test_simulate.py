@@ -15,6 +15,7 @@ from tests.passes.strategies import Case, cases
 from tests.runtime.timelines import require_program_order
 from tests.support.evaluations import with_evaluation
 from tests.support.examples import examples
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.cost.machine import Machine, load_machine
 from zeroir.cost.simulate import Simulation, simulate, simulate_evaluation
@@ -25,7 +26,6 @@ from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COMPUTE, HOST
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program
 from zeroir.passes.manager import apply
-from zeroir.passes.pipelines import for_stage
 
 RATES = st.sampled_from([1e4, 1e6, float("inf")])
 LATENCIES = st.sampled_from([0.0, 1e-6, 1e-3])

@@ -15,6 +15,7 @@ from tests.gpu.support import (
 from tests.runtime.support import initial_flats, random_batches
 from tests.support.lockstep import run_lockstep
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.errors import GraphWarning
 from zeroir.ir.buffers import Role, Space
@@ -26,7 +27,6 @@ from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.passes.page_optimizer import PageOptimizer
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
 from zeroir.runtime.cuda import CudaStreams

@@ -13,12 +13,12 @@ from torch import Tensor
 from tests.gpu.support import allocated_bytes, held_bytes, losses_of, rounded_bytes
 from tests.runtime.support import initial_flats
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Space
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, Program
 from zeroir.passes.offload_activations import OffloadActivations
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.runtime.cuda_graphs import WARM_UP
 from zeroir.runtime.engine import Engine

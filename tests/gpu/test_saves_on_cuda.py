@@ -9,11 +9,11 @@ from torch import Tensor
 from tests.gpu.support import SEED
 from tests.runtime.support import initial_flats, random_batches
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir.buffers import Role
 from zeroir.ir.mesh import COPY_OUT
 from zeroir.ir.program import Program
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.save_state import SaveState
 from zeroir.runtime.cuda import CudaStreams
 from zeroir.runtime.cuda_graphs import WARM_UP

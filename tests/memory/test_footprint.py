@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Space
@@ -15,7 +16,6 @@ from zeroir.memory.curve import live_bytes, peak
 from zeroir.memory.footprint import WORKSPACE, footprint
 from zeroir.memory.placement import place_all, unplaced
 from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.workspace.op_scratch import SCALAR_BYTES, scratch_bytes
 

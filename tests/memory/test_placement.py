@@ -12,6 +12,7 @@ from hypothesis import example, given
 from tests.passes.happens import before
 from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from tools.bench_placement import layers, scattered
 from zeroir.ir import ops
@@ -31,7 +32,6 @@ from zeroir.memory.placement import (
     unplaced,
 )
 from zeroir.passes import manager
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.verify.arenas import check_arenas
 from zeroir.verify.context import Findings

@@ -16,12 +16,12 @@ from tests.memory.judge import judge
 from tests.runtime.support import initial_flats, random_batches
 from tests.support.lowering import applied
 from tests.support.offloads import OFFLOADS
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir.buffers import Role, Space, whole
 from zeroir.ir.program import Program
 from zeroir.memory.footprint import footprint
 from zeroir.memory.states import snapshot_bytes
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
 from zeroir.runtime.allocations import AllocatorEvent, allocations, by_range, left_bytes

@@ -6,13 +6,13 @@ import pytest
 
 from tests.support.lowering import applied
 from tests.support.offloads import OFFLOADS, PAGED
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.program import Program
 from zeroir.memory.placement import placements_with_bound, rounded
 from zeroir.memory.staging import staging_bytes
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 
 

@@ -8,10 +8,10 @@ from tests.numerics.trainings import PAGES
 from tests.numerics.workers import Rank
 from tests.runtime.support import initial_flats, random_batches
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
 from zeroir.passes.page_optimizer import PageOptimizer
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
 from zeroir.runtime import rendezvous

@@ -14,9 +14,9 @@ from tests.numerics.test_replicas import forward
 from tests.runtime.support import initial_flats, parameters_of
 from tests.runtime.workers_cases import weight_of_values
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
-from zeroir.passes.pipelines import for_stage
 from zeroir.runtime.lockstep import Lockstep
 from zeroir.torch_ops.batches import Batch
 

@@ -11,11 +11,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from tests.runtime.support import initial_flats, lowered, parameters_of, random_batches
 from tests.support.lowering import applied, proved
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.program import LAST_MICRO_STEP, Program
-from zeroir.passes.pipelines import for_stage
 from zeroir.runtime import numerics
 from zeroir.runtime.lockstep import Lockstep
 from zeroir.workspace import op_scratch

@@ -13,13 +13,13 @@ from tests.runtime.support import initial_flats, random_batches
 from tests.runtime.workers_cases import weight_of_values
 from tests.support.groups import in_groups
 from tests.support.lowering import applied, proved
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.contents import ABSMAX, CODES, EMA, FlatContent
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, Program
 from zeroir.memory.states import model_state_bytes
-from zeroir.passes.pipelines import for_stage
 from zeroir.runtime.lockstep import Lockstep
 from zeroir.workspace import op_scratch
 

@@ -17,6 +17,7 @@ from tests.runtime.support import initial_flats, random_batches
 from tests.runtime.workers_cases import weight_of_values
 from tests.support.lowering import applied
 from tests.support.offloads import OFFLOADS
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.api.check import check_model
 from zeroir.config import make_options
@@ -26,7 +27,6 @@ from zeroir.ir.traffic import collective_bytes, transfer_bytes
 from zeroir.passes.base import Pass
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.order_by_layer import OrderByLayer
-from zeroir.passes.pipelines import for_stage
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.lockstep import Lockstep
 

@@ -12,10 +12,10 @@ from tests.runtime.constructors import Mlp
 from tests.runtime.support import Ranks, random_batches, require_success
 from tests.runtime.workers_cases import CASES
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.passes.base import Pass
 from zeroir.passes.offload_parameters import OffloadParameters
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
 from zeroir.runtime.lockstep import Lockstep

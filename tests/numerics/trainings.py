@@ -21,6 +21,7 @@ from tests.runtime.support import (
 from tests.support.lockstep import LockstepResult, run_lockstep
 from tests.support.lowering import applied
 from tests.support.offloads import OFFLOADS
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
 from zeroir.ir.text import print_program
@@ -29,7 +30,6 @@ from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.passes.page_optimizer import PageOptimizer
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
 from zeroir.torch_ops.batches import Batch

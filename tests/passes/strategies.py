@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
 from zeroir.passes.base import Pass
 from zeroir.passes.manager import apply
-from zeroir.passes.pipelines import for_stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ from hypothesis import given
 from tests.passes import happens
 from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir.program import LAST_MICRO_STEP
 from zeroir.passes.manager import apply
-from zeroir.passes.pipelines import for_stage
 
 
 @examples(40)

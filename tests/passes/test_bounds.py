@@ -14,6 +14,7 @@ from tests.passes import happens
 from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.ir import ops
@@ -27,7 +28,7 @@ from zeroir.passes.bound_gradients import BoundGradients
 from zeroir.passes.bucket import Bucket
 from zeroir.passes.offload_activations import OffloadActivations
 from zeroir.passes.overlap_update import OverlapUpdate
-from zeroir.passes.pipelines import for_stage, parse_spec
+from zeroir.passes.pipelines import parse_spec
 from zeroir.passes.prefetch import PrefetchGathers
 from zeroir.passes.unshard import Unshard
 from zeroir.verify import verify

@@ -15,6 +15,7 @@ from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
 from tests.support.lowering import applied, proved
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.errors import UserError
@@ -27,7 +28,7 @@ from zeroir.passes.bound_gradients import BoundGradients
 from zeroir.passes.bucket import Bucket
 from zeroir.passes.manager import apply
 from zeroir.passes.overlap_update import OverlapUpdate
-from zeroir.passes.pipelines import for_options, for_stage
+from zeroir.passes.pipelines import for_options
 from zeroir.verify import PROVED, verify
 
 SIZES = st.integers(1, 40_000)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.runtime.support import initial_flats, random_batches
 from tests.support.groups import in_groups
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.contents import ABSMAX, CODES, FlatContent
@@ -21,7 +22,6 @@ from zeroir.passes.manager import apply
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.page_optimizer import PageOptimizer
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
 from zeroir.runtime.lockstep import Lockstep

@@ -14,9 +14,9 @@ from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
 from tests.support.lockstep import LockstepResult
 from tests.support.lowering import applied, proved
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.passes import manager
-from zeroir.passes.pipelines import for_stage
 
 
 @examples(12)

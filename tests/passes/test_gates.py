@@ -16,13 +16,13 @@ from tests.passes.example_programs import LOGICAL
 from tests.passes.numbers import assert_equal, initial, inputs, run
 from tests.support.evaluations import with_evaluation
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.program import Program
 from zeroir.ir.text import parse, print_program
 from zeroir.passes import manager
-from zeroir.passes.pipelines import for_stage
 from zeroir.runtime.lockstep import Lockstep
 from zeroir.verify import verify
 

@@ -27,6 +27,7 @@ from tests.passes.example_programs import (
     SAVING,
 )
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from zeroir.ir.program import Program
 from zeroir.ir.text import parse, print_program
 from zeroir.passes import manager
@@ -41,7 +42,7 @@ from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.overlap_uploads import OverlapUploads
 from zeroir.passes.page_optimizer import PageOptimizer
-from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
+from zeroir.passes.pipelines import PASSES, parse_spec
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.recompute import Recompute
 from zeroir.passes.save_state import SaveState

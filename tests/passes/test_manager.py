@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.errors import InternalError, UserError
 from zeroir.ir import ops
@@ -16,7 +17,7 @@ from zeroir.ir.program import Program, Section
 from zeroir.passes import manager
 from zeroir.passes.base import Fact
 from zeroir.passes.common import rewrite
-from zeroir.passes.pipelines import for_stage, parse_spec
+from zeroir.passes.pipelines import parse_spec
 from zeroir.verify import VerificationError
 
 

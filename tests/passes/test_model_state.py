@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.layout import padded_numel, used_numel
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP
 from zeroir.memory.states import model_state_bytes
 from zeroir.passes.manager import apply
-from zeroir.passes.pipelines import for_stage
 
 BYTES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "fp16": (2, 2, 12)}
 """Of one parameter, one gradient, and K: what Adam keeps of it, its FP32 copy included."""

@@ -20,6 +20,7 @@ from tests.runtime.workers_cases import varied
 from tests.support.eager import traced
 from tests.support.examples import examples
 from tests.support.lowering import applied, proved
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.cost.simulate import simulate
@@ -36,7 +37,7 @@ from zeroir.memory.footprint import footprint
 from zeroir.passes.base import Pass
 from zeroir.passes.common.order import derive_waits
 from zeroir.passes.offload_activations import OffloadActivations
-from zeroir.passes.pipelines import for_options, for_stage, parse_spec
+from zeroir.passes.pipelines import for_options, parse_spec
 from zeroir.passes.recompute import Recompute
 from zeroir.passes.select_saved import SelectSaved
 from zeroir.runtime.lockstep import Lockstep

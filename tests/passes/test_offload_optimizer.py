@@ -18,6 +18,7 @@ from tests.passes.variants import called_twice, frozen
 from tests.support.covering import covering
 from tests.support.examples import examples
 from tests.support.lowering import applied, proved
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.ir import ops
@@ -33,7 +34,6 @@ from zeroir.passes.common.order import derive_waits, without_waits
 from zeroir.passes.common.update_streams import UPDATE_IN, UPDATE_OUT
 from zeroir.passes.manager import apply
 from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
 from zeroir.runtime.lockstep import Lockstep

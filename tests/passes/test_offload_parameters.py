@@ -18,6 +18,7 @@ from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
 from tests.support.groups import in_groups
 from tests.support.lowering import applied, proved
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from tests.support.subjects import CAPTURED, subject
 from zeroir.config import make_options
@@ -37,7 +38,7 @@ from zeroir.passes.common import rewrite
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.overlap_update import OverlapUpdate
-from zeroir.passes.pipelines import for_options, for_stage, parse_spec
+from zeroir.passes.pipelines import for_options, parse_spec
 from zeroir.passes.save_state import SaveState
 from zeroir.passes.unshard import Unshard
 from zeroir.runtime.lockstep import Lockstep

@@ -18,6 +18,7 @@ from tests.passes.strategies import Case, cases
 from tests.support.covering import covering
 from tests.support.examples import examples
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.ir import ops
@@ -34,7 +35,6 @@ from zeroir.passes.offload_activations import OffloadActivations
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
 from zeroir.runtime.lockstep import Lockstep

@@ -13,13 +13,13 @@ from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
 from tests.support.lowering import applied, proved
 from tests.support.offloads import OFFLOADS
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.memory.footprint import footprint
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.overlap_update import OverlapUpdate
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.passes import happens
 from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space
@@ -27,7 +28,6 @@ from zeroir.memory.most_live import most_live
 from zeroir.passes.common.conflicts import touches
 from zeroir.passes.common.order import derive_waits, without_waits
 from zeroir.passes.manager import apply
-from zeroir.passes.pipelines import for_stage
 
 
 @examples(25)

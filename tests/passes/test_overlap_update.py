@@ -17,6 +17,7 @@ from tests.passes.strategies import Case, cases
 from tests.passes.variants import called_twice, frozen
 from tests.support.examples import examples
 from tests.support.lowering import applied, proved
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.ir import ops
@@ -27,7 +28,7 @@ from zeroir.passes.common.order import derive_waits, without_waits
 from zeroir.passes.common.update_streams import BESIDE
 from zeroir.passes.manager import apply
 from zeroir.passes.overlap_update import OverlapUpdate
-from zeroir.passes.pipelines import for_options, for_stage
+from zeroir.passes.pipelines import for_options
 from zeroir.runtime.lockstep import Lockstep
 from zeroir.verify import verify
 

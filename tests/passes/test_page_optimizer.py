@@ -15,6 +15,7 @@ from tests.support.edits import put
 from tests.support.examples import examples
 from tests.support.groups import in_groups
 from tests.support.lowering import applied, proved
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from tools.bench_paging import page_bytes_by_page, planned_bytes
 from tools.page_replacement import belady, lru
@@ -38,7 +39,6 @@ from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
 from zeroir.passes.page_optimizer import PageOptimizer
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
 from zeroir.runtime.lockstep import Lockstep

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.config import make_options, options_from_pairs
 from zeroir.passes.bound_gradients import BoundGradients
-from zeroir.passes.pipelines import for_options, for_stage, lower
+from zeroir.passes.pipelines import for_options, lower
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
 from zeroir.verify import verify

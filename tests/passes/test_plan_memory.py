@@ -8,6 +8,7 @@ from hypothesis import given
 
 from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from tests.support.schedules import Case as Schedule
 from tests.support.schedules import is_same, run
@@ -17,7 +18,6 @@ from zeroir.ir.text import parse, print_program
 from zeroir.memory.placement import place_all, places_to_run, planned, unplanned
 from zeroir.passes import manager
 from zeroir.passes.overlap_update import OverlapUpdate
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.verify import verify
 

@@ -9,12 +9,12 @@ from tests.passes import happens
 from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.passes.manager import apply
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.prefetch import PrefetchGathers
 
 
@@ -89,7 +89,7 @@ def test_bytes_ahead_set_the_distance() -> None:
         between = body[life.gather : life.readers[0]]
         return len({op.unit for op in between if isinstance(op, ops.Compute)})
 
-    limits = (0, size - 1, size, 2 * size - 1, 2 * size, 3 * size)
+    limits = (1, size - 1, size, 2 * size - 1, 2 * size, 3 * size)
     assert [units_ahead(limit) for limit in limits] == [0, 0, 1, 1, 2, 3]
 
 

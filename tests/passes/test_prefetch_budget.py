@@ -14,6 +14,7 @@ from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
 from tests.support.lowering import applied, proved
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.errors import UserError
@@ -26,7 +27,7 @@ from zeroir.memory.curve import peak
 from zeroir.memory.lifetimes import Lifetimes
 from zeroir.memory.most_live import most_live
 from zeroir.passes.manager import apply
-from zeroir.passes.pipelines import for_options, for_stage, parse_spec
+from zeroir.passes.pipelines import for_options, parse_spec
 from zeroir.passes.prefetch import PrefetchGathers
 
 

@@ -18,6 +18,7 @@ from tests.passes.variants import called_twice
 from tests.support.eager import traced
 from tests.support.examples import examples
 from tests.support.lowering import applied, proved
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.errors import UserError
@@ -32,7 +33,7 @@ from zeroir.passes import manager
 from zeroir.passes.base import Pass
 from zeroir.passes.common.min_cut import choose
 from zeroir.passes.common.storages import Need, SegmentPair, Use
-from zeroir.passes.pipelines import for_stage, lower
+from zeroir.passes.pipelines import lower
 from zeroir.passes.recompute import Recompute
 from zeroir.passes.select_saved import SelectSaved
 from zeroir.verify import verify

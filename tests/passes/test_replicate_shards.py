@@ -15,6 +15,7 @@ from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
 from tests.support.lowering import applied, proved
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.ir import ops
@@ -27,7 +28,6 @@ from zeroir.ir.traffic import collective_bytes
 from zeroir.passes import manager
 from zeroir.passes.common.order import derive_waits
 from zeroir.passes.manager import apply
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.replicate_shards import ReplicateShards
 from zeroir.verify import verify
 
@@ -276,8 +276,6 @@ def test_communicators_of_two_axes_are_kept_in_order() -> None:
 
 
 def test_groups_are_equal_and_at_least_one() -> None:
-    with pytest.raises(UserError, match="7 ranks do not make 2 groups of equal size"):
-        for_stage(3, 7, replicas=2)
     with pytest.raises(UserError, match="`replicas` of `replicate-shards` is a number of groups"):
         ReplicateShards(replicas=0)
     program = hybrid(LOGICAL, 1, 2, 2)

@@ -15,6 +15,7 @@ from tests.passes.numbers import initial, inputs
 from tests.support.edits import without_save
 from tests.support.lowering import applied, proved
 from tests.support.mutate_saves import SAVE_MUTATIONS
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from tests.support.subjects import CAPTURED, SAVING, subject
 from zeroir.config import make_options
@@ -30,7 +31,7 @@ from zeroir.memory.states import model_state_bytes
 from zeroir.passes import manager
 from zeroir.passes.common.order import derive_waits, without_waits
 from zeroir.passes.overlap_update import OverlapUpdate
-from zeroir.passes.pipelines import for_options, for_stage, lower
+from zeroir.passes.pipelines import for_options, lower
 from zeroir.passes.save_state import SAVE_OUT, SaveState
 from zeroir.runtime.checkpoint.parts import saved_parts, saved_quantities
 from zeroir.runtime.lockstep import Lockstep

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.support.pipelines import for_stage
 from zeroir.errors import UserError
 from zeroir.passes.base import LOGICAL_FACTS, Fact, OptionValue, Pass
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.order_by_layer import OrderByLayer
-from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
+from zeroir.passes.pipelines import PASSES, parse_spec
 from zeroir.passes.prefetch import PrefetchGathers
 
 _NAMES = st.from_regex(r"[a-z*][a-z0-9_.*]{0,9}", fullmatch=True)
@@ -141,8 +142,3 @@ def test_a_wrong_spec_is_refused_in_one_sentence(text: str, message: str) -> Non
     with pytest.raises(UserError) as caught:
         parse_spec(text)
     assert str(caught.value) == message
-
-
-def test_a_stage_that_is_none() -> None:
-    with pytest.raises(UserError, match="There is no stage 4; the ZeRO stages are 0, 1, 2 and 3"):
-        for_stage(4, 2)

@@ -13,6 +13,7 @@ from tests.runtime.support import initial_flats, random_batches
 from tests.runtime.workers_cases import weight_of_values
 from tests.support.groups import in_groups
 from tests.support.lowering import applied, proved
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.ir import ops
@@ -23,7 +24,6 @@ from zeroir.passes import manager
 from zeroir.passes.base import Pass
 from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
 from zeroir.passes.speculate_update import SpeculateUpdate

@@ -8,6 +8,7 @@ from hypothesis import given
 from tests.passes import happens
 from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
@@ -15,7 +16,6 @@ from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.ir.text import parse, print_program
 from zeroir.ir.traffic import collective_bytes
 from zeroir.passes.manager import apply
-from zeroir.passes.pipelines import for_stage
 
 
 def _lower(program: Program, stage: int, world_size: int, *, elide: bool = True) -> Program:

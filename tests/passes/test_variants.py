@@ -12,6 +12,7 @@ from tests.passes import happens
 from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.variants import called_twice, frozen
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from zeroir.ir import ops
 from zeroir.ir.layout import padded_numel
 from zeroir.ir.mesh import Axis
@@ -19,7 +20,6 @@ from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.ir.traffic import collective_bytes
 from zeroir.passes import manager
 from zeroir.passes.common.resize import resize
-from zeroir.passes.pipelines import for_stage
 from zeroir.verify import verify
 
 

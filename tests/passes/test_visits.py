@@ -8,6 +8,7 @@ import pytest
 
 from tests.passes.numbers import assert_equal, inputs, run
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, View
@@ -24,7 +25,6 @@ from zeroir.passes.common.visits import (
     with_visits,
 )
 from zeroir.passes.offload_parameters import OffloadParameters
-from zeroir.passes.pipelines import for_stage
 from zeroir.verify import verify
 
 HOMES = frozenset({"a", "b"})

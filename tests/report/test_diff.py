@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir.ops import Alloc, Op, Release, Wait
 from zeroir.ir.program import Pending, Program, Section, State
-from zeroir.passes.pipelines import for_stage
 from zeroir.report.diff import diff, normalised_lines, summary
 
 

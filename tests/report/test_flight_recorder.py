@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tests.report.torch_judges import flight_recorder_verdicts
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from tests.support.zygote import run_forked
 from zeroir.cost.tasks import step_sections
 from zeroir.ir import ops
 from zeroir.ir.program import Program
 from zeroir.passes.manager import apply
-from zeroir.passes.pipelines import for_stage
 from zeroir.report.flight_recorder import flight_recorder_dumps
 from zeroir.report.plain_pickle import dumps
 

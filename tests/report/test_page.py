@@ -11,6 +11,7 @@ import pytest
 from tests.passes.test_gates import gate
 from tests.report.pages import page_of, program, reported, simulated
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.cost.tasks import step_sections
 from zeroir.ir import ops
@@ -18,7 +19,6 @@ from zeroir.ir.buffers import Role
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.memory.curve import peak
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.recompute import Recompute
 from zeroir.report.diff import aligned_ops
 from zeroir.report.names import format_bytes

@@ -13,9 +13,9 @@ import pytest
 from tests.report.browser import open_browser
 from tests.report.pages import page_of, program, reported, simulated
 from tests.report.test_measured import MICRO_STEPS, read, timelines
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.passes.manager import apply
-from zeroir.passes.pipelines import for_stage
 from zeroir.report.page.charts import HIDDEN_KINDS
 from zeroir.report.page.facts import StepOp, step_ops
 from zeroir.report.page.html import report_html

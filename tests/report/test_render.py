@@ -11,13 +11,13 @@ from rich.text import Text
 
 from tests.passes.test_gates import gate, gate_logical
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from tests.support.schedules import Case
 from zeroir.cost.estimate import estimate
 from zeroir.cost.estimate_options import EstimateOptions
 from zeroir.errors import UserError
 from zeroir.passes.manager import run
-from zeroir.passes.pipelines import for_stage
 from zeroir.report.costs import render_estimate
 from zeroir.report.passes import pass_rows, programs_after_passes
 from zeroir.report.render import render_passes, render_schedule, render_summary

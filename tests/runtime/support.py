@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from tests.support.examples import IS_THOROUGH
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.zygote import Forked, Zygote, compiling_zygote, zygote
 from zeroir.ir.bindings import Binding
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Flat, Program
 from zeroir.ir.segment import Node, Ref, Segment, TensorType
-from zeroir.passes.pipelines import for_stage
 from zeroir.runtime.engine import Engine
 from zeroir.torch_ops.batches import Batch
 

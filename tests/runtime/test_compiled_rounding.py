@@ -15,13 +15,13 @@ from torch import Tensor
 from tests.runtime.support import initial_flats, random_batches
 from tests.runtime.test_eight_bit_states import CODED, coded_update, zero_states
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.errors import InternalError, KernelWarning
 from zeroir.ir.buffers import Role
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL
 from zeroir.ir.ops import Algorithm
 from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.pipelines import for_stage
 from zeroir.runtime import compiled_rounding, eight_bit_update
 from zeroir.runtime.allocations import allocations, peak_bytes
 from zeroir.runtime.comm.job import open_job

@@ -13,6 +13,7 @@ import torch
 
 from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.errors import GraphWarning
 from zeroir.ir import ops
@@ -29,7 +30,6 @@ from zeroir.ir.program import (
     State,
 )
 from zeroir.passes.offload_activations import OffloadActivations
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.save_state import SaveState
 from zeroir.runtime.comm.job import Backend, Job, open_job
 from zeroir.runtime.cuda_graphs import WARM_UP, SectionGraphs, why_not

@@ -13,6 +13,7 @@ import torch
 from tests.runtime.support import lowered
 from tests.support.clocks import Clocks
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
@@ -20,7 +21,6 @@ from zeroir.ir.mesh import COMPUTE, COPY_OUT, GATHER, HOST, REDUCE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Pending, Program, Section, State
 from zeroir.passes.offload_activations import OffloadActivations
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.save_state import SAVE_OUT, SaveState
 from zeroir.runtime.cuda import CudaGraph, CudaStreams
 from zeroir.runtime.trace import HostClock, Mark, SpanRecorder

@@ -14,6 +14,7 @@ import torch
 
 from tests.support.clocks import Clocks
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.issuing import issued_apart
@@ -24,7 +25,6 @@ from zeroir.passes.base import Pass
 from zeroir.passes.common.update_streams import UPDATE_IN, UPDATE_OUT
 from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.save_state import SaveState
 from zeroir.passes.speculate_update import SpeculateUpdate
 from zeroir.runtime.cuda import CudaStreams

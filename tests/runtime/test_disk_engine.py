@@ -16,13 +16,13 @@ from tests.runtime.constructors import Mlp
 from tests.runtime.disk_workers import STEPS, TO_DISK, plain
 from tests.runtime.support import Ranks, initial_flats, lowered, random_batches, require_success
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.process_bytes import disk_bytes
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Space
 from zeroir.passes import manager
 from zeroir.passes.manager import apply
-from zeroir.passes.pipelines import for_stage
 from zeroir.runtime import rank_memory
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.lockstep import Lockstep

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.errors import UserError, memory_for
 from zeroir.ir import ops
 from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.pipelines import for_stage
 from zeroir.runtime.cuda import CudaStreams
 from zeroir.runtime.host_threads import update_threads
 from zeroir.runtime.pinned_memory import LARGE_BYTES, pinned_empty

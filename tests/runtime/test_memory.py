@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.support.lowering import applied
 from tests.support.offloads import OFFLOADS
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir.buffers import Role, Space
 from zeroir.memory.footprint import footprint
@@ -20,7 +21,6 @@ from zeroir.memory.placement import places_to_run
 from zeroir.memory.states import MODEL_STATE_ROLES, model_state_bytes
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.page_optimizer import PageOptimizer
-from zeroir.passes.pipelines import for_stage
 from zeroir.runtime.lockstep import Lockstep
 from zeroir.runtime.rank_memory import RankMemory
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from tests.runtime.support import initial_flats, random_batches
 from tests.support.lowering import proved
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Role
 from zeroir.ir.mesh import COPY_OUT
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.save_state import SaveState
 from zeroir.runtime.comm.job import open_job
 from zeroir.runtime.executor import StepExecutor

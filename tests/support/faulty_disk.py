@@ -23,6 +23,7 @@ import torch
 
 from tests.passes.numbers import initial
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.checkpoint.damage import verify_checkpoint
 from zeroir.errors import UserError
@@ -30,7 +31,6 @@ from zeroir.ir.program import Program
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
-from zeroir.passes.pipelines import for_stage
 from zeroir.runtime.engine import Engine
 from zeroir.torch_ops.batches import Batch
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.support.groups import in_groups
 from tests.support.lockstep import LockstepResult, run_lockstep
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
@@ -18,7 +19,6 @@ from zeroir.passes.manager import apply
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.passes.page_optimizer import PageOptimizer
-from zeroir.passes.pipelines import for_stage
 
 TORCH_DTYPES = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}
 

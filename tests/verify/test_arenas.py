@@ -10,12 +10,12 @@ import pytest
 
 from tests.memory.test_placement import meetings
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir.buffers import Space
 from zeroir.ir.program import Program
 from zeroir.ir.text import parse
 from zeroir.memory.placement import Placement, place_all
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.verify import verify
 

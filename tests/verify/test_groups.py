@@ -10,6 +10,7 @@ import pytest
 from tests.support.edits import at, places, put
 from tests.support.groups import in_groups
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from tests.support.schedules import Case
 from tests.verify.test_rejects import codes
@@ -19,7 +20,7 @@ from zeroir.ir.buffers import Region, whole
 from zeroir.ir.ops import Algorithm, Op
 from zeroir.ir.program import UPDATE, OptimizerGroup, Program
 from zeroir.ir.text import parse, print_program
-from zeroir.passes.pipelines import for_options, for_stage
+from zeroir.passes.pipelines import for_options
 from zeroir.report.schedule import schedule
 from zeroir.verify import verify
 

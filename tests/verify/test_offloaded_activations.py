@@ -14,6 +14,7 @@ from tests.support.edits import edit
 from tests.support.examples import IS_THOROUGH
 from tests.support.lowering import applied
 from tests.support.mutate import MUTATIONS
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
@@ -22,7 +23,6 @@ from zeroir.ir.mesh import COPY_IN, COPY_OUT
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.passes.offload_activations import OffloadActivations
-from zeroir.passes.pipelines import for_stage
 from zeroir.verify import verify
 
 ALL = OffloadActivations(smallest=0)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.edits import put
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.ir import ops
@@ -20,7 +21,6 @@ from zeroir.ir.program import SAVE, UPDATE, Holding, Program, State
 from zeroir.ir.text import parse, print_program
 from zeroir.passes.manager import apply
 from zeroir.passes.page_optimizer import PageOptimizer
-from zeroir.passes.pipelines import for_stage
 from zeroir.passes.save_state import SaveState
 from zeroir.verify import verify
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.edits import at, edit, put
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.schedules import Case
 from tests.verify.test_rejects import codes, find
 from tests.verify.test_values import FP32
@@ -17,7 +18,6 @@ from zeroir.ir.contents import NamedContent
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import UPDATE, OptimizerGroup, Program, ScalarBinding
-from zeroir.passes.pipelines import for_stage
 from zeroir.verify import verify
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.edits import at, edit, put
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.schedules import Case
 from tests.verify.test_joints import hybrid
 from tests.verify.test_rejects import codes, find
@@ -31,7 +32,6 @@ from zeroir.ir.program import (
 from zeroir.ir.reports import Quantity, with_report
 from zeroir.ir.text import parse
 from zeroir.passes.common.order import derive_waits, without_waits
-from zeroir.passes.pipelines import for_stage
 from zeroir.verify import verify
 
 FP32 = Case(stage=3, clip=1.0)
