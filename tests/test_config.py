@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from zeroir.config import CompileOptions, make_options, options_from_pairs
 from zeroir.config.offload_fields import KEPT_ON_DISK, OFFLOADED
 from zeroir.errors import UserError
+from zeroir.ir.limits import LARGEST_SCALAR
 from zeroir.ir.mesh import Axis, Mesh
 from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import Program
 from zeroir.ir.text import parse, print_program
 
-POSITIVE = st.floats(min_value=1e-300, max_value=1e300)
+POSITIVE = st.floats(min_value=1e-300, max_value=LARGEST_SCALAR)
 FRACTIONS = st.floats(min_value=0, max_value=math.nextafter(1, 0))
 PATTERNS = st.text(st.sampled_from("abz019_.*?[]"), min_size=1)
 
@@ -77,7 +78,7 @@ OPTIONS = st.builds(
     st.one_of(
         st.fixed_dictionaries(
             {"precision": st.just("fp16")},
-            optional={"initial_loss_scale": st.floats(min_value=1, max_value=1e300)},
+            optional={"initial_loss_scale": st.floats(min_value=1, max_value=LARGEST_SCALAR)},
         ),
         st.fixed_dictionaries({"precision": st.sampled_from(["fp32", "bf16"])}),
     ),

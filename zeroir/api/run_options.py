@@ -15,6 +15,7 @@ NONE: Final = "none"
 TIMEOUT_S: Final = 300
 SHORTEST_TIMEOUT_S: Final = 30
 """A rank that prepares something for the others tells them every 20 seconds that it still does."""
+LONGEST_TIMEOUT_S: Final = 7 * 24 * 3600
 
 TENSORBOARDS: Final = ("tensorboard", "tensorboardX")
 """Packages that write TensorBoard's files; the first one that is installed does."""

@@ -8,6 +8,8 @@ from typing import Annotated, Final, Literal
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
+from zeroir.ir.limits import MOST_COUNT, MOST_LOCAL_RANKS
+
 Model = Annotated[
     str,
     Parameter(
@@ -17,13 +19,16 @@ Model = Annotated[
 ]
 ProgramFile = Annotated[Path, Parameter(help="A compiled program (.zir).")]
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print one JSON document.")]
-AtLeastOne = Number(gte=1)
+InCounts = Number(gte=1, lte=MOST_COUNT)
 InSeeds = Number(gte=-(2**63), lt=2**63)
 """The seeds that every function of torch accepts."""
 Seed = Annotated[int, Parameter(validator=InSeeds, help="Seed of weights, data and dropout.")]
 Ranks = Annotated[
     int | None,
-    Parameter(validator=AtLeastOne, help="Start this many local ranks with torchrun."),
+    Parameter(
+        validator=Number(gte=1, lte=MOST_LOCAL_RANKS),
+        help="Start this many local ranks with torchrun.",
+    ),
 ]
 MovedModel = Annotated[
     str | None,

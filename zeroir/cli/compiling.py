@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from zeroir.api.config_file import DEFAULT_FILE, ResolvedOptions, resolve_options
-from zeroir.cli.arguments import AsJson, AtLeastOne, InSeeds, Kernels, Model
+from zeroir.cli.arguments import AsJson, InCounts, InSeeds, Kernels, Model
 from zeroir.cli.console import err, out, print_json, progress
 from zeroir.cli.option_groups import Options
 from zeroir.config import GivenOptions
@@ -101,7 +101,7 @@ def check(
     *,
     config: Config = None,
     options: CompileOptions = None,
-    steps: Annotated[int, Parameter(validator=AtLeastOne, help="Training steps to compare.")] = 3,
+    steps: Annotated[int, Parameter(validator=InCounts, help="Training steps to compare.")] = 3,
     seed: Annotated[
         int,
         Parameter(validator=InSeeds, help="Seed of weights, data, dropout and interleaving."),

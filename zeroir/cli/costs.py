@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, AtLeastOne, Machine, ProgramFile
+from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, InCounts, Machine, ProgramFile
 from zeroir.cli.console import err, out, print_json
 from zeroir.cost.estimate_options import EstimateOptions
 
@@ -23,7 +23,7 @@ def simulate(
     ] = None,
     micro_steps: Annotated[
         int | None,
-        Parameter(validator=AtLeastOne, help="Number of micro-steps. [default: the program's]"),
+        Parameter(validator=InCounts, help="Number of micro-steps. [default: the program's]"),
     ] = None,
     trace: Annotated[
         Path | None,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, AtLeastOne, Machine, Model
+from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, InCounts, Machine, Model
 from zeroir.cli.compiling import CompileOptions, Config, print_notes, resolved
 from zeroir.cli.console import out, print_json, progress
 from zeroir.errors import UserError
@@ -30,7 +30,7 @@ def plan(
     config: Config = None,
     options: CompileOptions = None,
     most_tried: Annotated[
-        int, Parameter(validator=AtLeastOne, help="Largest number of choices to try.")
+        int, Parameter(validator=InCounts, help="Largest number of choices to try.")
     ] = 500,
     all_: Annotated[
         bool, Parameter(name="--all", negative=(), help="Print all alternatives.")

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from zeroir.cli.arguments import (
     AllowModelChange,
     AsJson,
-    AtLeastOne,
+    InCounts,
     Kernels,
     MovedModel,
     ProgramFile,
@@ -40,7 +40,7 @@ def profile(
     rounds: Annotated[
         int,
         Parameter(
-            validator=AtLeastOne, help="Number of rounds; each times some steps and records one."
+            validator=InCounts, help="Number of rounds; each times some steps and records one."
         ),
     ] = 20,
     seed: Seed = 0,

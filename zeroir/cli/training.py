@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from zeroir.api.run_options import SHORTEST_TIMEOUT_S, TIMEOUT_S
+from zeroir.api.run_options import LONGEST_TIMEOUT_S, SHORTEST_TIMEOUT_S, TIMEOUT_S
 from zeroir.api.sentences import LogLevel, show_log
 from zeroir.cli.arguments import (
     AllowModelChange,
-    AtLeastOne,
+    InCounts,
     Kernels,
     MovedModel,
     ProgramFile,
@@ -35,7 +35,7 @@ def run(
         int,
         Parameter(
             group=TRAINING,
-            validator=AtLeastOne,
+            validator=InCounts,
             help="Training steps, those before a resumed checkpoint included.",
         ),
     ] = 100,
@@ -44,7 +44,7 @@ def run(
         int | None,
         Parameter(
             group=TRAINING,
-            validator=AtLeastOne,
+            validator=InCounts,
             help="Batches of a step. [default: as many as the program was compiled with]",
         ),
     ] = None,
@@ -72,7 +72,7 @@ def run(
     log_every: Annotated[
         int,
         Parameter(
-            group=REPORTS, validator=AtLeastOne, help="Number of steps between two printed losses."
+            group=REPORTS, validator=InCounts, help="Number of steps between two printed losses."
         ),
     ] = 10,
     log_level: Annotated[
@@ -112,7 +112,7 @@ def run(
         int | None,
         Parameter(
             group=TRAINING,
-            validator=AtLeastOne,
+            validator=InCounts,
             help="Number of steps between two evaluations on the model file's eval_batches(). [default: none]",
         ),
     ] = None,
@@ -126,14 +126,14 @@ def run(
     save_every: Annotated[
         int | None,
         Parameter(
-            group=CHECKPOINTS, validator=AtLeastOne, help="Save after every so many steps, too."
+            group=CHECKPOINTS, validator=InCounts, help="Save after every so many steps, too."
         ),
     ] = None,
     keep: Annotated[
         int | None,
         Parameter(
             group=CHECKPOINTS,
-            validator=AtLeastOne,
+            validator=InCounts,
             help="Keep so many newest checkpoints. [default: all of them]",
         ),
     ] = None,
@@ -165,7 +165,7 @@ def run(
         int,
         Parameter(
             group=JOB,
-            validator=Number(gte=SHORTEST_TIMEOUT_S),
+            validator=Number(gte=SHORTEST_TIMEOUT_S, lte=LONGEST_TIMEOUT_S),
             help="Seconds to wait in a collective for a rank that is alive; after a fifth, at most 60, without a sign "
             "of life from a rank the job ends.",
         ),

@@ -26,7 +26,7 @@ from zeroir.config.offload_fields import (
     Speculate,
 )
 from zeroir.errors import UserError
-from zeroir.ir.limits import MOST_BYTES, MOST_COUNT, MOST_RANKS
+from zeroir.ir.limits import LARGEST_SCALAR, MOST_BYTES, MOST_COUNT, MOST_RANKS
 from zeroir.ir.ops import Algorithm
 from zeroir.schedules import parse_schedule
 
@@ -119,7 +119,7 @@ class OptionFields(BaseModel):
     optimizer: Annotated[
         Algorithm, Field(description="The update rule, with the semantics of torch.optim.")
     ] = Algorithm.ADAMW
-    lr: Annotated[float, Field(ge=0, description="Learning rate.")] = 1e-3
+    lr: Annotated[float, Field(ge=0, le=LARGEST_SCALAR, description="Learning rate.")] = 1e-3
     schedule: Annotated[
         str | None,
         Field(
@@ -135,7 +135,9 @@ class OptionFields(BaseModel):
             description="Momentum factor (momentum, muon). [default: 0.9, muon 0.95]",
         ),
     ] = None
-    dampening: Annotated[float, Field(ge=0, description="Dampening (momentum only).")] = 0.0
+    dampening: Annotated[
+        float, Field(ge=0, le=LARGEST_SCALAR, description="Dampening (momentum only).")
+    ] = 0.0
     nesterov: Annotated[
         bool | None,
         Field(
@@ -157,13 +159,18 @@ class OptionFields(BaseModel):
         float | None,
         Field(
             ge=0,
+            le=LARGEST_SCALAR,
             description="Added to the denominator (adam, adamw) or to eigenvalues (shampoo), or the least denominator "
             "(muon, adafactor). [default: 1e-8, shampoo 1e-4, muon 1e-7, adafactor 2⁻²³]",
         ),
     ] = None
     weight_decay: Annotated[
         float | None,
-        Field(ge=0, description="Weight decay. [default: 0.01 for adamw, 0.1 for muon, else 0]"),
+        Field(
+            ge=0,
+            le=LARGEST_SCALAR,
+            description="Weight decay. [default: 0.01 for adamw, 0.1 for muon, else 0]",
+        ),
     ] = None
     ns_steps: Annotated[
         int | None,
@@ -184,6 +191,7 @@ class OptionFields(BaseModel):
     beta2_decay: Annotated[
         float | None,
         Field(
+            ge=-LARGEST_SCALAR,
             le=0,
             description="Exponent of the decay of the second moment (adafactor). [default: -0.8]",
         ),
@@ -192,6 +200,7 @@ class OptionFields(BaseModel):
         float | None,
         Field(
             ge=0,
+            le=LARGEST_SCALAR,
             description="Least root mean square of a parameter by which its steps are scaled (adafactor). "
             "[default: 1e-3]",
         ),
@@ -200,6 +209,7 @@ class OptionFields(BaseModel):
         float | None,
         Field(
             ge=1,
+            le=LARGEST_SCALAR,
             description="Largest root mean square of an unscaled step (adafactor). [default: 1]",
         ),
     ] = None
@@ -219,7 +229,11 @@ class OptionFields(BaseModel):
     ] = False
     clip: Annotated[
         float | None,
-        Field(gt=0, description="Largest global L2 norm of the gradient. [default: no clipping]"),
+        Field(
+            gt=0,
+            le=LARGEST_SCALAR,
+            description="Largest global L2 norm of the gradient. [default: no clipping]",
+        ),
     ] = None
     ema: Annotated[
         float | None,
@@ -341,12 +355,13 @@ class OptionFields(BaseModel):
         float | None,
         Field(
             gt=0,
+            le=LARGEST_SCALAR,
             description="Loss scale that never changes (fp16). An overflow still skips the step. [default: dynamic]",
         ),
     ] = None
-    initial_loss_scale: Annotated[float, Field(gt=0, description="First loss scale (fp16).")] = (
-        2.0**16
-    )
+    initial_loss_scale: Annotated[
+        float, Field(gt=0, le=LARGEST_SCALAR, description="First loss scale (fp16).")
+    ] = 2.0**16
     loss_scale_window: Annotated[
         int,
         Field(
@@ -357,7 +372,11 @@ class OptionFields(BaseModel):
     ] = 1000
     loss_scale_factor: Annotated[
         float,
-        Field(gt=1, description="Factor by which the loss scale grows and shrinks (fp16)."),
+        Field(
+            gt=1,
+            le=LARGEST_SCALAR,
+            description="Factor by which the loss scale grows and shrinks (fp16).",
+        ),
     ] = 2.0
     loss_scale_hysteresis: Annotated[
         int,
@@ -370,9 +389,9 @@ class OptionFields(BaseModel):
             "last (fp16)."
         ),
     ] = False
-    minimum_loss_scale: Annotated[float, Field(gt=0, description="Smallest loss scale (fp16).")] = (
-        1.0
-    )
+    minimum_loss_scale: Annotated[
+        float, Field(gt=0, le=LARGEST_SCALAR, description="Smallest loss scale (fp16).")
+    ] = 1.0
 
     @field_validator("ns_coefficients", mode="before")
     @classmethod
@@ -382,8 +401,10 @@ class OptionFields(BaseModel):
         items = value.split(",") if isinstance(value, str) else value
         try:
             a, b, c = map(float, items if isinstance(items, list | tuple) else ())
+            if max(abs(a), abs(b), abs(c)) > LARGEST_SCALAR:
+                raise ValueError
         except (TypeError, ValueError):
-            example = "three numbers, such as 3.4445,-4.775,2.0315"
+            example = "three numbers of FP32, such as 3.4445,-4.775,2.0315"
             raise PydanticCustomError("coefficients", example) from None
         return a, b, c
 

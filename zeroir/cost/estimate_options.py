@@ -25,6 +25,7 @@ from zeroir.config.offload_fields import (
 )
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL
+from zeroir.ir.limits import MOST_BYTES, MOST_COUNT, MOST_RANKS
 
 Optimizer = Literal[
     "sgd",
@@ -65,8 +66,10 @@ class EstimateOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    params: Annotated[float, Field(ge=1, description="Number of parameters, as 7.5e9.")]
-    world_size: Annotated[int, Field(ge=1, description="Number of ranks.")] = 1
+    params: Annotated[
+        float, Field(ge=1, le=MOST_BYTES, description="Number of parameters, as 7.5e9.")
+    ]
+    world_size: Annotated[int, Field(ge=1, le=MOST_RANKS, description="Number of ranks.")] = 1
     optimizer: Annotated[Optimizer, Field(description="The update rule.")] = "adamw"
     precision: Annotated[
         Precision, Field(description="Dtype of parameters, activations and gradients.")
@@ -77,13 +80,22 @@ class EstimateOptions(BaseModel):
     ema: Annotated[
         bool, Field(description="Whether a moving average of the weights is kept, in FP32.")
     ] = False
-    layers: Annotated[int | None, Field(ge=1, description="Transformer layers.")] = None
-    hidden: Annotated[int | None, Field(ge=1, description="Width of a layer.")] = None
-    heads: Annotated[int | None, Field(ge=1, description="Attention heads.")] = None
-    seq: Annotated[int | None, Field(ge=1, description="Tokens of a sequence.")] = None
-    batch: Annotated[int, Field(ge=1, description="Sequences of a rank's micro-batch.")] = 1
+    layers: Annotated[int | None, Field(ge=1, le=MOST_COUNT, description="Transformer layers.")] = (
+        None
+    )
+    hidden: Annotated[int | None, Field(ge=1, le=MOST_COUNT, description="Width of a layer.")] = (
+        None
+    )
+    heads: Annotated[int | None, Field(ge=1, le=MOST_COUNT, description="Attention heads.")] = None
+    seq: Annotated[int | None, Field(ge=1, le=MOST_COUNT, description="Tokens of a sequence.")] = (
+        None
+    )
+    batch: Annotated[
+        int, Field(ge=1, le=MOST_COUNT, description="Sequences of a rank's micro-batch.")
+    ] = 1
     vocab: Annotated[
-        int | None, Field(ge=1, description="Entries of the vocabulary, for the logits.")
+        int | None,
+        Field(ge=1, le=MOST_COUNT, description="Entries of the vocabulary, for the logits."),
     ] = None
     recompute: Annotated[
         bool, Field(description="Keep the input of each layer alone, and compute the layer again.")

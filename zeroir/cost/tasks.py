@@ -16,6 +16,7 @@ from zeroir.ir import ops
 from zeroir.ir.effects import effects
 from zeroir.ir.happens_before import Position, StreamClocks
 from zeroir.ir.issuing import issued_apart
+from zeroir.ir.limits import MOST_SIMULATED_OPS
 from zeroir.ir.mesh import COMPUTE, HOST, Executor
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program, Section
@@ -49,7 +50,8 @@ def require_micro_steps(program: Program, micro_steps: int | None) -> int:
     """The number of micro-steps to simulate: the given one, else that of the compilation.
 
     Raises:
-        UserError: where the program has no section for so many micro-steps, or does not run them in equal groups.
+        UserError: where the program has no section for so many micro-steps, does not run them in equal groups, or where
+            they are too many.
     """
     count = int(program.option.get("micro_steps", "1")) if micro_steps is None else micro_steps
     if count < 1:
@@ -63,6 +65,13 @@ def require_micro_steps(program: Program, micro_steps: int | None) -> int:
     if count > group and MICRO_STEP not in program.section_by_name:
         raise UserError(
             f"The program has no section for {count} micro-steps: compile it with --micro-steps {count}."
+        )
+    repeated = program.section_by_name.get(MICRO_STEP)
+    op_count = 0 if repeated is None else len(repeated.body) * (count // group)
+    if op_count > MOST_SIMULATED_OPS:
+        raise UserError(
+            f"A step of {count:,} micro-steps has about {op_count:,} ops, and at most {MOST_SIMULATED_OPS:,} are "
+            "simulated: choose fewer micro-steps."
         )
     return count
 

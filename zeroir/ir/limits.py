@@ -12,8 +12,14 @@ MOST_COMMUNICATORS: Final = 64
 MOST_ITEMS: Final = 1_000_000
 """The most items of any other kind that a program lists: ops, nodes, buffers, parameters and so on."""
 
+MOST_LOCAL_RANKS: Final = 1_024
+"""The most ranks that one command starts on a machine."""
 MOST_COUNT: Final = 2**31 - 1
 """The largest number that an option may name: of micro-steps, units or steps."""
+MOST_SIMULATED_OPS: Final = 1_000_000
+"""The most ops of a step that is simulated: each takes some memory."""
+LARGEST_SCALAR: Final = (2 - 2**-23) * 2.0**127
+"""The largest number that a setting may be: scalars are FP32."""
 
 MOST_DIMENSIONS: Final = 64
 """The most dimensions of a tensor, as in torch."""
