@@ -138,22 +138,6 @@ def test_folders_that_are_no_models_are_refused(tmp_path: Path) -> None:
             import_checkpoint(folder, str(tmp_path / "checkpoint"))
 
 
-def test_a_damaged_header_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "w.safetensors"
-    for entry in (
-        {"dtype": "F32", "shape": [4], "data_offsets": [0, 400]},
-        {"dtype": "F32", "shape": [1 << 62, 1 << 62], "data_offsets": [0, 16]},
-        {"dtype": "F32", "shape": [5], "data_offsets": [0, 16]},
-        {"dtype": "F32", "shape": [-4], "data_offsets": [0, 16]},
-        {"dtype": "F4", "shape": [4], "data_offsets": [0, 16]},
-        {"shape": [4], "data_offsets": [0, 16]},
-    ):
-        header = json.dumps({"w": entry}).encode()
-        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
-        with pytest.raises(UserError, match="w"):
-            import_checkpoint(path, str(tmp_path / "checkpoint"))
-
-
 IMPORT = """
 import sys
 from pathlib import Path

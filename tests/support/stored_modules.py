@@ -26,15 +26,9 @@ from zeroir.checkpoint.manifest import (
 from zeroir.checkpoint.publish import begin
 from zeroir.checkpoint.safetensors_header import StoredTensorSpec
 from zeroir.checkpoint.writing import write_file
+from zeroir.convert.torch_dtypes import TORCH_DTYPES
 
-DTYPES = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.bool: "bool",
-}
+DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 States = Mapping[str, Mapping[str, Tensor]]
 """Quantities beside the weights: by the name of the quantity and that of the parameter."""

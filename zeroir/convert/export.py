@@ -98,6 +98,11 @@ def _require_output(output: Path, format_: CheckpointFormat) -> None:
             require_folder_writable(output, HUGGING_FACE)
         case "state-dict":
             require_writable(output, STATE_DICT)
+            if output.exists() and not output.is_file():
+                raise UserError(
+                    f"'{output}' is a device or a pipe, but a state_dict is not written from its beginning to its "
+                    "end: name a file."
+                )
         case "dcp":
             require_folder_writable(output, DISTRIBUTED)
         case "deepspeed":

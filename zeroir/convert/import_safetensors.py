@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Final
 
 from pydantic import JsonValue
+from safetensors import SafetensorError, safe_open
 
 from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES, LENGTH_BYTES
 from zeroir.convert.import_state_dict import state_dict_tensors
@@ -34,10 +36,8 @@ MODEL_FILES: Final = (
 )
 """Files that make a folder a model of Hugging Face; the first that exists is read."""
 
-_DTYPES: Final[Mapping[str, str]] = {
-    **{dtype.upper(): dtype for dtype in ITEMSIZE_BYTES},
-    "F8_E8M0FNU": "f8_e8m0",
-}
+_DTYPES: Final[Mapping[str, str]] = {dtype.upper(): dtype for dtype in ITEMSIZE_BYTES}
+"""The library's names of dtypes, and those of manifests."""
 
 
 def is_safetensors(file: MappedFile) -> bool:
@@ -52,33 +52,35 @@ def is_safetensors(file: MappedFile) -> bool:
 def safetensors_tensors(file: MappedFile) -> dict[str, ImportedTensor]:
     """The tensors of a file of safetensors by name.
 
+    The library reads and checks the header, and accepts neither gaps between tensors nor bytes behind the last one.
+    So each tensor begins where the one before it ends. They are read from the mapped file, since numpy has no BF16.
+
     Raises:
-        UserError: if it is damaged, or has a dtype that checkpoints lack.
+        UserError: if the file is damaged, or has a dtype that checkpoints lack.
     """
-    start = LENGTH_BYTES + int.from_bytes(file.data[:LENGTH_BYTES], "little")
-    header = _json(bytes(file.data[LENGTH_BYTES:start]), file.path)
-    tensors = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        match entry:
-            case {
-                "dtype": str() as dtype,
-                "shape": [*sizes],
-                "data_offsets": [int() as begin, int() as end],
-            }:
-                shape = tuple(size for size in sizes if isinstance(size, int))
-            case _:
-                raise UserError(f"'{file.path}' is damaged: its header has no place for {name}.")
+    try:
+        with safe_open(file.path, framework="numpy") as opened:
+            tensors = {name: opened.get_slice(name) for name in opened.offset_keys()}
+            forms = {
+                name: (str(tensor.get_dtype()), tuple(map(int, tensor.get_shape())))
+                for name, tensor in tensors.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"'{file.path}' is damaged, or not a file of safetensors: {str(error).rstrip('.')}."
+        ) from error
+    for name, (dtype, _) in forms.items():
         if dtype not in _DTYPES:
             raise UserError(f"'{file.path}' has {name} in the dtype {dtype}: convert it first.")
-        elements = elements_at(file, start + begin, _DTYPES[dtype], shape, name)
-        if elements.nbytes != end - begin or len(shape) != len(sizes):
-            raise UserError(
-                f"'{file.path}' is damaged: {name} has another shape than its elements."
-            )
-        tensors[name] = whole(_DTYPES[dtype], elements, file)
-    return tensors
+    begin = file.size_bytes - sum(
+        prod(shape) * ITEMSIZE_BYTES[_DTYPES[dtype]] for dtype, shape in forms.values()
+    )
+    found = {}
+    for name, (dtype, shape) in forms.items():
+        elements = elements_at(file, begin, _DTYPES[dtype], shape, name)
+        found[name] = whole(_DTYPES[dtype], elements, file)
+        begin += elements.nbytes
+    return found
 
 
 def import_safetensors(file: MappedFile) -> ImportedModel:
