@@ -131,6 +131,8 @@ def _start() -> subprocess.Popen[bytes]:
     environment = dict(os.environ)
     # Later processes reuse Inductor's headers and its findings about the compiler.
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
+    # Segments are compiled side by side already; for a GPU's kernels Inductor would start as many processes again.
+    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # The worker is no rank of the job.
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         environment.pop(name, None)

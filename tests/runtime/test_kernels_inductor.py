@@ -276,6 +276,17 @@ def written(cache: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in cache.rglob("kernel.so")}
 
 
+def test_a_worker_starts_no_processes_for_a_gpus_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor reads from the environment how many compile for it: as many as the host has cores, unless told."""
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    environment = b""
+    with compile_pool._start() as worker:
+        while not environment and worker.poll() is None:  # it is there a moment after the process
+            environment = Path(f"/proc/{worker.pid}/environ").read_bytes()
+        worker.kill()
+    assert b"TORCHINDUCTOR_COMPILE_THREADS=1" in environment.split(b"\0")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_damaged_entry_is_compiled_again(
