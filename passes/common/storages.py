@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
 
-from zeroir.ir.definitions import dropout_applied
 from zeroir.ir.segment import Node, Ref, Segment, TensorType
 from zeroir.ir.views import parts
+from zeroir.passes.common.definitions import dropout_applied
 
 CHEAP: Final = frozenset(
     """

@@ -1,9 +1,17 @@
-"""Who may import whom, as `pyproject.toml` states it."""
+"""Who may import whom, as `pyproject.toml` states it, and what the verifier shares with what it proves."""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+
+from tests.support.subjects import subject
+from zeroir.artifact import load
+from zeroir.verify import verify
+from zeroir.verify.report import Report
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,52 +24,102 @@ def test_imports_follow_the_layers() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-OF_THE_VERIFIER = {
-    "zeroir.errors",
-    "zeroir.ir",
-    "zeroir.ir.allowlist",
-    "zeroir.ir.bounds",
-    "zeroir.ir.buffers",
-    "zeroir.ir.contents",
-    "zeroir.ir.copies",
-    "zeroir.ir.definitions",
-    "zeroir.ir.dtypes",
-    "zeroir.ir.effects",
-    "zeroir.ir.eight_bit_states",
-    "zeroir.ir.factors",
-    "zeroir.ir.held_elements",
-    "zeroir.ir.mesh",
-    "zeroir.ir.micro_batches",
-    "zeroir.ir.operators",
-    "zeroir.ir.ops",
-    "zeroir.ir.output_paths",
-    "zeroir.ir.program",
-    "zeroir.ir.reports",
-    "zeroir.ir.segment",
-    "zeroir.ir.text.names",
-    "zeroir.ir.text.print_ops",
-    "zeroir.ir.views",
-    "zeroir.memory.footprint",
+DEFINITIONS = {
+    "zeroir.ir.algorithms": "which states and settings an optimizer has",
+    "zeroir.ir.allowlist": "which operators are pure",
+    "zeroir.ir.buffers": "which elements a region names",
+    "zeroir.ir.contents": "what a region can hold",
+    "zeroir.ir.dtypes": "what an element type is",
+    "zeroir.ir.effects": "what an op reads and writes, as its fields declare it",
+    "zeroir.ir.eight_bit_states": "how many elements share a scale",
+    "zeroir.ir.factors": "how many elements a state of whole parameters has",
+    "zeroir.ir.limits": "how large a program may be",
+    "zeroir.ir.mesh": "how many ranks an axis has",
+    "zeroir.ir.op_lists": "where the list of pure operators stands",
+    "zeroir.ir.operators": "which operators of libraries a segment may call",
+    "zeroir.ir.ops": "which ops there are",
+    "zeroir.ir.output_paths": "what the path of an output means",
+    "zeroir.ir.program": "which names a program declares",
+    "zeroir.ir.reports": "what the engine reads",
+    "zeroir.ir.segment": "which values a segment has",
+    "zeroir.ir.update_ops": "which states and settings an optimizer step names",
+    "zeroir.ir.views": "which elements the result of a view has",
 }
-"""What a program is, the limits and rules that it declares, its text, and the memory model for the budget alone.
+"""The meaning of a program, which passes, verifier and engine share: a fault there makes all of them err alike.
 
-The order of ops that passes, memory and costs derive is not among them: a proof that used it would share its errors.
+So something else must notice it: ``tests/verify/test_shared_faults.py`` for effects, and comparisons with torch for
+views, for the purity of operators, and for what optimizers compute of their states.
 """
 
+SHARED_NAMES = {
+    "zeroir.errors": {"UserError"},
+    "zeroir.ir.bounds": {"AheadBound", "BehindBound", "Bound", "BoundKind", "LiveBound"},
+    # A claim about the engine, which takes elements of a copy for those at rest: Z403 compares them with the values.
+    "zeroir.ir.copies": {"at_rest"},
+    # For the sentences of findings.
+    "zeroir.ir.text.names": {"Names"},
+    "zeroir.ir.text.print_ops": {"op_text"},
+    # For Z301 alone: the budget is compared with what the memory model predicts, and tests compare that with a device.
+    "zeroir.memory.footprint": {"footprint"},
+}
+"""What the verifier imports beside the definitions."""
 
-def test_the_verifier_shares_no_analysis_with_what_it_proves() -> None:
+
+def test_the_verifier_imports_definitions_and_little_else() -> None:
     imported: dict[str, set[str]] = {}
     for file in sorted((ROOT / "zeroir/verify").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
-            match node:
-                case ast.ImportFrom(module=str(module)):
-                    imported.setdefault(module, set()).add(file.name)
-                case ast.Import(names=names):
-                    for alias in names:
-                        imported.setdefault(alias.name, set()).add(file.name)
-    own = {name for name in imported if name.split(".")[:2] == ["zeroir", "verify"]}
-    outside = {name for name in imported if name.split(".")[0] == "zeroir"} - own
-    assert outside == OF_THE_VERIFIER, {
-        name: imported.get(name) for name in outside ^ OF_THE_VERIFIER
-    }
-    assert imported["zeroir.memory.footprint"] == {"budget.py"}
+            if isinstance(node, ast.Import):
+                assert not any(alias.name.startswith("zeroir") for alias in node.names), file
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                prefix = "zeroir.ir." if node.module == "zeroir.ir" else ""
+                for alias in node.names:
+                    module = prefix + alias.name if prefix else node.module
+                    imported.setdefault(module, set()).add(alias.name)
+                    is_memory = module.startswith("zeroir.memory")
+                    assert not is_memory or file.name == "budget.py", file
+    outside = {name for name in imported if name.startswith("zeroir.")}
+    beside = {name for name in outside if not name.startswith("zeroir.verify")} - DEFINITIONS.keys()
+    assert {name: imported[name] for name in beside} == SHARED_NAMES
+
+
+def called(prove: Callable[[], Report]) -> dict[str, set[str]]:
+    """The functions of zeroir that a proof calls outside the verifier, also as properties, by module."""
+    functions: dict[str, set[str]] = {}
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        module = str(frame.f_globals.get("__name__"))
+        if event == "call" and module.startswith("zeroir.") and "zeroir.verify" not in module:
+            functions.setdefault(module, set()).add(frame.f_code.co_qualname)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        report = prove()
+    finally:
+        sys.setprofile(before)
+    assert report.is_valid, report.render()
+    return functions
+
+
+def test_a_proof_calls_nothing_else_that_passes_or_engine_have_derived() -> None:
+    names = (
+        "stage 2, 8 bits",
+        "stage 2, whole parameters",
+        "stage 3",
+        "stage 1, speculative",
+        "stage 3, paged",
+        "stage 3, unit by unit",
+    )
+    programs = [(made.scheduled, made.logical) for made in map(subject, names)]
+    stored = load(next((ROOT / "tests/data").glob("schema_*.zir")))
+    programs.append((stored.scheduled, stored.logical))
+    functions: dict[str, set[str]] = {}
+    for program, reference in programs:
+        # Copies have not computed any of their properties yet.
+        fresh, logical = replace(program), replace(reference)
+        for module, names_of in called(lambda: verify(fresh, logical)).items():  # noqa: B023
+            functions.setdefault(module, set()).update(names_of)
+    assert functions.keys() - DEFINITIONS.keys() == {"zeroir.ir.copies"}
+    # Properties of a program, but passes and engine derive them.
+    assert not functions["zeroir.ir.program"] & {"Program.counters", "Program.streams_off_device"}

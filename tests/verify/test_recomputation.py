@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import zeroir.torch_ops  # noqa: F401 - registers our operators
-from zeroir.ir.definitions import dropout_applied
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Node, Ref, TensorType
 from zeroir.ir.text import parse
+from zeroir.passes.common.definitions import dropout_applied
 from zeroir.torch_ops.types import TORCH_DTYPE
 from zeroir.verify.domain import NamedKey, Numbering
 from zeroir.verify.value_numbers import CallOperand, Segments

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import Micro, NamedContent
+from zeroir.ir.program import Program
 from zeroir.ir.reports import Quantity
 from zeroir.verify.context import spell, title
 from zeroir.verify.descriptions import describe
@@ -34,6 +35,21 @@ ChangeOp = ops.StepOp | ops.Average
 
 NORM_ORDER: Final = "order of the norm"
 """Marks, among the settings, the order in which a norm adds up gradients."""
+
+
+def counters(program: Program) -> frozenset[str]:
+    """The reported scalars that a step advances: the step count, and a loss scale that changes."""
+    reported = {
+        program.report_of[quantity].buffer
+        for quantity in (Quantity.STEP, Quantity.LOSS_SCALE)
+        if quantity in program.report_of
+    }
+    advanced = {
+        (op.step if isinstance(op, ops.Decide) else op.state).buffer
+        for op in program.ops()
+        if isinstance(op, ops.Decide | ops.UpdateScale)
+    }
+    return frozenset(reported & advanced)
 
 
 def decide(run: SectionRun, op: ops.Decide) -> None:

@@ -41,7 +41,7 @@ def _check_kept(run: SectionRun) -> None:
             for a in op.arguments
             if program.buffer_by_name[a.view.region.buffer].role is Role.SCALAR
         }
-    counters = set(program.counters)
+    counters = set(run.shared.counters)
     if run.section.name == UPDATE:
         kept -= counters  # reports of the engine, which are compared with the decision
         counters = set()

@@ -82,6 +82,7 @@ class Shared:
             for name, (flat, slot) in program.parameter_by_name.items()
         }
         self.groups = {group.name: group for group in program.groups}
+        self.counters = decisions.counters(program)
         self.may_repeat = may_repeat
         self.pages = pages.page_names(program)
         self.staging = [b for b in program.buffers if b.role is Role.STAGING and self.pages]

@@ -32,7 +32,6 @@ from zeroir.ir.contents import (
     Zeros,
 )
 from zeroir.ir.dtypes import DType
-from zeroir.ir.micro_batches import is_sliced, slice_numel
 from zeroir.ir.output_paths import OutputPathError, structured
 from zeroir.ir.program import (
     EVALUATE,
@@ -47,6 +46,7 @@ from zeroir.ir.program import (
     State,
 )
 from zeroir.verify.context import spell
+from zeroir.verify.slices import is_sliced, slice_numel
 
 INPUT, OUTPUT = "an input", "an output"
 MODULE_BUFFER, INITIAL = "a module buffer", "an initial value"

@@ -11,12 +11,12 @@ from zeroir.ir.buffers import Region, Role, whole
 from zeroir.ir.contents import Content, NamedContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.effects import effects
-from zeroir.ir.micro_batches import is_sliced, slice_numel, slice_region
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.ir.reports import Quantity
 from zeroir.verify.decisions import NORM_ORDER
 from zeroir.verify.domain import Decision, Elements, PieceList, Statistic, Term, Zero
 from zeroir.verify.interpreter import SectionRun
+from zeroir.verify.slices import is_sliced, slice_numel, slice_region
 from zeroir.verify.step_operands import Stepped
 
 Runs = Mapping[str, SectionRun]

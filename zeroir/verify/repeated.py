@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role, whole
 from zeroir.ir.contents import NamedContent, WeightContent
-from zeroir.ir.micro_batches import is_sliced, slice_numel
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, SECTION_NAMES, UPDATE, Program
 from zeroir.verify.context import Findings
 from zeroir.verify.domain import Elements, NamedKey, Term, Weight, current_term
 from zeroir.verify.interpreter import SectionRun, Shared
+from zeroir.verify.slices import is_sliced, slice_numel
 
 
 @dataclass(frozen=True, slots=True)

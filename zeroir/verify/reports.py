@@ -149,7 +149,7 @@ def _counter_problem(run: SectionRun, buffer: Buffer, value: Value) -> str | Non
     """The update advances a counter once, and leaves a fixed loss scale alone."""
     if not isinstance(buffer.holds, NamedContent):
         return None
-    is_advanced = buffer.name in run.program.counters
+    is_advanced = buffer.name in run.shared.counters
     if value == Elements(NamedKey(buffer.holds.name, int(is_advanced))):
         return None
     if value == Elements(NamedKey(buffer.holds.name, 0)):

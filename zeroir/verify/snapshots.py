@@ -14,7 +14,6 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, copied_region, whole
 from zeroir.ir.contents import DIRECTION, GRAD, MASTER, PARAM, FlatContent, SnapshotContent
 from zeroir.ir.effects import effects
-from zeroir.ir.held_elements import held_by_all
 from zeroir.ir.program import SAVE, Program
 from zeroir.verify.context import Findings, spell, title
 from zeroir.verify.intervals import IntervalMap
@@ -132,7 +131,7 @@ def _missing(program: Program, copied: Mapping[str, Region]) -> Iterator[tuple[s
     for buffer, content in flats:
         is_cast = content.quantity == PARAM and content.flat in has_masters
         if content.quantity not in (GRAD, DIRECTION) and not is_cast:
-            elements = held_by_all(content, buffer.numel, program.mesh)
+            elements = _elements(program, buffer, content)
             held.append((buffer, content, elements))
             key = content.flat, content.quantity
             stops[key] = max(stops.get(key, 0), elements[-1].stop)
@@ -150,6 +149,14 @@ def _missing(program: Program, copied: Mapping[str, Region]) -> Iterator[tuple[s
         region = copied.get(name)
         if region is None or region != whole(program.buffer_by_name[name]):
             yield name, what
+
+
+def _elements(program: Program, buffer: Buffer, content: FlatContent) -> tuple[range, ...]:
+    """The elements of its flat that a buffer holds on each coordinate of the axis that cuts it."""
+    count = 1 if content.shard is None else program.mesh.size(content.shard)
+    step = buffer.numel if content.stride is None else content.stride
+    starts = (content.offset + coordinate * step for coordinate in range(count))
+    return tuple(range(start, start + buffer.numel) for start in starts)
 
 
 def _beside_flats(program: Program) -> Iterator[tuple[str, str]]:

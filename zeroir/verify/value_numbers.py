@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from zeroir.ir.definitions import dropout_applied
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
 from zeroir.ir.views import parts
@@ -120,11 +119,11 @@ class _PreparedSegment:
                     self._places[i] = place
                 return
         makes = tuple(range(first, first + len(node.results)))
-        applied = dropout_applied(node, Ref(first + 1), Ref(len(self._places)))
+        product = len(self._places)
+        applied = dropout_as_products(node, Ref(first + 1), Ref(product))
         if applied is None:
             self._steps.append(self._step(node, makes))
             return
-        product = len(self._places)
         self._places.append(_ValuePlace(product, 0, self._places[first].layout))
         # The result of a dropout is numbered as the product with its mask.
         self._steps.append(self._step(node, (-1, first + 1)))
@@ -181,6 +180,29 @@ class _PreparedSegment:
             base, start = bases[root]
             outputs.append(Result(number(value), base, start + offset))
         return tuple(outputs)
+
+
+_DROPOUT: Final = "zeroir.dropout.default"
+
+
+def dropout_as_products(node: Node, mask: Ref, product: Ref) -> tuple[Node, Node] | None:
+    """What the first result of a dropout is: ``product = x * mask`` and ``product * (1 / (1 - p))``; else None.
+
+    A pass that computes only this result once more writes these nodes, by a rule of its own.
+    """
+    match node:
+        case Node(op=op, args=(x, (int() | float()) as p, _), kwargs=(), results=(kind, *_)) if (
+            op == _DROPOUT and kind is not None
+        ):
+            scale = 1 / (1 - p) if p < 1 else 0.0
+            operands = ((x, mask), (product, scale))
+        case _:
+            return None
+    first, second = (
+        Node(op="aten.mul.Tensor", args=each, results=(kind,), source=node.source)
+        for each in operands
+    )
+    return first, second
 
 
 def _shape(node: Node) -> Hashable:
