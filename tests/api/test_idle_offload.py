@@ -65,5 +65,9 @@ def test_a_warning_says_that_nothing_moves(
 def test_no_warning_where_something_moves(compiled: CompiledProgram) -> None:
     outside = compiled.specialise(offload="optimizer,gradients,parameters", offload_fraction=1e-9)
     paged = compiled.specialise(page_optimizer="64KiB", page_bytes="16KiB")
+    speculating = compile_model(
+        Blocks(), BATCH, world_size=1, offload="optimizer", clip=1.0, speculate=True
+    )
     assert idle_offload(outside.program, outside.options) == ()
+    assert idle_offload(speculating.program, speculating.options) == ()
     assert idle_offload(paged.program, paged.options) == ()

@@ -10,6 +10,7 @@ from zeroir.errors import OffloadWarning
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.program import Program
+from zeroir.ir.update_ops import ParameterStep
 from zeroir.report.names import format_bytes
 
 
@@ -50,7 +51,7 @@ def _roles_in(program: Program, *spaces: Space) -> set[Role]:
 
 
 def _is_updated_on_host(program: Program) -> bool:
-    steps = (op for op in program.ops() if isinstance(op, ops.OptimizerStep))
+    steps = (op for op in program.ops() if isinstance(op, ParameterStep))
     return any(program.buffer_by_name[op.param.buffer].space is Space.HOST for op in steps)
 
 
