@@ -5,6 +5,7 @@ That the losses are accelerate's own is tested by the guide in docs/moving.md.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
+from zeroir.api.keywords import CompileKeywords
 from zeroir.errors import UserError
 
 # Imports of accelerate take seconds, so tests that are left out make none.
@@ -107,6 +109,16 @@ def test_what_an_engine_replaces_is_refused() -> None:
     with pytest.raises(UserError, match="is a list, but should be a DataLoader"):
         zeroir.prepare(accelerator, model, optimizer, cast("DataLoader[Any]", [1]), loss=loss)
     example = torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64)
+    ignored: list[tuple[CompileKeywords, str]] = [
+        ({"world_size": 4}, "world_size=4 of zeroir.prepare has no effect"),
+        ({"optimizer": "sgd"}, "optimizer='sgd' of zeroir.prepare has no effect"),
+        ({"schedule": "cosine"}, "schedule='cosine' of zeroir.prepare has no effect"),
+    ]
+    for options, sentence in ignored:
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            zeroir.prepare(
+                accelerator, model, optimizer, loader, loss=loss, batch=example, **options
+            )
     engine, _, loader = zeroir.prepare(
         accelerator, model, optimizer, loader, loss=loss, batch=example
     )
@@ -118,3 +130,22 @@ def test_what_an_engine_replaces_is_refused() -> None:
     with pytest.raises(UserError, match=r"pass clip= to zeroir\.prepare"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
     engine.close()
+
+
+@pytest.mark.parametrize("name", ["kwargs_handlers, ddp_handler", "dynamo_backend"])
+def test_settings_of_an_accelerator_for_what_an_engine_replaces_are_refused(name: str) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    import zeroir
+
+    model = nn.Linear(8, 4)
+    given: dict[str, Any] = (
+        {"dynamo_backend": "inductor"}
+        if name == "dynamo_backend"
+        else {"kwargs_handlers": [DistributedDataParallelKwargs(bucket_cap_mb=10)]}
+    )
+    accelerator = Accelerator(cpu=True, **given)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UserError, match=rf"\({name}\), which has no effect on an engine"):
+        zeroir.prepare(accelerator, model, optimizer, DataLoader(data(), 4), loss=loss)

@@ -140,8 +140,38 @@ def test_a_model_without_its_values_and_an_optimizer_of_the_compiler_are_refused
 
     with pytest.raises(UserError, match=r"optimizer='sgd' of zeroir_options has no effect"):
         ZeroirTrainer(workers.model(), zeroir_options={"optimizer": "sgd"})
+    with pytest.raises(UserError, match=r"world_size=4 of zeroir_options has no effect: the ranks"):
+        ZeroirTrainer(workers.model(), zeroir_options={"world_size": 4})
+    with pytest.raises(UserError, match=r"micro_steps=4 of zeroir_options has no effect: gradient"):
+        ZeroirTrainer(workers.model(), zeroir_options={"micro_steps": 4})
+    with pytest.raises(UserError, match="zeroir_options has no option stages: it takes"):
+        ZeroirTrainer(workers.model(), zeroir_options=cast("CompileKeywords", {"stages": 3}))
     with pytest.raises(UserError, match="zeroir_options is 'adam', but should be a dict"):
         ZeroirTrainer(workers.model(), zeroir_options=cast("CompileKeywords", "adam"))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"bf16_full_eval": True},
+        {"ddp_find_unused_parameters": True},
+        {"torch_compile": True, "torch_compile_mode": "max-autotune"},
+        {"torch_compile_backend": "eager"},
+        {"torch_empty_cache_steps": 5},
+        {"debug": "underflow_overflow"},
+    ],
+    ids=lambda given: [*given][-1],
+)
+def test_arguments_that_would_be_ignored_are_refused(
+    tmp_path: Path, given: dict[str, object]
+) -> None:
+    from tests.integrations import trainer_workers as workers
+    from zeroir import ZeroirTrainer
+
+    name = [*given][-1]
+    with pytest.raises(UserError, match=rf"{name}=.* of TrainingArguments has no effect with an"):
+        ZeroirTrainer(workers.model(), workers.arguments(tmp_path, **given))
+    ZeroirTrainer(workers.model(), workers.arguments(tmp_path, torch_compile=True, use_cpu=True))
 
 
 def test_an_epoch_that_does_not_end_with_a_group_is_refused_at_once(tmp_path: Path) -> None:

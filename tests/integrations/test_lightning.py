@@ -65,6 +65,7 @@ def test_what_a_compiled_step_cannot_do_is_refused(tmp_path: Path) -> None:
         (Manual, {}, "manual optimization"),
         (Clips, {}, "leave configure_gradient_clipping out"),
         (Net, {"gradient_clip_algorithm": "value"}, "leave gradient_clip_algorithm out"),
+        (Net, {"detect_anomaly": True}, "leave detect_anomaly out"),
         (Net, {"precision": "64-true"}, "precision is 64-true, but should be one of 32-true"),
     ]
     for kind, arguments, sentence in cases:
@@ -83,6 +84,45 @@ def test_what_a_compiled_step_cannot_do_is_refused(tmp_path: Path) -> None:
         data = loader(0, 8, 4, is_shuffled=False)
         with pytest.raises(UserError, match=re.escape(sentence)):
             trainer.fit(kind(), data, data)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"world_size": 4}, "world_size=4 of ZeroirStrategy has no effect: the devices and nodes"),
+        ({"micro_steps": 2}, "micro_steps=2 of ZeroirStrategy has no effect: accumulate_grad_"),
+        ({"schedule": "cosine"}, "schedule='cosine' of ZeroirStrategy has no effect: let confi"),
+        ({"outputs": "loss"}, "outputs='loss' of ZeroirStrategy has no effect: what validation_"),
+        ({"optimizer": "sgd"}, "optimizer='sgd' of ZeroirStrategy has no effect: name the opti"),
+        ({"find_unused_parameters": True}, "ZeroirStrategy has no option find_unused_parameters"),
+        ({"world_size": 1, "micro_steps": 1}, None),
+    ],
+)
+def test_options_that_the_trainer_would_ignore_are_refused(
+    tmp_path: Path, options: dict[str, Any], sentence: str | None
+) -> None:
+    import lightning.pytorch as lightning
+
+    from tests.integrations.lightning_workers import Net, loader
+    from zeroir import UserError, ZeroirStrategy
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=ZeroirStrategy(**options),
+        max_steps=1,
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = loader(0, 8, 4, is_shuffled=False)
+    if sentence is None:
+        trainer.fit(Net(), data)
+        return
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        trainer.fit(Net(), data)
 
 
 def test_a_checkpoint_that_replaces_another_leaves_no_older_state(tmp_path: Path) -> None:

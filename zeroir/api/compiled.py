@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -221,6 +222,7 @@ class CompiledProgram:
         state: StateSource | None = None,
         keep_module: bool = False,
         weight: WeightFunction | None = None,
+        timeout: timedelta | None = None,
     ) -> Engine:
         """An engine for this process, its parameters initialised from the module in hand or the model file.
 
@@ -233,6 +235,8 @@ class CompiledProgram:
         parameters and persistent buffers that it has their values: with it, the module may be on the meta device.
 
         ``weight`` gives the weights of batches where the program takes them and was compiled elsewhere, from a module.
+
+        ``timeout`` bounds the wait for another rank in a collective: 5 minutes unless given.
 
         ``kernels`` selects the kernels of segments: ``eager`` runs torch's
         operators one by one, ``inductor`` compiles each distinct segment once and keeps it on disk. With
@@ -248,11 +252,12 @@ class CompiledProgram:
         from zeroir.api.engines import open_engine
         from zeroir.api.model_of_program import source_for_engine
         from zeroir.runtime import rendezvous
+        from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
 
         source = source_for_engine(self, model, allow_model_change=allow_model_change)
         if weight is not None:
             source = replace(source, weight=weight)
-        job_rank = rendezvous.join_job()
+        job_rank = rendezvous.join_job(timeout or DEFAULT_TIMEOUT)
         require_same_model(job_rank, source)
         return open_engine(
             self.specialise(world_size=job_rank.world_size),
@@ -260,6 +265,7 @@ class CompiledProgram:
             job_rank,
             seed,
             kernels,
+            timeout=timeout,
             cuda_graphs=cuda_graphs,
             self_check=self_check,
             state=state,

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Unpack, overload
 
 import torch
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, DynamoBackend
 
 from zeroir.api import compile_model
 from zeroir.errors import UserError
-from zeroir.integrations.defaults import first_batch, precision_of, require_no_optimizer
+from zeroir.integrations.defaults import first_batch, precision_of, require_effect
 from zeroir.integrations.torch_schedulers import move_scheduler, without_schedule
 from zeroir.torch_ops.batches import Batch
 
@@ -137,7 +137,17 @@ def prepare(
         raise UserError(
             f"The fourth argument of zeroir.prepare is a {type(loader).__name__}, but should be a DataLoader."
         )
-    require_no_optimizer(options, "zeroir.prepare", "the third argument")
+    require_effect(
+        options,
+        "zeroir.prepare",
+        instead={
+            "optimizer": "name the optimizer in the third argument",
+            "schedule": "pass a scheduler of torch.optim.lr_scheduler as the fifth argument",
+        },
+        decided={
+            "world_size": (accelerator.num_processes, "the ranks are those of the Accelerator")
+        },
+    )
     if batch is None:
         batch = first_batch(loader, _rows(accelerator, loader))
     given: CompileKeywords = {
@@ -148,7 +158,12 @@ def prepare(
     given = {**given, **options}
     given["optimizer"] = without_schedule(optimizer)
     program = compile_model(model, batch, loss=loss, **given)
-    engine = program.engine(kernels=kernels, seed=torch.initial_seed())
+    group = accelerator.init_handler
+    engine = program.engine(
+        kernels=kernels,
+        seed=torch.initial_seed(),
+        timeout=None if group is None else group.timeout,
+    )
     _include_state(accelerator, engine)
     for name, remedy in _REPLACED.items():
         setattr(accelerator, name, _refusal(name, remedy))
@@ -183,10 +198,27 @@ def _require_supported(accelerator: Accelerator) -> None:
             f"The Accelerator is set up for {distributed.value}, which distributes the model itself: leave its plugin "
             "out, and pass the ZeRO stage and the offloading to zeroir.prepare."
         )
+    for name, value in _ignored(accelerator).items():
+        if value is not None:
+            raise UserError(
+                f"The Accelerator has a {type(value).__name__} ({name}), which has no effect on an engine: leave it "
+                "out, and see the keywords of zeroir.prepare."
+            )
     if accelerator.mixed_precision not in ("no", *_PRECISIONS):
         raise UserError(
             f"mixed_precision of the Accelerator is {accelerator.mixed_precision}, but should be no, bf16 or fp16."
         )
+
+
+def _ignored(accelerator: Accelerator) -> Mapping[str, object]:
+    """Settings of an Accelerator for what an engine replaces: None where it has none."""
+    handlers = ("autocast_handler", "ddp_handler", "scaler_handler")
+    dynamo = accelerator.state.dynamo_plugin
+    return {
+        **{f"kwargs_handlers, {name}": getattr(accelerator, name, None) for name in handlers},
+        "dynamo_backend": None if dynamo.backend == DynamoBackend.NO else dynamo,
+        "parallelism_config": accelerator.parallelism_config,
+    }
 
 
 def _rows(accelerator: Accelerator, loader: DataLoader[Any]) -> int:

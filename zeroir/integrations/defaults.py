@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
+from zeroir.api.keywords import CompileKeywords
 from zeroir.errors import UserError
 from zeroir.runtime.random_states import host_generators_kept
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from zeroir.api.keywords import CompileKeywords
     from zeroir.config import Precision
 
 
@@ -32,12 +32,32 @@ def first_batch(loader: DataLoader[Any], rows: int) -> object:
         return collate(list(samples))
 
 
-def require_no_optimizer(options: CompileKeywords, giver: str, remedy: str) -> None:
-    """Raise UserError where options for the compiler name an optimizer, since the user gives one in another place."""
-    if "optimizer" in options:
-        raise UserError(
-            f"optimizer={options['optimizer']!r} of {giver} has no effect: name the optimizer in {remedy}."
-        )
+def require_effect(
+    options: CompileKeywords,
+    giver: str,
+    *,
+    instead: Mapping[str, str],
+    decided: Mapping[str, tuple[int, str]],
+) -> None:
+    """Raise UserError where a loop of another library would ignore an option for the compiler, which ``giver`` has.
+
+    ``instead`` says what to do in the place of an option that the loop has no use for; ``decided`` has the value of an
+    option that the loop decides, and where.
+    """
+    given = cast("Mapping[str, object]", options)
+    for name in given:
+        if name not in CompileKeywords.__annotations__:
+            raise UserError(
+                f"{giver} has no option {name}: it takes the keywords of zeroir.compile."
+            )
+    for name, remedy in instead.items():
+        if given.get(name) is not None:
+            raise UserError(f"{name}={given[name]!r} of {giver} has no effect: {remedy}.")
+    for name, (value, place) in decided.items():
+        if given.get(name, value) != value:
+            raise UserError(
+                f"{name}={given[name]!r} of {giver} has no effect: {place}, and that is {value}."
+            )
 
 
 def precision_of(model: nn.Module) -> Precision:

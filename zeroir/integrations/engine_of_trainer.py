@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -100,6 +101,7 @@ class EngineOfTrainer:
         pad_token: int,
         most_positions: int | None,
         seed: int,
+        timeout: timedelta,
         kernels: str,
     ) -> None:
         self.model = model
@@ -115,7 +117,7 @@ class EngineOfTrainer:
         self._watch: RemovableHandle | None = None
         self.shape = BatchShape.of(example.inputs)
         self.has_outputs = has_outputs
-        self.engine: Engine = self._program().engine(seed=seed, kernels=kernels)
+        self.engine: Engine = self._program().engine(seed=seed, kernels=kernels, timeout=timeout)
         self._watch = model.register_forward_pre_hook(_require_values)
 
     def micro_step(self, batch: TrainerBatch, *, is_last: bool) -> MicroStepResult:

@@ -20,7 +20,7 @@ from transformers.trainer import Trainer
 from transformers.trainer_pt_utils import nested_concat
 
 from zeroir.errors import CheckpointWarning, UserError
-from zeroir.integrations.defaults import first_batch, precision_of, require_no_optimizer
+from zeroir.integrations.defaults import first_batch, precision_of, require_effect
 from zeroir.integrations.engine_of_trainer import EngineOfTrainer, TrainerBatch
 from zeroir.integrations.fitted_batches import BatchShape, Inputs, cropped, rows_of
 from zeroir.integrations.torch_schedulers import move_scheduler, without_schedule
@@ -40,6 +40,22 @@ _STATE: Final = "zeroir"
 """The folder of the engine's state in a checkpoint of the trainer."""
 
 _SCHEDULER: Final = "scheduler.pt"
+_OF_DDP: Final = "it is for DistributedDataParallel, which an engine replaces"
+_IGNORED: Final[Mapping[str, str]] = {
+    "fp16_full_eval": "it evaluates in the precision of its program",
+    "bf16_full_eval": "it evaluates in the precision of its program",
+    "torch_compile_backend": "torch_compile=True selects its kernels, which are Inductor's",
+    "torch_compile_mode": "torch_compile=True selects its kernels, which have no modes",
+    "torch_empty_cache_steps": "its program plans the memory",
+    "debug": "the model's hooks are a part of the compiled step, and read no values",
+    "parallelism_config": "it shards by the ZeRO stage of zeroir_options",
+    "ddp_find_unused_parameters": _OF_DDP,
+    "ddp_bucket_cap_mb": _OF_DDP,
+    "ddp_broadcast_buffers": _OF_DDP,
+    "ddp_static_graph": _OF_DDP,
+}
+"""Arguments that would be ignored where they are set, and why."""
+
 _NO_OUTPUTS: Final = ("loss", "past_key_values")
 
 _joined: Final = cast("Callable[[object, object], object]", nested_concat)
@@ -50,15 +66,15 @@ class ZeroirTrainer(Trainer):
     """Hugging Face's ``Trainer``, trained by an engine; under torchrun, or alone.
 
     ``zeroir_options`` are keywords of ``zeroir.compile``, such as ``stage`` (3 unless given) or ``offload``, and have
-    precedence over what follows from ``args``: ``precision``, ``clip`` and ``micro_steps``. At the end of ``train`` the
+    precedence over what follows from ``args``: ``precision`` and ``clip``. At the end of ``train`` the
     model gets its values back, whole on the CPU of every rank, unless ``return_model`` is False. ``others`` are further
     arguments of ``Trainer``, by name.
 
     While it trains, the values of the model are in the engine: ``gathered`` lends them.
 
     Raises:
-        UserError: where ``args`` ask for another way to distribute the training, or ``zeroir_options`` name an
-            optimizer.
+        UserError: where ``args`` ask for another way to distribute the training, or an argument or option would have
+            no effect.
     """
 
     def __init__(
@@ -77,13 +93,26 @@ class ZeroirTrainer(Trainer):
             raise UserError(
                 f"zeroir_options is {zeroir_options!r}, but should be a dict of keywords of zeroir.compile."
             )
-        require_no_optimizer(
-            self._options, "zeroir_options", "TrainingArguments or in optimizers= of the trainer"
-        )
         self._returns_model = return_model
         self._running: EngineOfTrainer | None = None
         self._unreported: list[MicroStepResult] = []
         super().__init__(cast("Any", model), args, **cast("dict[str, Any]", others))
+        require_effect(
+            self._options,
+            "zeroir_options",
+            instead={
+                "optimizer": "name the optimizer in TrainingArguments or in optimizers= of the trainer",
+                "schedule": "name it in TrainingArguments or in optimizers= of the trainer",
+                "outputs": "the outputs of the model are what an evaluation yields",
+            },
+            decided={
+                "world_size": (self.args.world_size, "the ranks are those of the job"),
+                "micro_steps": (
+                    self.args.gradient_accumulation_steps,
+                    "gradient_accumulation_steps of TrainingArguments is the number of batches of a step",
+                ),
+            },
+        )
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
@@ -184,6 +213,7 @@ class ZeroirTrainer(Trainer):
             pad_token=pad_token if isinstance(pad_token, int) else 0,
             most_positions=getattr(config, "max_position_embeddings", None),
             seed=args.seed,
+            timeout=args.ddp_timeout_delta,
             kernels="inductor" if args.torch_compile else "eager",
         )
         return self._running
@@ -459,6 +489,12 @@ def _require_supported(args: TrainingArguments) -> None:
         raise UserError(
             "load_best_model_at_end needs the state of the engine in the checkpoints: leave save_only_model out."
         )
+    for name, reason in _IGNORED.items():
+        value = getattr(args, name, None)
+        if value and (name, value) != ("torch_compile_backend", "inductor"):
+            raise UserError(
+                f"{name}={value!r} of TrainingArguments has no effect with an engine: {reason}. Leave it out."
+            )
     if args.n_gpu > 1:
         args._n_gpu = 1  # As the trainer does for models that use several devices by themselves.
 

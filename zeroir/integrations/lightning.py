@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from zeroir.api import CompiledProgram, compile_model
 from zeroir.errors import CheckpointWarning, ModelWarning, UserError
-from zeroir.integrations.defaults import require_no_optimizer
+from zeroir.integrations.defaults import require_effect
 from zeroir.integrations.lightning_steps import (
     BATCH,
     INDEX,
@@ -76,7 +76,7 @@ class ZeroirStrategy(DDPStrategy):
     """A strategy of PyTorch Lightning: ``Trainer(strategy=ZeroirStrategy(stage=3))``.
 
     ``options`` are keywords of ``zeroir.compile``, and have precedence over what follows from the trainer's arguments:
-    ``precision``, ``clip`` and ``micro_steps``. ``kernels`` is as for ``CompiledProgram.engine``. At the end of ``fit``
+    ``precision`` and ``clip``. ``kernels`` is as for ``CompiledProgram.engine``. At the end of ``fit``
     the module gets its values back, whole on the CPU of every rank, unless ``return_model`` is False. While it fits,
     they are in the engine: ``gathered`` lends them.
 
@@ -141,7 +141,7 @@ class ZeroirStrategy(DDPStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             super().setup(trainer)
             return
-        _require_supported(trainer, self._module, self._options)
+        _require_supported(trainer, self._module, self._options, self.world_size)
         if self._layer_sync is not None:
             raise UserError(
                 "Programs have the statistics of each rank alone: leave sync_batchnorm out."
@@ -375,7 +375,9 @@ def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
         part.training = is_training
 
 
-def _require_supported(trainer: Trainer, module: LightningModule, options: CompileKeywords) -> None:
+def _require_supported(
+    trainer: Trainer, module: LightningModule, options: CompileKeywords, world_size: int
+) -> None:
     """Raise UserError where a compiled step cannot do what the trainer or the module asks for."""
     if not module.automatic_optimization:
         raise UserError(
@@ -392,11 +394,30 @@ def _require_supported(trainer: Trainer, module: LightningModule, options: Compi
         raise UserError(
             "Programs clip the norm of the gradient, and no single values: leave gradient_clip_algorithm out."
         )
+    if trainer._detect_anomaly:
+        raise UserError(
+            "A compiled step has no autograd graph in which detect_anomaly could look: leave detect_anomaly out."
+        )
     if trainer.precision not in _PRECISIONS:
         raise UserError(
             f"precision is {trainer.precision}, but should be one of {', '.join(_PRECISIONS)} for ZeroirStrategy."
         )
-    require_no_optimizer(options, "ZeroirStrategy", "configure_optimizers of the module")
+    require_effect(
+        options,
+        "ZeroirStrategy",
+        instead={
+            "optimizer": "name the optimizer in configure_optimizers of the module",
+            "schedule": "let configure_optimizers of the module return a scheduler",
+            "outputs": "what validation_step returns and logs is what an evaluation yields",
+        },
+        decided={
+            "world_size": (world_size, "the devices and nodes of the Trainer are its ranks"),
+            "micro_steps": (
+                trainer.accumulate_grad_batches,
+                "accumulate_grad_batches of the Trainer is the number of batches of a step",
+            ),
+        },
+    )
     if options.get("order", "step") != "step":
         raise UserError(
             "Lightning's loop takes micro-batches one by one, and logs the loss of each: leave order= out."
