@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from zeroir.torch_ops.batches import Batch
 
 _ROUNDING = {"fp32": 64 * 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
-"""The tolerance of one step where sums have another order: 64 roundings in FP32, or one in 16 bits."""
+"""The tolerance of one step with other kernels: 64 roundings in FP32, or one in 16 bits."""
+
+_NORM_ROUNDING = 64 * 2.0**-23
+"""The tolerance of a norm, which the program adds up in FP32 shard by shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,11 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The result of a comparison. ``tolerance`` is relative to the largest element; 0 means bit for bit."""
+    """The result of a comparison.
+
+    ``tolerance`` is relative to the largest element; 0 means bit for bit. ``norm_tolerance`` is that of the norm of a
+    step's gradients, None where they are not clipped or their norms not compared.
+    """
 
     model: str
     stage: int
@@ -64,6 +71,7 @@ class Comparison:
     differences: tuple[Difference, ...]
     mesh: str | None = None
     kernels: str = "eager"
+    norm_tolerance: float | None = None
 
     @property
     def is_equal(self) -> bool:
@@ -82,7 +90,10 @@ class Comparison:
         replicas = counted(self.world_size, "eager replica")
         if self.is_equal:
             compared = "losses and parameters" if self.kernels == "eager" else "losses"
-            return f"{what}: {compared} equal {replicas} {exactly}."
+            norms = ""
+            if self.norm_tolerance is not None:
+                norms = f", and the norms that clip gradients within {self.norm_tolerance:.1e}"
+            return f"{what}: {compared} equal {replicas} {exactly}{norms}."
         lines = [f"{what}: not equal to {replicas} {exactly}."]
         lines += [f"  {difference}" for difference in self.differences[:20]]
         if len(self.differences) > 20:
@@ -97,10 +108,11 @@ def check_model(
 
     Compared are the losses of every rank and step, those of an evaluation before every step, and at the end the
     parameters, their moving averages and every rank's module buffers (running statistics); they must be equal bit for
-    bit. With clipping, whose norm the program adds up shard by shard, they may differ by 64 roundings of FP32, or one
-    of the 16-bit dtype, for each step. With other kernels than eager ones only the losses are compared, with the same
-    tolerance: an optimizer that uses signs turns the rounding of a gradient near zero into a full update. The
-    comparison ends, not equal, with the first step whose loss is infinite or NaN in the reference.
+    bit. With clipping the norm of each step may differ by 64 roundings of FP32, because the program adds it up shard by
+    shard, and the replicas are clipped by the program's. With other kernels than eager ones only the losses are compared,
+    which may differ by 64 roundings of FP32, or one of the 16-bit dtype, for each step: an optimizer that uses signs
+    turns the rounding of a gradient near zero into a full update. The comparison ends, not equal, with the first step
+    whose loss is infinite or NaN in the reference.
     """
     from zeroir.torch_ops.globals import torch_globals_kept
 
@@ -169,18 +181,19 @@ def _compared_with(
     streams = [
         _batches(source, rank, options.world_size, seed) for rank in range(options.world_size)
     ]
-    is_exact = options.clip is None and kernels == "eager"
+    is_exact = kernels == "eager"
     tolerance = 0.0 if is_exact else steps * _ROUNDING[options.precision]
     differences: list[Difference] = []
-    is_state_compared = kernels == "eager"
+    is_state_compared = is_exact
     losses: list[tuple[float, ...]] = []
     for step in range(1, steps + 1):
         batches = [[next(stream) for _ in range(options.micro_steps)] for stream in streams]
         for batch in (batch for stream in batches for batch in stream):
             inputs_of(program, batch)  # its error is clearer than that of eager PyTorch
         evaluations = _evaluations(lockstep, reference, step, batches, tolerance)
-        expected = reference.step(batches)
         results = lockstep.step(batches)
+        norm = results[0].grad_norm if is_exact else None
+        expected = reference.step(batches, clipped_by=norm)
         if scheduler is not None:
             skipped = results[0].is_skipped
             scheduler.step(is_skipped=skipped is not None and bool(skipped > 0))
@@ -200,6 +213,14 @@ def _compared_with(
             is_state_compared = False
             break
         differences += evaluations
+        if norm is not None and reference.norm is not None:
+            differences += _compare(
+                step,
+                "the norm of the gradients",
+                float(norm),
+                float(reference.norm),
+                _NORM_ROUNDING,
+            )
     parameters = lockstep.full_parameters() if is_state_compared else {}
     for name, wanted in reference.parameters().items() if parameters else ():
         differences += _compare_tensors(steps, name, parameters[name], wanted, tolerance)
@@ -227,6 +248,7 @@ def _compared_with(
         differences=tuple(differences),
         mesh=options.mesh,
         kernels=kernels,
+        norm_tolerance=None if options.clip is None or not is_exact else _NORM_ROUNDING,
     )
 
 

@@ -9,7 +9,6 @@ weights. The update is torch.optim's, fused, on FP32 master weights; states of 8
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -77,9 +76,17 @@ class EagerReplicas:
         self._parameters: dict[str, nn.Parameter] = {}
         self._optimizers: list[PlainOptimizer] = []
         self._scheduler: Scheduler | None = None
+        self.norm: Tensor | None = None
 
-    def step(self, batches: Sequence[Sequence[Batch]]) -> list[float]:
-        """One training step; ``batches[rank][micro_step]``. Returns each rank's loss, its mean over micro-steps."""
+    def step(
+        self, batches: Sequence[Sequence[Batch]], clipped_by: Tensor | None = None
+    ) -> list[float]:
+        """One training step; ``batches[rank][micro_step]``. Returns each rank's loss, its mean over micro-steps.
+
+        Gradients are clipped by the norm of them that ``clipped_by`` gives, f32[], or by ``self.norm``, which is added
+        up here, before clipping; it is None where no norm is needed.
+        """
+        self.norm = None
         losses = [torch.zeros(()) for _ in self.replicas]
         weights = [
             torch.tensor([self.weight(batch) for batch in own], dtype=torch.float32)
@@ -100,7 +107,7 @@ class EagerReplicas:
         own_weights = [_sum(list(own)) for own in weights]
         total = float(self._over_ranks(own_weights))
         if total:  # without data, everything stays as it is
-            self._update(self._reduce(partial), total)
+            self._update(self._reduce(partial), total, clipped_by)
         self._step += 1
         return [float(loss / weight) for loss, weight in zip(losses, own_weights, strict=True)]
 
@@ -188,7 +195,9 @@ class EagerReplicas:
         """The sum within each group of ranks, then over the groups."""
         return _sum([_sum([parts[rank] for rank in group]) for group in self._groups])
 
-    def _update(self, gradients: Mapping[str, Tensor], total: float) -> None:
+    def _update(
+        self, gradients: Mapping[str, Tensor], total: float, clipped_by: Tensor | None
+    ) -> None:
         if not self._optimizers:
             self._parameters = {name: nn.Parameter(self.masters[name]) for name in gradients}
             groups = parameter_groups(self._named_shapes(), self._options)
@@ -203,12 +212,12 @@ class EagerReplicas:
                 self._rescale(is_overflow=not is_finite)
             if not is_finite:
                 return
-        divisor = scale * total
+        divisor = torch.tensor(scale * total, dtype=torch.float32)
         if self._options.clip is not None:
-            squares = sum(
-                gradient.double().square().sum().item() for gradient in gradients.values()
-            )
-            divisor /= min(1.0, self._options.clip / (math.sqrt(squares) / divisor + 1e-6))
+            squares = [gradient.double().square().sum() for gradient in gradients.values()]
+            self.norm = (torch.stack(squares).sum().sqrt() / (scale * total)).float()
+            norm = self.norm if clipped_by is None else clipped_by
+            divisor /= (self._options.clip / (norm + 1e-6)).clamp(max=1.0)
         for name, parameter in self._parameters.items():
             gradient = gradients[name].float() / divisor
             is_padded = parameter.shape != gradient.shape
