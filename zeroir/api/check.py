@@ -109,10 +109,10 @@ def check_model(
     Compared are the losses of every rank and step, those of an evaluation before every step, and at the end the
     parameters, their moving averages and every rank's module buffers (running statistics); they must be equal bit for
     bit. With clipping the norm of each step may differ by 64 roundings of FP32, because the program adds it up shard by
-    shard, and the replicas are clipped by the program's. With other kernels than eager ones only the losses are compared,
-    which may differ by 64 roundings of FP32, or one of the 16-bit dtype, for each step: an optimizer that uses signs
-    turns the rounding of a gradient near zero into a full update. The comparison ends, not equal, with the first step
-    whose loss is infinite or NaN in the reference.
+    shard, and the replicas are clipped by the program's. With other kernels than eager ones only the losses are
+    compared. They may differ by 64 roundings of FP32, or one of the 16-bit dtype, for each step: an optimizer that uses
+    signs turns the rounding of a gradient near zero into a full update. The comparison ends, not equal, with the first
+    step whose loss is infinite or NaN in the reference.
     """
     from zeroir.torch_ops.globals import torch_globals_kept
 
