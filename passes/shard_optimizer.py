@@ -6,8 +6,8 @@ updates slices. Each flat's new parameters are gathered on a separate stream rig
 update of the next flat.
 
 An optimizer that works on whole parameters computes directions slice by slice. They are gathered, during the step of
-the flat before, and each rank computes the steps of the parameters that meet its slice. Adafactor needs the parameters
-of the whole flat, too, so the same launch gathers them.
+the flat before, and each rank computes the steps of the parameters that meet its slice. Where it needs the parameters
+of the whole flat, too, or a state of whole parameters that is sharded, the same launch gathers these.
 
 What ``shard-optimizer`` changes::
 
@@ -36,10 +36,11 @@ from typing import ClassVar
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import DIRECTION, PRECONDITIONERS, FlatContent
+from zeroir.ir.contents import DIRECTION, FlatContent
 from zeroir.ir.layout import padded_numel
 from zeroir.ir.mesh import GATHER, Communicator
 from zeroir.ir.ops import Op
+from zeroir.ir.optimizers.catalogue import OWN_STATES
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Flat, Program, Section, State
 from zeroir.ir.section_view import SectionView
 from zeroir.passes.all_reduce_gradients import AXIS
@@ -84,7 +85,7 @@ class ShardOptimizer(Pass):
         changed = {
             name: (rewrite.sharded(program.buffer_by_name[name], AXIS, size),) for name in shards
         }
-        for name, buffer in _preconditioners(program).items():
+        for name, buffer in _sharded_states(program).items():
             padded = replace(buffer, numel=padded_numel(buffer.numel, size))
             changed[name] = (rewrite.sharded(padded, AXIS, size),)
         return rewrite.replace_buffers(program, changed)
@@ -105,25 +106,27 @@ def _shards(program: Program, homes: Mapping[str, Flat]) -> frozenset[str]:
     )
 
 
-def _preconditioners(program: Program) -> Mapping[str, Buffer]:
+def _sharded_states(program: Program) -> Mapping[str, Buffer]:
     """The states of whole parameters that are many enough to shard."""
     return {
         buffer.name: buffer
         for buffer in program.buffers
-        if isinstance(buffer.holds, FlatContent) and buffer.holds.quantity == PRECONDITIONERS
+        if isinstance(buffer.holds, FlatContent)
+        and (state := OWN_STATES.get(buffer.holds.quantity)) is not None
+        and state.is_sharded
     }
 
 
 def _wholes(program: Program, size: int) -> Mapping[str, Buffer]:
     """New buffers for the operands of a whole flat that a step reads beside its directions, by the directions' buffers.
 
-    The operands are the parameters, or the preconditioners, which are padded for the ranks.
+    The operands are the parameters, or a sharded state, which is padded for the ranks.
     """
     wholes: dict[str, Buffer] = {}
     for op in program.ops():
         if not isinstance(op, ops.OptimizerStep) or op.factors is None:
             continue
-        is_sharded = op.factors.buffer in _preconditioners(program)
+        is_sharded = op.factors.buffer in _sharded_states(program)
         wholes[op.grad.buffer] = Buffer(
             name=f"{op.grad.buffer.removesuffix(f'.{DIRECTION}')}.whole",
             dtype=program.buffer_by_name[op.param.buffer].dtype,
@@ -175,7 +178,7 @@ def _update_shards(
     wholes: Mapping[str, Buffer],
 ) -> Section:
     size = program.mesh.size(AXIS)
-    sharded = _preconditioners(program)
+    sharded = _sharded_states(program)
 
     def change(region: Region) -> Region:
         if region.buffer not in homes:

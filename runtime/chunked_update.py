@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from zeroir.ir.ops import Algorithm
-from zeroir.runtime import optim
+from zeroir.runtime.optimizers.catalogue import element_update
+from zeroir.runtime.optimizers.operands import Operands
 from zeroir.workspace.op_scratch import SPECULATED_CHUNK_NUMEL
 
 
@@ -17,7 +18,7 @@ class GroupPieces:
     """The parts of a region that a group has, and its operands, whose params, grads and states are empty."""
 
     pieces: Sequence[slice]
-    operands: optim.Operands
+    operands: Operands
 
     def update(
         self,
@@ -37,7 +38,7 @@ class GroupPieces:
             grads=[grad[piece] for piece in pieces],
             states=[[state[piece] for piece in pieces] for state in states],
         )
-        optim.update(algorithm, operands)
+        element_update(algorithm).update(operands)
 
 
 def _within(pieces: Sequence[slice], chunk: slice) -> Iterator[slice]:

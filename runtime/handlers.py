@@ -22,7 +22,7 @@ from zeroir.ir.effects import effects
 from zeroir.ir.eight_bit_states import is_signed
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Program
-from zeroir.runtime import numerics, optim
+from zeroir.runtime import numerics
 from zeroir.runtime.chunked_update import GroupPieces, SpeculativeUpdate
 from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
 from zeroir.runtime.compiled_rounding import CompiledRounding
@@ -30,10 +30,12 @@ from zeroir.runtime.eight_bit_update import CodedState, CodedUpdate
 from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.kernels.declared import misdeclared
 from zeroir.runtime.kernels.foreign import require_registered
+from zeroir.runtime.optimizers.catalogue import element_update, whole_update
+from zeroir.runtime.optimizers.operands import Operands
+from zeroir.runtime.optimizers.whole_operands import prepare_whole_step
 from zeroir.runtime.prepared_op import PreparedOp, one_after_the_other
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.state import flat_start
-from zeroir.runtime.whole_operands import prepare_whole_step
 from zeroir.torch_ops.types import TORCH_DTYPE
 
 
@@ -302,7 +304,7 @@ def _prepare_update(op: ops.OptimizerStep, memory: RankMemory, program: Program)
     updates: list[PreparedOp] = []
     for settings in op.settings:
         pieces = _pieces(op.param, settings.group, memory, program)
-        operands = optim.Operands(
+        operands = Operands(
             params=[param[piece] for piece in pieces],
             grads=[grad[piece] for piece in pieces],
             states=[[state[piece] for piece in pieces] for state in states],
@@ -314,7 +316,7 @@ def _prepare_update(op: ops.OptimizerStep, memory: RankMemory, program: Program)
             padding=padding,
         )
         if pieces:
-            updates.append(partial(optim.update, op.algorithm, operands))
+            updates.append(partial(element_update(op.algorithm).update, operands))
     return one_after_the_other(updates)
 
 
@@ -368,7 +370,7 @@ def _group_pieces(
     return [
         GroupPieces(
             pieces=_pieces(op.param, settings.group, memory, program),
-            operands=optim.Operands(
+            operands=Operands(
                 params=(),
                 grads=(),
                 states=(),
@@ -394,7 +396,7 @@ def _prepare_directions(op: ops.Direction, memory: RankMemory, program: Program)
         pieces = [slice(None)]
         if op.states:
             pieces = _pieces(op.states[0], settings.group, memory, program)
-        operands = optim.Operands(
+        operands = Operands(
             params=[direction[piece] for piece in pieces],
             grads=[grad[piece] for piece in pieces],
             states=[[state[piece] for piece in pieces] for state in states],
@@ -404,7 +406,7 @@ def _prepare_directions(op: ops.Direction, memory: RankMemory, program: Program)
             divisor=memory.region(op.gradient_divisor),
             skip=_region(memory, op.skip),
         )
-        updates.append(partial(optim.compute_directions, op.algorithm, operands))
+        updates.append(partial(whole_update(op.algorithm).directions, operands))
     return one_after_the_other(updates)
 
 

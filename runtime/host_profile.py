@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from zeroir.ir.host_rates import MeasuredHost
-from zeroir.ir.ops import Algorithm
-from zeroir.runtime.optim import Operands, update
+from zeroir.runtime.optimizers.adam import adam
+from zeroir.runtime.optimizers.operands import Operands
 
 _COPIED_BYTES: Final = 64 << 20
 _SMALL_BYTES: Final = 4 << 10
@@ -98,4 +98,4 @@ def _adam() -> Callable[[], None]:
         divisor=torch.ones(1),
         skip=None,
     )
-    return lambda: update(Algorithm.ADAM, operands)
+    return lambda: adam(operands)

@@ -9,7 +9,7 @@ here: their shards are in the buffers of the program.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Final, overload
@@ -17,48 +17,34 @@ from typing import Final, overload
 import torch
 from torch import Tensor
 
-from zeroir.config.hyper_parameters import ADJUST_LR_FNS
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Region, whole
 from zeroir.ir.ops import Algorithm
+from zeroir.ir.optimizers.settings import LEARNING_RATE, Setting, Value
 from zeroir.ir.program import Program
 from zeroir.runtime.comm.job import Job, PeerError
 from zeroir.runtime.rank_memory import RankMemory
 
-_BETAS: Final = ("beta1", "beta2")
-"""Two settings of programs that torch's optimizers have as one pair, ``betas``."""
-
-_EPSILONS: Final = ("eps", "eps2")
-"""Two settings of Adafactor that torch has as one pair, ``eps``."""
-
-_SWITCHES: Final = frozenset({"nesterov"})
-_WHOLE: Final = frozenset({"ns_steps"})
-_ADJUST: Final = "adjust_lr_fn"
-
-_FRACTIONS: Final = frozenset({"momentum", *_BETAS})
-"""Settings that must be at least 0 and below 1."""
-
-_NOT_NEGATIVE: Final = frozenset({"lr", "eps", "eps2", "weight_decay"})
-
 Settings = tuple[float, ...]
 """The learning rate of a group, and then the hyper-parameters of its algorithm."""
-
-_Value = float | str | tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LiveGroup:
-    """A group of the program: the buffers of its settings, and the names and shapes of its parameters.
-
-    ``places`` say where torch has each setting: its key, and its index if the key has several numbers.
-    """
+    """A group of the program: the buffers of its settings, and the names and shapes of its parameters."""
 
     name: str
     algorithm: Algorithm
     lr: Region
     hyper: Region
     parameters: Sequence[tuple[str, tuple[int, ...]]]
-    places: Sequence[tuple[str, int | None]]
+
+    @property
+    def places(self) -> Iterator[tuple[Setting, str, int | None]]:
+        """For each number of the settings where torch has it: its key, and its index if the key has several numbers."""
+        for setting in (LEARNING_RATE, *self.algorithm.declaration.settings):
+            for key, index in setting.torch_places:
+                yield setting, key, index
 
 
 class LiveOptimizer(torch.optim.Optimizer):
@@ -301,7 +287,6 @@ def _groups(program: Program) -> list[_LiveGroup]:
             lr=whole(program.buffer_by_name[group.lr]),
             hyper=whole(program.buffer_by_name[group.hyper]),
             parameters=parameters[group.name],
-            places=[_place(group.algorithm, each) for each in ("lr", *group.algorithm.hyper_names)],
         )
         for group in program.groups
     ]
@@ -323,35 +308,10 @@ def _first_settings(group: _LiveGroup, first: Mapping[str, tuple[float, ...]]) -
     return tuple(values)
 
 
-def _place(algorithm: Algorithm, name: str) -> tuple[str, int | None]:
-    """The key of a setting in torch's groups, and its index there if the key has several numbers."""
-    if name in _BETAS:
-        return "betas", _BETAS.index(name)
-    if algorithm is Algorithm.ADAFACTOR and name in _EPSILONS:
-        return "eps", _EPSILONS.index(name)
-    key, dot, index = name.partition(".")
-    return key, int(index) if dot else None
-
-
-def _as_torch_has_them(group: _LiveGroup, settings: Settings) -> Mapping[str, _Value]:
+def _as_torch_has_them(group: _LiveGroup, settings: Settings) -> Mapping[str, Value]:
     """The settings of a group under the keys of torch's optimizers."""
-    values: dict[str, _Value] = {"lr": settings[0]}
-    several: dict[str, list[float]] = {}
-    for (key, index), value in zip(group.places[1:], settings[1:], strict=True):
-        if index is not None:
-            several.setdefault(key, []).append(value)
-            values[key] = tuple(several[key])
-        elif key in _SWITCHES:
-            values[key] = bool(value)
-        elif key in _WHOLE:
-            values[key] = int(value)
-        elif key == _ADJUST:
-            values[key] = next(
-                (text for text, n in ADJUST_LR_FNS.items() if n == value), "original"
-            )
-        else:
-            values[key] = value
-    return values
+    lr, *hyper = settings
+    return {"lr": lr, **group.algorithm.declaration.torch_settings(hyper)}
 
 
 def _settings(group: _LiveGroup, param_group: Mapping[str, object]) -> Settings:
@@ -361,20 +321,26 @@ def _settings(group: _LiveGroup, param_group: Mapping[str, object]) -> Settings:
         UserError: where one is missing or no number.
     """
     numbers: list[float] = []
-    for key, index in group.places:
+    for setting, key, index in group.places:
         value = given = param_group.get(key)
         if index is not None:
             is_long = isinstance(given, tuple | list) and len(given) > index
             value = given[index] if isinstance(given, tuple | list) and is_long else None
-        elif key == _ADJUST:
-            value = ADJUST_LR_FNS.get("original" if value is None else str(value))
+        elif setting.choices:
+            value = _number_of_choice(setting, given)
         if not isinstance(value, float):
-            value = _number(group, key, value, given)
+            value = _number(group, setting, key, value, given)
         numbers.append(value)
     return tuple(numbers)
 
 
-def _number(group: _LiveGroup, key: str, value: object, given: object) -> float:
+def _number_of_choice(setting: Setting, given: object) -> float | None:
+    """The number of a choice; torch takes None for the default. None where it is no choice."""
+    choice = setting.default if given is None else given
+    return float(setting.choices.index(choice)) if choice in setting.choices else None
+
+
+def _number(group: _LiveGroup, setting: Setting, key: str, value: object, given: object) -> float:
     """A value that is no float as one; ``given`` is what stands under the key.
 
     Raises:
@@ -382,36 +348,28 @@ def _number(group: _LiveGroup, key: str, value: object, given: object) -> float:
     """
     if isinstance(value, Tensor):
         raise _invalid(group, key, "a tensor", "a number, which needs no wait for the device")
-    count = sum(place[0] == key for place in group.places)
     if isinstance(value, Real):
         return float(value)
+    count = sum(other == key for _, other, _ in group.places)
     expected = "a number" if count == 1 else f"{count} numbers"
-    expected = " or ".join(ADJUST_LR_FNS) if key == _ADJUST else expected
-    raise _invalid(group, key, repr(given), expected)
+    raise _invalid(group, key, repr(given), setting.expected if setting.choices else expected)
 
 
 def _require_valid(group: _LiveGroup, settings: Settings) -> None:
-    """Raise UserError for the first setting that is out of its range."""
-    values = dict(zip(("lr", *group.algorithm.hyper_names), settings, strict=True))
-    for name, value in values.items():
-        if name in _FRACTIONS and not 0 <= value < 1:
-            raise _invalid(group, name, repr(value), "at least 0 and below 1")
-        if name in _NOT_NEGATIVE and not 0 <= value < math.inf:
-            raise _invalid(group, name, repr(value), "a number of at least 0")
-        if name in _WHOLE and not (value >= 1 and value.is_integer()):
-            raise _invalid(group, name, repr(value), "a whole number of at least 1")
+    """Raise UserError for the first setting that is out of its range, or does not fit the others."""
+    declaration = group.algorithm.declaration
+    values = dict(zip(("lr", *declaration.hyper_names), settings, strict=True))
+    for (setting, *_), (name, value) in zip(group.places, values.items(), strict=True):
+        if setting.fixed is not None and (value,) != setting.numbers(setting.default):
+            found, only = setting.value(value), setting.default
+            raise _invalid(group, name, repr(found), f"{only!r}, because {setting.fixed}")
         if not math.isfinite(value):
             raise _invalid(group, name, repr(value), "finite")
-    momentum = values.get("momentum", 0.0)
-    if group.algorithm is Algorithm.SGD and momentum:
-        raise _invalid(
-            group,
-            "momentum",
-            repr(momentum),
-            "0, because the program was compiled without momentum",
-        )
-    if values.get("nesterov") and (values.get("dampening") or not momentum):
-        raise _invalid(group, "nesterov", "True", "False without momentum, or with dampening")
+        if not setting.allows(value):
+            raise _invalid(group, name, repr(value), setting.expected)
+    problem = declaration.problem(values)
+    if problem is not None:
+        raise UserError(f"In group {group.name} of engine.optimizer {problem}.")
 
 
 def _invalid(group: _LiveGroup, name: str, found: str, expected: str) -> UserError:

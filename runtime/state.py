@@ -9,11 +9,11 @@ from torch import Tensor
 
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.buffers import Buffer
-from zeroir.ir.contents import EMA, GRAD, MASTER, OWN_COORDINATES, PARAM, FlatContent
-from zeroir.ir.factors import own_numel
+from zeroir.ir.contents import EMA, GRAD, MASTER, PARAM, FlatContent
 from zeroir.ir.held_elements import held_by_all, held_elements
 from zeroir.ir.layout import used_numel
 from zeroir.ir.mesh import Mesh
+from zeroir.ir.own_coordinates import OWN_COORDINATES, own_numel
 from zeroir.ir.program import Flat, Program, State
 from zeroir.runtime.comm.base import Comm
 from zeroir.runtime.rank_memory import RankMemory

@@ -14,19 +14,10 @@ import torch
 from torch import Tensor
 
 from zeroir.errors import UserError
-from zeroir.ir.algorithms import Algorithm
-from zeroir.ir.contents import (
-    ABSMAX,
-    CODES,
-    EMA,
-    FACTORS,
-    MASTER,
-    PARAM,
-    PRECONDITIONERS,
-    FlatContent,
-)
-from zeroir.ir.eight_bit_states import is_signed
-from zeroir.ir.factors import Factor, factors
+from zeroir.ir.contents import EMA, MASTER, PARAM, FlatContent
+from zeroir.ir.eight_bit_states import ABSMAX, STATE_OF_CODES, is_signed
+from zeroir.ir.optimizers.catalogue import OWN_STATES, OWN_STATES_OF_TORCH
+from zeroir.ir.own_coordinates import PlacedPart, placed_parts
 from zeroir.ir.program import Program
 from zeroir.ir.reports import Quantity
 from zeroir.runtime.checkpoint.model_facts import ModelFacts
@@ -40,12 +31,8 @@ from zeroir.runtime.tensors import common
 from zeroir.runtime.whole_parameters import whole_parameters
 
 _NO_SETTINGS: Final = frozenset({"params", "param_names", "name"})
-_NO_STATES: Final = frozenset({PRECONDITIONERS, *ABSMAX.values()})
+_NO_STATES: Final = (OWN_STATES.keys() - OWN_STATES_OF_TORCH) | {*ABSMAX.values()}
 """Quantities that no optimizer of torch has by themselves."""
-
-_STATE_OF_CODES: Final = {codes: state for state, codes in CODES.items()}
-_COUNTING: Final = (Algorithm.ADAM, Algorithm.ADAMW, Algorithm.ADAFACTOR)
-"""torch's optimizers of these names count their steps for each parameter."""
 
 
 def module_state(
@@ -158,15 +145,14 @@ def optimizer_state(
 ) -> dict[str, dict[str, object] | list[dict[str, object]]]:
     """The states of the optimizer by parameter, whole, copied to the CPU, and the settings of its groups.
 
-    Names of states are those of torch's optimizers; Shampoo's sums, which torch does not know, are left out, and states
-    of 8 bits are widened to FP32. All ranks call this together; without ``is_kept`` this one takes part, and its result
-    is empty.
+    Names of states are those of torch's optimizers; states that torch does not know are left out, and those of 8 bits
+    are widened to FP32. All ranks call this together; without ``is_kept`` this one takes part, and its result is empty.
     """
     states: dict[str, dict[str, object]] = {}
     for flat in program.flats:
         for quantity in sorted(state_quantities(program)[flat.name] - _NO_STATES):
             whole = full_flat(program, [memory], comm, flat, quantity)
-            name = _STATE_OF_CODES.get(quantity, quantity)
+            name = STATE_OF_CODES.get(quantity, quantity)
             is_coded = name != quantity
             scales = full_flat(program, [memory], comm, flat, ABSMAX[name]) if is_coded else None
             if not is_kept or whole is None:
@@ -174,9 +160,11 @@ def optimizer_state(
             values = whole[0].cpu()
             if scales is not None:
                 values = _widened(values, scales[0].cpu(), name)
-            if quantity == FACTORS:
-                for factor in factors(flat):
-                    states.setdefault(factor.slot.name, {}).update(_moments(factor, values))
+            if quantity in OWN_STATES:
+                shapes = (slot.shape for slot in flat.slots)
+                for slot, parts in zip(flat.slots, placed_parts(quantity, shapes), strict=True):
+                    own_parts = {part.name: _part(part, values) for part in parts}
+                    states.setdefault(slot.name, {}).update(own_parts)
                 continue
             for slot in flat.slots:
                 own = values[slot.offset : slot.offset + slot.numel].clone().view(slot.shape)
@@ -189,7 +177,7 @@ def optimizer_state(
         names = list(group["param_names"])
         settings = {key: value for key, value in group.items() if key not in _NO_SETTINGS}
         groups.append({**settings, "params": names})
-        if algorithm in _COUNTING:
+        if algorithm.declaration.counts_steps:
             for name in names:
                 states.setdefault(name, {})["step"] = steps.clone()
     return {"state": dict(states), "param_groups": groups}
@@ -202,13 +190,9 @@ def _widened(codes: Tensor, scales: Tensor, state: str) -> Tensor:
     return values
 
 
-def _moments(factor: Factor, values: Tensor) -> dict[str, Tensor]:
-    """Adafactor's moments of one parameter under torch's names."""
-    own = values[factor.offset : factor.offset + factor.numel].clone()
-    if factor.column_shape is None:
-        return {"variance": own.view(factor.row_shape)}
-    rows, columns = own[: factor.rows_numel], own[factor.rows_numel :]
-    return {"row_var": rows.view(factor.row_shape), "col_var": columns.view(factor.column_shape)}
+def _part(part: PlacedPart, values: Tensor) -> Tensor:
+    """A copy of a tensor that is kept of one parameter, among those of the whole flat."""
+    return values[part.offset : part.stop].clone().view(part.shape)
 
 
 def _first(values: Mapping[str, Tensor], names: Sequence[str]) -> Tensor | None:

@@ -27,10 +27,11 @@ from zeroir.frontend.entry import load_model_file
 from zeroir.ir.buffers import Role
 from zeroir.ir.eight_bit_states import blocks_numel, is_signed
 from zeroir.ir.ops import Algorithm
-from zeroir.runtime import optim
 from zeroir.runtime.chunked_update import GroupPieces
 from zeroir.runtime.compiled_rounding import CompiledRounding
 from zeroir.runtime.eight_bit_update import CodedState, CodedUpdate
+from zeroir.runtime.optimizers.adam import adamw
+from zeroir.runtime.optimizers.operands import Operands
 
 Bits = Literal[32, 8]
 BITS: tuple[Bits, ...] = (32, 8)
@@ -98,7 +99,7 @@ def update_rows() -> list[list[str]]:
     """The least processor time of an element in several updates, which take turns, for each kind of states."""
     generator = torch.Generator().manual_seed(0)
     param, grad = (torch.randn(UPDATED_NUMEL, generator=generator) for _ in range(2))
-    operands = optim.Operands(
+    operands = Operands(
         params=[param],
         grads=[grad],
         states=[[torch.zeros(UPDATED_NUMEL)] for _ in range(2)],
@@ -124,7 +125,7 @@ def update_rows() -> list[list[str]]:
         skip=None,
     )
     updates: dict[tuple[int, str], Callable[[], None]] = {
-        (32, "torch's fused kernel"): partial(optim.update, Algorithm.ADAMW, operands),
+        (32, "torch's fused kernel"): partial(adamw, operands),
         (8, "torch's operators"): coded,
         (8, "compiled"): replace(coded, compiled=CompiledRounding()),
     }

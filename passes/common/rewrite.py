@@ -15,12 +15,13 @@ import networkx
 from zeroir.errors import InternalError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, View
-from zeroir.ir.contents import ABSMAX, FACTORS, PARAM, PRECONDITIONERS, FlatContent, Micro
+from zeroir.ir.contents import PARAM, FlatContent, Micro
 from zeroir.ir.effects import effects
-from zeroir.ir.eight_bit_states import blocks_numel
+from zeroir.ir.eight_bit_states import ABSMAX, blocks_numel
 from zeroir.ir.mesh import STREAMS, Stream
 from zeroir.ir.op_fields import op_fields, operands
 from zeroir.ir.ops import Op
+from zeroir.ir.optimizers.catalogue import OWN_STATES
 from zeroir.ir.program import Flat, Holding, Program, Section, State
 
 if TYPE_CHECKING:
@@ -229,7 +230,7 @@ def flat_of_buffer(program: Program) -> Mapping[str, Flat]:
     stated: dict[str, Flat] = {
         buffer.name: program.flat_by_name[buffer.holds.flat]
         for buffer in program.buffers
-        if isinstance(buffer.holds, FlatContent) and buffer.holds.quantity not in _WITHOUT_HOME
+        if isinstance(buffer.holds, FlatContent) and buffer.holds.quantity not in OWN_STATES
     }
     stated.update(contributed_buffers(program))
     links = networkx.Graph()
@@ -248,10 +249,6 @@ def flat_of_buffer(program: Program) -> Mapping[str, Flat]:
         for buffer in program.buffers
         if buffer.name in flats and buffer.numel == full_numel(buffer, flats[buffer.name])
     }
-
-
-_WITHOUT_HOME = (FACTORS, PRECONDITIONERS)
-"""Quantities of whole parameters, which are not cut as the flat is."""
 
 
 def full_numel(buffer: Buffer, flat: Flat) -> int:

@@ -8,8 +8,9 @@ from difflib import get_close_matches
 from zeroir.checkpoint.manifest import MASTER as TRAINED
 from zeroir.checkpoint.manifest import StoredBuffer
 from zeroir.errors import UserError
-from zeroir.ir.contents import ABSMAX, CODES, EMA
+from zeroir.ir.contents import EMA
 from zeroir.ir.effects import effects
+from zeroir.ir.eight_bit_states import STATE_OF_ABSMAX, STATE_OF_CODES
 from zeroir.ir.program import ModuleBufferBinding, Program, Slot
 from zeroir.ir.reports import Quantity
 from zeroir.runtime.checkpoint.mapping import StoredParameters
@@ -166,8 +167,7 @@ def _check_states(program: Program, stored: StoredParameters) -> Iterator[str]:
 
 def _states_of(quantities: frozenset[str]) -> frozenset[str]:
     """The states that are kept, be it as codes and scales."""
-    codes = {quantity: state for state, quantity in CODES.items()}
-    return frozenset(codes.get(q, q) for q in quantities) - {*ABSMAX.values()}
+    return frozenset(STATE_OF_CODES.get(q, q) for q in quantities) - STATE_OF_ABSMAX.keys()
 
 
 def _algorithms(program: Program) -> Mapping[str, str]:

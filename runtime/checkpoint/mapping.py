@@ -7,7 +7,7 @@ the mesh and the precision of the program that saved it may differ.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,21 +15,12 @@ from zeroir.checkpoint.manifest import MASTER as TRAINED
 from zeroir.checkpoint.manifest import Manifest, Piece, StoredBuffer, StoredFlat
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Buffer
-from zeroir.ir.contents import (
-    ABSMAX,
-    CODES,
-    EMA,
-    FACTORS,
-    MASTER,
-    PARAM,
-    PRECONDITIONERS,
-    FlatContent,
-)
+from zeroir.ir.contents import EMA, MASTER, PARAM, FlatContent
 from zeroir.ir.dtypes import DType
-from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel
-from zeroir.ir.factors import factors, preconditioners
+from zeroir.ir.eight_bit_states import ABSMAX, CODES
+from zeroir.ir.own_coordinates import extents
 from zeroir.ir.program import Flat, Program, Slot
-from zeroir.runtime.checkpoint.parts import elements_on, quantity_numel
+from zeroir.runtime.checkpoint.parts import elements_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +143,7 @@ class StoredParameters:
             return None
         key = flat.name, quantity
         if key not in self._starts:
-            self._starts[key] = [start for _, start, _ in extents(_as_flat(flat), quantity)]
+            self._starts[key] = [extent.offset for extent in extents(quantity, _as_flat(flat))]
         return StoredPlace(
             flat=flat.name, quantity=quantity, index=index, start=self._starts[key][index]
         )
@@ -193,9 +184,10 @@ class StoredParameters:
         """
         held = elements_on(program, buffer, content, rank)
         run: _Run | None = None
-        for slot, start, numel in extents(program.flat_by_name[content.flat], content.quantity):
-            first, stop = max(start, held.start), min(start + numel, held.stop)
-            place = self.place(slot, content.quantity) if first < stop else None
+        for extent in extents(content.quantity, program.flat_by_name[content.flat]):
+            start = extent.offset
+            first, stop = max(start, held.start), min(start + extent.numel, held.stop)
+            place = self.place(extent.slot, content.quantity) if first < stop else None
             if place is None:
                 continue
             source, offset = place.start + first - start, first - held.start
@@ -258,21 +250,6 @@ class StoredParameters:
             raise UserError(
                 f"'{self.path}' has {what} in the dtype {name}, which no program computes with: convert it first."
             ) from None
-
-
-def extents(flat: Flat, quantity: str) -> Sequence[tuple[Slot, int, int]]:
-    """The parameters of a flat in order, each with its first element in a quantity and the number of its elements."""
-    if quantity == FACTORS:
-        return [(factor.slot, factor.offset, factor.numel) for factor in factors(flat)]
-    if quantity in ABSMAX.values():
-        return [(s, s.offset // BLOCK_NUMEL, blocks_numel(s.numel)) for s in flat.slots]
-    if quantity == PRECONDITIONERS:
-        first = list(preconditioners(flat))
-        stops = [*(start for _, start in first[1:]), quantity_numel(flat, quantity)]
-        return [
-            (slot, start, stop - start) for (slot, start), stop in zip(first, stops, strict=True)
-        ]
-    return [(slot, slot.offset, slot.numel) for slot in flat.slots]
 
 
 def _as_flat(stored: StoredFlat) -> Flat:

@@ -11,8 +11,16 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from zeroir.ir.contents import ABSMAX, CODES, FlatContent
-from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel, is_signed
+from zeroir.ir.contents import FlatContent
+from zeroir.ir.eight_bit_states import (
+    ABSMAX,
+    BLOCK_NUMEL,
+    CODES,
+    STATE_OF_ABSMAX,
+    STATE_OF_CODES,
+    blocks_numel,
+    is_signed,
+)
 from zeroir.ir.program import Program, Slot
 from zeroir.runtime.checkpoint.mapping import StoredElements, StoredParameters
 from zeroir.runtime.checkpoint.parts import elements_on
@@ -25,9 +33,6 @@ Fill = Callable[[Iterable[StoredElements], Tensor], None]
 
 _CHUNK_BLOCKS: Final = 4096
 """Blocks that are converted together."""
-
-_STATE_OF_CODES: Final = {codes: state for state, codes in CODES.items()}
-_STATE_OF_ABSMAX: Final = {absmax: state for state, absmax in ABSMAX.items()}
 
 
 def fill_states_of_other_bits(
@@ -48,8 +53,8 @@ def fill_states_of_other_bits(
             if not stored.has(slot, quantity) or stored.place(slot, quantity) is not None:
                 continue
             blocks = range(blocks_numel(slot.numel))
-            if quantity in _STATE_OF_ABSMAX:
-                state = _STATE_OF_ABSMAX[quantity]
+            if quantity in STATE_OF_ABSMAX:
+                state = STATE_OF_ABSMAX[quantity]
                 first_block = slot.offset // BLOCK_NUMEL
                 for part in _chunks(common(_moved(held, -first_block), blocks)):
                     _, scales = _rounded(stored, slot, state, part, fill)
@@ -60,8 +65,8 @@ def fill_states_of_other_bits(
             wanted = range(own.start // BLOCK_NUMEL, blocks_numel(own.stop))
             for part in _chunks(common(wanted, blocks)):
                 elements = range(part.start * BLOCK_NUMEL, part.stop * BLOCK_NUMEL)
-                if quantity in _STATE_OF_CODES:
-                    values, _ = _rounded(stored, slot, _STATE_OF_CODES[quantity], part, fill)
+                if quantity in STATE_OF_CODES:
+                    values, _ = _rounded(stored, slot, STATE_OF_CODES[quantity], part, fill)
                 else:
                     values = _widened(stored, slot, quantity, part, fill)
                 inside = common(common(elements, own), range(slot.numel))

@@ -30,7 +30,7 @@ disable_error_code = misc,no-any-return
 follow_imports = silent
 [mypy-zeroir.api,zeroir.api.compiled,zeroir.api.costs,zeroir.api.keywords,zeroir.api.plan]
 follow_imports = silent
-[mypy-zeroir.config.*,zeroir.cost.estimate,zeroir.ir.algorithms,zeroir.ir.ops]
+[mypy-zeroir.config.*,zeroir.cost.estimate,zeroir.ir.optimizers.catalogue,zeroir.ir.ops]
 follow_imports = silent
 """
 RIGHT = (

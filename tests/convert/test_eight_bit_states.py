@@ -15,8 +15,7 @@ from zeroir.convert import stored_tensors
 from zeroir.convert.compare import compare
 from zeroir.convert.export import export_checkpoint
 from zeroir.convert.stored_tensors import StoredTensors
-from zeroir.ir.contents import ABSMAX, CODES
-from zeroir.ir.eight_bit_states import BLOCK_NUMEL, code_values, is_signed
+from zeroir.ir.eight_bit_states import ABSMAX, BLOCK_NUMEL, CODES, code_values, is_signed
 from zeroir.ir.program import Program
 from zeroir.runtime.lockstep import Lockstep
 

@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeroir.ir.contents import ABSMAX, CODES, OWN_COORDINATES
-from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel, code_values, is_signed
+from zeroir.ir.eight_bit_states import (
+    ABSMAX,
+    BLOCK_NUMEL,
+    CODES,
+    blocks_numel,
+    code_values,
+    is_signed,
+)
 from zeroir.ir.ops import Algorithm
+from zeroir.ir.own_coordinates import OWN_COORDINATES
 
 
 def published(*, signed: bool) -> list[float]:

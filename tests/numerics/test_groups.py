@@ -8,7 +8,8 @@ from tests.support.captures import ROOT
 from zeroir.api.check import check_model
 from zeroir.api.compiled import compile_with
 from zeroir.config import make_options
-from zeroir.ir.contents import CODES, FlatContent
+from zeroir.ir.contents import FlatContent
+from zeroir.ir.eight_bit_states import CODES
 from zeroir.ir.ops import Algorithm
 
 MODEL = str(ROOT / "tests" / "support" / "models" / "two_blocks.py")

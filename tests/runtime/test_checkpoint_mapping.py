@@ -22,12 +22,14 @@ from zeroir.checkpoint.manifest import (
 )
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Buffer, Role, Space
-from zeroir.ir.contents import FACTORS, PRECONDITIONERS, FlatContent
+from zeroir.ir.contents import FlatContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.layout import Parameter, layout
 from zeroir.ir.mesh import Axis, Mesh
+from zeroir.ir.optimizers.catalogue import OWN_STATES
+from zeroir.ir.own_coordinates import extents
 from zeroir.ir.program import Flat, Program
-from zeroir.runtime.checkpoint.mapping import StoredParameters, extents
+from zeroir.runtime.checkpoint.mapping import StoredParameters
 from zeroir.runtime.checkpoint.parts import quantity_numel
 
 SHAPES = st.lists(
@@ -35,7 +37,7 @@ SHAPES = st.lists(
     min_size=1,
     max_size=8,
 )
-QUANTITIES = ("param", "exp_avg", FACTORS, PRECONDITIONERS)
+QUANTITIES = ("param", "exp_avg", *OWN_STATES)
 
 
 def flats_of(parameters: list[Parameter], generator: random.Random, world_size: int) -> list[Flat]:
@@ -63,9 +65,10 @@ def values_of(flat: Flat, quantity: str) -> np.ndarray[tuple[int, ...], np.dtype
     """A number of its own for each element of each parameter, the same in every layout; zeros between them."""
     numel = max(quantity_numel(flat, quantity), flat.padded_numel)
     values = np.zeros(numel)
-    for slot, start, count in extents(flat, quantity):
-        first = 1 + 10_000 * int(slot.name[1:])
-        values[start : start + count] = np.arange(first, first + count)
+    for extent in extents(quantity, flat):
+        first = 1 + 10_000 * int(extent.slot.name[1:])
+        elements = slice(extent.offset, extent.offset + extent.numel)
+        values[elements] = np.arange(first, first + extent.numel)
     return values
 
 

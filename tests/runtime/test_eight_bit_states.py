@@ -15,10 +15,12 @@ from tests.runtime.test_optim import CASES
 from tests.support.examples import examples
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL, code_values, is_signed
 from zeroir.ir.ops import Algorithm
-from zeroir.runtime import eight_bit_update, optim
+from zeroir.runtime import eight_bit_update
 from zeroir.runtime.chunked_update import GroupPieces
 from zeroir.runtime.eight_bit_states import Scratch, narrow, widen
 from zeroir.runtime.eight_bit_update import CodedState, CodedUpdate
+from zeroir.runtime.optimizers.catalogue import element_update
+from zeroir.runtime.optimizers.operands import Operands
 
 CPU = torch.device("cpu")
 CODED = [(algorithm, hyper) for algorithm, hyper in CASES if algorithm.has_states_of_elements]
@@ -141,7 +143,7 @@ def coded_update(
     start, stop = (0, param.numel() // BLOCK_NUMEL) if block is None else (block, block + 1)
     cut, blocks = slice(start * BLOCK_NUMEL, stop * BLOCK_NUMEL), slice(start, stop)
     own = param[cut]
-    operands = optim.Operands(
+    operands = Operands(
         params=(),
         grads=(),
         states=(),
@@ -185,9 +187,8 @@ def test_an_update_is_that_of_widened_states(
     for step in range(1, 6):
         grad = torch.randn(numel, generator=generator) * torch.rand(numel, generator=generator)
         coded_update(algorithm, hyper, param, states, grad=grad, step=float(step))()
-        optim.update(
-            algorithm,
-            optim.Operands(
+        element_update(algorithm).update(
+            Operands(
                 params=[expected],
                 grads=[grad.clone()],
                 states=[[state] for state in wide],

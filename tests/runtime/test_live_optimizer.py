@@ -264,7 +264,7 @@ def test_what_did_not_change_is_not_written(engine: Engine) -> None:
         (
             "betas",
             (0.9, 1.0),
-            "beta2 of group default of engine.optimizer is 1.0, but should be at least 0",
+            "beta2 of group default of engine.optimizer is 1.0, but should be a number of at least 0 and below 1.",
         ),
         (
             "betas",
@@ -296,8 +296,16 @@ def test_an_invalid_setting_is_refused_before_the_step(
     [
         ("sgd", {"momentum": 0.9}, "because the program was compiled without momentum"),
         ("momentum", {"momentum": 1.0}, "at least 0 and below 1"),
-        ("momentum", {"nesterov": True, "momentum": 0.0}, "False without momentum"),
-        ("momentum", {"nesterov": True, "dampening": 0.5}, "or with dampening"),
+        (
+            "momentum",
+            {"nesterov": True, "momentum": 0.0},
+            "nesterov needs a momentum above 0 and no dampening",
+        ),
+        (
+            "momentum",
+            {"nesterov": True, "dampening": 0.5},
+            "nesterov needs a momentum above 0 and no dampening",
+        ),
     ],
 )
 def test_settings_of_sgd_go_together(

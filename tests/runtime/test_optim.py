@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroir.api.plain_lion import Lion
 from zeroir.ir.ops import Algorithm
-from zeroir.runtime import optim
-from zeroir.runtime.optim import Operands, update
+from zeroir.runtime.optimizers import arithmetic, lion
+from zeroir.runtime.optimizers.catalogue import element_update
+from zeroir.runtime.optimizers.operands import Operands
 
 NUMEL = 1000
 CASES = [
@@ -28,7 +28,7 @@ CASES = [
 
 def torch_optimizer(
     algorithm: Algorithm, hyper: tuple[float, ...], parameter: Tensor, lr: float
-) -> torch.optim.Optimizer | Lion:
+) -> torch.optim.Optimizer | lion.PlainLion:
     a, b, c, weight_decay = (*hyper[:-1], *(4 - len(hyper)) * (0.0,), hyper[-1])
     match algorithm:
         case Algorithm.SGD | Algorithm.MOMENTUM:
@@ -50,7 +50,8 @@ def torch_optimizer(
                 [parameter], lr=lr, betas=(a, b), eps=c, weight_decay=weight_decay, fused=True
             )
         case Algorithm.LION:
-            return Lion([parameter], lr, (a, b), weight_decay)
+            settings = {"lr": lr, "betas": (a, b), "weight_decay": weight_decay}
+            return lion.PlainLion([parameter], settings)
         case _:
             raise ValueError(algorithm)
 
@@ -81,7 +82,7 @@ def test_five_steps_equal_torch_optim(algorithm: Algorithm, hyper: tuple[float, 
         optimizer.step()
         x.grads[0].copy_(gradient)
         x.step.add_(1)
-        update(algorithm, x)
+        element_update(algorithm).update(x)
         assert torch.equal(x.params[0], parameter.detach())
     for name, state in zip(algorithm.state_names, x.states, strict=True):
         # Without momentum torch keeps none, and ours stays as it was.
@@ -97,7 +98,7 @@ def test_a_skipped_update_touches_nothing(algorithm: Algorithm, hyper: tuple[flo
     assert x.skip is not None
     x.skip.fill_(1)
     before = [x.params[0].clone(), *(state[0].clone() for state in x.states)]
-    update(algorithm, x)
+    element_update(algorithm).update(x)
     assert all(
         torch.equal(a, b)
         for a, b in zip(before, [x.params[0], *(s[0] for s in x.states)], strict=True)
@@ -114,13 +115,13 @@ def test_the_bits_do_not_depend_on_how_a_flat_is_cut(
     whole = operands(algorithm, hyper, param)
     whole.grads[0].copy_(grad)
     whole.step.fill_(1)
-    update(algorithm, whole)
+    element_update(algorithm).update(whole)
     for piece in range(4):
         cut = slice(256 * piece, 256 * (piece + 1))
         part = operands(algorithm, hyper, param[cut])
         part.grads[0].copy_(grad[cut])
         part.step.fill_(1)
-        update(algorithm, part)
+        element_update(algorithm).update(part)
         assert torch.equal(part.params[0], whole.params[0][cut])
 
 
@@ -129,10 +130,10 @@ def test_lion_gives_the_same_bits_in_chunks(monkeypatch: pytest.MonkeyPatch) -> 
     param, grad = torch.randn(2, 1000, generator=generator)
     found = []
     for numel in (1 << 18, 96):
-        monkeypatch.setattr(optim, "STEPPED_CHUNK_NUMEL", numel)
+        monkeypatch.setattr(arithmetic, "STEPPED_CHUNK_NUMEL", numel)
         x = operands(Algorithm.LION, (0.9, 0.99, 0.1), param)
         x.grads[0].copy_(grad)
-        update(Algorithm.LION, x)
+        element_update(Algorithm.LION).update(x)
         found.append((x.params[0], x.states[0][0]))
     for whole, chunked in zip(*found, strict=True):
         assert torch.equal(whole, chunked)
@@ -159,7 +160,7 @@ def test_one_call_updates_pieces_as_it_updates_the_whole(
             piece.copy_(grad[cut])
         for x in (whole, parts):
             x.step.fill_(step)
-            update(algorithm, x)
+            element_update(algorithm).update(x)
     assert torch.equal(torch.cat(list(parts.params)), whole.params[0])
     for of_parts, of_whole in zip(parts.states, whole.states, strict=True):
         assert torch.equal(torch.cat(list(of_parts)), of_whole[0])

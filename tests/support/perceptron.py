@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from tests.support.pieces import SegmentBuilder, flat, tensor
 from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import ABSMAX, CODES, FlatContent, Micro, NamedContent
+from zeroir.ir.contents import FlatContent, Micro, NamedContent
 from zeroir.ir.dtypes import DType
-from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel
-from zeroir.ir.factors import factors_numel
+from zeroir.ir.eight_bit_states import ABSMAX, BLOCK_NUMEL, CODES, blocks_numel
 from zeroir.ir.layout import Parameter, layout
 from zeroir.ir.ops import Algorithm
+from zeroir.ir.own_coordinates import own_numel
 from zeroir.ir.program import Flat
 from zeroir.ir.segment import Ref, Segment
 
@@ -196,7 +196,9 @@ class Perceptron:
                 add(f"{name}.grad32", DType.F32, numel, Role.STAGING)
             if self.algorithm is Algorithm.ADAFACTOR:
                 held = FlatContent(quantity="factors", flat=name)
-                add(f"{name}.factors", DType.F32, factors_numel(home), Role.STATE, holds=held)
+                add(
+                    f"{name}.factors", DType.F32, own_numel("factors", home), Role.STATE, holds=held
+                )
             if self.algorithm.direction_dtype is not None:
                 add(f"{name}.direction", self.algorithm.direction_dtype, numel, Role.STAGING)
             averages = () if self.ema is None else ("ema",)

@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from tests.support.perceptron import Perceptron
 from tests.support.pieces import alloc, dense, one, release
 from zeroir.ir.buffers import Region, View
-from zeroir.ir.contents import ABSMAX, CODES
-from zeroir.ir.eight_bit_states import blocks_numel
-from zeroir.ir.factors import factors_numel
+from zeroir.ir.eight_bit_states import ABSMAX, CODES, blocks_numel
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import (
     Algorithm,
@@ -27,6 +25,7 @@ from zeroir.ir.ops import (
     OptimizerStep,
     UpdateScale,
 )
+from zeroir.ir.own_coordinates import own_numel
 from zeroir.ir.program import Flat
 
 
@@ -196,7 +195,7 @@ def update_body(made: Perceptron, flats: tuple[Flat, ...]) -> list[Op]:
             for state in (names if made.has_codes else ())
         )
         direction = Region(buffer=f"{home.name}.direction", offset=0, numel=home.padded_numel)
-        factors = Region(buffer=f"{home.name}.factors", offset=0, numel=factors_numel(home))
+        factors = Region(buffer=f"{home.name}.factors", offset=0, numel=own_numel("factors", home))
         if made.algorithm.direction_dtype is not None:
             ops += [
                 alloc(direction.buffer),

@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, TypedDict
 
 from zeroir.config import Precision
-from zeroir.config.hyper_parameters import AdjustLr
+from zeroir.config.option_fields import AdjustLr
 from zeroir.cost.estimate_options import Optimizer
-from zeroir.ir.ops import Algorithm
-
-OptimizerName = Literal["sgd", "momentum", "adam", "adamw", "lion", "muon", "adafactor", "shampoo"]
+from zeroir.ir.optimizers.catalogue import Algorithm, OptimizerName
 
 
 class TorchOptimizer(Protocol):

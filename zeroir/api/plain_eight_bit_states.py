@@ -10,23 +10,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from zeroir.api.plain_lion import Lion
-from zeroir.ir.contents import CODES
-from zeroir.ir.eight_bit_states import BLOCK_NUMEL, code_values, is_signed
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL, CODES, code_values, is_signed
+from zeroir.runtime.optimizers.plain import PlainOptimizer
 
 
 class WithRoundedStates:
     """Steps like the optimizer within, and rounds its states. Blocks begin with each parameter."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer | Lion) -> None:
+    def __init__(self, optimizer: PlainOptimizer) -> None:
         self.optimizer = optimizer
         self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
 
     @torch.no_grad()
     def step(self) -> None:
         """Update every parameter with its gradient."""
         self.optimizer.step()
-        for states in self.optimizer.state.values():
+        for states in self.state.values():
             for name in CODES.keys() & states.keys():
                 states[name].copy_(rounded(states[name], signed=is_signed(name)))
 

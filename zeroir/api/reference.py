@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from zeroir.api.plain_eight_bit_states import WithRoundedStates
-from zeroir.api.plain_lion import Lion
-from zeroir.api.plain_shampoo import Shampoo
 from zeroir.config import CompileOptions
 from zeroir.frontend.module_tensors import put_back_buffers, substitute_buffers
 from zeroir.frontend.parameter_groups import ParameterGroup, parameter_groups, states_of
@@ -24,14 +22,14 @@ from zeroir.frontend.precision import apply_precision, compute_dtype, with_float
 from zeroir.frontend.results import evaluated, loss_of
 from zeroir.frontend.source import ModelSource
 from zeroir.ir.layout import Parameter
-from zeroir.ir.ops import Algorithm
+from zeroir.runtime.optimizers.catalogue import UPDATES
+from zeroir.runtime.optimizers.plain import PlainOptimizer
 from zeroir.runtime.scheduled import Scheduler
 from zeroir.runtime.weights import weight_of
 from zeroir.torch_ops import neutral_ops
 from zeroir.torch_ops.batches import Batch
 
 _ALIGNMENT_NUMEL = 64
-PlainOptimizer = torch.optim.Optimizer | Lion | Shampoo | WithRoundedStates
 Seeds = Callable[[int, int, int], Tensor]
 """From (step, micro-step, rank) to the i64 seeds of that forward's random operators."""
 
@@ -300,64 +298,22 @@ def _make_optimizers(
             for name, parameter in zip(group.parameters, own, strict=True):
                 parameter.data = parameter.data[: shapes[name].numel()].view(shapes[name])
         optimizer = _make_optimizer(own, group.options)
-        if states_of(group.options).are_codes and not isinstance(optimizer, Shampoo):
+        if states_of(group.options).are_codes:
             optimizers.append(WithRoundedStates(optimizer))
         else:
             optimizers.append(optimizer)
     return optimizers
 
 
-def _make_optimizer(
-    parameters: list[nn.Parameter], options: CompileOptions
-) -> torch.optim.Optimizer | Lion | Shampoo:
-    names = options.optimizer.hyper_names
-    hyper = dict(zip(names, options.hyper, strict=True))
-    lr, weight_decay = options.lr, options.effective_weight_decay
-    match options.optimizer:
-        case Algorithm.SGD | Algorithm.MOMENTUM:
-            return torch.optim.SGD(
-                parameters,
-                momentum=hyper["momentum"],
-                dampening=hyper["dampening"],
-                nesterov=bool(hyper["nesterov"]),
-                fused=True,
-                lr=lr,
-                weight_decay=weight_decay,
-            )
-        case Algorithm.ADAM | Algorithm.ADAMW:
-            kind = torch.optim.Adam if options.optimizer is Algorithm.ADAM else torch.optim.AdamW
-            betas = (hyper["beta1"], hyper["beta2"])
-            return kind(
-                parameters,
-                lr=lr,
-                betas=betas,
-                eps=hyper["eps"],
-                weight_decay=weight_decay,
-                fused=True,
-            )
-        case Algorithm.LION:
-            return Lion(parameters, lr, (hyper["beta1"], hyper["beta2"]), weight_decay)
-        case Algorithm.MUON:
-            a, b, c = (hyper[f"ns_coefficients.{i}"] for i in range(3))
-            return torch.optim.Muon(
-                parameters,
-                momentum=hyper["momentum"],
-                nesterov=bool(hyper["nesterov"]),
-                ns_coefficients=(a, b, c),
-                eps=hyper["eps"],
-                ns_steps=int(hyper["ns_steps"]),
-                adjust_lr_fn=options.adjust_lr_fn,
-                lr=lr,
-                weight_decay=weight_decay,
-            )
-        case Algorithm.SHAMPOO:
-            return Shampoo(parameters, lr, hyper["eps"], weight_decay)
-        case Algorithm.ADAFACTOR:
-            return torch.optim.Adafactor(
-                parameters,
-                beta2_decay=hyper["beta2_decay"],
-                eps=(hyper["eps"], hyper["eps2"]),
-                d=hyper["d"],
-                lr=lr,
-                weight_decay=weight_decay,
-            )
+def _make_optimizer(parameters: list[nn.Parameter], options: CompileOptions) -> PlainOptimizer:
+    algorithm = options.optimizer
+    declaration = algorithm.declaration
+    settings = {"lr": options.lr, **declaration.torch_settings(options.hyper)}
+    plain = UPDATES[algorithm].plain
+    if plain is not None:
+        return plain(parameters, settings)
+    assert declaration.torch_class is not None
+    make: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, declaration.torch_class)
+    if declaration.whole is None:
+        return make(parameters, fused=True, **settings)
+    return make(parameters, **settings)

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from zeroir.config.groups import DEFAULT_GROUP, GROUP_KEYS, GroupError, group_text, parse_groups
-from zeroir.config.hyper_parameters import DEFAULTS, NAMES
 from zeroir.errors import UserError
 from zeroir.frontend.source import ModelSource
-from zeroir.ir.ops import Algorithm
+from zeroir.ir.optimizers.catalogue import OPTIONS, Algorithm
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -80,7 +79,7 @@ def translated(
             f"An instance of {kind} has the parameters of a module: compile that module, or pass the class as "
             "optimizer= and groups as group=."
         )
-    for name in ("lr", *NAMES, "group", "no_decay"):
+    for name in ("lr", *OPTIONS, "group", "no_decay"):
         if name in given:
             raise UserError(
                 f"{name}= has no effect beside an instance of {kind}: set it in the instance."
@@ -121,7 +120,9 @@ def _of_class(kind: type, algorithm: Algorithm, given: Mapping[str, object]) -> 
 
 def _option_names(algorithm: Algorithm) -> frozenset[str]:
     """The options that have an effect with an algorithm."""
-    return frozenset(("lr", *DEFAULTS[algorithm]))
+    return frozenset(
+        ("lr", *(name for name, option in OPTIONS.items() if algorithm in option.settings))
+    )
 
 
 def _defaults(kind: type) -> dict[str, object]:
@@ -276,11 +277,10 @@ def _group_texts(
             alias for g in groups if g is not group for name in g.members for alias in aliases[name]
         ]
         settings = dict(group.options)
-        inherited = (
-            first.options if group.algorithm is first.algorithm else DEFAULTS[group.algorithm]
-        )
+        is_alike = group.algorithm is first.algorithm
         for name in settings.keys() - set(GROUP_KEYS):
-            if settings.pop(name) != inherited[name]:
+            default = OPTIONS[name].settings[group.algorithm].default
+            if settings.pop(name) != (first.options[name] if is_alike else default):
                 raise UserError(f"{group.label} has other {name} than the first group.")
         if group.algorithm is not first.algorithm:
             settings = {"optimizer": str(group.algorithm), **settings}

@@ -20,8 +20,7 @@ from zeroir.checkpoint.manifest import (
     StoredTensor,
 )
 from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES, LENGTH_BYTES
-from zeroir.ir.contents import ABSMAX
-from zeroir.ir.eight_bit_states import BLOCK_NUMEL
+from zeroir.ir.eight_bit_states import ABSMAX, BLOCK_NUMEL
 
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 """A file in the folder itself: a manifest must not lead its reader to files elsewhere."""

@@ -70,7 +70,7 @@ class StoredParameter(Record):
 class StoredQuantity(Record):
     """A quantity of a flat: ``master``, ``ema``, or an optimizer's state such as ``exp_avg``.
 
-    ``factors`` and ``preconditioners`` have coordinates of their own; see ``zeroir/ir/factors.py``. A state of 8 bits
+    What is kept of whole parameters has coordinates of its own; see ``zeroir/ir/own_coordinates.py``. A state of 8 bits
     is two quantities, such as ``exp_avg_codes``, one byte for each element, and ``exp_avg_absmax``, one FP32 scale for
     each block of 256; see ``zeroir/ir/eight_bit_states.py``.
     """

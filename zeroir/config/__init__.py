@@ -2,7 +2,7 @@
 
 ``option_fields`` declares each option by itself, ``offload_fields`` those of what is kept outside device memory.
 ``options`` states the rules between them, with those of ``effects`` and ``offload_rules``, and reads and stores them.
-``groups`` and ``meshes`` read what these options mean; ``hyper_parameters`` has the defaults of each optimizer.
+``groups`` and ``meshes`` read what these options mean.
 """
 
 from zeroir.config.meshes import default_world_size

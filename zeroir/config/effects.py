@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from zeroir.config import hyper_parameters
 from zeroir.config.field_types import STEP
 from zeroir.config.offload_rules import offload_problem
 from zeroir.config.texts import text_of
+from zeroir.ir.optimizers.catalogue import OPTIONS
 
 if TYPE_CHECKING:
     from zeroir.config.options import CompileOptions
@@ -88,10 +88,9 @@ def first_without_effect(options: CompileOptions) -> str | None:
             f"{_flag(options, 'live_gradients')} bounds the full gradients that wait for their reduction, but with "
             "--accumulate-locally none waits"
         )
-    for name in hyper_parameters.NAMES:
-        if name not in hyper_parameters.DEFAULTS[options.optimizer] and _asks_for(options, name):
-            users = hyper_parameters.users(name)
-            return f"{_flag(options, name)} needs --optimizer {users}, but the optimizer is {options.optimizer}"
+    for name, option in OPTIONS.items():
+        if options.optimizer not in option.settings and _asks_for(options, name):
+            return f"{_flag(options, name)} needs --optimizer {option.users}, but the optimizer is {options.optimizer}"
     decays = (o.effective_weight_decay for o in (options, *map(options.of_group, options.groups)))
     if options.no_decay and not any(decays):
         return "--no-decay needs a --weight-decay above 0"

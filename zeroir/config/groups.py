@@ -14,22 +14,13 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Final
 
+from zeroir.ir.optimizers.catalogue import OPTIONS, USUAL
+
 GROUP_KEYS: Final = (
     "optimizer",
     "optimizer_bits",
     "lr",
-    "momentum",
-    "dampening",
-    "nesterov",
-    "beta1",
-    "beta2",
-    "eps",
-    "weight_decay",
-    "ns_steps",
-    "adjust_lr_fn",
-    "beta2_decay",
-    "eps2",
-    "d",
+    *(name for name, option in OPTIONS.items() if option.kind is not tuple),
 )
 """The options of the optimizer that a group may set."""
 
@@ -39,8 +30,8 @@ DEFAULT_GROUP: Final = "default"
 NO_DECAY: Final = "no_decay"
 """The name, or the last part of the name, of a group without weight decay."""
 
-_LEFT_NAMES: Final = ("adamw", f"adamw.{NO_DECAY}")
-"""The names, or their last parts, of the groups of parameters that muon does not take."""
+_LEFT_NAMES: Final = (str(USUAL), f"{USUAL}.{NO_DECAY}")
+"""The names, or their last parts, of the groups of parameters that the optimizer does not take."""
 
 SEPARATOR: Final = ";"
 """Stands between groups where several are one text."""

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from zeroir.config.field_types import Amount, Names, OptionalAmount
 from zeroir.ir.amounts import parse_bytes
+from zeroir.ir.optimizers.catalogue import WITH_STATES_OF_ELEMENTS
 
 OPTIMIZER: Final = "optimizer"
 GRADIENTS: Final = "gradients"
@@ -204,7 +205,7 @@ OptimizerBits = Annotated[
     Literal[32, 8],
     Field(
         description="Bits of an element of the optimizer's states: 8 stores blocks of 256 elements with a scale each "
-        "(momentum, adam, adamw, lion)."
+        f"({', '.join(WITH_STATES_OF_ELEMENTS)})."
     ),
     BeforeValidator(_as_number),
 ]

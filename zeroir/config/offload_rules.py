@@ -14,10 +14,10 @@ from zeroir.config.offload_fields import (
     named_places,
 )
 from zeroir.ir.amounts import parse_bytes
+from zeroir.ir.optimizers.catalogue import WITH_STATES_OF_ELEMENTS, Algorithm
 
 if TYPE_CHECKING:
     from zeroir.config.options import CompileOptions
-    from zeroir.ir.ops import Algorithm
 
 
 def offload_problem(options: CompileOptions) -> str | None:
@@ -137,8 +137,8 @@ def _bits_problem(options: CompileOptions) -> str | None:
         return None
     if options.optimizer.direction_dtype is not None:
         return (
-            f"--optimizer-bits {options.optimizer_bits} is for states of single elements (momentum, adam, adamw, "
-            f"lion), but {options.optimizer} works on whole parameters"
+            f"--optimizer-bits {options.optimizer_bits} is for states of single elements "
+            f"({', '.join(WITH_STATES_OF_ELEMENTS)}), but {options.optimizer} works on whole parameters"
         )
     if not any(algorithm.has_states_of_elements for algorithm in _algorithms(options)):
         return f"--optimizer-bits {options.optimizer_bits} has no effect: {options.optimizer} keeps no states"

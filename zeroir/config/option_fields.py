@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from zeroir.config.field_types import STEP, Names, OptionalAmount, Order
 from zeroir.config.groups import SEPARATOR, GroupError, group_text
-from zeroir.config.hyper_parameters import AdjustLr
 from zeroir.config.meshes import default_world_size, parse_mesh
 from zeroir.config.offload_fields import (
     HOST,
@@ -27,10 +27,31 @@ from zeroir.config.offload_fields import (
 )
 from zeroir.errors import UserError
 from zeroir.ir.limits import LARGEST_SCALAR, MOST_BYTES, MOST_COUNT, MOST_RANKS
-from zeroir.ir.ops import Algorithm
+from zeroir.ir.optimizers.catalogue import OPTIONS, USUAL, Algorithm
 from zeroir.schedules import parse_schedule
 
 Precision = Literal["fp32", "bf16", "fp16"]
+
+
+AdjustLr = Literal["original", "match_rms_adamw"]
+
+
+def _setting(name: str, *, shows_default: bool = True) -> FieldInfo:
+    """The limits and the description of an option that is a setting of some optimizers."""
+    option = OPTIONS[name]
+    default = f" [default: {option.default_text}]" if shows_default else ""
+    start, stop = option.limits.at_least, option.limits.at_most
+    if option.kind in (int, float):
+        start = -LARGEST_SCALAR if start is None and option.limits.above is None else start
+        stop = LARGEST_SCALAR if stop is None and option.limits.below is None else stop
+    info: FieldInfo = Field(
+        ge=start,
+        gt=option.limits.above,
+        le=stop,
+        lt=option.limits.below,
+        description=option.effect + default,
+    )
+    return info
 
 
 class OptionFields(BaseModel):
@@ -118,7 +139,7 @@ class OptionFields(BaseModel):
 
     optimizer: Annotated[
         Algorithm, Field(description="The update rule, with the semantics of torch.optim.")
-    ] = Algorithm.ADAMW
+    ] = USUAL
     lr: Annotated[float, Field(ge=0, le=LARGEST_SCALAR, description="Learning rate.")] = 1e-3
     schedule: Annotated[
         str | None,
@@ -127,92 +148,21 @@ class OptionFields(BaseModel):
             "(also constant, linear, and DeepSpeed's). [default: none]"
         ),
     ] = None
-    momentum: Annotated[
-        float | None,
-        Field(
-            ge=0,
-            lt=1,
-            description="Momentum factor (momentum, muon). [default: 0.9, muon 0.95]",
-        ),
-    ] = None
-    dampening: Annotated[
-        float, Field(ge=0, le=LARGEST_SCALAR, description="Dampening (momentum only).")
-    ] = 0.0
-    nesterov: Annotated[
-        bool | None,
-        Field(
-            description="Nesterov momentum (momentum, muon). [default: for muon alone]",
-        ),
-    ] = None
-    beta1: Annotated[
-        float, Field(ge=0, lt=1, description="Decay of exp_avg (adam, adamw, lion).")
-    ] = 0.9
-    beta2: Annotated[
-        float | None,
-        Field(
-            ge=0,
-            lt=1,
-            description="Decay of exp_avg_sq (adam, adamw), or of exp_avg (lion). [default: 0.999, lion 0.99]",
-        ),
-    ] = None
-    eps: Annotated[
-        float | None,
-        Field(
-            ge=0,
-            le=LARGEST_SCALAR,
-            description="Added to the denominator (adam, adamw) or to eigenvalues (shampoo), or the least denominator "
-            "(muon, adafactor). [default: 1e-8, shampoo 1e-4, muon 1e-7, adafactor 2⁻²³]",
-        ),
-    ] = None
-    weight_decay: Annotated[
-        float | None,
-        Field(
-            ge=0,
-            le=LARGEST_SCALAR,
-            description="Weight decay. [default: 0.01 for adamw, 0.1 for muon, else 0]",
-        ),
-    ] = None
-    ns_steps: Annotated[
-        int | None,
-        Field(ge=1, lt=100, description="Newton-Schulz iterations (muon). [default: 5]"),
-    ] = None
-    ns_coefficients: Annotated[
-        tuple[float, float, float] | None,
-        Field(
-            description="Coefficients of a Newton-Schulz iteration (muon). [default: 3.4445,-4.775,2.0315]"
-        ),
-    ] = None
-    adjust_lr_fn: Annotated[
-        AdjustLr | None,
-        Field(
-            description="How the learning rate depends on the shape of a parameter (muon). [default: original]"
-        ),
-    ] = None
-    beta2_decay: Annotated[
-        float | None,
-        Field(
-            ge=-LARGEST_SCALAR,
-            le=0,
-            description="Exponent of the decay of the second moment (adafactor). [default: -0.8]",
-        ),
-    ] = None
-    eps2: Annotated[
-        float | None,
-        Field(
-            ge=0,
-            le=LARGEST_SCALAR,
-            description="Least root mean square of a parameter by which its steps are scaled (adafactor). "
-            "[default: 1e-3]",
-        ),
-    ] = None
-    d: Annotated[
-        float | None,
-        Field(
-            ge=1,
-            le=LARGEST_SCALAR,
-            description="Largest root mean square of an unscaled step (adafactor). [default: 1]",
-        ),
-    ] = None
+    momentum: Annotated[float | None, _setting("momentum")] = None
+    dampening: Annotated[float, _setting("dampening", shows_default=False)] = 0.0
+    nesterov: Annotated[bool | None, _setting("nesterov")] = None
+    beta1: Annotated[float, _setting("beta1", shows_default=False)] = 0.9
+    beta2: Annotated[float | None, _setting("beta2")] = None
+    eps: Annotated[float | None, _setting("eps")] = None
+    weight_decay: Annotated[float | None, _setting("weight_decay")] = None
+    ns_steps: Annotated[int | None, _setting("ns_steps")] = None
+    ns_coefficients: Annotated[tuple[float, float, float] | None, _setting("ns_coefficients")] = (
+        None
+    )
+    adjust_lr_fn: Annotated[AdjustLr | None, _setting("adjust_lr_fn")] = None
+    beta2_decay: Annotated[float | None, _setting("beta2_decay")] = None
+    eps2: Annotated[float | None, _setting("eps2")] = None
+    d: Annotated[float | None, _setting("d")] = None
     group: Annotated[
         tuple[str, ...],
         Field(

@@ -8,7 +8,6 @@ from typing import Final, Self
 
 from pydantic import ValidationError, ValidationInfo, model_validator
 
-from zeroir.config import hyper_parameters
 from zeroir.config.effects import first_without_effect
 from zeroir.config.field_types import STEP
 from zeroir.config.groups import SEPARATOR, GroupError, GroupSpec, parse_groups
@@ -27,7 +26,8 @@ from zeroir.config.texts import explain_validation, first_problem, text_of
 from zeroir.errors import UserError
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS, Axis, Mesh
-from zeroir.ir.ops import Algorithm
+from zeroir.ir.optimizers.catalogue import OPTIONS, WITH_STATES_OF_ELEMENTS, Algorithm
+from zeroir.ir.optimizers.settings import Setting, Value
 
 _IS_WRITTEN: Final = {"is_written": True}
 """The validation context for options that a program carries: an option without effect is no error there."""
@@ -46,10 +46,11 @@ class CompileOptions(OptionFields):
         return self
 
     @model_validator(mode="after")
-    def _nesterov_fits_momentum(self) -> Self:
-        has_momentum = "momentum" in hyper_parameters.DEFAULTS[self.optimizer]
-        if self.nesterov and has_momentum and (self.dampening or not self.effective_momentum):
-            raise ValueError("nesterov needs a momentum above 0 and no dampening")
+    def _settings_fit_each_other(self) -> Self:
+        declaration = self.optimizer.declaration
+        problem = declaration.problem(dict(zip(declaration.hyper_names, self.hyper, strict=True)))
+        if problem is not None:
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")
@@ -206,31 +207,15 @@ class CompileOptions(OptionFields):
         """The device memory that early gathers may fill; None if ``prefetch`` sets the distance instead."""
         return None if self.prefetch_budget is None else parse_bytes(self.prefetch_budget)
 
-    def hyper_parameter(self, name: str) -> hyper_parameters.Value:
-        """The value of a hyper-parameter of the optimizer, torch's default unless given; 0 where it has none."""
-        defaults = hyper_parameters.DEFAULTS[self.optimizer]
-        if name not in defaults:
-            return 0.0
-        given: hyper_parameters.Value | None = getattr(self, name)
-        return defaults[name] if given is None else given
-
-    @property
-    def effective_momentum(self) -> float:
-        """The momentum factor; 0 for an optimizer that has none."""
-        return self._number("momentum")
+    def _value(self, setting: Setting) -> Value:
+        """The value of a setting of the optimizer, its default unless given."""
+        given: Value | None = None if setting.fixed is not None else getattr(self, setting.name)
+        return setting.default if given is None else given
 
     @property
     def effective_weight_decay(self) -> float:
-        """The weight decay: torch's default of the optimizer unless given."""
-        return self._number("weight_decay")
-
-    def _number(self, name: str) -> float:
-        """A hyper-parameter as ``%hyper`` holds it."""
-        option, _, index = name.partition(".")
-        value = self.hyper_parameter(option)
-        if isinstance(value, tuple):
-            return value[int(index)]
-        return hyper_parameters.ADJUST_LR_FNS[value] if isinstance(value, str) else float(value)
+        """The weight decay: the default of the optimizer unless given."""
+        return dict(zip(self.optimizer.hyper_names, self.hyper, strict=True))["weight_decay"]
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:
@@ -245,8 +230,8 @@ class CompileOptions(OptionFields):
         """
         return self._of_group(spec, _IS_WRITTEN)
 
-    def with_adamw(self) -> CompileOptions:
-        """The options of parameters that another optimizer does not take: AdamW's, and the same learning rate.
+    def with_usual_optimizer(self) -> CompileOptions:
+        """The options of parameters that the optimizer does not take: the usual one's, and the same learning rate.
 
         The weight decay is the same, too, where it is given.
         """
@@ -258,12 +243,12 @@ class CompileOptions(OptionFields):
         return self.model_copy(update={"weight_decay": 0.0})
 
     def _of_group(self, spec: GroupSpec, context: Mapping[str, bool] | None) -> CompileOptions:
-        names = ("optimizer", "optimizer_bits", "lr", *hyper_parameters.NAMES)
+        names = ("optimizer", "optimizer_bits", "lr", *OPTIONS)
         values = {name: getattr(self, name) for name in names}
         optimizer = spec.settings.get("optimizer", self.optimizer)
         if optimizer != self.optimizer:
             values = {name: values[name] for name in ("lr", "weight_decay")}
-            if optimizer in _EIGHT_BIT_OPTIMIZERS:
+            if optimizer in WITH_STATES_OF_ELEMENTS:
                 values["optimizer_bits"] = self.optimizer_bits
         update = {**values, **spec.settings, "world_size": 1}
         return CompileOptions.model_validate(update, context=context)
@@ -271,7 +256,11 @@ class CompileOptions(OptionFields):
     @property
     def hyper(self) -> tuple[float, ...]:
         """The contents of ``%hyper``, in the order of ``Algorithm.hyper_names``."""
-        return tuple(self._number(name) for name in self.optimizer.hyper_names)
+        return tuple(
+            number
+            for setting in self.optimizer.declaration.settings
+            for number in setting.numbers(self._value(setting))
+        )
 
     def to_pairs(self) -> tuple[tuple[str, str], ...]:
         """The options as a program stores them: names and texts, sorted by name, without options that are not set.
@@ -284,9 +273,6 @@ class CompileOptions(OptionFields):
         are_set = (value not in (None, ()) for _, value in values)
         return tuple(compress(texts, are_set))
 
-
-_EIGHT_BIT_OPTIMIZERS: Final = frozenset(a for a in Algorithm if a.has_states_of_elements)
-"""The optimizers whose states can have 8 bits."""
 
 _SEPARATORS: Final = {"group": SEPARATOR}
 """Separators of options that are lists, where commas are part of an item."""
@@ -318,9 +304,8 @@ def options_from_pairs(pairs: Iterable[tuple[str, str]]) -> CompileOptions:
     values = dict(pairs)
     optimizer = values.get("optimizer")
     if optimizer in set(Algorithm):
-        own = hyper_parameters.DEFAULTS[Algorithm(optimizer)]
-        for name in hyper_parameters.NAMES:
-            if name not in own:
+        for name, option in OPTIONS.items():
+            if optimizer not in option.settings:
                 values.pop(name, None)
     try:
         return CompileOptions.model_validate_strings(values, context=_IS_WRITTEN)

@@ -18,13 +18,10 @@ from pydantic import JsonValue
 from zeroir.checkpoint.manifest import Manifest
 from zeroir.checkpoint.state_tree import tensor_names
 from zeroir.convert.stored_tensors import Extent, StoredTensors, TensorInFiles
-from zeroir.ir.contents import FACTORS, PRECONDITIONERS
+from zeroir.ir.optimizers.catalogue import OWN_STATES
 
 SLICE_NUMEL: Final = 1 << 21
 """The elements that are compared at once: 16 MB of each side, and 16 MB of their difference, in FP64."""
-
-_OF_FLATS: Final = (FACTORS, PRECONDITIONERS)
-"""Quantities that are compared flat by flat instead of parameter by parameter."""
 
 BUFFER: Final = "buffer"
 """The quantity of module buffers in comparisons."""
@@ -195,7 +192,7 @@ def _by_key(stored: StoredTensors, names: Mapping[str, str]) -> dict[TensorKey, 
     copies: dict[TensorKey, list[_Copy]] = {}
     for flat in stored.manifest.flats:
         for quantity in flat.quantities:
-            if quantity.name in _OF_FLATS:
+            if quantity.name in OWN_STATES:
                 numel = max((piece.stop for piece in quantity.pieces), default=0)
                 copies[TensorKey(name=flat.name, quantity=quantity.name)] = [
                     _Copy(
@@ -206,7 +203,7 @@ def _by_key(stored: StoredTensors, names: Mapping[str, str]) -> dict[TensorKey, 
     for parameter in stored.parameters:
         for quantity in parameter.flat.quantities:
             tensor = stored.state(parameter, quantity.name)
-            if quantity.name not in _OF_FLATS and tensor is not None:
+            if quantity.name not in OWN_STATES and tensor is not None:
                 name = names.get(parameter.name, parameter.name)
                 copies[TensorKey(name=name, quantity=quantity.name)] = [_Copy(tensor=tensor)]
     for buffer in stored.manifest.buffers:

@@ -36,7 +36,7 @@ from zeroir.convert.torch_optimizer_states import (
     states,
 )
 from zeroir.errors import UserError
-from zeroir.ir.algorithms import Algorithm
+from zeroir.ir.optimizers.catalogue import Algorithm
 
 DEEPSPEED_VERSION: Final = "0.19.0"
 """The version whose layout this is; loaders compare it with the first one that they can read."""

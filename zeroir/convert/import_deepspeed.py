@@ -40,7 +40,7 @@ from zeroir.convert.imported_optimizer import (
 )
 from zeroir.convert.pickled_data import Made
 from zeroir.errors import UserError
-from zeroir.ir.algorithms import Algorithm
+from zeroir.ir.optimizers.catalogue import Algorithm
 
 LATEST: Final = "latest"
 """The file that names the newest checkpoint of a folder."""

@@ -21,7 +21,7 @@ from zeroir.checkpoint.manifest import StoredGroup, StoredScalar
 from zeroir.config.groups import DEFAULT_GROUP
 from zeroir.convert.imported import ImportedModel, ImportedParameter, ImportedTensor
 from zeroir.errors import UserError
-from zeroir.ir.algorithms import Algorithm
+from zeroir.ir.optimizers.catalogue import Algorithm
 
 Tree = Mapping[object, object]
 """Dictionaries within dictionaries, with ``ImportedTensor``, numbers, texts, lists and None."""

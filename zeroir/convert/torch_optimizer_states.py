@@ -1,30 +1,31 @@
 """The states and settings of a checkpoint's optimizer as torch's optimizers name them, by parameter.
 
-Our states have torch's names already. Adafactor's are stored together (``zeroir/ir/factors.py``) and are taken apart
-here. torch has no Shampoo, whose sums of products therefore have no name to be exported under.
+Our states have torch's names already. What is kept of whole parameters is stored together
+(``zeroir/ir/own_coordinates.py``), and is taken apart here if torch has the optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 from typing import Final
 
 import torch
 from pydantic import JsonValue
+from torch import Tensor
 
-from zeroir.checkpoint.manifest import MASTER, StoredGroup
+from zeroir.checkpoint.manifest import MASTER, StoredGroup, StoredQuantity
 from zeroir.convert.stored_tensors import (
     ParameterInFiles,
     StoredTensors,
     TensorInFiles,
-    quantity_of,
 )
 from zeroir.errors import UserError
-from zeroir.ir.algorithms import Algorithm
-from zeroir.ir.contents import CODES, EMA, FACTORS, OWN_COORDINATES
+from zeroir.ir.contents import EMA
+from zeroir.ir.eight_bit_states import STATE_OF_CODES
+from zeroir.ir.optimizers.catalogue import OWN_STATES_OF_TORCH, Algorithm
+from zeroir.ir.own_coordinates import OWN_COORDINATES, placed_parts
 
 STEP: Final = "step"
 
@@ -33,11 +34,6 @@ _OWN_KEYS: Final = frozenset({"params", "param_names", "name"})
 
 _NO_STATES: Final = frozenset({MASTER, EMA, *OWN_COORDINATES})
 """Quantities that are not states with the elements of parameters."""
-
-_STATE_OF_CODES: Final = {codes: state for state, codes in CODES.items()}
-
-_COUNTING: Final = (Algorithm.ADAM, Algorithm.ADAMW, Algorithm.ADAFACTOR)
-"""torch's optimizers of these names count their steps for each parameter."""
 
 Setting = bool | int | float | str | tuple[float, ...] | None
 
@@ -53,7 +49,7 @@ class OptimizerGroupInFiles:
     @property
     def counts_steps(self) -> bool:
         """Whether torch keeps the number of steps of each parameter."""
-        return self.algorithm in _COUNTING
+        return self.algorithm.declaration.counts_steps
 
 
 def optimizer_groups(stored: StoredTensors) -> list[OptimizerGroupInFiles]:
@@ -69,10 +65,10 @@ def states(stored: StoredTensors, parameter: ParameterInFiles) -> dict[str, Tens
     """The states of a parameter by torch's names, without the count of steps; those of 8 bits are widened to FP32."""
     tensors: dict[str, TensorInFiles] = {}
     for quantity in parameter.flat.quantities:
-        state = _STATE_OF_CODES.get(quantity.name)
+        state = STATE_OF_CODES.get(quantity.name)
         widened = None if state is None else stored.widened(parameter, state)
-        if quantity.name == FACTORS:
-            tensors |= _factors(stored, parameter)
+        if quantity.name in OWN_STATES_OF_TORCH:
+            tensors |= _parts(stored, parameter, quantity)
         elif state is not None and widened is not None:
             tensors[state] = widened
         elif quantity.name not in _NO_STATES:
@@ -84,17 +80,22 @@ def states(stored: StoredTensors, parameter: ParameterInFiles) -> dict[str, Tens
 
 def notes_on_states(stored: StoredTensors, groups: list[OptimizerGroupInFiles]) -> list[str]:
     """Sentences on states that cannot be exported, or not as they are."""
-    notes = []
-    if any(group.algorithm is Algorithm.SHAMPOO for group in groups):
-        notes.append(
-            "The states of Shampoo were left out: torch has no optimizer that could load them."
-        )
+    left_out = {
+        group.algorithm.declaration.title: None
+        for group in groups
+        if (own := group.algorithm.declaration.own_state) is not None
+        and own.quantity not in OWN_STATES_OF_TORCH
+    }
+    notes = [
+        f"The states of {title} were left out: torch has no optimizer that could load them."
+        for title in left_out
+    ]
     return notes + notes_on_codes(stored)
 
 
 def notes_on_codes(stored: StoredTensors) -> list[str]:
     """One sentence where states have 8 bits."""
-    if any(q.name in _STATE_OF_CODES for flat in stored.manifest.flats for q in flat.quantities):
+    if any(q.name in STATE_OF_CODES for flat in stored.manifest.flats for q in flat.quantities):
         return ["The optimizer's states of 8 bits were written as FP32."]
     return []
 
@@ -136,43 +137,22 @@ def _setting(value: JsonValue) -> Setting:
 @cache
 def _torch_defaults(algorithm: Algorithm) -> Mapping[str, Setting]:
     """All settings of torch's optimizer with their defaults, so that it finds each one; none where torch has none."""
-    parameter = torch.empty((1, 1), device="meta", requires_grad=True)
-    match algorithm:
-        case Algorithm.SGD | Algorithm.MOMENTUM:
-            return torch.optim.SGD([parameter], lr=1e-3).defaults
-        case Algorithm.ADAM:
-            return torch.optim.Adam([parameter]).defaults
-        case Algorithm.ADAMW:
-            return torch.optim.AdamW([parameter]).defaults
-        case Algorithm.MUON:
-            return torch.optim.Muon([parameter]).defaults
-        case Algorithm.ADAFACTOR:
-            return torch.optim.Adafactor([parameter]).defaults
-        case Algorithm.LION | Algorithm.SHAMPOO:
-            return {}
-
-
-def _factors(stored: StoredTensors, parameter: ParameterInFiles) -> dict[str, TensorInFiles]:
-    """Adafactor's moments of a parameter: of its rows and columns, or of its elements where it is no matrix."""
-    quantity = quantity_of(parameter.flat, FACTORS)
-    if quantity is None:
+    name = algorithm.declaration.torch_class
+    if name is None:
         return {}
-    offset = 0
-    for slot in parameter.flat.parameters:
-        parts = _factor_shapes(slot.shape)
-        if slot is not parameter.slot:
-            offset += sum(prod(shape) for shape in parts.values())
-            continue
-        tensors = {}
-        for name, shape in parts.items():
-            tensors[name] = stored.elements(quantity, offset, shape, parameter.name)
-            offset += prod(shape)
-        return tensors
-    return {}
+    make: Callable[[list[Tensor]], torch.optim.Optimizer] = getattr(torch.optim, name)
+    return make([torch.empty((1, 1), device="meta", requires_grad=True)]).defaults
 
 
-def _factor_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The moments that torch.optim.Adafactor keeps of a parameter, in the order in which they are stored."""
-    if len(shape) < 2:
-        return {"variance": shape}
-    return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
+def _parts(
+    stored: StoredTensors, parameter: ParameterInFiles, quantity: StoredQuantity
+) -> dict[str, TensorInFiles]:
+    """The tensors that are kept of a parameter, of those of its whole flat."""
+    slots = parameter.flat.parameters
+    placed = zip(slots, placed_parts(quantity.name, (slot.shape for slot in slots)), strict=True)
+    return {
+        part.name: stored.elements(quantity, part.offset, part.shape, parameter.name)
+        for slot, parts in placed
+        if slot is parameter.slot
+        for part in parts
+    }

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Final, Literal, Self, assert_never
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -26,35 +25,17 @@ from zeroir.config.offload_fields import (
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL
 from zeroir.ir.limits import MOST_BYTES, MOST_COUNT, MOST_RANKS
+from zeroir.ir.optimizers.catalogue import WITH_STATES_OF_ELEMENTS, Algorithm, OptimizerName
+from zeroir.ir.optimizers.declaration import Declaration
 
-Optimizer = Literal[
-    "sgd",
-    "momentum",
-    "adam",
-    "adamw",
-    "adam-fp32-master",
-    "lion",
-    "muon",
-    "adafactor",
-    "shampoo",
-]
+ADAM_WITH_MASTER: Final = "adam-fp32-master"
+
+Optimizer = Literal[OptimizerName, "adam-fp32-master"]
+"""An optimizer, or Adam with the FP32 master weights counted among its states."""
 
 STATE_BYTES: Final = 4
-_QUANTISED: Final = ("momentum", "adam", "adamw", "lion")
-"""Optimizers whose states can have 8 bits."""
-
 QUANTISED_BYTES: Final = 1 + STATE_BYTES / BLOCK_NUMEL
 """Bytes of a state of 8 bits: each block of elements has one FP32 scale."""
-
-PAGED_NUMBERS: Final[Mapping[str, int]] = {
-    "momentum": 1,
-    "lion": 1,
-    "muon": 1,
-    "adam": 2,
-    "adamw": 2,
-    "adam-fp32-master": 2,
-}
-"""How many numbers of a parameter can be paged: those that an optimizer keeps of each element."""
 
 _LEAST_SLOTS: Final = 2
 MOST_SLOTS: Final = 3
@@ -141,9 +122,9 @@ class EstimateOptions(BaseModel):
                     f"--offload-to {self.offload_to} has a place for {kind}, but --offload has "
                     f"{', '.join(self.offload) or 'nothing'}"
                 )
-        if self.optimizer_bits == 8 and self.optimizer not in _QUANTISED:
+        if self.optimizer_bits == 8 and self.optimizer not in WITH_STATES_OF_ELEMENTS:
             raise ValueError(
-                f"--optimizer-bits 8 is for {', '.join(_QUANTISED)}, not for {self.optimizer}"
+                f"--optimizer-bits 8 is for {', '.join(WITH_STATES_OF_ELEMENTS)}, not for {self.optimizer}"
             )
         return self
 
@@ -159,7 +140,7 @@ class EstimateOptions(BaseModel):
                 f"--page-optimizer {self.page_optimizer} updates on the device, and --offload optimizer on the host; "
                 "leave one of them out"
             )
-        if self.optimizer not in PAGED_NUMBERS:
+        if not paged_numbers(self.optimizer):
             raise ValueError(
                 f"--page-optimizer {self.page_optimizer} has no effect: {self.optimizer} keeps no states of single "
                 "elements"
@@ -177,45 +158,35 @@ class EstimateOptions(BaseModel):
         return 4 if self.precision == "fp32" else 2
 
 
-def states_per_parameter(optimizer: Optimizer) -> tuple[int, int]:
-    """The fewest and the most FP32 numbers that an optimizer keeps for each parameter.
+def _declared(optimizer: Optimizer) -> Declaration:
+    return Algorithm("adam" if optimizer == ADAM_WITH_MASTER else optimizer).declaration
 
-    Adafactor keeps the first moment (that of torch and of zeroir does not), and of the second only the sums of rows and
-    columns, which are negligible. Shampoo keeps, of an m × n parameter, m × m and n × n statistics, and besides these
-    their roots, a moment and a diagonal accumulator where an implementation has them; the numbers are those of square
-    parameters.
+
+def states_per_parameter(optimizer: Optimizer) -> tuple[int, int]:
+    """The fewest and the most FP32 numbers that implementations of an optimizer keep for each parameter.
+
+    Numbers of rows and columns alone are negligible; those of a whole matrix are those of a square one.
     """
-    match optimizer:
-        case "sgd":
-            return 0, 0
-        case "momentum" | "lion" | "muon":
-            return 1, 1
-        case "adafactor":
-            return 0, 1
-        case "adam" | "adamw":
-            return 2, 2
-        case "adam-fp32-master":
-            return 3, 3
-        case "shampoo":
-            return 2, 6
-        case _:
-            assert_never(optimizer)
+    fewest, most = _declared(optimizer).kept_numbers
+    master = int(optimizer == ADAM_WITH_MASTER)
+    return fewest + master, most + master
+
+
+def paged_numbers(optimizer: Optimizer) -> int:
+    """How many numbers of a parameter can be paged: those that an optimizer keeps of each element."""
+    return len(_declared(optimizer).states)
 
 
 def gathered_bytes_per_parameter(optimizer: Optimizer) -> int:
-    """Bytes that the update gathers for each parameter from stage 1 on, because its step needs whole parameters.
-
-    Muon gathers its directions in BF16, Adafactor gradients and parameters in FP32, and Shampoo gradients and two
-    statistics (of square parameters).
-    """
-    return {"muon": 2, "adafactor": 8, "shampoo": 12}.get(optimizer, 0)
+    """Bytes that the update gathers for each parameter from stage 1 on, because its step needs whole parameters."""
+    return _declared(optimizer).gathered_bytes
 
 
 def optimizer_bytes_per_parameter(options: EstimateOptions) -> float:
     """K of the ZeRO paper: bytes of optimizer state for each parameter, with master weights and averages."""
     numbers = states_per_parameter(options.optimizer)[1]
     quantised = numbers if options.optimizer_bits == 8 else 0
-    numbers += has_master(options) and options.optimizer != "adam-fp32-master"
+    numbers += has_master(options) and options.optimizer != ADAM_WITH_MASTER
     numbers += options.ema
     return STATE_BYTES * (numbers - quantised) + QUANTISED_BYTES * quantised
 
@@ -223,4 +194,4 @@ def optimizer_bytes_per_parameter(options: EstimateOptions) -> float:
 def has_master(options: EstimateOptions) -> bool:
     """Whether an FP32 copy of the parameters is among the optimizer's states."""
     is_low = options.itemsize_bytes < STATE_BYTES
-    return options.optimizer == "adam-fp32-master" or (is_low and options.master)
+    return options.optimizer == ADAM_WITH_MASTER or (is_low and options.master)

@@ -16,12 +16,12 @@ from zeroir.config.offload_fields import (
 )
 from zeroir.cost.estimate_options import (
     MOST_SLOTS,
-    PAGED_NUMBERS,
     QUANTISED_BYTES,
     STATE_BYTES,
     EstimateOptions,
     has_master,
     optimizer_bytes_per_parameter,
+    paged_numbers,
 )
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.buffers import Space
@@ -53,7 +53,7 @@ def paged_at(stage: int, options: EstimateOptions) -> Paged:
 
     What the slots leave of this memory holds states for good. The others come in and go out once in a step.
     """
-    numbers = PAGED_NUMBERS.get(options.optimizer, 0)
+    numbers = paged_numbers(options.optimizer)
     bytes_per_number = QUANTISED_BYTES if options.optimizer_bits == 8 else STATE_BYTES
     owned = options.params / (options.world_size if stage >= 1 else 1)
     states = numbers * bytes_per_number * owned

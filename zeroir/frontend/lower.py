@@ -22,12 +22,12 @@ from zeroir.frontend.places import refusals_at
 from zeroir.frontend.segment_calls import GradientSink, SegmentCall
 from zeroir.frontend.update import reports, scalars, update_body
 from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import ABSMAX, CODES, DIRECTION, EMA, FlatContent, Micro
+from zeroir.ir.contents import DIRECTION, EMA, FlatContent, Micro
 from zeroir.ir.dtypes import DType
-from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel
-from zeroir.ir.factors import own_numel
+from zeroir.ir.eight_bit_states import ABSMAX, BLOCK_NUMEL, CODES, blocks_numel
 from zeroir.ir.layout import Parameter, layout
 from zeroir.ir.mesh import Axis, Mesh
+from zeroir.ir.own_coordinates import own_numel
 from zeroir.ir.program import (
     EVALUATE,
     LAST_MICRO_STEP,
@@ -266,10 +266,10 @@ def _state_buffers(
             add(flat, codes, DType.U8, Role.STATE, holds(flat, codes))
             scales_numel = blocks_numel(flat.padded_numel)
             add(flat, absmax, DType.F32, Role.STATE, holds(flat, absmax), scales_numel)
-        factors = algorithm.factors_name
-        if factors is not None:
-            content = holds(flat, factors)
-            add(flat, factors, DType.F32, Role.STATE, content, own_numel(factors, flat))
+        own_state = algorithm.declaration.own_state
+        if own_state is not None:
+            own = own_state.quantity
+            add(flat, own, DType.F32, Role.STATE, holds(flat, own), own_numel(own, flat))
         if algorithm.direction_dtype is not None:
             add(flat, DIRECTION, algorithm.direction_dtype, Role.STAGING, None)
         if options.ema is not None:

@@ -10,14 +10,13 @@ from zeroir.config import CompileOptions
 from zeroir.config.groups import DEFAULT_GROUP, NO_DECAY
 from zeroir.errors import UserError
 from zeroir.ir.layout import Parameter
-from zeroir.ir.ops import Algorithm
+from zeroir.ir.optimizers.catalogue import USUAL, Algorithm
 from zeroir.ir.program import Flat, OptimizerGroup
 
 EIGHT_BITS = 8
 """The ``optimizer_bits`` of states that are codes."""
 
 MATRIX_DIMENSIONS = 2
-"""Muon and Shampoo take matrices alone."""
 
 FEWEST_DECAYED_DIMENSIONS = 2
 """With ``no_decay``, parameters of fewer dimensions than this have no weight decay: norms and biases."""
@@ -79,16 +78,16 @@ def parameter_groups(
 def _split(
     name: str, parameters: Sequence[Parameter], options: CompileOptions, *, no_decay: bool
 ) -> list[ParameterGroup]:
-    """A group, without the parameters that its optimizer does not take: AdamW updates those, with its own defaults."""
+    """A group, without the parameters that its optimizer does not take: the usual one does, by its defaults."""
     taken = list(parameters)
     if options.optimizer.takes_matrices_alone:
         taken = [p for p in parameters if len(p.shape) == MATRIX_DIMENSIONS]
     groups = _split_by_decay(name, taken, options, is_split=no_decay)
     left = [p for p in parameters if p not in taken]
     if left:
-        adamw = str(Algorithm.ADAMW)
-        left_name = adamw if name == DEFAULT_GROUP else f"{name}.{adamw}"
-        groups += _split_by_decay(left_name, left, options.with_adamw(), is_split=no_decay)
+        left_name = str(USUAL) if name == DEFAULT_GROUP else f"{name}.{USUAL}"
+        usual_options = options.with_usual_optimizer()
+        groups += _split_by_decay(left_name, left, usual_options, is_split=no_decay)
     return groups
 
 

@@ -8,10 +8,9 @@ from typing import Final
 from zeroir.config import CompileOptions
 from zeroir.frontend.parameter_groups import ParameterGroup, states_of
 from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import ABSMAX, CODES, DIRECTION, EMA, MASTER, PARAM, NamedContent
+from zeroir.ir.contents import DIRECTION, EMA, MASTER, PARAM, NamedContent
 from zeroir.ir.dtypes import DType
-from zeroir.ir.eight_bit_states import blocks_numel
-from zeroir.ir.factors import own_numel
+from zeroir.ir.eight_bit_states import ABSMAX, CODES, blocks_numel
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import (
     Alloc,
@@ -28,6 +27,8 @@ from zeroir.ir.ops import (
     Release,
     UpdateScale,
 )
+from zeroir.ir.optimizers.declaration import OwnState
+from zeroir.ir.own_coordinates import own_numel
 from zeroir.ir.program import Flat, ScalarBinding
 from zeroir.ir.reports import Quantity, ReportBinding
 
@@ -201,7 +202,7 @@ def _update(
             skip=skip,
             group=first.group,
             others=tuple(others),
-            factors=_factors(flat, algorithm.factors_name),
+            factors=_own_state(flat, algorithm.declaration.own_state),
             scales=scales,
             stream=COMPUTE,
         )
@@ -235,9 +236,10 @@ def _scales(flat: Flat, name: str) -> Region:
     return Region(buffer=f"{flat.name}.{name}", offset=0, numel=numel)
 
 
-def _factors(flat: Flat, name: str | None) -> Region | None:
-    if name is None:
+def _own_state(flat: Flat, state: OwnState | None) -> Region | None:
+    if state is None:
         return None
+    name = state.quantity
     return Region(buffer=f"{flat.name}.{name}", offset=0, numel=own_numel(name, flat))
 
 

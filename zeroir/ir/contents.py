@@ -21,24 +21,6 @@ MASTER = "master"
 GRAD = "grad"
 DIRECTION = "direction"
 """The directions of an optimizer that works on whole parameters."""
-FACTORS = "factors"
-"""Second moments of whole parameters, in coordinates of their own: see ``zeroir/ir/factors.py``."""
-PRECONDITIONERS = "preconditioners"
-"""Shampoo's sums of products of gradients, in coordinates of their own, too."""
-CODES = {
-    "exp_avg": "exp_avg_codes",
-    "exp_avg_sq": "exp_avg_sq_codes",
-    "momentum_buffer": "momentum_buffer_codes",
-}
-"""The states that can have 8 bits, and the quantity of the codes of each: see ``zeroir/ir/eight_bit_states.py``."""
-ABSMAX = {
-    "exp_avg": "exp_avg_absmax",
-    "exp_avg_sq": "exp_avg_sq_absmax",
-    "momentum_buffer": "momentum_buffer_absmax",
-}
-"""The scales of the blocks of these codes: the largest absolute value of each block, in coordinates of their own."""
-OWN_COORDINATES = (FACTORS, PRECONDITIONERS, *ABSMAX.values())
-"""Quantities of a flat whose elements are not those of its parameters."""
 EMA = "ema"
 """The exponential moving average of the parameters."""
 

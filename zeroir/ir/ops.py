@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar, Final, get_args
 
-from zeroir.ir.algorithms import Algorithm
 from zeroir.ir.buffers import Region, Space, View
 from zeroir.ir.dtypes import DType
 from zeroir.ir.op_fields import (
@@ -31,6 +30,7 @@ from zeroir.ir.op_fields import (
     Written,
 )
 from zeroir.ir.operation import Mode, Operation, Reduction, Refill
+from zeroir.ir.optimizers.catalogue import Algorithm
 from zeroir.ir.update_ops import (
     Average,
     CheckFinite,

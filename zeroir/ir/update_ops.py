@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zeroir.ir.algorithms import Algorithm
 from zeroir.ir.buffers import Region
-from zeroir.ir.contents import ABSMAX, CODES
+from zeroir.ir.eight_bit_states import ABSMAX, CODES
 from zeroir.ir.op_fields import (
     Accumulated,
     Attribute,
@@ -18,6 +17,7 @@ from zeroir.ir.op_fields import (
     Written,
 )
 from zeroir.ir.operation import Mode, Operation, Refill
+from zeroir.ir.optimizers.catalogue import Algorithm
 
 
 class Update(Operation):

@@ -9,14 +9,8 @@ from typing import Final
 from zeroir.ir.allowlist import refusal
 from zeroir.ir.bounds import AheadBound, BehindBound, LiveBound
 from zeroir.ir.buffers import Buffer, Role
-from zeroir.ir.contents import (
-    ABSMAX,
-    CODES,
-    FlatContent,
-    Micro,
-    WeightContent,
-)
-from zeroir.ir.eight_bit_states import BLOCK_NUMEL
+from zeroir.ir.contents import FlatContent, Micro, WeightContent
+from zeroir.ir.eight_bit_states import ABSMAX, BLOCK_NUMEL, CODES
 from zeroir.ir.mesh import HOST
 from zeroir.ir.operators import call_problem, declaration_problem
 from zeroir.ir.program import (

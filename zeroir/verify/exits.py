@@ -13,7 +13,6 @@ from typing import assert_never
 from zeroir.ir.buffers import Buffer, Region, Role, copied_region, whole
 from zeroir.ir.contents import (
     GRAD,
-    OWN_COORDINATES,
     PARAM,
     Content,
     FlatContent,
@@ -23,6 +22,7 @@ from zeroir.ir.contents import (
     WeightContent,
     Zeros,
 )
+from zeroir.ir.own_coordinates import OWN_COORDINATES
 from zeroir.ir.program import EVALUATE, MICRO_STEP, SAVE, UPDATE, Holding
 from zeroir.verify import algebra
 from zeroir.verify.context import spell

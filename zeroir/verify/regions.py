@@ -6,21 +6,18 @@ from dataclasses import replace
 
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import (
-    ABSMAX,
     DIRECTION,
     EMA,
-    FACTORS,
     GRAD,
     MASTER,
-    OWN_COORDINATES,
     PARAM,
-    PRECONDITIONERS,
     Content,
     FlatContent,
     WeightContent,
 )
-from zeroir.ir.eight_bit_states import blocks_numel
-from zeroir.ir.factors import own_numel
+from zeroir.ir.eight_bit_states import ABSMAX, blocks_numel
+from zeroir.ir.optimizers.catalogue import OWN_STATES
+from zeroir.ir.own_coordinates import OWN_COORDINATES, own_numel
 from zeroir.ir.program import (
     SHARD_ALIGNMENT_NUMEL,
     Program,
@@ -91,12 +88,14 @@ def content_problem(program: Program, content: Content, numel: int) -> str | Non
         length = -(-own_numel(content.quantity, flat) // (count * SHARD_ALIGNMENT_NUMEL)) * (
             count * SHARD_ALIGNMENT_NUMEL
         )
-    if content.quantity == FACTORS:
-        length = own_numel(FACTORS, flat)
+    own_state = OWN_STATES.get(content.quantity)
+    is_kept_whole = own_state is not None and not own_state.is_sharded
+    if is_kept_whole:
+        length = own_numel(content.quantity, flat)
     if content.offset < 0 or stop > length:
         return f"holds elements [{content.offset}:{stop}] of flat {flat.name}, which has {length}"
-    if content.quantity == FACTORS and content.shard is not None:
-        return f"holds a slice of the factors of flat {flat.name}, which each rank keeps whole"
+    if is_kept_whole and content.shard is not None:
+        return f"holds a slice of the {content.quantity} of flat {flat.name}, which each rank keeps whole"
     if content.quantity == GRAD and content.micro is None:
         return "holds a gradient, but does not say of which micro-steps"
     if content.quantity != GRAD and (content.micro is not None or content.reduced):
@@ -114,7 +113,7 @@ def _stride_problem(content: FlatContent, stride: int, numel: int) -> str | None
     """Why a region of ``numel`` local elements cannot hold parts of slices that begin so many elements apart."""
     if content.shard is None:
         return "has a stride, but is not cut along an axis"
-    if content.quantity in (PARAM, MASTER, GRAD, EMA, DIRECTION, FACTORS, PRECONDITIONERS):
+    if content.quantity in (PARAM, MASTER, GRAD, EMA, DIRECTION, *OWN_STATES):
         return f"holds {content.quantity} with a stride, which only an optimizer state has"
     if stride <= numel:
         return f"has the stride {stride} and {numel} elements: each rank's part must be less than its slice"

@@ -172,7 +172,7 @@ def _whole_step(operands: OperandChecks, op: ops.OptimizerStep, dtype: DType) ->
         yield "Z005", f"{op.algorithm} keeps its states in `direction`, optimizer_step has some"
     yield from operands.typed(op, op.grad, dtype)
     yield from operands.alike(op, ("Z006",), op.param, op.grad)
-    needs_whole = op.algorithm.factors_name is not None
+    needs_whole = op.algorithm.declaration.own_state is not None
     if (op.factors is not None) is not needs_whole:
         problem = "needs factors" if needs_whole else "has no factors"
         yield "Z005", f"optimizer_step: {op.algorithm} {problem}"

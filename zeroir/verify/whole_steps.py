@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
-from zeroir.ir.contents import DIRECTION, FACTORS, PRECONDITIONERS
+from zeroir.ir.contents import DIRECTION
 from zeroir.ir.copies import at_rest
-from zeroir.ir.factors import factors_numel, preconditioners_numel
-from zeroir.ir.ops import Algorithm
+from zeroir.ir.optimizers.declaration import OwnState
+from zeroir.ir.own_coordinates import own_numel
 from zeroir.verify import algebra
 from zeroir.verify.context import spell
 from zeroir.verify.descriptions import describe
@@ -29,11 +29,15 @@ def check_operands(
     flat = run.program.flat_by_name[key.flat]
     numel = flat.padded_numel
     _check(run, op, op.grad, directions, FlatKey(DIRECTION, key.flat, 1), numel)
-    if op.algorithm is Algorithm.ADAFACTOR:
-        _check_adafactor(run, op, key, updated)
-    if op.algorithm is Algorithm.SHAMPOO:
-        _check_shampoo(run, op, key)
-    if op.algorithm.takes_matrices_alone:
+    whole = op.algorithm.declaration.whole
+    if whole is None:
+        return
+    if whole.reads_parameters:
+        _check_parameters(run, op, key, updated)
+    if whole.own_state is not None and op.factors is not None:
+        check = _check_sharded if whole.own_state.is_sharded else _check_kept_whole
+        check(run, op, op.factors, whole.own_state, key)
+    if whole.takes_matrices_alone:
         wrong = next((slot for slot in flat.slots if len(slot.shape) != 2), None)
         if wrong is not None:
             run.fail(
@@ -45,8 +49,8 @@ def check_operands(
             )
 
 
-def _check_adafactor(run: SectionRun, op: ops.OptimizerStep, key: FlatKey, updated: Cover) -> None:
-    """Every rank needs the parameters of the whole flat, and keeps all factors."""
+def _check_parameters(run: SectionRun, op: ops.OptimizerStep, key: FlatKey, updated: Cover) -> None:
+    """Every rank needs the parameters of the whole flat."""
     flat = run.program.flat_by_name[key.flat]
     if op.whole is not None:
         pieces = run.take(op.whole, "Z403")
@@ -60,28 +64,33 @@ def _check_adafactor(run: SectionRun, op: ops.OptimizerStep, key: FlatKey, updat
             op.param.buffer,
             advice="Gather the parameters before the step, and give it these: whole=…",
         )
-    if op.factors is not None:
-        pieces = run.take(op.factors, "Z403")
-        wanted = FlatKey(FACTORS, key.flat, 0)
-        _check(run, op, op.factors, pieces, wanted, factors_numel(flat))
 
 
-def _check_shampoo(run: SectionRun, op: ops.OptimizerStep, key: FlatKey) -> None:
-    """Every rank needs all sums, and moves its slice of them, where they rest."""
-    if op.factors is None:
-        return
+def _check_kept_whole(
+    run: SectionRun, op: ops.OptimizerStep, region: Region, state: OwnState, key: FlatKey
+) -> None:
+    """Every rank keeps all elements of the state."""
     flat = run.program.flat_by_name[key.flat]
-    wanted = FlatKey(PRECONDITIONERS, key.flat, 0)
-    pieces = run.take(op.factors, "Z403")
-    gathered, held = op.factors, pieces
+    wanted = FlatKey(state.quantity, key.flat, 0)
+    _check(run, op, region, run.take(region, "Z403"), wanted, own_numel(state.quantity, flat))
+
+
+def _check_sharded(
+    run: SectionRun, op: ops.OptimizerStep, region: Region, state: OwnState, key: FlatKey
+) -> None:
+    """Every rank needs all elements of the state, and moves its slice of them, where they rest."""
+    flat = run.program.flat_by_name[key.flat]
+    wanted = FlatKey(state.quantity, key.flat, 0)
+    pieces = run.take(region, "Z403")
+    gathered, held = region, pieces
     if op.whole is not None:
         gathered, held = op.whole, run.take(op.whole, "Z403")
     numel = run.memory.numel(gathered)
     _check(run, op, gathered, held, wanted, numel)
-    is_all = numel >= preconditioners_numel(flat)
-    resting = at_rest(run.program, op.factors)
+    is_all = numel >= own_numel(state.quantity, flat)
+    resting = at_rest(run.program, region)
     holds = None if resting is None else run.program.buffer_by_name[resting.buffer].holds
-    own = None if holds is None else run.layout.pieces(holds, run.memory.numel(op.factors))
+    own = None if holds is None else run.layout.pieces(holds, run.memory.numel(region))
     is_at_rest = own is not None and own == pieces and resting is not None and resting.offset == 0
     is_own = all(isinstance(v, Elements) and v.key == wanted for _, _, v in pieces)
     if any(algebra.is_poisoned(value) for _, _, value in pieces) or (
@@ -90,9 +99,9 @@ def _check_shampoo(run: SectionRun, op: ops.OptimizerStep, key: FlatKey) -> None
         return
     run.fail(
         "Z403",
-        f"optimizer_step moves {spell(op.factors, run.program)}, which are not this rank's preconditioners of flat "
+        f"optimizer_step moves {spell(region, run.program)}, which are not this rank's {state.quantity} of flat "
         f"{key.flat}, or reads only a part of them",
-        op.factors.buffer,
+        region.buffer,
     )
 
 

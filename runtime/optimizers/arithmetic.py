@@ -1,0 +1,95 @@
+"""Arithmetic that the updates of several optimizers have in common.
+
+On a CPU, numbers that torch.optim reads from tensors are read likewise. On a CUDA device they stay there, so that
+nothing waits for it; then a step may differ from torch's in the last digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zeroir.workspace.op_scratch import STEPPED_CHUNK_NUMEL
+
+if TYPE_CHECKING:
+    from zeroir.runtime.optimizers.operands import WholeParameter
+
+Number = float | Tensor
+"""A number on the host, or one element on a CUDA device."""
+
+
+def chunks(pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """The elements at one place in each of several flat tensors of one length, chunk by chunk."""
+    for start in range(0, pieces[0].numel(), STEPPED_CHUNK_NUMEL):
+        yield tuple(piece[start : start + STEPPED_CHUNK_NUMEL] for piece in pieces)
+
+
+def skipped(skip: Tensor | None) -> Tensor | None:
+    """Whether the update is skipped, as a tensor on the device; None where it never is."""
+    return None if skip is None else skip.reshape(()) > 0
+
+
+def overwrite(old: Tensor, new: Tensor, is_skipped: Tensor | None) -> None:
+    """Replace the elements of ``old`` by those of ``new``, unless the update is skipped."""
+    if is_skipped is None:
+        old.copy_(new)
+    else:
+        torch.where(is_skipped, old, new, out=old)
+
+
+def apply(
+    parameter: WholeParameter,
+    update: Tensor,
+    kept: Number,
+    rate: Number,
+    is_skipped: Tensor | None,
+) -> None:
+    """Change this rank's part to parameter × kept − update × rate, chunk by chunk.
+
+    Nothing depends on how the flat is cut: torch's kernels for additions and products round each element alike,
+    wherever a piece begins.
+    """
+    numel = parameter.param.numel()
+    part = update.flatten()[parameter.start : parameter.start + numel]
+    scratch = parameter.param.new_empty(2, min(numel, STEPPED_CHUNK_NUMEL))
+    for param, own in chunks((parameter.param, part)):
+        new, wide = scratch[:, : param.numel()]
+        torch.mul(param, kept, out=new)
+        wide.copy_(own)
+        if isinstance(rate, Tensor):
+            new.sub_(wide.mul_(rate))
+        else:
+            new.add_(wide, alpha=-rate)
+        overwrite(param, new, is_skipped)
+
+
+def learning_rate(lr: Tensor) -> Tensor:
+    """The learning rate as torch's kernels read it: any float on the host, FP32 on a CUDA device."""
+    return lr if lr.device.type == "cpu" else lr.to(torch.float32)
+
+
+def number(value: Tensor) -> Number:
+    """One element: on a CPU as a number of the host, in which torch.optim computes."""
+    return float(value) if value.device.type == "cpu" else value.to(torch.float64).reshape(())
+
+
+def norm(values: Tensor) -> Number:
+    """The L2 norm."""
+    return number(torch.linalg.vector_norm(values))
+
+
+def largest(value: Number, bound: float) -> Number:
+    """The larger of two numbers."""
+    return value.clamp(min=bound) if isinstance(value, Tensor) else max(value, bound)
+
+
+def least(value: Number, bound: Number) -> Number:
+    """The smaller of two numbers in one place."""
+    if isinstance(value, Tensor) and isinstance(bound, Tensor):
+        return torch.minimum(value, bound)
+    assert not isinstance(value, Tensor)
+    assert not isinstance(bound, Tensor)
+    return min(value, bound)

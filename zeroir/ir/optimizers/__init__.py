@@ -1,0 +1,1 @@
+"""The optimizers: one file declares each, and ``catalogue`` lists them."""

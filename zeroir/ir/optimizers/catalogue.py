@@ -1,0 +1,193 @@
+"""All optimizers, and the options that their settings are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, Literal
+
+from zeroir.ir.dtypes import DType
+from zeroir.ir.optimizers.adafactor import ADAFACTOR
+from zeroir.ir.optimizers.adam import ADAM, ADAMW
+from zeroir.ir.optimizers.declaration import Declaration, OwnState
+from zeroir.ir.optimizers.lion import LION
+from zeroir.ir.optimizers.muon import MUON
+from zeroir.ir.optimizers.settings import Limits, Setting, Value
+from zeroir.ir.optimizers.sgd import MOMENTUM, SGD
+from zeroir.ir.optimizers.shampoo import SHAMPOO
+
+
+class Algorithm(StrEnum):
+    """Optimizers, under the names that programs and options have for them."""
+
+    SGD = "sgd"
+    MOMENTUM = "momentum"
+    ADAM = "adam"
+    ADAMW = "adamw"
+    LION = "lion"
+    MUON = "muon"
+    ADAFACTOR = "adafactor"
+    SHAMPOO = "shampoo"
+
+    @property
+    def declaration(self) -> Declaration:
+        """What the optimizer declares of itself."""
+        return _DECLARATIONS[self]
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The FP32 states kept of each element, named as torch.optim names them."""
+        return tuple(state.name for state in self.declaration.states)
+
+    @property
+    def direction_dtype(self) -> DType | None:
+        """The dtype of the directions of an optimizer that works on whole parameters; None for the others."""
+        whole = self.declaration.whole
+        return None if whole is None else whole.direction_dtype
+
+    @property
+    def has_states_of_elements(self) -> bool:
+        """Whether its step needs nothing but an element and that element's states, of which it keeps some."""
+        return bool(self.declaration.states) and self.declaration.whole is None
+
+    @property
+    def takes_matrices_alone(self) -> bool:
+        """Whether it updates only parameters of two dimensions."""
+        return self.declaration.whole is not None and self.declaration.whole.takes_matrices_alone
+
+    @property
+    def hyper_names(self) -> tuple[str, ...]:
+        """The elements of ``OptimizerStep.hyper``, in order."""
+        return self.declaration.hyper_names
+
+
+_DECLARATIONS: Final[Mapping[Algorithm, Declaration]] = {
+    Algorithm.SGD: SGD,
+    Algorithm.MOMENTUM: MOMENTUM,
+    Algorithm.ADAM: ADAM,
+    Algorithm.ADAMW: ADAMW,
+    Algorithm.LION: LION,
+    Algorithm.MUON: MUON,
+    Algorithm.ADAFACTOR: ADAFACTOR,
+    Algorithm.SHAMPOO: SHAMPOO,
+}
+
+OptimizerName = Literal["sgd", "momentum", "adam", "adamw", "lion", "muon", "adafactor", "shampoo"]
+"""The same names for type checkers, which know no computed ones."""
+
+USUAL: Final = Algorithm.ADAMW
+"""The optimizer where none is named, and of the parameters that another one does not take."""
+
+WITH_STATES_OF_ELEMENTS: Final = tuple(a for a in Algorithm if a.has_states_of_elements)
+"""The optimizers whose states can have 8 bits."""
+
+OWN_STATES: Final[Mapping[str, OwnState]] = {
+    own.quantity: own
+    for algorithm in Algorithm
+    if (own := algorithm.declaration.own_state) is not None
+}
+"""The states of whole parameters by their quantities."""
+
+OWN_STATES_OF_TORCH: Final = frozenset(
+    algorithm.declaration.own_state.quantity
+    for algorithm in Algorithm
+    if algorithm.declaration.own_state is not None and algorithm.declaration.torch_class is not None
+)
+"""Those of optimizers that torch has, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerOption:
+    """An option of a compilation that is a setting of some optimizers, with its default for each of them.
+
+    Type, limits and choices of a value are those of each of these settings.
+    """
+
+    name: str
+    settings: Mapping[Algorithm, Setting]
+
+    @property
+    def defaults(self) -> Mapping[Algorithm, Value]:
+        """The value for each optimizer where none is given."""
+        return {algorithm: setting.default for algorithm, setting in self.settings.items()}
+
+    @property
+    def limits(self) -> Limits:
+        """The range of a number."""
+        return self._any.limits
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values of a text."""
+        return self._any.choices
+
+    @property
+    def kind(self) -> type[Value]:
+        """The type of a value."""
+        return type(self._any.default)
+
+    @property
+    def users(self) -> str:
+        """The optimizers with which the option has an effect, as a sentence lists them."""
+        *most, last = map(str, self.settings)
+        return f"{', '.join(most)} or {last}" if most else last
+
+    @property
+    def effect(self) -> str:
+        """A sentence on what the setting is, and for which optimizers."""
+        effects: dict[str, list[str]] = {}
+        for algorithm, setting in self.settings.items():
+            effects.setdefault(setting.effect, []).append(algorithm)
+        is_of_all = len(self.settings) == len(Algorithm) and len(effects) == 1
+        text = "; ".join(
+            effect if is_of_all else f"{effect} ({', '.join(names)})"
+            for effect, names in effects.items()
+        )
+        return f"{text[0].upper()}{text[1:]}."
+
+    @property
+    def default_text(self) -> str:
+        """The default, or that of each optimizer."""
+        defaults: dict[str, list[str]] = {}
+        for algorithm, default in self.defaults.items():
+            defaults.setdefault(_shown(default), []).append(algorithm)
+        usual = max(defaults, key=lambda value: len(defaults[value]))
+        if len(defaults) > 1 and len(defaults[usual]) < _MANY:
+            usual = ""
+        phrases = [f"{', '.join(defaults[value])} {value}" for value in defaults if value != usual]
+        last = f"else {usual}" if phrases else usual
+        return "; ".join([*phrases, last] if usual else phrases)
+
+    @property
+    def _any(self) -> Setting:
+        return next(iter(self.settings.values()))
+
+
+_MANY: Final = 3
+"""Optimizers with one default that need not be listed."""
+
+
+def _shown(value: Value) -> str:
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case tuple():
+            return ",".join(f"{number:g}" for number in value)
+        case float():
+            return f"{value:g}"
+        case _:
+            return str(value)
+
+
+def _options() -> Mapping[str, OptimizerOption]:
+    settings: dict[str, dict[Algorithm, Setting]] = {}
+    for algorithm in Algorithm:
+        for setting in algorithm.declaration.settings:
+            if setting.fixed is None:
+                settings.setdefault(setting.name, {})[algorithm] = setting
+    return {name: OptimizerOption(name=name, settings=of) for name, of in settings.items()}
+
+
+OPTIONS: Final = _options()
+"""The options that have an effect with some optimizer, by name."""
