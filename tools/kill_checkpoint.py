@@ -4,7 +4,8 @@
 
 Every cycle is `zeroir run --save FOLDER --save-every 1 --keep 3 --resume auto` of several ranks under torchrun's
 agent, in the folder that the killed jobs before it have left. At a random instant SIGKILL ends one rank (with its
-thread that writes, and rank 0 also with what it publishes), the agent, or all of them. Then
+thread that writes, and rank 0 also with what it publishes), the agent, or all of them; or nobody is killed, but the
+folder is renamed, which must end the job with a sentence and the exit code 2, after which it is renamed back. Then
 
 * the newest checkpoints that the job had reported are still there, and all that is visible is whole, byte by byte;
 * the next job removes what was left aside, and goes on from the newest checkpoint.
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class Victim(StrEnum):
     OTHER_RANK = "another rank"
     AGENT = "the agent"
     ALL = "all"
+    FOLDER = "none; the folder is renamed"
 
 
 class Phase(StrEnum):
@@ -122,6 +124,10 @@ class SavingJob:
         """Whether the agent has ended."""
         return self._process.poll() is not None
 
+    def exit_code(self) -> int | None:
+        """The exit code of a job that has ended."""
+        return self._process.poll()
+
     def wait(self) -> int | None:
         """The exit code of a job that nobody kills."""
         return self._process.wait(time.monotonic() + 10 * _START_SECONDS)
@@ -138,15 +144,18 @@ def _children(process: int) -> list[int]:
     return []
 
 
-def kill_cycle(folder: Path, program: Path, world_size: int, chance: Random) -> Cycle:
-    """Start a job, kill it at a random instant, and look at the folder."""
+def kill_cycle(
+    folder: Path, program: Path, world_size: int, chance: Random, victims: Sequence[Victim]
+) -> Cycle:
+    """Start a job, kill one of the victims at a random instant, and look at the folder."""
+    victim = chance.choice(victims)
     root = folder / "checkpoints"
     before = [listed.step for listed in CheckpointFolder(root=str(root)).list()]
     leftovers = set(_aside(root))
     job = SavingJob(folder, program, world_size, _MANY_STEPS, root.name)
     problems: list[str] = []
     # Most kills hit a job that saves; some hit one that starts, removes leftovers, and loads.
-    is_starting = chance.random() < 0.15
+    is_starting = victim is not Victim.FOLDER and chance.random() < 0.15
     deadline = time.monotonic() + _START_SECONDS
     while not (job.ranks() if is_starting else job.saved_steps()):
         if job.has_ended() or time.monotonic() > deadline:
@@ -160,7 +169,6 @@ def kill_cycle(folder: Path, program: Path, world_size: int, chance: Random) -> 
     if job.saved_steps() and leftovers & set(_aside(root)):
         problems.append("the job has not removed what was left aside")
     time.sleep(chance.uniform(0, 1.0 if is_starting else 0.25))
-    victim = chance.choice(list(Victim))
     ranks = job.ranks()
     killed: list[int] = []
     match victim:
@@ -172,12 +180,16 @@ def kill_cycle(folder: Path, program: Path, world_size: int, chance: Random) -> 
             killed = [job.agent]
         case Victim.ALL:
             killed = [*ranks, job.agent]
-    if not killed:
+        case Victim.FOLDER:
+            root.rename(root.with_name("moved"))
+    if not killed and victim is not Victim.FOLDER:
         problems.append("the job has no ranks")
     for process in killed:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
     problems += _end(job, ranks)
+    if victim is Victim.FOLDER:
+        problems += _moved_back(job, root)
     reported = job.saved_steps()
     phases = frozenset(_phase(path) for path in _aside(root)) or frozenset({Phase.BETWEEN})
     problems += _lost(root, before, reported)
@@ -197,6 +209,18 @@ def _end(job: SavingJob, ranks: list[int]) -> list[str]:
             return ["a process of the job has not ended"]
         time.sleep(0.005)
     return []
+
+
+def _moved_back(job: SavingJob, root: Path) -> Iterator[str]:
+    """Give a renamed folder its name again; sentences on what its job did otherwise than end with a sentence."""
+    if root.exists():
+        # A save that began at this very moment may have made it; the job must not have reported what is there.
+        shutil.rmtree(root)
+    root.with_name("moved").rename(root)
+    # Ranks that only notice the loss of another one speak after the one that knows the reason.
+    errors = [line for line in job.output().splitlines() if line.startswith("Error")]
+    if job.exit_code() != 2 or not errors or root.name not in errors[0]:
+        yield f"the folder was renamed, and the job ended with {job.exit_code()}: {job.output()[-2000:]}"
 
 
 def _is_alive(process: int) -> bool:
@@ -258,7 +282,9 @@ def differences(survivor: str, reference: str) -> list[str]:
     ]
 
 
-def kill(numbers: range, world_size: int, seed: int) -> tuple[list[Cycle], list[str]]:
+def kill(
+    numbers: range, world_size: int, seed: int, victims: Sequence[Victim] = tuple(Victim)
+) -> tuple[list[Cycle], list[str]]:
     """Kill a job for each number, one after the other in one folder; the cycles, and what is otherwise in the end."""
     cycles = []
     with tempfile.TemporaryDirectory() as name:
@@ -271,7 +297,8 @@ def kill(numbers: range, world_size: int, seed: int) -> tuple[list[Cycle], list[
         finished(folder, program, world_size, 1, "checkpoints")
         shutil.copytree(folder / "checkpoints", folder / "uninterrupted")
         for number in numbers:
-            cycle = kill_cycle(folder, program, world_size, Random(f"{seed} {number}"))
+            chance = Random(f"{seed} {number}")
+            cycle = kill_cycle(folder, program, world_size, chance, victims)
             cycles.append(cycle)
             for problem in cycle.problems:
                 print(f"cycle {number}, {cycle.victim}: {problem}", flush=True)

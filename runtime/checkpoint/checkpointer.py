@@ -187,7 +187,11 @@ class Checkpointer:
 
     def _read_back(self, path: str) -> bytes:
         """Compare this rank's share of what the disk has with the checksums."""
-        verify_share(path, read_manifest(path), self._job.rank, self._world_size, from_disk=True)
+        try:
+            manifest = read_manifest(path)
+            verify_share(path, manifest, self._job.rank, self._world_size, from_disk=True)
+        except UserError as error:
+            raise UserError(f"What was just saved cannot be read back: {error}") from error
         return b""
 
     def load(

@@ -13,6 +13,11 @@ from zeroir.checkpoint.folder import CheckpointFolder
 from zeroir.checkpoint.reading import read_manifest, verify_all
 from zeroir.errors import UserError
 
+
+def no_refusal(error: UserError) -> None:
+    raise error
+
+
 Promise = dict[int, set[str]]
 """The names of the checkpoints that must be there, from a number of calls on."""
 
@@ -20,12 +25,12 @@ Promise = dict[int, set[str]]
 def save_two_and_keep_one(root: Path, journal: Journal) -> Promise:
     """What a job does with a folder, and what it may rely on."""
     folder = CheckpointFolder(root=str(root / "runs" / "a"))
-    with folder.lock():
-        save_checkpoint(folder.next_path(1), step=1, numel=2)
+    with folder.lock() as held:
+        save_checkpoint(held.next_path(1), step=1, numel=2)
         one = len(journal.events)
-        save_checkpoint(folder.next_path(2), step=2, numel=2)
+        save_checkpoint(held.next_path(2), step=2, numel=2)
         two = len(journal.events)
-        folder.retain(1, verified=folder.list()[0].path)
+        held.retain(1, verified=folder.list()[0].path, refused=no_refusal)
     return {
         0: set(),
         one: {"step-00000001"},

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.checkpoint_files import flat_manifest, save_checkpoint
-from zeroir.checkpoint import local_storage
 from zeroir.checkpoint.folder import Best, CheckpointFolder
-from zeroir.checkpoint.manifest import MANIFEST_NAME, Manifest
+from zeroir.checkpoint.manifest import MANIFEST_NAME
 from zeroir.checkpoint.manifest_file import manifest_bytes
 from zeroir.checkpoint.publish import begin
 from zeroir.checkpoint.reading import verify_all
-from zeroir.errors import InternalError, UserError
+from zeroir.errors import UserError
 
 
 def names(folder: CheckpointFolder) -> list[str]:
@@ -27,6 +23,15 @@ def names(folder: CheckpointFolder) -> list[str]:
 
 def no_refusal(path: str, error: UserError) -> None:
     raise AssertionError(f"{path}: {error}")
+
+
+def retain(
+    folder: CheckpointFolder, count: int, *, verified: str, best: Best | None = None
+) -> tuple[str, ...]:
+    """The names of the checkpoints that a job removes."""
+    with folder.lock() as held:
+        removed = held.retain(count, verified=verified, best=best, refused=lambda _: None)
+    return tuple(Path(path).name for path in removed)
 
 
 def save_empty(folder: CheckpointFolder, step: int, **metrics: float) -> str:
@@ -98,10 +103,9 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save_empty(folder, step)
     path = save_empty(folder, 3)
-    removed = folder.retain(2, verified=path)
-    assert [Path(gone).name for gone in removed] == ["step-00000001", "step-00000002"]
+    assert retain(folder, 2, verified=path) == ("step-00000001", "step-00000002")
     assert names(folder) == ["step-00000003-2", "step-00000003"]
-    assert {entry.name for entry in tmp_path.iterdir()} == set(names(folder))
+    assert {entry.name for entry in tmp_path.iterdir()} == {".lock", *names(folder)}
 
 
 def test_the_best_is_kept_too(tmp_path: Path) -> None:
@@ -110,7 +114,7 @@ def test_the_best_is_kept_too(tmp_path: Path) -> None:
     for step, loss in values.items():
         save_empty(folder, step, loss=loss)
     path = save_empty(folder, 7)
-    folder.retain(1, verified=path, best=Best(metric="loss"))
+    retain(folder, 1, verified=path, best=Best(metric="loss"))
     assert names(folder) == ["step-00000007", "step-00000004"]
 
 
@@ -119,7 +123,7 @@ def test_the_best_may_be_the_highest(tmp_path: Path) -> None:
     for step, accuracy in {1: 0.5, 2: 0.7}.items():
         save_empty(folder, step, accuracy=accuracy)
     path = save_empty(folder, 3, accuracy=0.6)
-    folder.retain(1, verified=path, best=Best(metric="accuracy", is_highest=True))
+    retain(folder, 1, verified=path, best=Best(metric="accuracy", is_highest=True))
     assert names(folder) == ["step-00000003", "step-00000002"]
 
 
@@ -127,7 +131,7 @@ def test_a_metric_that_no_checkpoint_has_keeps_none(tmp_path: Path) -> None:
     folder = CheckpointFolder(root=str(tmp_path))
     save_empty(folder, 1)
     path = save_empty(folder, 2)
-    folder.retain(1, verified=path, best=Best(metric="loss"))
+    retain(folder, 1, verified=path, best=Best(metric="loss"))
     assert names(folder) == ["step-00000002"]
 
 
@@ -153,22 +157,14 @@ def test_the_verified_checkpoint_always_remains(
     for path in damaged:
         (Path(path) / MANIFEST_NAME).write_bytes(b"")
     before = names(folder)
-    removed = folder.retain(count, verified=verified, best=Best(metric="loss"))
+    removed = retain(folder, count, verified=verified, best=Best(metric="loss"))
     after = names(folder)
     assert Path(verified).name in after
     assert {Path(path).name for path in damaged} <= set(after)
-    assert set(before) - set(after) == {Path(path).name for path in removed}
+    assert set(before) - set(after) == set(removed)
     whole = [name for name in before if name not in {Path(path).name for path in damaged}]
     assert set(whole[:count]) <= set(after)
     assert len(set(after) & set(whole)) <= count + 2
-
-
-def test_the_verified_checkpoint_must_be_there(tmp_path: Path) -> None:
-    folder = CheckpointFolder(root=str(tmp_path))
-    save_empty(folder, 1)
-    with pytest.raises(InternalError, match="is not a checkpoint in"):
-        folder.retain(1, verified=str(tmp_path / "step-00000002"))
-    assert names(folder) == ["step-00000001"]
 
 
 def test_a_checkpoint_that_is_a_link_is_removed_as_a_link(tmp_path: Path) -> None:
@@ -178,83 +174,9 @@ def test_a_checkpoint_that_is_a_link_is_removed_as_a_link(tmp_path: Path) -> Non
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "step-00000001").symlink_to(tmp_path / "elsewhere" / "step-00000001")
     path = save_empty(folder, 2)
-    folder.retain(1, verified=path)
+    retain(folder, 1, verified=path)
     assert names(folder) == ["step-00000002"]
     assert names(elsewhere) == ["step-00000001"]
-
-
-def test_leftovers_of_killed_jobs_are_removed_under_the_lock(tmp_path: Path) -> None:
-    folder = CheckpointFolder(root=str(tmp_path))
-    for name in ("step-00000001", "step-00000002-2"):
-        for state in ("saving", "deleting"):
-            leftover = tmp_path / f".{name}.{state}-0123456789ab"
-            (leftover / "deep").mkdir(parents=True)
-            (leftover / "deep" / "file").touch()
-    theirs = [".mine.saving-0123456789ab", ".step-00000001.saving-mine", "step-00000009", ".git"]
-    for name in theirs:
-        (tmp_path / name).mkdir()
-    with folder.lock():
-        assert {entry.name for entry in tmp_path.iterdir()} == {".lock", *theirs}
-
-
-def test_a_second_job_is_refused_in_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local_storage, "LOCK_WAIT_S", 0.0)
-    folder = CheckpointFolder(root=str(tmp_path))
-    with folder.lock():
-        draft = begin(folder.next_path(1))
-        holder = rf"\(process {os.getpid()} on \S+\)"
-        message = f"^Another job {holder} saves checkpoints to '{tmp_path}': end it first, or name"
-        with pytest.raises(UserError, match=message), CheckpointFolder(root=str(tmp_path)).lock():
-            pass
-        assert Path(draft.folder).is_dir()
-    with folder.lock():
-        assert not Path(draft.folder).exists()
-
-
-def test_the_lock_is_free_when_its_process_is_killed(tmp_path: Path) -> None:
-    program = (
-        "import sys\n"
-        "from zeroir.checkpoint.folder import CheckpointFolder\n"
-        "with CheckpointFolder(root=sys.argv[1]).lock():\n"
-        "    print('locked', flush=True)\n"
-        "    sys.stdin.read()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "locked\n"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(local_storage, "LOCK_WAIT_S", 0.0)
-            with pytest.raises(UserError), CheckpointFolder(root=str(tmp_path)).lock():
-                pass
-        process.kill()
-    with CheckpointFolder(root=str(tmp_path)).lock():
-        pass
-
-
-def test_manifests_are_read_once_for_retention(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = CheckpointFolder(root=str(tmp_path))
-    one = save_empty(folder, 1)
-    folder.retain(3, verified=one)
-    two = save_empty(folder, 2)
-    read: list[str] = []
-    from zeroir.checkpoint import folder as module
-
-    def recorded(path: str) -> Manifest:
-        read.append(path)
-        return flat_manifest([], step=1, numel=0, metrics={})
-
-    monkeypatch.setattr(module, "read_manifest", recorded)
-    folder.retain(3, verified=two)
-    assert read == [two]
 
 
 def test_the_manifest_of_the_test_is_a_manifest() -> None:

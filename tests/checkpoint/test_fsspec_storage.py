@@ -41,8 +41,9 @@ def root(request: pytest.FixtureRequest) -> str:
 
 def test_a_checkpoint_goes_there_and_back(root: str) -> None:
     folder = CheckpointFolder(root=root)
-    with folder.lock():
-        paths = [folder.next_path(step) for step in (1, 2)]
+    refused: list[UserError] = []
+    with folder.lock() as held:
+        paths = [held.next_path(step) for step in (1, 2)]
         manifests = [save_checkpoint(path, step=step) for step, path in enumerate(paths, 1)]
         again = folder.next_path(2)
         save_checkpoint(again, step=2)
@@ -51,7 +52,8 @@ def test_a_checkpoint_goes_there_and_back(root: str) -> None:
         for path, manifest in zip(paths, manifests, strict=True):
             assert read_manifest(path) == manifest
             verify_all(path, manifest)
-        assert sorted(folder.retain(1, verified=again)) == paths
+        removed = held.retain(1, verified=again, refused=refused.append)
+        assert (sorted(removed), refused) == (paths, [])
         assert [entry.name for entry in open_storage(root).entries(root)] == ["step-00000002-2"]
 
 

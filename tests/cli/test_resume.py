@@ -173,6 +173,16 @@ def test_a_damaged_checkpoint_is_refused_for_the_one_before(
     assert "step-00000005" in saved_paths(own)
 
 
+def test_a_checkpoint_that_was_refused_is_not_kept_for_a_whole_one(
+    zeroir: Zeroir, program: Path, own: Path
+) -> None:
+    damage(own, 5)
+    code, _, err = run(zeroir, program, "--steps", "5", "--save", own, "--keep", "2")
+    assert code == 0
+    assert saved_paths(own) == [f"step-0000000{name}" for name in ("4", "5", "5-2")]
+    assert err.count("It does not count among those of --keep.") == 1
+
+
 def test_no_whole_checkpoint_is_no_reason_to_begin_anew(
     zeroir: Zeroir, program: Path, own: Path
 ) -> None:

@@ -164,10 +164,14 @@ def save(folder: CheckpointFolder, step: int) -> str:
 def scenario(root: str) -> None:
     """Save the newest checkpoint, read it back, and keep two."""
     folder = CheckpointFolder(root=root)
-    with folder.lock():
+    with folder.lock() as held:
         path = save(folder, NEWEST)
         verify_all(path, read_manifest(path))
-        folder.retain(2, verified=path)
+        held.retain(2, verified=path, refused=_raise)
+
+
+def _raise(error: UserError) -> None:
+    raise error
 
 
 def use_small_parts() -> None:

@@ -40,8 +40,11 @@ def run_tool(name: str, *arguments: str, **environment: str) -> str:
     return made.stdout
 
 
-def test_killed_jobs_lose_nothing() -> None:
-    cycles, differences = kill_checkpoint.kill(range(4), world_size=3, seed=0)
+@pytest.mark.parametrize(
+    "victims", [tuple(kill_checkpoint.Victim), (kill_checkpoint.Victim.FOLDER,)]
+)
+def test_killed_jobs_lose_nothing(victims: tuple[kill_checkpoint.Victim, ...]) -> None:
+    cycles, differences = kill_checkpoint.kill(range(4), world_size=3, seed=0, victims=victims)
     assert [problem for cycle in cycles for problem in cycle.problems] == differences == []
     *_, of_all = kill_checkpoint.table(cycles)
     assert of_all[:2] == ["sum", "4"]

@@ -69,8 +69,9 @@ def main() -> int:
     engine = zeroir.compile(tiny_model.__file__, stage=1, world_size=1).engine()
     count = 0
     is_wrong = False
-    with folder.lock():
-        engine.save(folder.next_path(0))
+    refusals: list[UserError] = []
+    with folder.lock() as held:
+        engine.save(held.next_path(0))
         engine.step(tiny_model.batch())
         recorder.fail(-1, 0)
         engine.save(folder.next_path(engine.step_count))
@@ -82,10 +83,13 @@ def main() -> int:
                     is_wrong = True
                     print(f"operation {number}, {errno.errorcode[error]}: {problem}")
                 count += 1
-                folder.retain(3, verified=folder.list()[0].path)
+                held.retain(3, verified=folder.list()[0].path, refused=refusals.append)
         engine.step(tiny_model.batch())
         engine.save(folder.next_path(engine.step_count))
     engine.close()
+    for refusal in refusals:
+        is_wrong = True
+        print(f"refused: {refusal}")
     print(f"{count} failures")
     return 1 if is_wrong else 0
 

@@ -59,7 +59,7 @@ def run_program(path: Path, options: RunOptions) -> None:
         with (
             importing_from(source),
             joined_job(watch, timeout) as job_rank,
-            held_folder(options.save, job_rank.rank),
+            held_folder(options.save, job_rank.rank) as held,
         ):
             require_same_options(job_rank, options)
             require_same_model(job_rank, source)
@@ -93,7 +93,7 @@ def run_program(path: Path, options: RunOptions) -> None:
                 _train(
                     training,
                     evaluations,
-                    saves_of(training, options.save),
+                    saves_of(training, options.save, held),
                     stop,
                     options,
                     at_peak_s=_at_peak_s(compiled, job_rank, options.machine),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from zeroir.api.run_options import AUTO, NONE, RunOptions, SaveOptions
 from zeroir.api.sentences import say
-from zeroir.checkpoint.folder import Best, CheckpointFolder, Listed
+from zeroir.checkpoint.folder import Best, CheckpointFolder, HeldFolder, Listed
 from zeroir.errors import DamagedCheckpointError, UserError
 from zeroir.report.names import counted
 
@@ -22,20 +22,22 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def held_folder(options: SaveOptions | None, rank: int) -> Iterator[None]:
-    """Hold the folder of checkpoints on rank 0 while the body runs, so that no other job saves there.
+def held_folder(options: SaveOptions | None, rank: int) -> Iterator[HeldFolder | None]:
+    """Hold the folder of checkpoints on rank 0 while the body runs, so that no other job saves there; None elsewhere.
 
     Raises:
         UserError: where another job holds it, or it cannot be written.
     """
     if options is None or rank != 0:
-        yield
+        yield None
         return
-    with CheckpointFolder(root=options.folder).lock():
-        yield
+    with CheckpointFolder(root=options.folder).lock() as held:
+        yield held
 
 
-def saves_of(training: TrainingState, options: SaveOptions | None) -> Saves | None:
+def saves_of(
+    training: TrainingState, options: SaveOptions | None, held: HeldFolder | None
+) -> Saves | None:
     """The saves of a run, None without ``--save``."""
     from zeroir.runtime.saves import Retention, Saves
 
@@ -47,7 +49,8 @@ def saves_of(training: TrainingState, options: SaveOptions | None) -> Saves | No
         retention = Retention(keep=options.keep, best=best)
     return Saves(
         training=training,
-        folder=CheckpointFolder(root=options.folder),
+        root=options.folder,
+        held=held,
         every=options.every,
         retention=retention,
     )

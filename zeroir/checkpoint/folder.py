@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from zeroir.checkpoint.manifest import Manifest
-from zeroir.checkpoint.reading import read_manifest, require_files
+from zeroir.checkpoint.reading import read_manifest, require_files, verify_all
 from zeroir.checkpoint.storage import (
     CHECKPOINT_NAME,
+    Hold,
     PassingError,
     Storage,
     join,
     open_storage,
     parent_and_name,
 )
-from zeroir.errors import InternalError, UserError
+from zeroir.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,26 +40,24 @@ class Best:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFolder:
-    """The folder that ``zeroir run --save`` names. Methods that change it are for the job that holds its lock."""
+    """The folder that ``zeroir run --save`` names."""
 
     root: str
-    _metrics: dict[str, dict[str, float]] = field(default_factory=dict, compare=False, repr=False)
-    """The metrics of checkpoints whose manifests were read: they never change."""
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> Iterator[HeldFolder]:
         """Hold the folder, which is made if missing, and remove what killed jobs left in it.
 
         Raises:
             UserError: if another job has it, or it cannot be written.
         """
         storage = self._storage
-        with storage.lock(self.root):
+        with storage.lock(self.root) as hold:
             for folder in storage.leftovers(self.root):
                 # A leftover that stays, for instance because it is another user's, costs space and nothing else.
                 with contextlib.suppress(UserError):
                     storage.remove(folder)
-            yield
+            yield HeldFolder(folder=self, hold=hold)
 
     def list(self) -> tuple[Listed, ...]:
         """The checkpoints by name, newest first; no manifest is read."""
@@ -107,31 +106,82 @@ class CheckpointFolder:
             return listed.path, manifest
         return None
 
-    def retain(self, count: int, *, verified: str, best: Best | None = None) -> tuple[str, ...]:
-        """Keep the newest ``count`` checkpoints, the best one and ``verified``; remove the others, oldest first.
+    @property
+    def _storage(self) -> Storage:
+        return open_storage(self.root)
 
-        ``verified`` is the path of a checkpoint that was just read back from the disk and is whole, so that at least
-        one such copy always remains. Checkpoints with damaged manifests neither count nor are removed.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldFolder:
+    """A folder of checkpoints whose lock this job has: it alone changes what is there."""
+
+    folder: CheckpointFolder
+    hold: Hold
+    _is_whole: dict[str, bool] = field(default_factory=dict, compare=False, repr=False)
+    """What was found out about checkpoints by reading all of them, once each."""
+    _metrics: dict[str, dict[str, float]] = field(default_factory=dict, compare=False, repr=False)
+    """The metrics of checkpoints whose manifests were read: they never change."""
+
+    def next_path(self, step: int) -> str:
+        """See ``CheckpointFolder.next_path``.
+
+        Raises:
+            UserError: if the folder is no longer the one that was locked.
+        """
+        self.hold.require()
+        return self.folder.next_path(step)
+
+    def retain(
+        self,
+        count: int,
+        *,
+        verified: str,
+        refused: Callable[[UserError], None],
+        best: Best | None = None,
+    ) -> tuple[str, ...]:
+        """Keep the newest ``count`` whole checkpoints and the best one, and remove the others, oldest first.
+
+        ``verified`` is the path of a checkpoint that was just read back from the disk and is whole; it is kept, too.
+        The others that are to be kept are read once by this job. ``refused`` is told each damaged one among them; it
+        does not count. What has a damaged manifest is never removed.
 
         Returns:
             the paths of the removed checkpoints.
+
+        Raises:
+            UserError: if the folder is no longer the one that was locked, or a checkpoint cannot be removed.
         """
-        verified = join(self.root, parent_and_name(verified)[1])
+        self.hold.require()
+        verified = join(self.folder.root, parent_and_name(verified)[1])
+        self._is_whole[verified] = True
         metrics = {}
-        for listed in self.list():
+        for listed in self.folder.list():
             try:
                 metrics[listed.path] = self._metrics_of(listed.path)
             except UserError as error:
                 if listed.path == verified or isinstance(error, PassingError):
                     raise
+                self._refuse(listed.path, error, refused)
         if verified not in metrics:
-            raise InternalError(f"'{verified}' is not a checkpoint in '{self.root}'.")
-        kept = {verified, *list(metrics)[:count]}
+            gone = (
+                f"'{verified}' was removed after it was saved, so no older checkpoint is removed."
+            )
+            refused(UserError(gone))
+            return ()
+        kept = {verified}
+        whole_count = 0
+        for path in metrics:
+            if whole_count == count:
+                break
+            whole_count += self._read_whole(path, refused)
+            kept.add(path)
         if best is not None:
-            kept |= _best_path(metrics, best)
+            ranked = _best_first(metrics, best)
+            kept |= set([path for path in ranked if self._read_whole(path, refused)][:1])
         removed = [path for path in reversed(metrics) if path not in kept]
         for path in removed:
-            self._storage.remove(path)
+            self.hold.require()
+            open_storage(path).remove(path)
         return tuple(removed)
 
     def _metrics_of(self, path: str) -> dict[str, float]:
@@ -139,23 +189,34 @@ class CheckpointFolder:
             self._metrics[path] = read_manifest(path).metrics
         return self._metrics[path]
 
-    @property
-    def _storage(self) -> Storage:
-        return open_storage(self.root)
+    def _read_whole(self, path: str, refused: Callable[[UserError], None]) -> bool:
+        """Whether a checkpoint is whole, which takes a read of all its files the first time."""
+        if path not in self._is_whole:
+            try:
+                verify_all(path, read_manifest(path))
+                self._is_whole[path] = True
+            except PassingError:
+                raise
+            except UserError as error:
+                self._refuse(path, error, refused)
+        return self._is_whole[path]
+
+    def _refuse(self, path: str, error: UserError, refused: Callable[[UserError], None]) -> None:
+        """Note a damaged checkpoint, and tell of it once."""
+        if self._is_whole.get(path, True):
+            refused(error)
+        self._is_whole[path] = False
 
 
 def _age(listed: Listed) -> tuple[int, int]:
     return listed.step, listed.attempt
 
 
-def _best_path(metrics: Mapping[str, Mapping[str, float]], best: Best) -> set[str]:
-    """The newest of the paths with the best value; none if no checkpoint has one."""
+def _best_first(metrics: Mapping[str, Mapping[str, float]], best: Best) -> list[str]:
+    """The paths whose checkpoints have the metric, the best value first, and the newest first of equal ones."""
     values = {
         path: numbers[best.metric]
         for path, numbers in metrics.items()
         if not math.isnan(numbers.get(best.metric, math.nan))
     }
-    if not values:
-        return set()
-    choose = max if best.is_highest else min
-    return {choose(values, key=values.__getitem__)}
+    return sorted(values, key=lambda path: -values[path] if best.is_highest else values[path])

@@ -180,6 +180,13 @@ class StoreInput:
             buffer[begin - offset : end - offset] = part
 
 
+class StoreHold:
+    """Nothing holds a prefix of a store."""
+
+    def require(self) -> None:
+        """Do nothing: a prefix is neither renamed nor replaced."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsspecStorage:
     """A store, by the driver that fsspec has for its URLs."""
@@ -313,7 +320,7 @@ class FsspecStorage:
         )
 
     @contextlib.contextmanager
-    def lock(self, root: str) -> Iterator[None]:
+    def lock(self, root: str) -> Iterator[StoreHold]:
         """Write and remove an object, so that a store that refuses is found before it is needed.
 
         A store has no lock that ends with its holder. Two jobs may save to one prefix without harming a checkpoint,
@@ -328,7 +335,7 @@ class FsspecStorage:
             raise failure(path, Access.WRITE, error) from error
         with contextlib.suppress(UserError):
             self._remove_object(path)
-        yield
+        yield StoreHold()
 
     def _make_folders(self, folder: str) -> None:
         """Make folders where the driver has some. Those of buckets have none, and would make a bucket."""

@@ -12,23 +12,18 @@ import errno
 import os
 import re
 import secrets
-import socket
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from filelock import FileLock, Timeout
-
 from zeroir.checkpoint.file_errors import unreadable, unwritable
+from zeroir.checkpoint.local_lock import LocalHold
 from zeroir.checkpoint.manifest import MANIFEST_NAME
 from zeroir.checkpoint.storage import CHECKPOINT_NAME, Entry, join, parent_and_name
 from zeroir.errors import DamagedCheckpointError, UserError
 
-LOCK_NAME: Final = ".lock"
-LOCK_WAIT_S: Final = 5.0
-"""How long a job waits for the lock: processes of a job that was killed a moment ago may still be ending."""
 WRITE_BYTES: Final = 256 << 10
 """The bytes of one call of the system. Kernels that cache files in large pages are slower with calls of megabytes."""
 
@@ -253,26 +248,14 @@ class LocalStorage:
         return tuple(folders)
 
     @contextlib.contextmanager
-    def lock(self, root: str) -> Iterator[None]:
+    def lock(self, root: str) -> Iterator[LocalHold]:
         """Hold ``.lock`` of a folder, which is made if missing. The system frees it when the process ends."""
         make_folders(root)
-        path = join(root, LOCK_NAME)
-        lock = FileLock(path, timeout=LOCK_WAIT_S, thread_local=False)
+        hold = LocalHold(root)
         try:
-            lock.acquire()
-        except Timeout as error:
-            raise UserError(
-                f"Another job{_holder(path)} saves checkpoints to '{root}': end it first, or name another folder."
-            ) from error
-        except OSError as error:
-            raise unwritable(path, error) from error
-        try:
-            # For the message to others; a full disk is reported when it matters.
-            with contextlib.suppress(OSError):
-                Path(path).write_text(f"process {os.getpid()} on {socket.gethostname()}", "utf-8")
-            yield
+            yield hold
         finally:
-            lock.release()
+            hold.release()
 
 
 def make_folders(path: str) -> None:
@@ -281,12 +264,12 @@ def make_folders(path: str) -> None:
     Raises:
         UserError: if a folder cannot be made, or something else has its name.
     """
-    if Path(path).is_dir():
-        return
     parent, name = parent_and_name(path)
-    if parent != path and name:
-        make_folders(parent)
     try:
+        if Path(path).is_dir():
+            return
+        if parent != path and name:
+            make_folders(parent)
         with contextlib.suppress(FileExistsError):
             Path(path).mkdir()
         if not Path(path).is_dir():
@@ -294,15 +277,6 @@ def make_folders(path: str) -> None:
         _sync_folder(parent)
     except OSError as error:
         raise unwritable(path, error) from error
-
-
-def _holder(path: str) -> str:
-    """Which process has a lock, in parentheses; nothing if it has not written that yet."""
-    try:
-        holder = Path(path).read_text("utf-8")
-    except (OSError, ValueError):
-        return ""
-    return f" ({holder})" if re.fullmatch(r"process [0-9]+ on \S+", holder) else ""
 
 
 def _require_free(target: str) -> None:

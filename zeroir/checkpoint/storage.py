@@ -59,6 +59,17 @@ class Entry:
     is_folder: bool
 
 
+class Hold(Protocol):
+    """The lock of a folder of checkpoints, which this process has."""
+
+    def require(self) -> None:
+        """Check that the path still leads to the folder that was locked. Any thread may call this.
+
+        Raises:
+            UserError: if the folder was renamed, removed or replaced, or another job has its lock now.
+        """
+
+
 class Storage(Protocol):
     """A file system for checkpoints."""
 
@@ -108,7 +119,7 @@ class Storage(Protocol):
     def leftovers(self, root: str) -> tuple[str, ...]:
         """What killed jobs left in a folder of checkpoints with a ``CHECKPOINT_NAME``."""
 
-    def lock(self, root: str) -> AbstractContextManager[None]:
+    def lock(self, root: str) -> AbstractContextManager[Hold]:
         """Keep other jobs from saving to a folder of checkpoints while the context is open.
 
         Raises:
