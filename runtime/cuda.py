@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -236,7 +237,10 @@ class CudaStreams:
                 self._fork()
                 issue()
                 self._rejoin()
-                graph.capture_end()
+                with warnings.catch_warnings():
+                    # A section may have no work for the device, such as an all-reduce of one rank.
+                    warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                    graph.capture_end()
         except BaseException:
             self._abandon(graph)
             raise

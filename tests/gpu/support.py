@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
@@ -98,6 +101,30 @@ def allocated_bytes() -> int:
     gc.collect()
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated()
+
+
+def result_bytes(engine: Engine) -> list[int]:
+    """The sizes of the tensors of the last step's result, which the engine keeps: the loss, its mean over ranks, …"""
+    if engine.last_result is None:
+        return []
+    rank = engine.last_result.rank
+    values = (getattr(rank, field.name) for field in fields(rank))
+    return [value.nbytes for value in values if isinstance(value, Tensor)]
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Let torch raise where the host waits for the device.
+
+    The first use in a process warns that the mode is a prototype, and sets it all the same.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Synchronization debug mode")
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def reserved_and_allocated() -> tuple[int, int]:

@@ -15,6 +15,7 @@ from tests.gpu.support import (
     example_file,
     example_losses,
     losses_of,
+    waiting_is_an_error,
 )
 from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.support.lockstep import run_lockstep
@@ -142,11 +143,8 @@ def test_a_step_waits_for_the_device_nowhere(device: torch.device) -> None:
     engine.initialise(example_file().model, SEED)
     first, second = ((x.to(device), y.to(device)) for x, y in example_batches(2))
     engine.step(first)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         result = engine.step(second)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert result.loss > 0
     engine.close()
 

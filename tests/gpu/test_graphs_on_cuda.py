@@ -14,6 +14,7 @@ from tests.gpu.support import (
     example,
     example_batches,
     example_file,
+    held_bytes,
     losses_of,
     reserved_and_allocated,
 )
@@ -190,8 +191,8 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(
 
     plain = numerics.sum_of_squares
 
-    def reading(sources: list[Tensor], destination: Tensor) -> None:
-        plain(sources, destination)
+    def reading(sources: list[Tensor], destination: Tensor, *, is_added: bool = False) -> None:
+        plain(sources, destination, is_added=is_added)
         destination.item()
 
     monkeypatch.setattr(numerics, "sum_of_squares", reading)
@@ -221,9 +222,14 @@ def test_closing_gives_everything_back(device: torch.device, cuda_graphs: bool) 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_little_is_reserved_that_is_not_allocated(device: torch.device, cuda_graphs: bool) -> None:
-    """One block for temporary buffers, and what kernels need beside it."""
+    """One block for temporary buffers, and what kernels need beside it.
+
+    The allocator takes memory from CUDA in multiples of 2 MiB, so each large buffer may leave that much unused.
+    """
     logical = mlp(blocks=24, dim=2048, features=2048, batch=64, precision="bf16")
-    engine = opened(lowered(logical, 3, 1), device, cuda_graphs=cuda_graphs)
+    program = lowered(logical, 3, 1)
+    large = sum(1 for size in held_bytes(program) if size > 1 << 20)
+    engine = opened(program, device, cuda_graphs=cuda_graphs)
     batch = {"x": torch.randn(64, 2048, device=device)}
     gc.collect()
     torch.cuda.empty_cache()
@@ -232,7 +238,7 @@ def test_little_is_reserved_that_is_not_allocated(device: torch.device, cuda_gra
         engine.step(batch)
     reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
     engine.close()
-    assert reserved <= 1.05 * allocated
+    assert reserved <= 1.02 * allocated + large * (2 << 20)
 
 
 @pytest.mark.parametrize(

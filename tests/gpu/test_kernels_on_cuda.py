@@ -14,6 +14,7 @@ from tests.gpu.support import (
     example_batches,
     example_file,
     losses_of,
+    waiting_is_an_error,
 )
 from tests.runtime.support import initial_flats, lowered
 from tests.support.programs import mlp
@@ -61,10 +62,7 @@ def test_compiled_kernels_wait_for_the_device_nowhere(
     engine.initialise_flats(initial_flats(program))
     first, second = ({"x": torch.randn(4, 6, device=device)} for _ in range(2))
     engine.step(first)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         result = engine.step(second)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert result.loss == result.loss
     engine.close()

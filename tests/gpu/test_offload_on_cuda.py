@@ -11,6 +11,7 @@ from tests.gpu.support import (
     held_bytes,
     losses_of,
     requested_bytes,
+    result_bytes,
 )
 from tests.runtime.support import initial_flats, random_batches
 from tests.support.lockstep import run_lockstep
@@ -97,7 +98,8 @@ def test_the_device_holds_what_the_plan_says_and_the_hosts_buffers_are_pinned(
             engine.step(batch)
             engine.finish()
         if is_warm:
-            assert requested_bytes() - requested == sum(held_bytes(program))
+            held = [*held_bytes(program), *result_bytes(engine)]
+            assert requested_bytes() - requested == sum(held)
         on_host = [b for b in program.buffers if b.space is Space.HOST and b.is_persistent]
         states = [b for b in on_host if b.role in (Role.MASTER, Role.STATE)]
         assert states

@@ -84,11 +84,14 @@ def test_the_host_issues_the_next_step_while_copies_are_under_way(device: torch.
     engine._executor.save_state()[0].release()  # allocates the host's memory
     engine.step(second)
     torch.cuda.synchronize(device)
+    expected = states(engine)
     with torch.cuda.stream(streams.stream(COPY_OUT)):
         torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
     (saved,) = engine._executor.save_state()
     engine._executor.step([[third]])
     assert not streams.stream(COPY_OUT).query()
-    saved.wait()
-    assert streams.stream(COPY_OUT).query()
+    saved.wait()  # for the copies alone: the step, which waits for them, may still be under way
+    for name, values in expected.items():
+        copy = saved.tensors[name]
+        assert torch.equal(copy.tensor, values[copy.start : copy.stop]), name
     engine.close()
