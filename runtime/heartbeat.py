@@ -1,8 +1,9 @@
 """A sign of life from every rank, which tells a rank that was stopped from one that is slow.
 
 A collective waits minutes for a late rank, because loading, compiling and reading data may take that long. It need not
-wait for a rank whose process is frozen or whose machine cannot be reached. So a thread of each rank increments a
-counter in the job's store, and checks that the next rank's counter moves. When the store itself is lost, the
+wait for a rank whose process is frozen or has ended, or whose machine cannot be reached. So a small process beside each
+rank says in the job's store that the rank's process runs (``signs_of_life``), and a thread of the rank says where it is
+in its program, and checks that the next rank's signs go on. When the store itself is lost, the
 process that kept it has ended (torchrun's agent or rank 0), and this rank must end itself. It must do so, too, when the
 store does not answer, because a link between machines is down: TCP itself would wait for a quarter of an hour. The
 thread that talks to the store waits then, so another thread watches it.
@@ -15,16 +16,25 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Final, Self
 
 from zeroir.runtime.rendezvous import JOIN_TIMEOUT, LaunchEnvironment, open_store
 from zeroir.runtime.roll_call import KeyValueStore
+from zeroir.runtime.signs_of_life import (
+    ENDED,
+    end_signs_of_life,
+    key_of_life,
+    start_signs_of_life,
+)
 from zeroir.runtime.whereabouts import Whereabouts, behind, rank_name, ranks_by_host
 
 INTERVAL_S: Final = 3.0
+NOTICED_S: Final = INTERVAL_S + 1.0
+"""Seconds after which the rank before one that has ended, or each after the loss of the store, has noticed it."""
 _SILENCE_S: Final = 60.0
+_PURPOSE: Final = "heartbeat"
 _DONE: Final = b"done"
 _ENDS: Final = "ends: "
 """How the last sign of life of a rank begins that ends because of another one; the reason follows."""
@@ -57,8 +67,9 @@ class Heartbeat:
     """Gives this rank's signs of life, and watches the next rank of the ring.
 
     A sign of life also says where the rank is in its program, once there is a ``tell``. ``on_alarm`` is called when the
-    next rank, after its first sign of life, or the store has been silent for too long, or when the store is lost.
-    ``hosts`` has the name of every rank's machine, once all have joined; ``place`` is the store's address.
+    next rank, after its first sign of life, or the store has been silent for too long, when the process of that rank
+    has ended too early, or when the store is lost. ``hosts`` has the name of every rank's machine, once all have
+    joined; ``place`` is the store's address.
     """
 
     def __init__(
@@ -108,10 +119,13 @@ class Heartbeat:
             deadline = time.monotonic() + max(self._timing.closing_s, self._timing.silence_s)
             awaited = range(1, self._world_size) if self._rank == 0 else ()
             for rank in awaited:
-                while self._count_of(rank) != _DONE and time.monotonic() < deadline:
+                while self._is_awaited(rank) and time.monotonic() < deadline:
                     self._answers += 1
                     time.sleep(0.01)
         self._is_closed.set()
+
+    def _is_awaited(self, rank: int) -> bool:
+        return self._count_of(rank) != _DONE and self._life_of(rank) != ENDED
 
     def _run(self) -> None:
         try:
@@ -124,36 +138,43 @@ class Heartbeat:
                 )
 
     def _watch(self) -> None:
-        last_count, own_count = b"", 0
+        last_signs, own_count = (b"", b""), 0
         changed_s = checked_s = time.monotonic()
         while not self._is_over.is_set():
             own_count += 1
             told = "" if self.tell is None else self.tell().encoded()
             self._store.set(str(self._rank), f"{own_count} {told}")
-            count = self._count_of(self._next)
+            count, life = self._count_of(self._next), self._life_of(self._next)
             self._answers += 1
             now_s = time.monotonic()
             # A rank that was itself stopped does not know how long others were silent.
             was_stopped = now_s - checked_s > 3 * self._timing.interval_s
-            if count != last_count or was_stopped:
-                last_count, changed_s = count, now_s
-            elif now_s - changed_s > self._timing.silence_s and count not in (b"", _DONE):
-                place = self._place_of(self._next)
-                why = (
-                    f"{rank_name(self._next, self.hosts)} has given no sign of life for "
-                    f"{self._timing.silence_s:.0f} s: it was stopped, or its machine cannot be reached."
-                    + ("" if place is None else f" It was {place.text}.")
-                )
-                # The rank before this one would otherwise miss this one, whose silence explains nothing.
-                self._store.set(str(self._rank), f"{_ENDS}{why}")
-                self._on_alarm(why)
-                return
+            if (count, life) != last_signs or was_stopped:
+                last_signs, changed_s = (count, life), now_s
+            is_silent = count != b"" and now_s - changed_s > self._timing.silence_s
             if count.startswith(_ENDS.encode()):
-                self._store.set(str(self._rank), count.decode())
-                self._on_alarm(count.decode().removeprefix(_ENDS))
+                self._pass_on(count.decode().removeprefix(_ENDS))
+                return
+            if count != _DONE and (life == ENDED or is_silent):
+                self._pass_on(self._missed(self._next, has_ended=life == ENDED))
                 return
             checked_s = now_s
             self._is_over.wait(self._timing.interval_s)
+
+    def _pass_on(self, why: str) -> None:
+        """Sound the alarm; the rank before this one would otherwise miss this one, whose end explains nothing."""
+        self._store.set(str(self._rank), f"{_ENDS}{why}")
+        self._on_alarm(why)
+
+    def _missed(self, rank: int, *, has_ended: bool) -> str:
+        place, name = self._place_of(rank), rank_name(rank, self.hosts)
+        where = "" if place is None else f" At its last sign of life it was {place.text}."
+        if has_ended:
+            return f"{name} has ended before the others, which wait for it: look at what it printed.{where}"
+        return (
+            f"{name} has given no sign of life for {self._timing.silence_s:.0f} s: it was stopped, or its machine "
+            f"cannot be reached.{where}"
+        )
 
     def _watch_store(self) -> None:
         answers = -1
@@ -182,13 +203,21 @@ class Heartbeat:
         )
 
     def ranks_behind(self) -> str | None:
-        """A sentence on the ranks that are behind the others by their last signs of life; None where none is known."""
+        """A sentence on a rank that has ended, or else on those that are behind the others by their last signs of life.
+
+        None where none is known.
+        """
         sentences: list[str | None] = []
 
         def ask() -> None:
+            ranks = range(self._world_size)
             with contextlib.suppress(RuntimeError):  # the store is gone
-                present = [self._place_of(rank) for rank in range(self._world_size)]
-                sentences.append(behind(present, self.hosts))
+                sentences.extend(
+                    self._missed(rank, has_ended=True)
+                    for rank in ranks
+                    if self._life_of(rank) == ENDED and self._count_of(rank) != _DONE
+                )
+                sentences.append(behind([self._place_of(rank) for rank in ranks], self.hosts))
 
         # The store may not answer.
         asking = threading.Thread(target=ask, name="zeroir-ranks-behind", daemon=True)
@@ -210,7 +239,12 @@ class Heartbeat:
 
     def _count_of(self, rank: int) -> bytes:
         """The counter of a rank and its whereabouts, ``_DONE``, or why it ends; empty before its first sign of life."""
-        key = str(rank)
+        return self._value_of(str(rank))
+
+    def _life_of(self, rank: int) -> bytes:
+        return self._value_of(key_of_life(rank))
+
+    def _value_of(self, key: str) -> bytes:
         return bytes(self._store.get(key)) if self._store.check([key]) else b""
 
 
@@ -226,8 +260,14 @@ def watched(
     if launch.world_size == 1:
         yield None
         return
+    client = replace(launch, is_host=False)
+    process = start_signs_of_life(
+        launch.rank,
+        lambda timeout: open_store(client, _PURPOSE, timeout),
+        (timing or HeartbeatTiming()).interval_s,
+    )
     # A connection of its own, because the job's may be blocked in a wait.
-    store = open_store(launch, "heartbeat", JOIN_TIMEOUT)
+    store = open_store(launch, _PURPOSE, JOIN_TIMEOUT)
     place = f" at {launch.address}:{launch.port}"
     heartbeat = Heartbeat(store, launch.rank, launch.world_size, on_alarm, timing, place)
     try:
@@ -237,3 +277,4 @@ def watched(
         heartbeat.break_off()
         raise
     heartbeat.stop()
+    end_signs_of_life(process)

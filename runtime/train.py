@@ -30,13 +30,13 @@ from zeroir.torch_ops.batches import Batch
 _GRACE_S = 1.0
 
 
-def give_way(beat_s: float = 0.0) -> None:
+def give_way(noticed_s: float = 0.0) -> None:
     """Wait until the rank that failed first has ended: torchrun then ends this one, which has nothing to add.
 
-    With the seconds between two beats, the heartbeat has looked at the store by then, and says so if that is gone.
+    With the seconds after which a heartbeat notices the cause, it has said so by then.
     """
     with contextlib.suppress(KeyboardInterrupt):
-        time.sleep(beat_s + _GRACE_S)
+        time.sleep(noticed_s + _GRACE_S)
 
 
 def abandon_job(exit_code: int) -> NoReturn:

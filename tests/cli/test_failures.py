@@ -64,6 +64,8 @@ def batches(rank, world_size, seed, start_step=0):
                 raise SystemExit(5)
             case "leave":
                 os._exit(7)
+            case "finish":
+                os._exit(0)
             case "end":
                 return
             case "shape":
@@ -157,7 +159,10 @@ def test_one_rank_fails(folder: Path, what: str, nproc: int, on: int) -> None:
     assert job.sentences[0].startswith(wanted)
     # The others may say that they lost it, where they are quicker than the agent that ends them.
     assert len(job.sentences) <= nproc
-    assert all("another rank" in line for line in job.sentences[1:])
+    assert all(
+        "another rank" in line or f"Rank {on} has ended before the others" in line
+        for line in job.sentences[1:]
+    )
 
 
 def begun(folder: Path, logs: Path, out: Path | None = None) -> Forked:
@@ -253,6 +258,15 @@ def test_a_rank_that_leaves_without_a_word_is_named(folder: Path) -> None:
     made = run_forked("zeroir", [*RUN, "2"], folder, {"WHAT": "leave", "ON": "1"})
     assert made.returncode == 7
     assert made.stderr.endswith("Error: Rank 1 ended with the exit code 7, without a reason.\n")
+
+
+def test_a_rank_that_ends_well_before_the_others_is_named(folder: Path) -> None:
+    """Its agent takes that for the end of its work."""
+    made = run_forked("zeroir", [*RUN, "2"], folder, {"WHAT": "finish", "ON": "1"})
+    job = ended(made.returncode, made.stdout, made.stderr)
+    assert job.exit_code == 2
+    (sentence,) = job.sentences
+    assert "Rank 1 has ended before the others, which wait for it: look at what" in sentence
 
 
 def test_a_reader_that_goes_away_ends_the_job(folder: Path, tmp_path: Path) -> None:

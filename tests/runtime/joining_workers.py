@@ -1,7 +1,12 @@
-"""A rank that joins a job under watch: ``join patience_s silence_s``, or ``stop …``, which freezes it after a while."""
+"""A rank that joins a job under watch: ``join patience_s silence_s``.
+
+After a while ``stop …`` freezes it, ``hold …`` holds the interpreter's lock for longer than that silence, and
+``leave …`` ends the process.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -25,6 +30,12 @@ def main() -> None:
         if what == "stop":
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGSTOP)
+        if what == "hold":
+            time.sleep(0.5)
+            ctypes.PyDLL(None).sleep(int(3 * silence_s))
+        if what == "leave":
+            time.sleep(0.5)
+            os._exit(0)
         try:
             rendezvous.join_job(patience=timedelta(seconds=patience_s))
         except UserError as error:

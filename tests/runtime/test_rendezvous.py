@@ -153,3 +153,25 @@ def test_a_rank_that_is_stopped_while_it_joins_is_named(tmp_path: Path) -> None:
         stopped.kill()
     _, said = waiting.output()
     assert said.startswith("Rank 1 has given no sign of life for 2 s: ")
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_rank_that_holds_the_lock_of_the_interpreter_is_alive(tmp_path: Path) -> None:
+    """Its threads give no sign, but the process beside it does."""
+    job = Joining(tmp_path)
+    ranks = [job.start(0, "join", "60", "2"), job.start(1, "hold", "60", "2")]
+    for rank in ranks:
+        assert rank.wait(time.monotonic() + 60) == 0, rank.output()
+        assert rank.output()[0] == "joined\n"
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_rank_that_ends_while_another_one_waits_is_named(tmp_path: Path) -> None:
+    job = Joining(tmp_path)
+    waiting, left = job.start(0, "join", "60", "30"), job.start(1, "leave", "60", "30")
+    assert waiting.wait(time.monotonic() + 60) == 2, waiting.output()
+    assert left.wait(time.monotonic() + 60) == 0
+    _, said = waiting.output()
+    assert said.startswith("Rank 1 has ended before the others, which wait for it: ")

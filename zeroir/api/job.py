@@ -117,7 +117,7 @@ def _fail(error: BaseException, rank: int, watch: Heartbeat | None) -> NoReturn:
     """Say why this rank of a job stops, if no other rank has said the same, and end the process."""
     from zeroir.runtime import train
     from zeroir.runtime.comm.job import LostPeersError, PeerError
-    from zeroir.runtime.heartbeat import INTERVAL_S
+    from zeroir.runtime.heartbeat import NOTICED_S
 
     exit_code = UserError.exit_code
     is_defect = False
@@ -125,7 +125,7 @@ def _fail(error: BaseException, rank: int, watch: Heartbeat | None) -> NoReturn:
     match error:
         case ZeroirError():
             if isinstance(error, PeerError):
-                train.give_way(INTERVAL_S)
+                train.give_way(NOTICED_S)
             if isinstance(error, LostPeersError) and watch is not None:
                 behind = watch.ranks_behind()
             sentence, exit_code = str(error), error.exit_code
