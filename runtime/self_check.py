@@ -25,6 +25,7 @@ from zeroir.ir.buffers import View, span_numel
 from zeroir.ir.ops import Mode
 from zeroir.ir.segment import Node, Ref, Segment, TensorType
 from zeroir.ir.views import is_view
+from zeroir.runtime.differences import difference, is_beyond_noise
 from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.calls import is_multiple, operator, resolver
@@ -52,9 +53,6 @@ _REFUSALS: Final = (
     ValueError,
 )
 """Exceptions by which operators refuse their arguments; those of libraries and models are written in Python."""
-
-_BEYOND_NOISE: Final = 256.0
-"""A difference counts if it is this many times the effect of rounding every argument."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +150,7 @@ class _CheckedCall:
         gaps: dict[int, str] = {}
         for output, (wanted, result) in enumerate(zip(expected, self.destinations, strict=True)):
             if wanted is not None and result is not None:
-                gap = _gap(result, wanted, _allowed(self.segment, result, kernels))
+                gap = difference(result, wanted, _allowed(self.segment, result, kernels))
                 if gap is not None:
                     gaps[output] = gap
         if not gaps:
@@ -164,7 +162,7 @@ class _CheckedCall:
         disturbed = self._expected()
         for output, gap in gaps.items():
             wanted, noisy = _present(expected[output]), _present(disturbed[output])
-            if _is_beyond_noise(results[output], wanted, noisy):
+            if is_beyond_noise(results[output], wanted, noisy):
                 raise UserError(
                     f"The kernel of segment @{self.op.segment}, as called for {self.op.unit}, computes something else "
                     f"than the segment's operators: result {output} of shape {list(wanted.shape)} {gap}. Nothing was "
@@ -365,7 +363,7 @@ def _results(
 def _is_repeated(result: Tensor, again: Tensor) -> bool:
     """Whether two equal calls of an operator gave equal results, up to the order of sums on several threads."""
     eps = torch.finfo(result.dtype).eps if result.dtype.is_floating_point else 0.0
-    return _gap(again, result, 4 * eps * _OTHER_KERNELS) is None
+    return difference(again, result, 4 * eps * _OTHER_KERNELS) is None
 
 
 # -------------------------------------------------------------------------------------------------------- comparison
@@ -377,30 +375,3 @@ def _allowed(segment: Segment, result: Tensor, kernels: KernelBackend) -> float 
     if not result.dtype.is_floating_point:
         return 0.0 if is_reference else None
     return tolerance(segment) * (1.0 if is_reference else _OTHER_KERNELS)
-
-
-def _gap(result: Tensor, wanted: Tensor, allowed: float | None) -> str | None:
-    """The difference of a result, as the end of a sentence; NaN equals NaN, and infinity equals infinity."""
-    if allowed is None or not result.numel():
-        return None
-    is_equal = (result == wanted) | ((result != result) & (wanted != wanted))
-    if bool(is_equal.all()):
-        return None
-    actual, expected = result.double(), wanted.double()
-    largest = float(expected.masked_fill(~expected.isfinite(), 0).abs().max())
-    gap = float((actual - expected).abs().masked_fill(is_equal, 0).max())
-    if gap <= allowed * largest:
-        return None
-    count = int((~is_equal).sum())
-    return f"differs in {count} elements, by up to {gap:.3g} where the largest is {largest:.3g}"
-
-
-def _is_beyond_noise(result: Tensor, wanted: Tensor, disturbed: Tensor) -> bool:
-    """Whether a difference exceeds the effect of roundings; ``disturbed`` is the result for rounded arguments."""
-    if not bool(wanted.isfinite().all() and disturbed.isfinite().all()):
-        return False
-    expected = wanted.double()
-    gap = (result.double() - expected).abs().max()
-    noise = (disturbed.double() - expected).abs().max()
-    # An infinite or NaN gap is a difference, too.
-    return not bool(gap <= _BEYOND_NOISE * noise)

@@ -24,7 +24,7 @@ from zeroir import __version__
 from zeroir.ir.bindings import Binding
 from zeroir.ir.segment import Segment
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """The version of the entries' contents and of the way they are compiled."""
 
 _MANIFEST: Final = "entry.json"

@@ -111,3 +111,33 @@ def test_a_users_engine_checks_itself_unless_told_otherwise(strided: CompiledPro
     with pytest.raises(UserError, match="Nothing was trained"):
         damaged.engine()
     damaged.engine(self_check=False).close()
+
+
+MASKED = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x, mask):
+        q, k, v = self.qkv(x).view(4, 8, 2, 3, 8).permute(3, 0, 2, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.bool()[:, None, None]).square().mean()
+
+def model():
+    return Model()
+
+def batch():
+    return torch.randn(4, 8, 16), torch.ones(4, 8, dtype=torch.int64)
+"""
+
+
+@pytest.mark.slow
+def test_kernels_agree_where_a_mask_excludes_all_keys(tmp_path: Path) -> None:
+    """The check fills masks of integers with 0."""
+    (tmp_path / "masked.py").write_text(MASKED)
+    program = compile_model(tmp_path / "masked.py", world_size=1).program
+    Engine(program, kernels=KernelBackend.INDUCTOR, self_check=True).close()

@@ -92,7 +92,7 @@ def test_attention_without_keys_is_zero() -> None:
     q, k = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 0, 4)
     out, lse = _math_forward(q, k, k, None, False, None)
     assert torch.equal(out, torch.zeros_like(q))
-    assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+    assert torch.equal(lse, torch.zeros_like(lse))
 
 
 @pytest.mark.parametrize("excluding", [torch.finfo(torch.float32).min, -5000.0])
@@ -118,6 +118,19 @@ def test_a_fully_masked_row_is_zero() -> None:
     out, _ = _math_forward(q, k, v, bias, False, None)
     assert torch.equal(out[:, :, 3], torch.zeros_like(out[:, :, 3]))
     grads = _math_backward(torch.ones_like(out), q, k, v, bias, out, False, None)
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+def test_the_backward_of_a_fully_masked_row_may_use_another_kernel_than_its_forward() -> None:
+    _, q, k, v = (x.detach() for x in qkv(torch.float32))
+    bias = torch.zeros(16, 16)
+    bias[3] = -torch.inf
+    fused = attention_module.attend(q, k, v, bias, False, None)
+    plain = _math_forward(q, k, v, bias, False, None)
+    for ours, torchs in zip(plain, fused, strict=True):
+        torch.testing.assert_close(ours, torchs)
+    assert attention_module._kernel(q, k, v, bias, False) == SDPBackend.FLASH_ATTENTION
+    grads = attention_backward(torch.ones_like(q), q, k, v, bias, *plain, False, None)
     assert all(grad.isfinite().all() for grad in grads)
 
 

@@ -8,8 +8,8 @@ the backward may use another kernel than the forward.
 Tensors: q ``(batch, heads, length, dim)``, k and v ``(batch, kv_heads, kv_length, dim)`` with heads a multiple of
 kv_heads (grouped-query attention), mask broadcastable to ``(batch, heads, length, kv_length)``: bool (True attends) or
 added to the scores. Outputs and gradients of q, k, v are laid out in memory as (batch, length, heads, dim), as the
-fused kernels write them; the logarithm is f32 (f64 for f64 inputs), laid out as (batch, length,
-heads).
+fused kernels write them; the logarithm is f32 (f64 for f64 inputs), laid out as (batch, length, heads). Where a mask
+excludes every key of a row, the output is 0.
 
 The calls of CUDA's kernels follow the sources and shape functions of torch 2.11 to 2.13; none has been measured yet.
 """
@@ -218,7 +218,10 @@ def _math_forward(
 ) -> tuple[Tensor, Tensor]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores, _ = _scores(q.to(wide), k.to(wide), bias, is_causal, scale)
-    return (_weights(scores) @ v.to(wide)).to(q.dtype), scores.logsumexp(3)
+    # A row that attends to no key has the logarithm 0, as the CPU's flash kernel writes it: its backward subtracts the
+    # logarithm from -inf.
+    logarithms = scores.logsumexp(3).masked_fill(_excluded(scores).squeeze(3), 0.0)
+    return (_weights(scores) @ v.to(wide)).to(q.dtype), logarithms
 
 
 def _math_backward(
@@ -250,5 +253,9 @@ def _weights(scores: Tensor) -> Tensor:
     The logarithm of a row's sum would lose the sum itself where scores are large: beside the smallest finite number, by
     which many masks exclude a key, it rounds to that number.
     """
-    excluded = (scores == -math.inf).all(3, keepdim=True)
-    return scores.softmax(3).masked_fill(excluded, 0.0)
+    return scores.softmax(3).masked_fill(_excluded(scores), 0.0)
+
+
+def _excluded(scores: Tensor) -> Tensor:
+    """Whether the mask of a row excludes every key; one number for each row."""
+    return (scores == -math.inf).all(3, keepdim=True)

@@ -1,0 +1,58 @@
+"""Differences of a kernel's result from that of its operators.
+
+Numbers are compared where both are finite. Elsewhere infinity must be the same infinity, and NaN must be NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import Tensor
+
+_BEYOND_NOISE: Final = 256.0
+"""A difference counts if it is this many times the effect of rounding every argument."""
+
+
+def difference(result: Tensor, wanted: Tensor, allowed: float | None) -> str | None:
+    """The difference of a result, as the end of a sentence; None where there is none.
+
+    ``allowed`` is relative to the largest finite number wanted; None allows every result.
+    """
+    if allowed is None or not result.numel():
+        return None
+    actual, expected = result.double(), wanted.double()
+    unlike = int(_unlike(actual, expected).sum())
+    if unlike:
+        return f"is infinite or NaN in other elements than theirs: {unlike} differ in that"
+    gaps = (actual - expected).abs().masked_fill(~_finite(actual, expected), 0)
+    largest = float(expected.masked_fill(~expected.isfinite(), 0).abs().max())
+    gap = float(gaps.max())
+    if gap <= allowed * largest:
+        return None
+    count = int((gaps > 0).sum())
+    return f"differs in {count} elements, by up to {gap:.3g} where the largest is {largest:.3g}"
+
+
+def is_beyond_noise(result: Tensor, wanted: Tensor, disturbed: Tensor) -> bool:
+    """Whether a difference exceeds the effect of roundings; ``disturbed`` is the result for rounded arguments.
+
+    Elements that roundings make infinite or NaN, or finite, decide nothing.
+    """
+    actual, expected, noisy = result.double(), wanted.double(), disturbed.double()
+    is_stable = ~_unlike(expected, noisy)
+    if bool((_unlike(actual, expected) & is_stable).any()):
+        return True
+    is_finite = _finite(expected, noisy)
+    gap = (actual - expected).abs().masked_fill(~is_finite, 0).max()
+    noise = (noisy - expected).abs().masked_fill(~is_finite, 0).max()
+    return bool(gap > _BEYOND_NOISE * noise)
+
+
+def _finite(first: Tensor, second: Tensor) -> Tensor:
+    return first.isfinite() & second.isfinite()
+
+
+def _unlike(first: Tensor, second: Tensor) -> Tensor:
+    """Where one is infinite or NaN and the other is not, or is another infinity."""
+    is_alike = (first == second) | (first.isnan() & second.isnan())
+    return ~(is_alike | _finite(first, second))
