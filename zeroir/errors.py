@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import os
 import re
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import ClassVar, Final
 
 MEMORY_REMEDY: Final = "use more ranks, a higher stage, a lower precision or a smaller batch"
@@ -86,3 +90,18 @@ def memory_for(what: str, remedy: str = MEMORY_REMEDY) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise UserError(f"There is not enough memory for {what}: {remedy}.") from error
+
+
+def leave_reason(sentence: str) -> None:
+    """Leave why this process ends where torchrun, if it started the process, takes the root cause of its summary from.
+
+    The form is that of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler``.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    extra = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):
+        whole = Path(f"{path}.part")
+        whole.write_text(json.dumps({"message": {"message": sentence, "extraInfo": extra}}))
+        whole.replace(path)

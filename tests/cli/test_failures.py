@@ -269,6 +269,17 @@ def test_a_rank_that_ends_well_before_the_others_is_named(folder: Path) -> None:
     assert "Rank 1 has ended before the others, which wait for it: look at what" in sentence
 
 
+@pytest.mark.parametrize("what", ["", "raise"])
+def test_a_job_leaves_nothing_in_the_folder_for_temporary_files(
+    folder: Path, tmp_path: Path, what: str
+) -> None:
+    few = ["run", "stage3.zir", "--steps", "4", "--nproc", "2"]
+    made = run_forked("zeroir", few, folder, {"WHAT": what, "ON": "1", "TMPDIR": str(tmp_path)})
+    assert made.returncode == (2 if what else 0), made.stderr
+    # What torch compiles stays for later jobs.
+    assert [path for path in tmp_path.iterdir() if "torchinductor" not in path.name] == []
+
+
 def test_a_reader_that_goes_away_ends_the_job(folder: Path, tmp_path: Path) -> None:
     """``zeroir run … | head -1``."""
     pipe = tmp_path / "pipe"
@@ -343,6 +354,8 @@ def require_refused(folder: Path, arguments: list[str], sentence: str) -> None:
     assert sentences[0].startswith(sentence)
     assert len(sentences) <= 3
     assert "step" not in made.stdout
+    *_, last, _ = made.stderr.splitlines()
+    assert last == f"  traceback : {sentences[0]}"  # torchrun's summary ends with the reason
 
 
 def test_a_disk_that_is_full_leaves_no_half_program(

@@ -12,9 +12,10 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
-from zeroir.api.sentences import notes_as_sentences, say
+from zeroir.api.sentences import notes_as_sentences, say, say_reason
 from zeroir.errors import (
     MEMORY_REMEDY,
     InternalError,
@@ -109,7 +110,7 @@ def _give_up(why: str) -> NoReturn:
 
     # Let the rank that failed first say why.
     train.give_way()
-    say(f"Error: {why}")
+    say_reason(f"Error: {why}")
     train.abandon_job(UserError.exit_code)
 
 
@@ -146,7 +147,7 @@ def _fail(error: BaseException, rank: int, watch: Heartbeat | None) -> NoReturn:
         traceback.print_exception(error)
         sentence = "This is a defect of zeroir; please report it with the lines above."
     where = "" if sentence.startswith("Rank ") else f" on rank {rank}"
-    say(f"Error{where}: {sentence}" + ("" if behind is None else f" {behind}"))
+    say_reason(f"Error{where}: {sentence}" + ("" if behind is None else f" {behind}"))
     train.abandon_job(exit_code)
 
 
@@ -160,25 +161,27 @@ def launch(nproc: int, arguments: list[str]) -> int:
     The exit code is that of the rank that failed first, or 0.
     """
     _require_loopback()
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
     # A rank that fails says why; the agent's own messages would hide that.
     logging.disable(logging.CRITICAL)
     try:
-        elastic_launch(config, sys.executable)("-m", "zeroir", *arguments)
+        with TemporaryDirectory(prefix="zeroir-", ignore_cleanup_errors=True) as folder:
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=nproc,
+                run_id=uuid.uuid4().hex,
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                max_restarts=0,
+                monitor_interval=0.1,
+                logs_specs=DefaultLogsSpecs(log_dir=folder),
+            )
+            elastic_launch(config, sys.executable)("-m", "zeroir", *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode >= 0:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from zeroir.api.run_options import AUTO, NONE, RunOptions, SaveOptions
-from zeroir.api.sentences import say
+from zeroir.api.sentences import say, say_reason
 from zeroir.checkpoint.folder import Best, CheckpointFolder, HeldFolder, Listed
 from zeroir.errors import DamagedCheckpointError, UserError
 from zeroir.report.names import counted
@@ -69,7 +69,7 @@ def _end_unfinished() -> NoReturn:
     """End this process, which got SIGTERM and cannot finish its step."""
     from zeroir.runtime import train
 
-    say(
+    say_reason(
         "Error: This rank was ended by SIGTERM within a step, because the step did not end in time."
     )
     train.abandon_job(128 + signal.SIGTERM)

@@ -19,6 +19,7 @@ from zeroir.errors import (
     KernelWarning,
     ModelWarning,
     OffloadWarning,
+    leave_reason,
 )
 
 LOGGER: Final = logging.getLogger("zeroir")
@@ -31,6 +32,12 @@ _OWN = (CheckpointWarning, GraphWarning, KernelWarning, ModelWarning, OffloadWar
 def say(sentence: str) -> None:
     """Print a sentence to stderr."""
     sys.stderr.write(sentence + "\n")
+
+
+def say_reason(sentence: str) -> None:
+    """Print why this process ends, and leave it for torchrun's summary."""
+    say(sentence)
+    leave_reason(sentence)
 
 
 def show_log(level: LogLevel, rank: str) -> None:

@@ -27,7 +27,13 @@ from zeroir import __version__
 from zeroir.cli.arguments import AsJson, ProgramFile
 from zeroir.cli.console import accept_any_text, err, help_console, out, print_json, shortened_words
 from zeroir.cli.exports import print_pass, show_passes
-from zeroir.errors import MEMORY_REMEDY, UserError, ZeroirError, is_out_of_memory
+from zeroir.errors import (
+    MEMORY_REMEDY,
+    UserError,
+    ZeroirError,
+    is_out_of_memory,
+    leave_reason,
+)
 
 
 def _shown_default(value: object) -> str | None:
@@ -308,6 +314,7 @@ def _abandon_stdout() -> None:
 
 def _fail(exit_code: int, sentence: str) -> int:
     sentence = sentence if exit_code == 130 else f"Error: {sentence}"
+    leave_reason(sentence)
     try:
         err.print(sentence, style="red", markup=False)
     except MemoryError:  # rich takes some
