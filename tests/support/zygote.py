@@ -241,10 +241,11 @@ COMPILING = (
     "torch.distributed.launcher.api",
     "zeroir.api.run",
     "zeroir.cli.app",
+    "zeroir.convert.dcp_reader",
     "zeroir.frontend.tracing",
     "zeroir.passes.pipelines",
 )
-"""What command lines import besides, and the agents among them."""
+"""What command lines import besides, and the agents and readers of checkpoints among them."""
 
 
 def _become(request: dict[str, object]) -> None:

@@ -41,7 +41,7 @@ def import_(
     ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Write what another library saved as a checkpoint. No pickle is loaded: their contents are read as data.
+    """Write what another library saved as a checkpoint. No code of its pickles runs.
 
     Example: zeroir import llama/ -o checkpoints/step-00000000 --rename model.=
     """

@@ -21,10 +21,10 @@ from zeroir.checkpoint.manifest import (
     StoredQuantity,
 )
 from zeroir.checkpoint.publish import Draft, begin
-from zeroir.checkpoint.safetensors_header import StoredTensorSpec
+from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES, StoredTensorSpec
 from zeroir.checkpoint.storage import open_storage
 from zeroir.checkpoint.writing import write_file
-from zeroir.convert.import_dcp import METADATA, import_dcp
+from zeroir.convert.import_dcp import import_dcp
 from zeroir.convert.import_deepspeed import LATEST, MODEL_FILES, import_deepspeed
 from zeroir.convert.import_safetensors import MODEL_FILES as HUGGING_FACE_FILES
 from zeroir.convert.import_safetensors import (
@@ -40,10 +40,16 @@ from zeroir.convert.imported import (
     ImportedTensor,
     MappedFile,
 )
+from zeroir.convert.torch_files import METADATA
 from zeroir.errors import UserError
+from zeroir.report.names import format_bytes
 
 BUFFER: Final = "buffer"
 """What stands behind the name of a module buffer in the name of its tensor, where parameters have a quantity."""
+
+REPEATED_BYTES: Final = 1 << 30
+MOST_REPEATED: Final = 16
+"""An import writes at most this many bytes for each byte that it reads, and ``REPEATED_BYTES`` more."""
 
 Part = tuple[StoredTensorSpec, Iterable[memoryview]]
 
@@ -195,8 +201,21 @@ def _renamed(model: ImportedModel, renames: Sequence[tuple[str, str]]) -> Import
 
 
 def _require_tensors(model: ImportedModel, source: Path) -> None:
+    """Check that there are parameters, and that the files are not tiny ones of tensors that would fill the disk."""
     if not model.parameters:
         raise UserError(f"'{source}' has no tensor of floating-point numbers, so no parameters.")
+    tensors = [
+        *(tensor for parameter in model.parameters for tensor in parameter.quantities.values()),
+        *(buffer.tensor for buffer in model.buffers),
+    ]
+    written_bytes = sum(tensor.numel * ITEMSIZE_BYTES[tensor.dtype] for tensor in tensors)
+    files = {box.file for tensor in tensors for box in tensor.boxes}
+    read_bytes = sum(file.size_bytes for file in files)
+    if written_bytes > REPEATED_BYTES + MOST_REPEATED * read_bytes:
+        raise UserError(
+            f"'{source}' has {format_bytes(read_bytes)}, but its tensors repeat elements until they have "
+            f"{format_bytes(written_bytes)}: call contiguous() before you save them, if this is meant."
+        )
 
 
 def _written(draft: Draft, model: ImportedModel) -> Manifest:

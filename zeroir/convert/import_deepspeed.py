@@ -29,7 +29,6 @@ from zeroir.convert.imported import (
     ImportedTensor,
     MappedFile,
 )
-from zeroir.convert.imported_archive import Archive, UnknownTensor, open_archive
 from zeroir.convert.imported_optimizer import (
     STEP,
     ImportedGroup,
@@ -38,7 +37,7 @@ from zeroir.convert.imported_optimizer import (
     number_in,
     with_optimizer,
 )
-from zeroir.convert.pickled_data import Made
+from zeroir.convert.torch_files import UnknownObject, UnknownTensor, read_torch_files
 from zeroir.errors import UserError
 from zeroir.ir.optimizers.catalogue import Algorithm
 
@@ -61,7 +60,6 @@ class _Files:
     path: Path
     models: Sequence[Tree]
     optimizers: Sequence[Tree]
-    scaler: object
 
     @property
     def stage(self) -> int:
@@ -108,7 +106,7 @@ def import_deepspeed(folder: Path) -> ImportedModel:
         parameters=tuple(parameters),
         buffers=tuple(_buffers(files, head, module)),
         step=_whole_number(head.get("global_steps")),
-        scalars=_loss_scale(files.scaler),
+        scalars=_loss_scale(files.optimizers[0].get("loss_scaler")),
     )
     return with_optimizer(model, _optimizer(files, head, members, shapes), str(files.path))
 
@@ -132,19 +130,16 @@ def _files(folder: Path) -> _Files:
                 f"'{path}' is of tensor, pipeline or expert parallelism: convert the checkpoint with DeepSpeed's "
                 "ds_to_universal.py, and import the files of the model."
             )
-    models = [_tree(path) for path in names if path.match(MODEL_FILES)]
-    if not models:
+    model_paths = [path for path in names if path.match(MODEL_FILES)]
+    if not model_paths:
         raise UserError(f"'{folder}' has no file {MODEL_FILES}: name a checkpoint of DeepSpeed.")
-    archives = [
-        (path, open_archive(MappedFile(path))) for path in names if path.match(_OPTIMIZER_FILES)
-    ]
-    optimizers = [_optimizer_part(archive, path) for path, archive in archives]
-    files = _Files(
-        path=folder,
-        models=models,
-        optimizers=optimizers,
-        scaler=_scaler(archives[0][1]) if archives else None,
-    )
+    optimizer_paths = [path for path in names if path.match(_OPTIMIZER_FILES)]
+    paths = [*model_paths, *optimizer_paths]
+    trees = read_torch_files([MappedFile(path) for path in paths])
+    tree_of = dict(zip(paths, trees, strict=True))
+    models = [_tree(tree_of[path], path) for path in model_paths]
+    optimizers = [_optimizer_part(tree_of[path], path) for path in optimizer_paths]
+    files = _Files(path=folder, models=models, optimizers=optimizers)
     counts = {_count(part) for part in optimizers}
     if optimizers and counts != {len(optimizers)}:
         raise UserError(
@@ -166,33 +161,23 @@ def _natural(path: Path) -> list[tuple[int, str]]:
     ]
 
 
-def _tree(path: Path) -> Tree:
-    tree = open_archive(MappedFile(path)).plain_tree()
-    if not isinstance(tree, Mapping):
+def _tree(value: object, path: Path) -> Tree:
+    if not isinstance(value, Mapping):
         raise UserError(f"'{path}' is not a file of DeepSpeed: it has no dictionary.")
-    return tree
+    return value
 
 
-def _optimizer_part(archive: Archive, path: Path) -> Tree:
-    tree = archive.plain_tree()
-    part = tree.get("optimizer_state_dict") if isinstance(tree, Mapping) else None
+def _optimizer_part(value: object, path: Path) -> Tree:
+    part = _tree(value, path).get("optimizer_state_dict")
     if not isinstance(part, Mapping):
         raise UserError(f"'{path}' is not a file of DeepSpeed: it has no optimizer_state_dict.")
-    settings = tree.get("ds_config") if isinstance(tree, Mapping) else None
-    return {**part, "ds_config": settings}
-
-
-def _scaler(archive: Archive) -> object:
-    """The loss scaler, which is an instance of a class of DeepSpeed."""
-    tree = archive.tree
-    part = tree.get("optimizer_state_dict") if isinstance(tree, dict) else None
-    return part.get("loss_scaler") if isinstance(part, dict) else None
+    return part
 
 
 def _count(part: Tree) -> int:
     """The number of ranks that share the parameters."""
     count = part.get("partition_count")
-    counts = count if isinstance(count, list) else [count]
+    counts = count if isinstance(count, tuple) else (count,)
     return max((number for number in counts if isinstance(number, int)), default=0)
 
 
@@ -291,7 +276,7 @@ def _buffers(files: _Files, head: Tree, module: Tree) -> Iterator[ImportedBuffer
 
 def _buffer_names(head: Tree) -> set[str]:
     names = head.get("buffer_names")
-    return {str(name) for name in names} if isinstance(names, list) else set()
+    return {str(name) for name in names} if isinstance(names, tuple) else set()
 
 
 def _weights_alone(files: _Files, head: Tree, module: Tree) -> ImportedModel:
@@ -344,7 +329,7 @@ def _optimizer(
     settings = first.get("param_groups") if isinstance(first, Mapping) else None
     lists = (
         [group for group in settings if isinstance(group, Mapping)]
-        if isinstance(settings, list)
+        if isinstance(settings, tuple)
         else []
     )
     groups = []
@@ -353,7 +338,7 @@ def _optimizer(
         numbers = group.get("params")
         names = [
             name
-            for number in (numbers if isinstance(numbers, list) else [])
+            for number in (numbers if isinstance(numbers, tuple) else ())
             if isinstance(number, int) and 0 <= number < len(members)
             for name in members[number]
         ]
@@ -375,7 +360,7 @@ def _optimizer(
 
 def _group_states(files: _Files, optimizer: object) -> list[dict[str, object]]:
     """The states of a rank's flat groups in order."""
-    if isinstance(optimizer, list):
+    if isinstance(optimizer, tuple):
         items: list[object] = list(optimizer)
     elif isinstance(optimizer, Mapping):
         by_number = _mapping(files, optimizer.get("state"), "state")
@@ -408,7 +393,7 @@ def _kind(head: Tree) -> dict[str, object]:
 
 def _loss_scale(scaler: object) -> tuple[StoredScalar, ...]:
     """The state of a dynamic loss scaler: the scale, the steps since its last change, the hysteresis left."""
-    if not isinstance(scaler, Made) or scaler.path != f"{_SCALER}DynamicLossScaler":
+    if not isinstance(scaler, UnknownObject) or scaler.path != f"{_SCALER}DynamicLossScaler":
         return ()
     state = scaler.state if isinstance(scaler.state, Mapping) else {}
     keys = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window", "cur_hysteresis")
@@ -434,9 +419,9 @@ def _list(files: _Files, tree: Tree, key: str) -> list[object]:
     value = tree.get(key)
     if isinstance(value, Mapping):
         return [value]
-    if not isinstance(value, list):
+    if not isinstance(value, tuple):
         raise files.damaged(f"it has no {key}")
-    return value
+    return list(value)
 
 
 def _mapping(files: _Files, value: object, key: str) -> Tree:
@@ -446,7 +431,7 @@ def _mapping(files: _Files, value: object, key: str) -> Tree:
 
 
 def _shape(files: _Files, value: object, name: object) -> tuple[int, ...]:
-    sizes = value if isinstance(value, tuple | list) else [None]
+    sizes = value if isinstance(value, tuple) else (None,)
     shape = tuple(size for size in sizes if isinstance(size, int) and size >= 0)
     if len(shape) != len(sizes):
         raise files.damaged(f"{name} has no shape")

@@ -94,14 +94,17 @@ def import_hugging_face(folder: Path) -> ImportedModel:
     Raises:
         UserError: if a file is missing or damaged.
     """
+    files = [MappedFile(path) for path in _files(folder)]
+    if any(file.path.match(SAFETENSORS) for file in files):
+        parts = [safetensors_tensors(file) for file in files]
+    else:
+        parts = state_dict_tensors(files)
     tensors: dict[str, ImportedTensor] = {}
-    for path in _files(folder):
-        file = MappedFile(path)
-        read = safetensors_tensors(file) if path.match(SAFETENSORS) else state_dict_tensors(file)
-        twice = sorted(tensors.keys() & read.keys())
+    for part in parts:
+        twice = sorted(tensors.keys() & part.keys())
         if twice:
             raise UserError(f"'{folder}' has {twice[0]} in two files: name the one to import.")
-        tensors |= read
+        tensors |= part
     return replace(weights(tensors), config=_config(folder))
 
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from zeroir.convert.imported import ImportedModel, ImportedTensor, MappedFile, weights
-from zeroir.convert.imported_archive import UnknownTensor, open_archive
 from zeroir.convert.imported_optimizer import MODEL_KEYS, Tree, optimizer_in, with_optimizer
+from zeroir.convert.torch_files import UnknownTensor, read_torch_files
 from zeroir.errors import UserError
 
 _MOST_SHOWN: Final = 8
 
 
-def state_dict_tensors(file: MappedFile) -> dict[str, ImportedTensor]:
-    """The tensors of a model by name.
+def state_dict_tensors(files: Sequence[MappedFile]) -> list[dict[str, ImportedTensor]]:
+    """The tensors of the model in each file, by name.
 
     Raises:
-        UserError: if the file is damaged, or has no state dictionary.
+        UserError: if a file is damaged, or has no state dictionary.
     """
-    return _tensors(_model(open_archive(file).plain_tree(), file), file)
+    return [
+        _tensors(_model(tree, file), file)
+        for file, tree in zip(files, read_torch_files(files), strict=True)
+    ]
 
 
 def import_state_dict(file: MappedFile) -> ImportedModel:
@@ -28,7 +31,7 @@ def import_state_dict(file: MappedFile) -> ImportedModel:
     Raises:
         UserError: if the file is damaged, or has no state dictionary.
     """
-    tree = open_archive(file).plain_tree()
+    (tree,) = read_torch_files([file])
     tensors = _tensors(_model(tree, file), file)
     optimizer = optimizer_in(tree, tensors) if isinstance(tree, Mapping) else None
     model = weights(tensors)

@@ -47,6 +47,8 @@ class MappedFile:
             UserError: if it cannot be read, or is empty.
         """
         self.path = path
+        if path.exists() and not path.is_file():
+            raise UserError(f"'{path}' is not a file.")
         try:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

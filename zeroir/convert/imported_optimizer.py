@@ -24,7 +24,7 @@ from zeroir.errors import UserError
 from zeroir.ir.optimizers.catalogue import Algorithm
 
 Tree = Mapping[object, object]
-"""Dictionaries within dictionaries, with ``ImportedTensor``, numbers, texts, lists and None."""
+"""Dictionaries within dictionaries, with ``ImportedTensor``, numbers, texts, tuples and None."""
 
 MODEL_KEYS: Final = ("model", "module", "state_dict", "model_state_dict", "model_state")
 """The usual names of a model's state dictionary beside other things."""

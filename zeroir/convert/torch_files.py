@@ -1,0 +1,178 @@
+"""The files of torch as the process that imports them sees them: read in another process, and mapped here.
+
+``torch_process.py`` says why. Its answer is in msgpack, with extended types for tensors and for instances of classes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import cache, partial
+from pathlib import Path
+from typing import Final, cast
+
+import msgpack
+import numpy as np
+
+import zeroir
+from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES
+from zeroir.convert.imported import ImportedTensor, MappedFile, elements_at, whole
+from zeroir.errors import InternalError, UserError
+
+
+class Kind(IntEnum):
+    """The extended types of an answer, and what each consists of."""
+
+    TENSOR = 1
+    """Its file, its first byte there, its dtype, shape and strides."""
+
+    CHUNKS = 2
+    """A tensor in parts: its dtype and shape, and of each part the index of its first element, and a tensor."""
+
+    UNKNOWN = 3
+    """A tensor that cannot be imported: the reason."""
+
+    OBJECT = 4
+    """An instance of a class that torch does not list: the path of the class, and its attributes."""
+
+
+SAVE: Final = "save"
+"""The kind of requests for files of ``torch.save``."""
+
+DCP: Final = "dcp"
+"""The kind of requests for folders of ``torch.distributed.checkpoint``."""
+
+METADATA: Final = ".metadata"
+"""The file that makes a folder a checkpoint of ``torch.distributed.checkpoint``."""
+
+REFUSED: Final = 2
+"""The exit code of a reader that refused a file; stdout has the sentence."""
+
+Entry = tuple[tuple[object, ...], object]
+"""The keys and the value of an entry of a checkpoint."""
+
+MODULE: Final = "zeroir.convert.torch_process"
+_ARCHIVE_START: Final = b"PK\x03\x04"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnknownTensor:
+    """A tensor that cannot be imported, for instance a sparse one; ``reason`` says why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UnknownObject:
+    """An instance of a class that torch does not list: the path of the class, and its attributes."""
+
+    path: str
+    state: object
+
+
+def read_torch_files(files: Sequence[MappedFile]) -> list[object]:
+    """What files of ``torch.save`` contain.
+
+    Returns:
+        For each file dictionaries, tuples in the place of lists, numbers, texts, ``ImportedTensor``, ``UnknownTensor``
+        and ``UnknownObject``. Anything else is None.
+
+    Raises:
+        UserError: if a file is damaged, not of this format, or cannot be read within the limits.
+    """
+    for file in files:
+        if bytes(file.data[: len(_ARCHIVE_START)]) != _ARCHIVE_START:
+            raise UserError(
+                f"'{file.path}' is not a file that torch.save has written since PyTorch 1.6: "
+                "load it with torch, and save it again."
+            )
+    if not files:
+        return []
+    mapped = {str(file.path): file for file in files}
+    return [_unpacked(part, mapped.__getitem__) for part in _read(SAVE, list(mapped))]
+
+
+def read_dcp(folder: Path) -> list[Entry]:
+    """What a checkpoint of ``torch.distributed.checkpoint`` contains.
+
+    Returns:
+        For each entry its keys in dictionaries within dictionaries, and its value as ``read_torch_files`` has values.
+
+    Raises:
+        UserError: if a file is damaged, or cannot be read within the limits.
+    """
+    file_at = cache(lambda path: MappedFile(Path(path)))
+    return [cast(Entry, _unpacked(part, file_at)) for part in _read(DCP, [str(folder)])]
+
+
+def _read(kind: str, paths: Sequence[str]) -> list[bytes]:
+    reader = _run(kind, paths)
+    what = paths[0] if len(paths) == 1 else str(Path(paths[0]).parent)
+    if reader.returncode == REFUSED:
+        raise UserError(reader.stdout.decode(errors="replace"))
+    if reader.returncode < 0:
+        end = signal.Signals(-reader.returncode).name
+        raise UserError(
+            f"'{what}' ended the process that read it ({end}): it is damaged, or was made to do harm."
+        )
+    if reader.returncode:
+        raise InternalError(f"'{what}' could not be read:\n{reader.stderr.decode()}")
+    parts: list[bytes] = msgpack.unpackb(reader.stdout)
+    return parts
+
+
+def _run(kind: str, paths: Sequence[str]) -> subprocess.CompletedProcess[bytes]:
+    home = str(Path(zeroir.__file__).parents[1])
+    places = [home, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    # With -P the working directory, which may be the folder that is imported, is no place of modules.
+    return subprocess.run(
+        [sys.executable, "-P", "-W", "ignore", "-m", MODULE, kind, *paths],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+
+
+def _unpacked(data: bytes, file_at: Callable[[str], MappedFile]) -> object:
+    def extended(code: int, form: bytes) -> object:
+        parts = unpack(form)
+        match code:
+            case Kind.TENSOR:
+                path, *place = parts
+                return _tensor(file_at(path), *place)
+            case Kind.CHUNKS:
+                dtype, shape, chunks = parts
+                boxes = tuple(replace(chunk.boxes[0], starts=starts) for starts, chunk in chunks)
+                return ImportedTensor(dtype=dtype, shape=shape, extent=shape, boxes=boxes)
+            case Kind.UNKNOWN:
+                return UnknownTensor(reason=parts)
+            case _:
+                path, state = parts
+                return UnknownObject(path=path, state=state)
+
+    unpack = partial(
+        msgpack.unpackb,
+        use_list=False,
+        strict_map_key=False,
+        unicode_errors="surrogatepass",
+        ext_hook=extended,
+    )
+    value: object = unpack(data)
+    return value
+
+
+def _tensor(
+    file: MappedFile, begin: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> ImportedTensor:
+    """A tensor whose elements stand in a file from a byte on."""
+    last = sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+    flat = elements_at(file, begin, dtype, (0 if 0 in shape else last + 1,), "a tensor")
+    steps = tuple(step * ITEMSIZE_BYTES[dtype] for step in strides)
+    elements = np.lib.stride_tricks.as_strided(flat, shape, steps, writeable=False)
+    return whole(dtype, elements, file)

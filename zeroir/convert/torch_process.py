@@ -1,0 +1,81 @@
+"""The process that reads files of torch, ``python -m zeroir.convert.torch_process``. ``torch_files.py`` starts it.
+
+``torch.load(weights_only=True)`` imports and calls nothing but what torch lists. Of that, a pickle of 60 bytes can
+still ask for a ``bytearray`` of 64 GB, for the hash of a tuple that doubles at each level, or for that of one so deep
+that the stack overflows. Therefore files are read in a process of its own, with limits of memory and processor time.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgpack
+
+from zeroir.convert.torch_files import DCP, METADATA, REFUSED
+from zeroir.convert.torch_reader import packed_file
+from zeroir.errors import UserError, is_out_of_memory
+
+MEMORY_BYTES: Final = 2 << 30
+"""The memory that reading may take beside that of torch, and beside 16 bytes for each byte of DCP's metadata."""
+
+PROCESSOR_S: Final = 60
+"""The time that reading may take beside 1 s for each file, and for each 100 kB of DCP's metadata."""
+
+
+def main() -> None:
+    """Answer a request: the kind of the files, and their paths."""
+    kind, *paths = sys.argv[1:]
+    try:
+        answer = _answer(kind, [Path(path) for path in paths])
+    except UserError as error:
+        refusal = str(error)
+    except OSError as error:
+        refusal = f"'{error.filename}' cannot be read: {error.strerror}."
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        refusal = (
+            f"'{paths[0]}' takes more than {MEMORY_BYTES >> 30} GB of memory to read, even without its tensors: it is "
+            "damaged, or was made to do harm."
+        )
+    else:
+        sys.stdout.buffer.write(answer)
+        return
+    sys.stdout.write(refusal)
+    sys.exit(REFUSED)
+
+
+def _answer(kind: str, paths: Sequence[Path]) -> bytes:
+    if kind == DCP:
+        from zeroir.convert.dcp_reader import packed_entries
+
+        (folder,) = paths
+        status = (folder / METADATA).stat()
+        _limit(min(status.st_size, status.st_blocks * 512), 1)
+        parts = list(packed_entries(folder))
+    else:
+        _limit(0, len(paths))
+        parts = [packed_file(path) for path in paths]
+    answer: bytes = msgpack.packb(parts)
+    return answer
+
+
+def _limit(metadata_bytes: int, file_count: int) -> None:
+    """Limit what this process may take from here on."""
+    own_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    own_s = int(time.process_time())
+    for limit, most in (
+        (resource.RLIMIT_AS, own_bytes + MEMORY_BYTES + 16 * metadata_bytes),
+        (resource.RLIMIT_CPU, own_s + PROCESSOR_S + file_count + metadata_bytes // 100_000),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(limit, (most, most))
+
+
+if __name__ == "__main__":
+    main()
