@@ -4,9 +4,9 @@ Compiling imports the compiler, which takes seconds and about 120 MB, and happen
 (``compile_worker``). Loading and running import none of it: a compiled segment is a library with a C interface.
 
 A library reads its arguments and writes its destinations, which are inputs of its function like the arguments; it
-returns nothing. On the CPU its interface is one function (``segment.h``). AOTInductor's own interface (``interface.h``,
-with a container of models) takes three times as long to compile as the segment, and serves the cases that need it:
-CUDA, constants, and operators without a C function in torch.
+returns nothing. Its interface is one function (``segment.h``). AOTInductor's own interface (``interface.h``, with a
+container of models) takes three times as long to compile as the segment, and serves the cases that need it: constants,
+and operators without a C function in torch.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ EXTERN_CALLS: Final = "kernel.json"
 _SEGMENT_HEADER: Final = Path(__file__).with_name("segment.h")
 _FUNCTION: Final = "zeroir_run"
 """The function that ``segment.h`` exports; a library without it holds a model in AOTInductor's container."""
+
+_PLACE: Final = "zeroir_place"
+"""Its function that says on which device the segment runs."""
 
 Decompositions = Mapping[torch._ops.OpOverload, Callable[..., object]]
 
@@ -98,14 +101,13 @@ def compile_library(
         _compile(traced, examples, mode, folder, options)
 
     _lower_ours()
-    if device.type == "cpu":
-        # If anything fails here, the segment is compiled as a model instead.
-        with suppress(Exception), _as_function(folder) as options:
-            compile_with(options)
-            if not _describes_calls(folder):
-                _keep_only(folder, LIBRARY)
-                return
-        _keep_only(folder)
+    # If anything fails here, the segment is compiled as a model instead.
+    with suppress(Exception), _as_function(folder) as options:
+        compile_with(options)
+        if not _describes_calls(folder):
+            _keep_only(folder, LIBRARY)
+            return
+    _keep_only(folder)
     with _as_model() as options:
         compile_with(options)
     if (calls := _describes_calls(folder)) is not None:
@@ -331,7 +333,7 @@ def load_library(folder: Path, device: torch.device) -> Library:
         return _runner(path, device)
     library = ctypes.CDLL(str(path))
     if hasattr(library, _FUNCTION):
-        return _SegmentFunction(library)
+        return _SegmentFunction(library, device, folder)
     return _AotModel(library, device, folder)
 
 
@@ -361,23 +363,34 @@ def _handles(tensors: list[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(capsules))(*[_pointer(capsule, None) for capsule in capsules])
 
 
+def _current_stream(device: torch.device) -> int | None:
+    """The handle of the current stream; None on the CPU, which has none."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
 def _check(code: int) -> None:
     if code != 0:
         raise InternalError(f"a compiled segment failed with code {code}; see the lines above")
 
 
 class _SegmentFunction:
-    """The function of a library, called without the interpreter's lock; several threads may call it."""
+    """The function of a library, called without the interpreter's lock; several threads may call it on the CPU."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, device: torch.device, folder: Path) -> None:
+        if device.type == "cuda":
+            place = library[_PLACE]
+            place.argtypes = [ctypes.c_int32, ctypes.c_char_p]
+            place.restype = None
+            place(device.index or 0, str(folder).encode())
         run = library[_FUNCTION]
-        run.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        run.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
         self._run = run
+        self._device = device
 
     def __call__(self, tensors: list[Tensor], /) -> None:
         """See ``Library``."""
         handles = _handles(tensors)
-        _check(self._run(handles, len(handles)))
+        _check(self._run(handles, len(handles), _current_stream(self._device)))
 
 
 class _AotModel:
@@ -411,7 +424,5 @@ class _AotModel:
     def __call__(self, tensors: list[Tensor], /) -> None:
         """See ``Library``."""
         handles = _handles(tensors)
-        stream = None
-        if self._device.type == "cuda":
-            stream = torch.cuda.current_stream(self._device).cuda_stream
+        stream = _current_stream(self._device)
         _check(self._run(self._handle, handles, len(handles), self._results, 0, stream, None))

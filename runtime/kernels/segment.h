@@ -1,11 +1,11 @@
-// What a compiled segment has on the CPU in place of AOTInductor's model, container and interface.
+// What a compiled segment has in place of AOTInductor's model, container and interface.
 //
 // Inductor writes its host code as a method of a class, and a constructor that describes inputs and constants to a
 // container of models. Here the class has what the method needs, and the constructor's descriptions go nowhere.
 // Compiling the container and its interface takes several times as long as the segment itself, and what they offer,
 // such as constants and several runs at once of one model, no segment asks for.
 //
-// Included after Inductor's headers for the CPU (aoti_include/cpu.h), where ZEROIR_MODEL is the name of the class.
+// Included after Inductor's headers for the device (aoti_include/cpu.h or cuda.h); ZEROIR_MODEL is the name of the class.
 
 #include <cstddef>
 #include <cstdint>
@@ -39,6 +39,11 @@ class Model {
   std::size_t inputs() const {
     return inputs_;
   }
+  // Sets the index of the device, and the folder with the binaries of its kernels.
+  void place(std::int32_t device, std::optional<std::string> folder) {
+    device_idx_ = device;
+    cubin_dir_ = std::move(folder);
+  }
 
  protected:
   template <typename Map>
@@ -47,7 +52,8 @@ class Model {
   void update_constants_array(Array&&) {}
 
   std::size_t inputs_;
-  std::int32_t device_idx_ = -1;  // as AOTInductor has it for the device "cpu"
+  std::int32_t device_idx_ = -1; // as AOTInductor has it for the device "cpu"
+  std::optional<std::string> cubin_dir_;
   Unread inputs_info_;
   const char* in_spec_;
   const char* out_spec_;
@@ -82,8 +88,14 @@ inline void __check_inputs_outputs(AtenTensorHandle*, AtenTensorHandle*) {}
 
 } // namespace torch::aot_inductor
 
+#ifdef USE_CUDA
+#define ZEROIR_EMBEDDING_GRADIENT aoti_torch_cuda_embedding_gradient
+#else
+#define ZEROIR_EMBEDDING_GRADIENT aoti_torch_cpu_embedding_gradient
+#endif
+
 // zeroir::embedding_gradient, called as torch's C functions for operators are.
-inline AOTITorchError aoti_torch_cpu_embedding_gradient(
+inline AOTITorchError ZEROIR_EMBEDDING_GRADIENT(
     AtenTensorHandle out,
     AtenTensorHandle grad,
     AtenTensorHandle indices,
@@ -99,9 +111,21 @@ inline AOTITorchError aoti_torch_cpu_embedding_gradient(
   return aoti_torch_call_dispatcher("zeroir::embedding_gradient", "", stack);
 }
 
-// Runs the segment on `count` tensors and takes their handles over. Zero, or a line on stderr and another number.
-extern "C" int zeroir_run(AtenTensorHandle* tensors, std::size_t count) {
-  static torch::aot_inductor::ZEROIR_MODEL model(nullptr, nullptr, "cpu", std::nullopt);
+// In this library alone: a process that loads several segments would share one object of an inline function.
+static torch::aot_inductor::ZEROIR_MODEL& zeroir_model() {
+  static torch::aot_inductor::ZEROIR_MODEL model(nullptr, nullptr, "", std::nullopt);
+  return model;
+}
+
+// Says on which device the segment runs and where the binaries of its kernels are; called once, on a GPU alone.
+extern "C" void zeroir_place(std::int32_t device, const char* folder) {
+  zeroir_model().place(device, folder);
+}
+
+// Runs the segment on `count` tensors and takes their handles over, on a stream of the device. Zero, or a line on stderr
+// and another number. Several threads may call it on the CPU, and one thread on a GPU, whose kernels the first call loads.
+extern "C" int zeroir_run(AtenTensorHandle* tensors, std::size_t count, void* stream) {
+  auto& model = zeroir_model();
   const bool had_grad = aoti_torch_grad_mode_is_enabled();
   aoti_torch_grad_mode_set_enabled(false);
   int code = 0;
@@ -110,7 +134,8 @@ extern "C" int zeroir_run(AtenTensorHandle* tensors, std::size_t count) {
       throw std::invalid_argument(
           std::to_string(model.inputs()) + " tensors were expected, not " + std::to_string(count));
     }
-    model.run_impl(tensors, nullptr, nullptr, nullptr);
+    const auto on = static_cast<torch::aot_inductor::DeviceStreamType>(stream);
+    model.run_impl(tensors, nullptr, on, nullptr);
   } catch (const std::exception& error) {
     std::cerr << "Error: " << error.what() << '\n';
     code = 1;
