@@ -21,8 +21,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGES = tuple(
     DOCS / name
     for name in (
-        *("checkpoints.md", "conformance.md", "ir.md", "offload.md", "operators.md"),
-        *("performance.md", "trust.md"),
+        *("checkpoints.md", "conformance.md", "ir.md", "measurements.md", "offload.md"),
+        *("operators.md", "performance.md", "trust.md"),
     )
 )
 RECORDS = DOCS / "records"
@@ -130,6 +130,28 @@ def _refused_models(record: Mapping[str, object]) -> str:
     return _markdown(["model", "what the sentence says"], rows)
 
 
+def _on_gpu(record: Mapping[str, object]) -> str:
+    """Contestants on one GPU, as ratios to eager FSDP2 of the same run; what failed says how."""
+    records, about = record["records"], record["about"]
+    assert isinstance(records, list)
+    assert isinstance(about, dict)
+    base = next(r for r in records if r["contestant"] == "FSDP2")
+    rows = []
+    for each in records:
+        if not each["seconds"]:
+            rows.append([each["contestant"], f"failed: {each['error']}", "", "", ""])
+            continue
+        seconds = median(each["seconds"])
+        ratios = (
+            seconds / median(base["seconds"]),
+            each["allocated_bytes"] / base["allocated_bytes"],
+            each["reserved_bytes"] / base["reserved_bytes"],
+        )
+        mfu = f"{about['flops'] / seconds / about['peak_flops']:.1%}"
+        rows.append([each["contestant"], *(f"{ratio:.3f}" for ratio in ratios), mfu])
+    return _markdown(["", "step", "allocated", "reserved", "MFU"], rows)
+
+
 def _part(name: str) -> Callable[[Mapping[str, object]], str]:
     """The maker of one of the tables that a record has."""
 
@@ -146,6 +168,7 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "peers ratios": _ratios,
     "stages": _peers,
     "techniques": _techniques,
+    "bench-gpu": _on_gpu,
     "engine": _rows,
     "compile": _rows,
     "first-step": _rows,
