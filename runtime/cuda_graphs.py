@@ -29,6 +29,7 @@ from zeroir.errors import GraphWarning, ZeroirError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Role, Space
 from zeroir.ir.effects import effects
+from zeroir.ir.hyper_parameters import first_hyper
 from zeroir.ir.issuing import issued_apart
 from zeroir.ir.mesh import HOST, Executor
 from zeroir.ir.program import SAVE, Program, Section
@@ -70,10 +71,11 @@ def why_not(program: Program, section: Section, backend: Backend = Backend.LOCAL
             name = op_outside_graphs(program.segment_by_name[op.segment])
             if name is not None:
                 return f"the operator {name} of segment @{op.segment} reads values on the host"
-        if isinstance(op, ops.OptimizerStep) and _asks_for_the_step(program, op):
-            return "momentum with dampening asks the device for the step count"
-        if isinstance(op, ops.OptimizerStep) and op.algorithm is ops.Algorithm.SHAMPOO:
-            return "the host waits for the eigenvalues of shampoo"
+        if isinstance(op, ops.OptimizerStep):
+            reasons = map(op.algorithm.declaration.waits, first_hyper(program, op))
+            reason = next(filter(None, reasons), None)
+            if reason is not None:
+                return reason
         for name in _buffers(op):
             buffer = program.buffer_by_name[name]
             if buffer.space is not Space.DEVICE and not _is_pinned_copy(op, buffer):
@@ -89,18 +91,6 @@ def _is_pinned_copy(op: ops.Op, buffer: Buffer) -> bool:
     """Whether the op copies from or to planned host memory, or begins or ends such a buffer, on the device."""
     is_planned = buffer.space is Space.HOST and buffer.role is not Role.SNAPSHOT
     return is_planned and isinstance(op, ops.Memory | ops.ToHost | ops.ToDevice)
-
-
-def _asks_for_the_step(program: Program, op: ops.OptimizerStep) -> bool:
-    if op.algorithm is not ops.Algorithm.MOMENTUM:
-        return False
-    first_values = {scalar.buffer: scalar.values for scalar in program.scalars}
-    for settings in op.settings:
-        values = first_values.get(settings.hyper.buffer, ())
-        momentum, dampening, *_ = values[settings.hyper.offset : settings.hyper.stop] or (0.0, 0.0)
-        if momentum != 0.0 and dampening != 0.0:
-            return True
-    return False
 
 
 def _buffers(op: ops.Op) -> Iterator[str]:

@@ -177,7 +177,8 @@ def optimizer_state(
         names = list(group["param_names"])
         settings = {key: value for key, value in group.items() if key not in _NO_SETTINGS}
         groups.append({**settings, "params": names})
-        if algorithm.declaration.counts_steps:
+        of_torch = algorithm.declaration.torch
+        if of_torch is not None and of_torch.counts_steps:
             for name in names:
                 states.setdefault(name, {})["step"] = steps.clone()
     return {"state": dict(states), "param_groups": groups}

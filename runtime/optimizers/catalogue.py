@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from zeroir.ir.optimizers.catalogue import Algorithm
-from zeroir.runtime.optimizers import adafactor, adam, lion, muon, sgd, shampoo
+from zeroir.runtime.optimizers import (
+    adafactor,
+    adam,
+    lion,
+    muon,
+    sgd,
+    shampoo,
+)
 from zeroir.runtime.optimizers.operands import Operands, WholeOperands
 from zeroir.runtime.optimizers.plain import MakePlain
 

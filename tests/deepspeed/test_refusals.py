@@ -103,7 +103,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"optimizer": {"params": {}}}, "optimizer.type is missing."),
     (
         {"optimizer": {"type": "Lamb"}},
-        "zeroir has no optimizer Lamb; from this file it takes Adam,",
+        "zeroir has no optimizer Lamb; from this file it takes SGD, Adam,",
     ),
     ({"optimizer": {"type": "sgd"}}, "zeroir has no optimizer sgd"),
     ({"optimizer": {"type": "Muon"}}, "write --optimizer muon and --group beside a file without"),

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PRODUCT = ("zeroir", "passes", "runtime")
+from tests.docs.changed_product import (
+    PRODUCT,
+    apply,
+    change,
+    changed_files,
+    copy_of_the_product,
+    run_in,
+)
 
 TRAIN = """
 from tests.passes.numbers import assert_equal, inputs, run
@@ -54,55 +58,27 @@ print("trained")
 """
 
 
-def change() -> str:
-    page = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
-    (block,) = re.findall(r"^```diff\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    return str(block)
-
-
-def changed_files(diff: str) -> list[str]:
-    return re.findall(r"^\+\+\+ b/(.*)$", diff, re.MULTILINE)
-
-
-def copy_of_the_product(folder: Path, diff: str) -> Path:
-    """The product with the change applied."""
-    for name in (*PRODUCT, "docs"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
-    shutil.copy(ROOT / "pyproject.toml", folder)
-    apply = ["git", "apply", "-C1", "-"]
-    done = subprocess.run(
-        apply, input=diff, cwd=folder, text=True, capture_output=True, check=False
-    )
-    assert done.returncode == 0, f"ARCHITECTURE.md's change no longer applies:\n{done.stderr}"
-    return folder
+CHANGE = change("Adding an op")
 
 
 def test_an_op_takes_few_files_of_the_product() -> None:
-    product = [name for name in changed_files(change()) if name.split("/")[0] in PRODUCT]
+    product = [name for name in changed_files(CHANGE) if name.split("/")[0] in PRODUCT]
     assert 0 < len(product) <= 4
 
 
 @pytest.mark.slow
 def test_the_new_op_is_printed_parsed_proved_costed_and_run(tmp_path: Path) -> None:
-    product = copy_of_the_product(tmp_path, change())
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (product, ROOT)))}
-    done = subprocess.run(
-        [sys.executable, "-c", TRAIN],
-        cwd=product,
-        env=environment,
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-    assert done.stdout == "trained\n", done.stderr
+    product = copy_of_the_product(tmp_path)
+    apply(CHANGE, product)
+    assert run_in(product, TRAIN) == "trained\n"
 
 
 @pytest.mark.slow
 def test_mypy_names_what_was_forgotten(tmp_path: Path) -> None:
-    declaration, *_ = re.split(r"(?m)^(?=--- )", change().removeprefix("\n"))[1:]
+    declaration, *_ = re.split(r"(?m)^(?=--- )", CHANGE.removeprefix("\n"))[1:]
     assert changed_files(declaration) == ["zeroir/ir/ops.py"]
-    product = copy_of_the_product(tmp_path, declaration)
+    product = copy_of_the_product(tmp_path)
+    apply(declaration, product)
     # It imports the whole product, and so torch and transformers, which take mypy a minute.
     (product / "zeroir" / "__init__.py").write_text("")
     done = subprocess.run(

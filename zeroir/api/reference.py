@@ -312,8 +312,8 @@ def _make_optimizer(parameters: list[nn.Parameter], options: CompileOptions) -> 
     plain = UPDATES[algorithm].plain
     if plain is not None:
         return plain(parameters, settings)
-    assert declaration.torch_class is not None
-    make: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, declaration.torch_class)
+    assert declaration.torch is not None
+    make: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, declaration.torch.class_name)
     if declaration.whole is None:
         return make(parameters, fused=True, **settings)
     return make(parameters, **settings)

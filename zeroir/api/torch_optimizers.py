@@ -1,9 +1,9 @@
 """Optimizers of ``torch.optim`` as options of a compilation: a class, or an instance over the parameters of a module.
 
 A class gives the algorithm and its own defaults. An instance gives its groups, too, and a list of instances the groups
-of each, such as those of a Muon and an AdamW. The first group's settings are the options; each further group, and a
-first one with a name, is one of ``CompileOptions.group``, which names its parameters. A parameter in no group is not
-trained, as torch would not train it.
+of each, such as those of an optimizer of matrices and of one for the rest. The first group's settings are the options;
+each further group, and a first one with a name, is one of ``CompileOptions.group``, which names its parameters. A
+parameter in no group is not trained, as torch would not train it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,38 @@ from zeroir.ir.optimizers.catalogue import OPTIONS, Algorithm
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+
+def _pairs() -> Mapping[str, tuple[str, ...]]:
+    names: dict[str, dict[int, str]] = {}
+    for algorithm in Algorithm:
+        for setting in algorithm.declaration.settings:
+            if setting.torch_pair is not None:
+                key, index = setting.torch_pair
+                names.setdefault(key, {})[index] = setting.name
+    return {key: tuple(of_key[index] for index in sorted(of_key)) for key, of_key in names.items()}
+
+
+def _of_classes() -> Mapping[str, tuple[Algorithm, ...]]:
+    algorithms: dict[str, tuple[Algorithm, ...]] = {}
+    for algorithm in Algorithm:
+        of_torch = algorithm.declaration.torch
+        names = () if of_torch is None else (of_torch.class_name, *of_torch.other_classes)
+        for name in names:
+            algorithms[name] = (*algorithms.get(name, ()), algorithm)
+    return algorithms
+
+
 _IMPLEMENTATIONS: Final = frozenset({"foreach", "fused", "capturable"})
 """Settings that choose among implementations of one update rule; a program always uses torch's fused kernels."""
 
 _NOT_SETTINGS: Final = frozenset({"params", "param_names", "name", "decoupled_weight_decay"})
 
 _OF_MOMENTUM: Final = ("momentum", "dampening", "nesterov")
-_PAIRS: Final = {"betas": ("beta1", "beta2"), "eps": ("eps", "eps2")}
+_PAIRS: Final = _pairs()
 """Pairs of torch's optimizers, and the options that they are; most have a single ``eps``."""
+
+_OF_CLASS: Final = _of_classes()
+"""The classes of ``torch.optim``, and the algorithms that each can be."""
 
 _PATTERN_CHARACTERS: Final = re.compile(r"[*?\[\]|;:,]")
 """Characters of a name that mean something else in a group; a question mark matches each of them."""
@@ -64,8 +88,7 @@ def translated(
     """
     given = {name: value for name, value in options.items() if name != "optimizer"}
     if isinstance(optimizer, type):
-        algorithm = _algorithm(optimizer)
-        return TranslatedOptimizer(options=_of_class(optimizer, algorithm, given))
+        return TranslatedOptimizer(options=_of_class(optimizer, given))
     instances = list(optimizer) if isinstance(optimizer, tuple | list) else [optimizer]
     optimizers = [each for each in instances if isinstance(each, torch.optim.Optimizer)]
     if not optimizers or len(optimizers) < len(instances):
@@ -90,30 +113,38 @@ def translated(
 # --------------------------------------------------------------------------------------------------------- a class
 
 
-def _algorithm(kind: type) -> Algorithm:
-    """The algorithm of a class of torch's optimizers, which no subclass of it may change."""
-    name = kind.__name__.lower()
-    if name in set(Algorithm) and getattr(torch.optim, kind.__name__, None) is kind:
-        return Algorithm(name)
-    supported = [
-        each.__name__
-        for each in vars(torch.optim).values()
-        if isinstance(each, type) and each.__name__.lower() in set(Algorithm)
-    ]
+def _algorithms(kind: type) -> tuple[Algorithm, ...]:
+    """The algorithms that a class of torch's optimizers, which no subclass of it may change, can be."""
+    name = kind.__name__
+    if getattr(torch.optim, name, None) is kind and name in _OF_CLASS:
+        return _OF_CLASS[name]
     raise UserError(
-        f"zeroir has no optimizer {kind.__module__}.{kind.__qualname__}; of torch.optim it has {', '.join(supported)}."
+        f"zeroir has no optimizer {kind.__module__}.{kind.__qualname__}; of torch.optim it has {', '.join(_OF_CLASS)}."
     )
 
 
-def _of_class(kind: type, algorithm: Algorithm, given: Mapping[str, object]) -> dict[str, object]:
+def _algorithm(candidates: Iterable[Algorithm], settings: Mapping[str, object]) -> Algorithm:
+    """That with these settings; those that it fixes have its values, or are missing."""
+
+    def is_meant(algorithm: Algorithm) -> bool:
+        of_torch = algorithm.declaration.torch
+        fixed = {} if of_torch is None else of_torch.fixed
+        return all(settings.get(key, value) == value for key, value in fixed.items())
+
+    return next(filter(is_meant, candidates))
+
+
+def _of_class(kind: type, given: Mapping[str, object]) -> dict[str, object]:
     """The options, with the defaults of the class where nothing is given."""
-    if algorithm is Algorithm.SGD and given.get("momentum"):
-        algorithm = Algorithm.MOMENTUM
-    values = dict(given)
-    if algorithm is Algorithm.SGD and not values.get("momentum", 1):
-        del values["momentum"]
-    for name, value in _as_options(_defaults(kind)).items():
-        if name in _option_names(algorithm) - set(_OF_MOMENTUM):
+    candidates = _algorithms(kind)
+    defaults = _as_options(_defaults(kind))
+    algorithm = _algorithm(candidates, {**defaults, **given})
+    of_torch = algorithm.declaration.torch
+    fixed = {} if of_torch is None else of_torch.fixed
+    own = _option_names(algorithm)
+    values = {name: value for name, value in given.items() if name in own or name not in fixed}
+    for name, value in defaults.items():
+        if name in own - set(_OF_MOMENTUM):
             values.setdefault(name, value)
     return {**values, "optimizer": algorithm}
 
@@ -180,21 +211,14 @@ def _of_instances(
 def _groups(optimizer: Optimizer, module: nn.Module) -> list[_TorchGroup]:
     """The groups of one instance."""
     kind = type(optimizer)
-    algorithm = _algorithm(kind)
     groups = optimizer.param_groups
+    candidates = _algorithms(kind)
     if optimizer.state:
         raise UserError(
             f"The {kind.__name__} has the states of {len(optimizer.state)} parameters already, which a new program "
             "does not take over: pass an instance that has taken no step, and load states from a checkpoint."
         )
-    if algorithm is Algorithm.SGD and any(group["momentum"] for group in groups):
-        algorithm = Algorithm.MOMENTUM
-    if algorithm is Algorithm.ADAM and any(g.get("decoupled_weight_decay") for g in groups):
-        algorithm = Algorithm.ADAMW
-        if not all(group["decoupled_weight_decay"] for group in groups):
-            raise UserError(
-                "Only some groups of the Adam have decoupled_weight_decay: give these to an AdamW, and pass both."
-            )
+    algorithm = _common(kind, candidates, groups)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     found: list[_TorchGroup] = []
     for number, group in enumerate(groups):
@@ -211,6 +235,21 @@ def _groups(optimizer: Optimizer, module: nn.Module) -> list[_TorchGroup]:
             )
         )
     return found
+
+
+def _common(
+    kind: type, candidates: Sequence[Algorithm], groups: Sequence[Mapping[str, object]]
+) -> Algorithm:
+    """The algorithm of all groups; one that fixes no setting has groups with any values of theirs."""
+    found = {_algorithm(candidates, group): None for group in groups}
+    for algorithm in found:
+        of_torch = algorithm.declaration.torch
+        if len(found) == 1 or of_torch is None or not of_torch.fixed:
+            return algorithm
+    names = " and ".join(found)
+    raise UserError(
+        f"The groups of the {kind.__name__} are {names} by their settings: pass an instance for each of these."
+    )
 
 
 def _members(label: str, parameters: Sequence[Tensor], names: Mapping[int, str]) -> tuple[str, ...]:

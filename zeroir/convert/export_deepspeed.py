@@ -36,12 +36,12 @@ from zeroir.convert.torch_optimizer_states import (
     states,
 )
 from zeroir.errors import UserError
-from zeroir.ir.optimizers.catalogue import Algorithm
 
 DEEPSPEED_VERSION: Final = "0.19.0"
 """The version whose layout this is; loaders compare it with the first one that they can read."""
 
-_ADAMS: Final = (Algorithm.ADAM, Algorithm.ADAMW)
+_STATES: Final = ("exp_avg", "exp_avg_sq")
+"""The states that the layout has, which are those of Adam and AdamW."""
 
 
 def export_deepspeed(stored: StoredTensors, output: Path) -> list[str]:
@@ -51,7 +51,7 @@ def export_deepspeed(stored: StoredTensors, output: Path) -> list[str]:
         UserError: if the checkpoint is damaged or its optimizer is not Adam, or the folder cannot be written.
     """
     groups = optimizer_groups(stored)
-    unknown = [group.algorithm for group in groups if group.algorithm not in _ADAMS]
+    unknown = [group.algorithm for group in groups if group.algorithm.state_names != _STATES]
     if unknown or not groups:
         has = f"of {unknown[0].value}" if unknown else "without an optimizer"
         raise UserError(

@@ -39,7 +39,7 @@ from zeroir.convert.imported_optimizer import (
 )
 from zeroir.convert.torch_files import UnknownObject, UnknownTensor, read_torch_files
 from zeroir.errors import UserError
-from zeroir.ir.optimizers.catalogue import Algorithm
+from zeroir.ir.optimizers.catalogue import OF_DEEPSPEED, Algorithm
 
 LATEST: Final = "latest"
 """The file that names the newest checkpoint of a folder."""
@@ -377,17 +377,18 @@ def _group_states(files: _Files, optimizer: object) -> list[dict[str, object]]:
 
 
 def _kind(head: Tree) -> dict[str, object]:
-    """What DeepSpeed's configuration says of its own Adam: AdamW unless ``adam_w_mode`` is false."""
+    """The setting by which DeepSpeed's configuration tells its own Adam from its AdamW."""
     config = head.get("ds_config")
     block = config.get("optimizer") if isinstance(config, Mapping) else None
     if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
         return {}
-    kind, params = str(block["type"]).lower(), block.get("params")
-    if kind == Algorithm.ADAMW:
-        return {"decoupled_weight_decay": True}
-    if kind == Algorithm.ADAM:
-        is_coupled = isinstance(params, Mapping) and params.get("adam_w_mode") is False
-        return {"decoupled_weight_decay": not is_coupled}
+    params = block.get("params")
+    keys = {str(key): value for key, value in params.items()} if isinstance(params, Mapping) else {}
+    for type_name, declared in OF_DEEPSPEED.items():
+        is_named = type_name.lower() == str(block["type"]).lower()
+        if is_named and not declared.is_from_torch and declared.optimizer is not None:
+            of_torch = Algorithm(declared.optimizer(type_name, keys)).declaration.torch
+            return {} if of_torch is None else dict(of_torch.fixed)
     return {}
 
 

@@ -38,20 +38,12 @@ _NUMBERED: Final = (
 )
 
 _SETTINGS: Final = frozenset(
-    {
-        "lr",
-        "initial_lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "momentum",
-        "dampening",
-        "nesterov",
-        "beta2_decay",
-        "d",
-        "ns_coefficients",
-        "ns_steps",
-        "adjust_lr_fn",
+    {"lr", "initial_lr"}
+    | {
+        key
+        for algorithm in Algorithm
+        for setting in algorithm.declaration.settings
+        for key, _ in setting.torch_places
     }
 )
 """The settings that change results; what chooses an implementation means nothing to zeroir."""
@@ -270,16 +262,24 @@ def _setting(value: object) -> JsonValue:
 
 
 def _algorithm(states: set[str], settings: Mapping[str, object]) -> Algorithm | None:
-    """The optimizer with such states and settings. Adam and AdamW have the same ones but in newer versions of torch."""
-    if states <= {"exp_avg", "exp_avg_sq"} and {"betas", "eps"} <= settings.keys():
-        is_decoupled = settings.get("decoupled_weight_decay")
-        if is_decoupled is None:
-            return None
-        return Algorithm.ADAMW if is_decoupled else Algorithm.ADAM
-    if states == {"exp_avg"} and "betas" in settings:
-        return Algorithm.LION
-    if states == {"momentum_buffer"}:
-        return Algorithm.MUON if "ns_steps" in settings else Algorithm.MOMENTUM
-    if not states and settings.get("momentum") == 0 and "dampening" in settings:
-        return Algorithm.SGD
-    return None
+    """The optimizer with such states and settings, that with the most marks if there are several.
+
+    Parameters need not have all states where settings name the optimizer.
+    """
+
+    def is_meant(algorithm: Algorithm) -> bool:
+        declaration = algorithm.declaration
+        names = set(algorithm.state_names)
+        fixed = {} if declaration.torch is None else declaration.torch.fixed
+        return (
+            declaration.marks is not None
+            and settings.keys() >= {*declaration.marks, *fixed}
+            and all(settings[key] == value for key, value in fixed.items())
+            and (states <= names if fixed else states == names)
+        )
+
+    return max(filter(is_meant, Algorithm), key=_marks, default=None)
+
+
+def _marks(algorithm: Algorithm) -> int:
+    return len(algorithm.declaration.marks or ())

@@ -49,7 +49,8 @@ class OptimizerGroupInFiles:
     @property
     def counts_steps(self) -> bool:
         """Whether torch keeps the number of steps of each parameter."""
-        return self.algorithm.declaration.counts_steps
+        of_torch = self.algorithm.declaration.torch
+        return of_torch is not None and of_torch.counts_steps
 
 
 def optimizer_groups(stored: StoredTensors) -> list[OptimizerGroupInFiles]:
@@ -137,10 +138,12 @@ def _setting(value: JsonValue) -> Setting:
 @cache
 def _torch_defaults(algorithm: Algorithm) -> Mapping[str, Setting]:
     """All settings of torch's optimizer with their defaults, so that it finds each one; none where torch has none."""
-    name = algorithm.declaration.torch_class
-    if name is None:
+    of_torch = algorithm.declaration.torch
+    if of_torch is None:
         return {}
-    make: Callable[[list[Tensor]], torch.optim.Optimizer] = getattr(torch.optim, name)
+    make: Callable[[list[Tensor]], torch.optim.Optimizer] = getattr(
+        torch.optim, of_torch.class_name
+    )
     return make([torch.empty((1, 1), device="meta", requires_grad=True)]).defaults
 
 

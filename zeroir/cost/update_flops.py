@@ -1,56 +1,42 @@
-"""The matrix products of an update: Muon's Newton-Schulz iterations, and Shampoo's sums and their roots."""
+"""The matrix products of an update on whole parameters, as its optimizer declares them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 from zeroir.ir import ops
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.copies import at_rest
-from zeroir.ir.ops import Algorithm
-from zeroir.ir.program import Program, Slot
+from zeroir.ir.hyper_parameters import first_hyper
+from zeroir.ir.program import Flat, Program
 
 
 def update_flops(program: Program, op: ops.Op) -> int:
     """Floating-point operations of an op of the update, on the rank that has most; in ``algorithm.direction_dtype``.
 
-    A rank computes every parameter that meets its slice. The number of iterations is the one that the program begins
-    with, of the group that has most.
+    A rank computes every parameter that meets its slice. Hyper-parameters are those that the program begins with, of
+    the group for which the figure is largest.
     """
-    if not isinstance(op, ops.OptimizerStep) or not op.algorithm.takes_matrices_alone:
+    if not isinstance(op, ops.OptimizerStep) or op.algorithm.declaration.whole is None:
         return 0
     param = at_rest(program, op.param)
     holds = None if param is None else program.buffer_by_name[param.buffer].holds
     if not isinstance(holds, FlatContent):
         return 0
-    of_slot, steps = roots_flops, 1
-    if op.algorithm is Algorithm.MUON:
-        of_slot, steps = iteration_flops, _iterations(program, op)
-    numel = op.param.local_numel(program.mesh)
-    flat = program.flat_by_name[holds.flat]
+    flops = op.algorithm.declaration.whole.flops
+    flat, numel = program.flat_by_name[holds.flat], op.param.local_numel(program.mesh)
+    return max(
+        _on_one_rank(flat, numel, [flops(slot.shape, hyper) for slot in flat.slots])
+        for hyper in first_hyper(program, op)
+    )
+
+
+def _on_one_rank(flat: Flat, numel: int, flops: Sequence[int]) -> int:
+    """The sum for the parameters that meet a slice of ``numel`` elements, where it is largest."""
     count = flat.padded_numel // numel
     changes = [0] * (count + 1)  # where slices begin, and cease, to meet parameters
-    for slot in flat.slots:
-        flops = of_slot(slot)
-        changes[slot.offset // numel] += flops
-        changes[(slot.offset + max(slot.numel, 1) - 1) // numel + 1] -= flops
-    return steps * max(accumulate(changes[:-1]))
-
-
-def _iterations(program: Program, op: ops.OptimizerStep) -> int:
-    at = op.algorithm.hyper_names.index("ns_steps")
-    values = {scalar.buffer: scalar.values for scalar in program.scalars}
-    return max(int(values.get(s.hyper.buffer, (0,) * (at + 1))[at]) for s in op.settings)
-
-
-def roots_flops(slot: Slot) -> int:
-    """Of Shampoo's step of a matrix: the sums, the eigenvectors of each (9 n³), the roots, and two products."""
-    rows, columns = slot.shape
-    sums = 2 * rows * columns * (rows + columns)
-    return 2 * sums + 11 * (rows**3 + columns**3)
-
-
-def iteration_flops(slot: Slot) -> int:
-    """Of one iteration on a matrix: a product with its transpose, the square of that, and a product of both."""
-    short, long = min(slot.shape), max(slot.shape)
-    return 4 * short * short * long + 2 * short**3
+    for slot, own in zip(flat.slots, flops, strict=True):
+        changes[slot.offset // numel] += own
+        changes[(slot.offset + max(slot.numel, 1) - 1) // numel + 1] -= own
+    return max(accumulate(changes[:-1]))

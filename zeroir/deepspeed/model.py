@@ -22,6 +22,7 @@ from zeroir.deepspeed.treatment import (
     meaningless,
     refused,
 )
+from zeroir.ir.optimizers.catalogue import OF_DEEPSPEED
 
 _UNITS = meaningless("parameters travel by unit; --units chooses the units")
 _KEPT = meaningless("small parameters lie in the flat buffer of their unit and travel with it")
@@ -52,7 +53,7 @@ class OptimizerBlock(JsonBlock):
 
     type: Annotated[
         str,
-        honoured("`optimizer`: Adam, AdamW, Lion, SGD, Adafactor; others are refused by name"),
+        honoured(f"`optimizer`: {', '.join(OF_DEEPSPEED)}; others are refused by name"),
     ]
     params: Annotated[Free, honoured("the optimizer's options; see below")] = {}
     legacy_fusion: Annotated[bool, _INTERNAL] = False

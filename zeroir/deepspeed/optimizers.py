@@ -1,18 +1,18 @@
 """DeepSpeed's block ``optimizer`` as options.
 
-Sources: ``DeepSpeedEngine._configure_basic_optimizer``, ``ops/adam/fused_adam.py`` and ``ops/lion/fused_lion.py`` of
-DeepSpeed 0.19.6, and ``torch.optim``, from which DeepSpeed takes the optimizers that it does not have. As in DeepSpeed,
-the case of a type counts for those of torch alone.
+Sources: ``DeepSpeedEngine._configure_basic_optimizer`` and the fused optimizers in ``ops`` of DeepSpeed 0.19.6, and
+``torch.optim``, from which DeepSpeed takes the optimizers that it does not have. As in DeepSpeed, the case of a type
+counts for those of torch alone. Each optimizer declares what it is called there (``zeroir/ir/optimizers``).
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from zeroir.deepspeed.treatment import (
     Kind,
@@ -23,13 +23,13 @@ from zeroir.deepspeed.treatment import (
     treatment_of,
 )
 from zeroir.errors import UserError
+from zeroir.ir.optimizers.catalogue import OF_DEEPSPEED, Algorithm
+from zeroir.ir.optimizers.elsewhere import InDeepSpeed
+from zeroir.ir.optimizers.settings import Setting
 
 Rate = Annotated[float, Field(ge=0)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
 
 _IMPLEMENTATION: Final = meaningless("zeroir has one implementation of each optimizer")
-_WEIGHT_DECAY: Final = honoured("`weight_decay`; absent it is DeepSpeed's default")
-_BETAS: Final = honoured("`beta1` and `beta2`")
 
 
 class OptimizerParams(BaseModel):
@@ -49,63 +49,64 @@ class OptimizerParams(BaseModel):
     set_grad_none: Annotated[bool, _IMPLEMENTATION] = True
 
 
-class AdamParams(OptimizerParams):
-    """Of ``Adam`` and ``AdamW``."""
-
-    betas: Annotated[tuple[Beta, Beta], _BETAS] = (0.9, 0.999)
-    eps: Annotated[Rate, honoured("`eps`")] = 1e-8
-    weight_decay: Annotated[Rate | None, _WEIGHT_DECAY] = None
-    adam_w_mode: Annotated[bool, honoured("`optimizer`: Adam is adamw unless this is false")] = True
-    torch_adam: Annotated[
-        bool,
-        honoured("without a meaning but for the default of AdamW's weight_decay, 0.01 in torch"),
-    ] = False
-    bias_correction: Annotated[
-        bool, refused("zeroir's Adam corrects the bias", differs_from(True))
-    ] = True
-    amsgrad: Annotated[bool, refused("zeroir has no AMSGrad")] = False
-    fp32_optimizer_states: Annotated[
-        bool, refused("optimizer states are FP32 in zeroir", differs_from(True))
-    ] = True
-
-
-class LionParams(OptimizerParams):
-    """Of ``Lion``."""
-
-    betas: Annotated[tuple[Beta, Beta], _BETAS] = (0.9, 0.999)
-    weight_decay: Annotated[Rate, _WEIGHT_DECAY] = 0.0
-
-
-class SGDParams(OptimizerParams):
-    """Of ``SGD``, which is torch's."""
-
-    momentum: Annotated[Beta, honoured("`momentum`; above 0 it makes `optimizer` momentum")] = 0.0
-    dampening: Annotated[Rate, honoured("`dampening`")] = 0.0
-    weight_decay: Annotated[Rate, _WEIGHT_DECAY] = 0.0
-    nesterov: Annotated[bool, honoured("`nesterov`")] = False
+def _params(algorithm: Algorithm, declared: InDeepSpeed) -> type[OptimizerParams]:
+    """The parameters of an optimizer: those of every one, its settings, and its switches."""
+    settings: dict[str, list[Setting]] = {}
+    for setting in algorithm.declaration.settings:
+        for key, _ in setting.torch_places:
+            settings.setdefault(key, []).append(setting)
+    # Their types are known at run time alone.
+    fields: dict[str, Any] = {}
+    if "lr" in declared.defaults:
+        fields["lr"] = (Annotated[Rate, honoured("`lr`")], declared.defaults["lr"])
+    for key, of_key in settings.items():
+        default = declared.defaults.get(key, _default(of_key))
+        names = " and ".join(f"`{setting.name}`" for setting in of_key)
+        more = [declared.reasons[key]] if key in declared.reasons else []
+        more += ["absent it is DeepSpeed's default"] if key == "weight_decay" else []
+        reason = honoured("; ".join([names, *more]))
+        fields[key] = (Annotated[_annotation(of_key, default), reason], default)
+    for switch in declared.switches:
+        treatment = honoured(switch.reason)
+        if switch.is_refused:
+            treatment = refused(switch.reason, differs_from(switch.default))
+        fields[switch.name] = (Annotated[bool, treatment], switch.default)
+    model: type[OptimizerParams] = create_model(
+        f"{declared.types[0]}Params", __base__=OptimizerParams, **fields
+    )
+    return model
 
 
-class AdafactorParams(OptimizerParams):
-    """Of ``Adafactor``, which is torch's."""
+def _default(settings: Sequence[Setting]) -> object:
+    first, *others = (setting.default for setting in settings)
+    return (first, *others) if others else first
 
-    lr: Annotated[Rate, honoured("`lr`")] = 1e-2
-    beta2_decay: Annotated[float, Field(le=0), honoured("`beta2_decay`")] = -0.8
-    eps: Annotated[tuple[Rate | None, Rate], honoured("`eps` and `eps2`")] = (None, 1e-3)
-    d: Annotated[float, Field(ge=1), honoured("`d`")] = 1.0
-    weight_decay: Annotated[Rate, _WEIGHT_DECAY] = 0.0
+
+def _annotation(settings: Sequence[Setting], default: object) -> object:
+    """The type of a key's value; a number whose default is null may be null."""
+    defaults = default if isinstance(default, tuple) else (default,)
+    kinds = []
+    for setting, own_default in zip(settings, defaults, strict=True):
+        limits = setting.limits
+        kind: Any = Annotated[
+            type(setting.default),
+            Field(ge=limits.at_least, gt=limits.above, le=limits.at_most, lt=limits.below),
+        ]
+        kinds.append(kind | None if own_default is None else kind)
+    return tuple.__class_getitem__(tuple(kinds)) if len(kinds) > 1 else kinds[0]
 
 
 OPTIMIZERS: Final[Mapping[str, type[OptimizerParams]]] = {
-    "Adam": AdamParams,
-    "AdamW": AdamParams,
-    "Lion": LionParams,
-    "SGD": SGDParams,
-    "Adafactor": AdafactorParams,
+    name: model
+    for algorithm in Algorithm
+    if (declared := algorithm.declaration.deepspeed) is not None
+    for model in [_params(algorithm, declared)]
+    for name in declared.types
 }
-_OF_DEEPSPEED: Final = ("Adam", "AdamW", "Lion")
 _REASONS: Final = {
-    "muon": "DeepSpeed's Muon updates embeddings and the head by an Adam of its own settings; write --optimizer muon "
-    "and --group beside a file without this block"
+    str(algorithm): reason
+    for algorithm in Algorithm
+    if (reason := algorithm.declaration.not_from_deepspeed) is not None
 }
 """Of optimizers that zeroir has, but does not take from this file."""
 
@@ -118,95 +119,51 @@ class OptimizerTranslation:
     notes: tuple[tuple[str, str], ...]
 
 
-_Params = TypeVar("_Params", bound=OptimizerParams)
-
-
 def translate_optimizer(kind: str, params: Mapping[str, object]) -> OptimizerTranslation:
     """The block as options.
 
     Raises:
         UserError: where zeroir lacks the optimizer, or a parameter of it; it is named.
     """
-    own = {name.lower(): name for name in _OF_DEEPSPEED}
+    own = {name.lower(): name for name, known in OF_DEEPSPEED.items() if not known.is_from_torch}
     name = own.get(kind.lower(), kind)
     if name not in OPTIMIZERS:
         takes = f"zeroir has no optimizer {kind}; from this file it takes {', '.join(OPTIMIZERS)}"
         reason = _REASONS.get(kind.lower(), takes)
         raise UserError(f"optimizer.type cannot be honoured: {reason}.")
-    read: OptimizerParams
-    match name:
-        case "SGD":
-            read = _validated(SGDParams, kind, params)
-            options = _sgd(read)
-        case "Adafactor":
-            read = _validated(AdafactorParams, kind, params)
-            options = _adafactor(read)
-        case "Lion":
-            read = _validated(LionParams, kind, params)
-            options = {"optimizer": ("lion", "type"), **_betas(read.betas)}
-            options["weight_decay"] = (read.weight_decay, "params.weight_decay")
-        case _:
-            read = _validated(AdamParams, kind, params)
-            options = _adam(name, read)
-    options["lr"] = (read.lr, "params.lr")
+    model = OPTIMIZERS[name]
+    keys = _validated(model, kind, params).model_dump()
+    algorithm = next(a for a in Algorithm if a.declaration.deepspeed is OF_DEEPSPEED[name])
+    declared = OF_DEEPSPEED[name]
+    values: dict[str, object] = {}
+    places: dict[str, str] = {"optimizer": "optimizer.type", "lr": "optimizer.params.lr"}
+    for setting in algorithm.declaration.settings:
+        for key, index in setting.torch_places:
+            value = keys[key] if index is None else keys[key][index]
+            places[setting.name] = f"optimizer.params.{key}"
+            if value is not None:
+                values[setting.name] = value
+    options = {
+        "optimizer": str(algorithm)
+        if declared.optimizer is None
+        else declared.optimizer(name, keys),
+        **declared.settings(name, keys, values),
+        "lr": keys["lr"],
+    }
     notes = [
-        (f"optimizer.params.{key}", treatment_of(type(read).model_fields[key]).reason)
+        (f"optimizer.params.{key}", treatment_of(model.model_fields[key]).reason)
         for key in params
-        if treatment_of(type(read).model_fields[key]).kind is Kind.WITHOUT_MEANING
+        if treatment_of(model.model_fields[key]).kind is Kind.WITHOUT_MEANING
     ]
     return OptimizerTranslation(
-        options={option: (value, f"optimizer.{key}") for option, (value, key) in options.items()},
+        options={option: (value, places[option]) for option, value in options.items()},
         notes=tuple(notes),
     )
 
 
-def _betas(betas: tuple[float, float]) -> dict[str, tuple[object, str]]:
-    return {"beta1": (betas[0], "params.betas"), "beta2": (betas[1], "params.betas")}
-
-
-def _adam(name: str, params: AdamParams) -> dict[str, tuple[object, str]]:
-    is_adamw = name == "AdamW" or params.adam_w_mode
-    decay = params.weight_decay
-    if decay is None:
-        # FusedAdam decays nothing by default; torch's AdamW does.
-        decay = 0.01 if params.torch_adam and is_adamw else 0.0
-    return {
-        "optimizer": ("adamw" if is_adamw else "adam", "type"),
-        **_betas(params.betas),
-        "eps": (params.eps, "params.eps"),
-        "weight_decay": (decay, "params.weight_decay"),
-    }
-
-
-def _sgd(params: SGDParams) -> dict[str, tuple[object, str]]:
-    options: dict[str, tuple[object, str]] = {
-        "optimizer": ("momentum" if params.momentum else "sgd", "type"),
-        "weight_decay": (params.weight_decay, "params.weight_decay"),
-    }
-    if params.momentum:
-        options["momentum"] = (params.momentum, "params.momentum")
-        options["dampening"] = (params.dampening, "params.dampening")
-        options["nesterov"] = (params.nesterov, "params.nesterov")
-    elif params.nesterov:
-        raise UserError("optimizer.params.nesterov needs a momentum above 0.")
-    return options
-
-
-def _adafactor(params: AdafactorParams) -> dict[str, tuple[object, str]]:
-    least, least_scale = params.eps
-    options: dict[str, tuple[object, str]] = {
-        "optimizer": ("adafactor", "type"),
-        "beta2_decay": (params.beta2_decay, "params.beta2_decay"),
-        "eps2": (least_scale, "params.eps"),
-        "d": (params.d, "params.d"),
-        "weight_decay": (params.weight_decay, "params.weight_decay"),
-    }
-    if least is not None:
-        options["eps"] = (least, "params.eps")
-    return options
-
-
-def _validated(model: type[_Params], kind: str, params: Mapping[str, object]) -> _Params:
+def _validated(
+    model: type[OptimizerParams], kind: str, params: Mapping[str, object]
+) -> OptimizerParams:
     """The parameters; no refused one asks for anything."""
     for key, value in params.items():
         field = model.model_fields.get(key)

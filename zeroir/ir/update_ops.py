@@ -160,8 +160,7 @@ class Direction(GroupedUpdate):
     It is the element-wise half of the step of an optimizer that works on whole parameters; ``optimizer_step`` is the
     other half. ``grad`` and ``states`` are f32, ``direction`` has ``algorithm.direction_dtype``, all with one numel.
 
-    * muon: momentum_buffer × momentum + gradient × (1 − momentum), and once more in that way with ``nesterov``;
-    * adafactor, shampoo: the gradient itself.
+    It is the gradient itself, unless the optimizer keeps states of elements, such as a momentum.
 
     ``grad`` is used up. Where ``skip`` is 1 the states stay as they are, and the direction is never applied. Settings
     and the other fields are those of ``OptimizerStep``.
@@ -225,9 +224,10 @@ class OptimizerStep(ParameterStep):
 
     With an optimizer that works on whole parameters (``algorithm.direction_dtype``) ``grad`` are the directions of the
     whole flat, although ``param`` may be a slice, and ``states`` are those of ``direction``, so none are here. Each
-    rank computes the steps of the parameters that meet its slice. Adafactor also reads the parameters as they were:
-    ``whole``, the whole flat, unless ``param`` is that already; its ``factors``, second moments, are alike on all
-    ranks. Shampoo's ``factors``, sums of products, are sharded; ``whole`` are all of them, unless ``factors`` are.
+    rank computes the steps of the parameters that meet its slice. ``factors`` are the optimizer's own state of whole
+    parameters, alike on all ranks or sharded. ``whole`` is all of what the step reads of whole parameters beside
+    directions: the parameters as they were, unless ``param`` is that already, or a sharded state, unless ``factors``
+    are.
     """
 
     syntax = (

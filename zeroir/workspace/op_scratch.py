@@ -14,7 +14,8 @@ from zeroir.ir.copies import at_rest
 from zeroir.ir.dtypes import DType
 from zeroir.ir.effects import effects
 from zeroir.ir.eight_bit_states import blocks_numel
-from zeroir.ir.ops import Algorithm, Mode, Op
+from zeroir.ir.ops import Mode, Op
+from zeroir.ir.optimizers.declaration import StepScratch
 from zeroir.ir.program import Program, Slot
 from zeroir.workspace.scratch.allowance import SLACK_BYTES, product_allowance_bytes
 from zeroir.workspace.segments import EAGER
@@ -109,33 +110,39 @@ def _direction_bytes(program: Program, op: ops.Direction) -> int:
 
 def _step_bytes(program: Program, op: ops.OptimizerStep) -> int:
     """Torch's fused kernels need nothing; for the others this is a bound."""
-    chunks = _chunks_bytes(program, op.param)
-    match op.algorithm:
-        case Algorithm.SGD | Algorithm.MOMENTUM | Algorithm.ADAM | Algorithm.ADAMW:
-            return _codes_bytes(program, op, 0) if op.scales else 0
-        case Algorithm.LION:
-            return _codes_bytes(program, op, chunks) if op.scales else chunks + SCALAR_BYTES
-        case Algorithm.MUON:
-            return max((_iteration_bytes(slot) for slot in _slots(program, op)), default=0) + chunks
-        case Algorithm.ADAFACTOR:
-            own = max((_factored_bytes(slot) for slot in _slots(program, op)), default=0)
-            return own + chunks + SCALAR_BYTES
-        case Algorithm.SHAMPOO:
-            return max((_roots_bytes(slot) for slot in _slots(program, op)), default=0) + chunks
-        case _:
-            assert_never(op.algorithm)
+    declaration = op.algorithm.declaration
+    if declaration.whole is not None:
+        scratch = (declaration.whole.scratch(slot.shape) for slot in _slots(program, op))
+        chunk_bytes = _chunk_bytes(program, op.param, _APPLIED_NUMBERS)
+        return max(map(_parameter_bytes, scratch), default=0) + chunk_bytes
+    chunk_bytes = _chunk_bytes(program, op.param, declaration.scratch_numbers)
+    if op.scales:
+        return _codes_bytes(program, op, chunk_bytes)
+    return chunk_bytes + SCALAR_BYTES if chunk_bytes else 0
 
 
-def _chunks_bytes(program: Program, param: Region) -> int:
-    """Two FP32 numbers for each element of a chunk of our own optimizers."""
-    return 2 * 4 * min(param.local_numel(program.mesh), STEPPED_CHUNK_NUMEL)
+_APPLIED_NUMBERS: Final = 2
+"""FP32 numbers for each element of a chunk in which an update on whole parameters is applied."""
+
+
+def _chunk_bytes(program: Program, param: Region, numbers: int) -> int:
+    """So many FP32 numbers for each element of a chunk of our own optimizers."""
+    return 4 * numbers * min(param.local_numel(program.mesh), STEPPED_CHUNK_NUMEL)
+
+
+def _parameter_bytes(scratch: StepScratch) -> int:
+    """What the step of one parameter takes, with a library's part."""
+    product = scratch.product
+    library_bytes = SLACK_BYTES if product is None else product_allowance_bytes(*product)
+    return scratch.own_bytes + library_bytes + SCALAR_BYTES
 
 
 def _speculation_bytes(program: Program, op: ops.SpeculativeStep | ops.CommitStep) -> int:
     """A chunk of the gradient in FP32, and what the step of a chunk needs."""
     gradient = 4 * min(op.param.local_numel(program.mesh), SPECULATED_CHUNK_NUMEL)
-    is_ours = op.algorithm is Algorithm.LION
-    return gradient + (_chunks_bytes(program, op.param) + SCALAR_BYTES if is_ours else 0)
+    numbers = op.algorithm.declaration.scratch_numbers
+    own = _chunk_bytes(program, op.param, numbers) + SCALAR_BYTES if numbers else 0
+    return gradient + own
 
 
 def _codes_bytes(program: Program, op: ops.OptimizerStep, update_bytes: int) -> int:
@@ -155,28 +162,6 @@ def _slots(program: Program, op: ops.OptimizerStep) -> tuple[Slot, ...]:
     param = at_rest(program, op.param)
     holds = None if param is None else program.buffer_by_name[param.buffer].holds
     return program.flat_by_name[holds.flat].slots if isinstance(holds, FlatContent) else ()
-
-
-def _iteration_bytes(slot: Slot) -> int:
-    """Two iterates of Newton-Schulz and two products of their smaller side, in BF16, and what a library takes."""
-    short, long = min(slot.shape), max(slot.shape)
-    own = 2 * (2 * short * long + 2 * short * short)
-    return own + product_allowance_bytes(short, short, long) + SCALAR_BYTES
-
-
-def _roots_bytes(slot: Slot) -> int:
-    """New sums of rows and columns, their roots, what finds the eigenvalues of one, products, and a library's part."""
-    short, long = min(slot.shape), max(slot.shape)
-    sums = short * short + long * long
-    own = 4 * (2 * sums + 8 * long * long + 2 * slot.numel)
-    return own + product_allowance_bytes(long, long, long) + SCALAR_BYTES
-
-
-def _factored_bytes(slot: Slot) -> int:
-    """The second moments of the elements, a product, and new moments of rows and of columns."""
-    rows = slot.numel // max(slot.shape[-1], 1) if slot.shape else 1
-    columns = slot.numel // max(slot.shape[-2], 1) if len(slot.shape) > 1 else slot.numel
-    return 4 * (slot.numel + 2 * rows + 2 * columns) + SLACK_BYTES
 
 
 def _dtype(program: Program, region: Region) -> DType:

@@ -32,15 +32,15 @@ def test_the_runtime_updates_what_is_declared(algorithm: Algorithm) -> None:
     is_whole = algorithm.declaration.whole is not None
     assert isinstance(UPDATES[algorithm], WholeUpdate if is_whole else ElementUpdate)
     has_reference = UPDATES[algorithm].plain is not None
-    assert has_reference is (algorithm.declaration.torch_class is None)
+    assert has_reference is (algorithm.declaration.torch is None)
 
 
 @EACH
 def test_settings_and_states_are_those_of_torch(algorithm: Algorithm) -> None:
     declaration = algorithm.declaration
-    if declaration.torch_class is None:
+    if declaration.torch is None:
         pytest.skip("torch does not have it")
-    kind: Any = getattr(torch.optim, declaration.torch_class)
+    kind: Any = getattr(torch.optim, declaration.torch.class_name)
     parameter = torch.ones(3, 5, requires_grad=True)
     hyper = [n for s in declaration.settings for n in s.numbers(s.default)]
     settings = declaration.torch_settings(hyper)
@@ -57,7 +57,7 @@ def test_settings_and_states_are_those_of_torch(algorithm: Algorithm) -> None:
     parameter.grad = torch.ones(3, 5)
     optimizer.step()
     kept = dict(optimizer.state[parameter])
-    assert ("step" in kept) is declaration.counts_steps
+    assert ("step" in kept) is declaration.torch.counts_steps
     kept.pop("step", None)
     own = declaration.own_state
     parts = () if own is None else own.parts((3, 5))

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Final
 
 from zeroir.ir.dtypes import DType
-from zeroir.ir.optimizers.declaration import Declaration, OwnState, Shape, StatePart, WholeStep
+from zeroir.ir.optimizers.declaration import (
+    Declaration,
+    OwnState,
+    Shape,
+    StatePart,
+    StepScratch,
+    WholeStep,
+)
+from zeroir.ir.optimizers.elsewhere import InDeepSpeed, InTorch
 from zeroir.ir.optimizers.settings import NOT_NEGATIVE, Limits, Setting, weight_decay
 
 
@@ -17,6 +26,14 @@ def _moments(shape: Shape) -> tuple[StatePart, ...]:
         StatePart(name="row_var", shape=(*shape[:-1], 1)),
         StatePart(name="col_var", shape=(*shape[:-2], 1, shape[-1])),
     )
+
+
+def _scratch(shape: Shape) -> StepScratch:
+    """The second moments of the elements, a product, and new moments of rows and of columns."""
+    numel = prod(shape)
+    rows = numel // max(shape[-1], 1) if shape else 1
+    columns = numel // max(shape[-2], 1) if len(shape) > 1 else numel
+    return StepScratch(own_bytes=DType.F32.itemsize_bytes * (numel + 2 * rows + 2 * columns))
 
 
 ADAFACTOR: Final = Declaration(
@@ -52,11 +69,22 @@ ADAFACTOR: Final = Declaration(
     ),
     whole=WholeStep(
         direction_dtype=DType.F32,
+        scratch=_scratch,
         # They are so few that every rank keeps all of them.
-        own_state=OwnState(quantity="factors", parts=_moments, is_sharded=False, numbers=0),
+        own_state=OwnState(
+            quantity="factors",
+            parts=_moments,
+            is_sharded=False,
+            numbers=0,
+            description="one number for each row and column",
+        ),
         reads_parameters=True,
     ),
-    torch_class="Adafactor",
-    counts_steps=True,
+    torch=InTorch(class_name="Adafactor", counts_steps=True),
+    deepspeed=InDeepSpeed(
+        types=("Adafactor",),
+        is_from_torch=True,
+        defaults={"lr": 1e-2, "eps": (None, 1e-3)},
+    ),
     most_numbers=1,  # elsewhere a first moment
 )

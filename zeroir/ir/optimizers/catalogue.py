@@ -5,35 +5,44 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
 from zeroir.ir.dtypes import DType
-from zeroir.ir.optimizers.adafactor import ADAFACTOR
-from zeroir.ir.optimizers.adam import ADAM, ADAMW
+from zeroir.ir.optimizers import (
+    adafactor,
+    adam,
+    lion,
+    muon,
+    sgd,
+    shampoo,
+)
 from zeroir.ir.optimizers.declaration import Declaration, OwnState
-from zeroir.ir.optimizers.lion import LION
-from zeroir.ir.optimizers.muon import MUON
+from zeroir.ir.optimizers.elsewhere import InDeepSpeed
 from zeroir.ir.optimizers.settings import Limits, Setting, Value
-from zeroir.ir.optimizers.sgd import MOMENTUM, SGD
-from zeroir.ir.optimizers.shampoo import SHAMPOO
 
 
 class Algorithm(StrEnum):
     """Optimizers, under the names that programs and options have for them."""
 
-    SGD = "sgd"
-    MOMENTUM = "momentum"
-    ADAM = "adam"
-    ADAMW = "adamw"
-    LION = "lion"
-    MUON = "muon"
-    ADAFACTOR = "adafactor"
-    SHAMPOO = "shampoo"
+    _value_: str
+    declaration: Declaration
 
-    @property
-    def declaration(self) -> Declaration:
-        """What the optimizer declares of itself."""
-        return _DECLARATIONS[self]
+    def __new__(cls, name: str, declaration: Declaration | None = None) -> Self:
+        """A new member; to type checkers it is also the look-up by a name alone."""
+        assert declaration is not None
+        algorithm = str.__new__(cls, name)
+        algorithm._value_ = name
+        algorithm.declaration = declaration
+        return algorithm
+
+    SGD = "sgd", sgd.SGD
+    MOMENTUM = "momentum", sgd.MOMENTUM
+    ADAM = "adam", adam.ADAM
+    ADAMW = "adamw", adam.ADAMW
+    LION = "lion", lion.LION
+    MUON = "muon", muon.MUON
+    ADAFACTOR = "adafactor", adafactor.ADAFACTOR
+    SHAMPOO = "shampoo", shampoo.SHAMPOO
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -62,22 +71,28 @@ class Algorithm(StrEnum):
         return self.declaration.hyper_names
 
 
-_DECLARATIONS: Final[Mapping[Algorithm, Declaration]] = {
-    Algorithm.SGD: SGD,
-    Algorithm.MOMENTUM: MOMENTUM,
-    Algorithm.ADAM: ADAM,
-    Algorithm.ADAMW: ADAMW,
-    Algorithm.LION: LION,
-    Algorithm.MUON: MUON,
-    Algorithm.ADAFACTOR: ADAFACTOR,
-    Algorithm.SHAMPOO: SHAMPOO,
-}
-
-OptimizerName = Literal["sgd", "momentum", "adam", "adamw", "lion", "muon", "adafactor", "shampoo"]
+OptimizerName = Literal[
+    "sgd",
+    "momentum",
+    "adam",
+    "adamw",
+    "lion",
+    "muon",
+    "adafactor",
+    "shampoo",
+]
 """The same names for type checkers, which know no computed ones."""
 
 USUAL: Final = Algorithm.ADAMW
 """The optimizer where none is named, and of the parameters that another one does not take."""
+
+OF_DEEPSPEED: Final[Mapping[str, InDeepSpeed]] = {
+    name: declared
+    for algorithm in Algorithm
+    if (declared := algorithm.declaration.deepspeed) is not None
+    for name in declared.types
+}
+"""The values of ``optimizer.type`` in DeepSpeed's configuration, and what they are."""
 
 WITH_STATES_OF_ELEMENTS: Final = tuple(a for a in Algorithm if a.has_states_of_elements)
 """The optimizers whose states can have 8 bits."""
@@ -92,7 +107,7 @@ OWN_STATES: Final[Mapping[str, OwnState]] = {
 OWN_STATES_OF_TORCH: Final = frozenset(
     algorithm.declaration.own_state.quantity
     for algorithm in Algorithm
-    if algorithm.declaration.own_state is not None and algorithm.declaration.torch_class is not None
+    if algorithm.declaration.own_state is not None and algorithm.declaration.torch is not None
 )
 """Those of optimizers that torch has, too."""
 

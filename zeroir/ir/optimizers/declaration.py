@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zeroir.ir.dtypes import DType
+from zeroir.ir.optimizers.elsewhere import InDeepSpeed, InTorch
 from zeroir.ir.optimizers.settings import Setting, Value
 
 Shape = tuple[int, ...]
@@ -36,13 +37,30 @@ class OwnState:
     So a flat has them in coordinates of their own: ``parts`` are the tensors of a parameter of some shape, row by row,
     one after the other, and so for one parameter after the other. They are cut for the ranks if they are sharded, and
     gathered for each step; else each rank keeps and moves all of them. ``quantity`` is their name in programs.
-    ``numbers`` says how many are kept for each element of a square matrix, in round numbers.
+    ``numbers`` says how many are kept for each element of a square matrix, in round numbers, and ``description`` which.
     """
 
     quantity: str
     parts: Callable[[Shape], tuple[StatePart, ...]]
     is_sharded: bool
     numbers: int
+    description: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepScratch:
+    """What the step of one parameter takes beside its operands.
+
+    ``own_bytes`` are those of the tensors that it has at once. ``product`` are the sides m, n and k of its largest
+    product of an m × k and a k × n matrix, for which a library takes memory, too.
+    """
+
+    own_bytes: int
+    product: tuple[int, int, int] | None = None
+
+
+def _no_flops(_shape: Shape, _hyper: Numbers) -> int:
+    return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +70,14 @@ class WholeStep:
     It is two ops: ``direction`` computes an element's direction, of ``direction_dtype``, from its gradient and states,
     and ``optimizer_step`` reads the directions of the whole flat. With ``reads_parameters`` it also reads the whole
     parameters as they were; not together with a sharded state, since ops have one operand for both.
+
+    ``scratch`` is for a parameter of some shape. ``flops`` are the floating-point operations of its step, in
+    ``direction_dtype``, where they take time beside reading and writing the operands.
     """
 
     direction_dtype: DType
+    scratch: Callable[[Shape], StepScratch]
+    flops: Callable[[Shape, Numbers], int] = _no_flops
     own_state: OwnState | None = None
     reads_parameters: bool = False
     takes_matrices_alone: bool = False
@@ -62,22 +85,31 @@ class WholeStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """An optimizer.
+    """An optimizer, whose update ``definition`` names where ``torch`` does not have it.
 
     ``settings`` are in the order of the elements of ``OptimizerStep.hyper``, ``states`` in that of its states. Without
-    a ``whole`` step nothing is needed but an element and its states. ``torch_class`` is the class of ``torch.optim``
-    with these settings and states, and ``counts_steps`` whether that one counts its steps for each parameter.
+    a ``whole`` step nothing is needed but an element and its states. ``torch`` and ``deepspeed`` say what it is called
+    there; ``not_from_deepspeed`` why DeepSpeed's optimizer of its name is another one. ``marks`` are the settings by
+    whose keys it is known, together with its states, in a checkpoint that does not name it; None where it is not.
     ``problem`` says why settings do not fit each other, in words that continue a sentence. ``most_numbers`` are the
     FP32 numbers that other implementations keep for each element at most, where they keep more.
+
+    ``scratch_numbers`` are the FP32 numbers that an update without a whole step has beside each element of a chunk;
+    torch's fused kernels have none. ``waits`` says why the host waits for the device in each step with these settings.
     """
 
     title: str
+    definition: str = ""
     settings: tuple[Setting, ...]
     states: tuple[ElementState, ...] = ()
     whole: WholeStep | None = None
-    torch_class: str | None = None
-    counts_steps: bool = False
+    torch: InTorch | None = None
+    deepspeed: InDeepSpeed | None = None
+    not_from_deepspeed: str | None = None
+    marks: tuple[str, ...] | None = None
     problem: Callable[[Numbers], str | None] = lambda _: None
+    waits: Callable[[Numbers], str | None] = lambda _: None
+    scratch_numbers: int = 0
     most_numbers: int | None = None
 
     @property

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Final
 
 from zeroir.ir.dtypes import DType
-from zeroir.ir.optimizers.declaration import Declaration, ElementState, WholeStep
+from zeroir.ir.optimizers.declaration import (
+    Declaration,
+    ElementState,
+    Numbers,
+    Shape,
+    StepScratch,
+    WholeStep,
+)
+from zeroir.ir.optimizers.elsewhere import InTorch
 from zeroir.ir.optimizers.settings import (
     NOT_NEGATIVE,
     Limits,
@@ -15,6 +23,20 @@ from zeroir.ir.optimizers.settings import (
     nesterov_problem,
     weight_decay,
 )
+
+
+def _scratch(shape: Shape) -> StepScratch:
+    """Two iterates of Newton-Schulz and two products of their smaller side, in BF16."""
+    short, long = min(shape), max(shape)
+    own_bytes = DType.BF16.itemsize_bytes * (2 * short * long + 2 * short * short)
+    return StepScratch(own_bytes=own_bytes, product=(short, short, long))
+
+
+def _flops(shape: Shape, hyper: Numbers) -> int:
+    """Of each iteration: a product with its transpose, the square of that, and a product of both."""
+    short, long = min(shape), max(shape)
+    return int(hyper["ns_steps"]) * (4 * short * short * long + 2 * short**3)
+
 
 MUON: Final = Declaration(
     title="Muon",
@@ -43,7 +65,15 @@ MUON: Final = Declaration(
     ),
     states=(ElementState(name="momentum_buffer"),),
     # The iteration begins by rounding to BF16, so no more is gathered.
-    whole=WholeStep(direction_dtype=DType.BF16, takes_matrices_alone=True),
-    torch_class="Muon",
+    whole=WholeStep(
+        direction_dtype=DType.BF16,
+        scratch=_scratch,
+        flops=_flops,
+        takes_matrices_alone=True,
+    ),
+    torch=InTorch(class_name="Muon"),
+    not_from_deepspeed="DeepSpeed's Muon updates embeddings and the head by an Adam of its own settings; write "
+    "--optimizer muon and --group beside a file without this block",
+    marks=("momentum", "ns_steps"),
     problem=nesterov_problem,
 )

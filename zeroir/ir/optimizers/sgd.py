@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from zeroir.ir.optimizers.declaration import Declaration, ElementState
+from zeroir.errors import UserError
+from zeroir.ir.optimizers.declaration import Declaration, ElementState, Numbers
+from zeroir.ir.optimizers.elsewhere import InDeepSpeed, InTorch, Values
 from zeroir.ir.optimizers.settings import (
     NOT_NEGATIVE,
     Setting,
@@ -16,6 +18,26 @@ from zeroir.ir.optimizers.settings import (
 
 _WITHOUT: Final = "the program was compiled without momentum"
 
+
+def _first_step(hyper: Numbers) -> str | None:
+    """The first step takes the gradient itself as momentum."""
+    if hyper["momentum"] and hyper["dampening"]:
+        return "momentum with dampening asks the device for the step count"
+    return None
+
+
+def _deepspeeds(_type: str, keys: Values) -> str:
+    return "momentum" if keys.get("momentum") else "sgd"
+
+
+def _settings_of_deepspeed(_type: str, keys: Values, settings: Values) -> Values:
+    if keys["momentum"]:
+        return settings
+    if keys["nesterov"]:
+        raise UserError("optimizer.params.nesterov needs a momentum above 0.")
+    return {"weight_decay": settings["weight_decay"]}
+
+
 SGD: Final = Declaration(
     title="SGD",
     settings=(
@@ -24,7 +46,8 @@ SGD: Final = Declaration(
         Setting(name="nesterov", default=False, fixed=_WITHOUT),
         weight_decay(0.0),
     ),
-    torch_class="SGD",
+    torch=InTorch(class_name="SGD", fixed={"momentum": 0}),
+    marks=("momentum", "dampening"),
 )
 
 MOMENTUM: Final = Declaration(
@@ -36,6 +59,16 @@ MOMENTUM: Final = Declaration(
         weight_decay(0.0),
     ),
     states=(ElementState(name="momentum_buffer"),),
-    torch_class="SGD",
+    torch=InTorch(class_name="SGD"),
+    deepspeed=InDeepSpeed(
+        types=("SGD",),
+        is_from_torch=True,
+        defaults={"momentum": 0.0},
+        reasons={"momentum": "above 0 it makes `optimizer` momentum"},
+        optimizer=_deepspeeds,
+        settings=_settings_of_deepspeed,
+    ),
+    marks=("momentum",),
     problem=nesterov_problem,
+    waits=_first_step,
 )

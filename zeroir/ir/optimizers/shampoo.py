@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Final
 
 from zeroir.ir.dtypes import DType
-from zeroir.ir.optimizers.declaration import Declaration, OwnState, Shape, StatePart, WholeStep
+from zeroir.ir.optimizers.declaration import (
+    Declaration,
+    Numbers,
+    OwnState,
+    Shape,
+    StatePart,
+    StepScratch,
+    WholeStep,
+)
 from zeroir.ir.optimizers.settings import NOT_NEGATIVE, Setting, weight_decay
 
 
@@ -19,8 +27,24 @@ def _sums(shape: Shape) -> tuple[StatePart, ...]:
     )
 
 
+def _scratch(shape: Shape) -> StepScratch:
+    """New sums of rows and columns, their roots, what finds the eigenvalues of one, and products."""
+    rows, columns = shape
+    long = max(shape)
+    numel = 2 * (rows * rows + columns * columns) + 8 * long * long + 2 * rows * columns
+    return StepScratch(own_bytes=DType.F32.itemsize_bytes * numel, product=(long, long, long))
+
+
+def _flops(shape: Shape, _hyper: Numbers) -> int:
+    """Of the sums, the eigenvectors of each (9 n³), the roots, and two products."""
+    rows, columns = shape
+    return 4 * rows * columns * (rows + columns) + 11 * (rows**3 + columns**3)
+
+
 SHAMPOO: Final = Declaration(
     title="Shampoo",
+    definition="algorithm 1 of Gupta et al. 2018 ([arXiv 1802.09568](https://arxiv.org/abs/1802.09568)), with "
+    "decoupled weight decay",
     settings=(
         Setting(
             name="eps",
@@ -32,8 +56,17 @@ SHAMPOO: Final = Declaration(
     ),
     whole=WholeStep(
         direction_dtype=DType.F32,
-        own_state=OwnState(quantity="preconditioners", parts=_sums, is_sharded=True, numbers=2),
+        scratch=_scratch,
+        flops=_flops,
+        own_state=OwnState(
+            quantity="preconditioners",
+            parts=_sums,
+            is_sharded=True,
+            numbers=2,
+            description="*m*² + *n*² numbers of an *m* × *n* matrix",
+        ),
         takes_matrices_alone=True,
     ),
+    waits=lambda _: "the host waits for the eigenvalues of shampoo",
     most_numbers=6,  # elsewhere also their roots, a moment and a diagonal accumulator
 )
