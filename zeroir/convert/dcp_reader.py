@@ -34,6 +34,9 @@ from zeroir.convert.torch_reader import (
 )
 from zeroir.errors import UserError, is_out_of_memory
 
+_MOST_KEYS: Final = 64
+"""Dictionaries within dictionaries are not deeper."""
+
 _FOUND: Final[dict[str, object]] = {
     **{
         f"{kind.__module__}.{kind.__qualname__}": kind
@@ -96,6 +99,8 @@ class _Checkpoint:
         keys = (self.metadata.planner_data or {}).get(name)
         if not isinstance(keys, tuple) or not keys:
             keys = (name,)
+        if len(keys) > _MOST_KEYS:
+            raise ValueError(f"{name} is nested too deeply")
         if isinstance(entry, dcp.BytesStorageMetadata):
             archive = self._archive(dcp.MetadataIndex(name))
             return archive.packed([keys, archive.value])

@@ -37,7 +37,7 @@ from zeroir.convert.imported_optimizer import (
     number_in,
     with_optimizer,
 )
-from zeroir.convert.torch_files import UnknownObject, UnknownTensor, read_torch_files
+from zeroir.convert.torch_files import UnknownClass, UnknownTensor, read_torch_files
 from zeroir.errors import UserError
 from zeroir.ir.optimizers.catalogue import OF_DEEPSPEED, Algorithm
 
@@ -49,6 +49,7 @@ _OPTIMIZER_FILES: Final = "*_optim_states.pt"
 _PARALLEL: Final = re.compile(r"layer_|expert_|.*expert|(zero_pp_rank_\d+_)?mp_rank_(?!00_)")
 """The names of files of tensor, pipeline and expert parallelism."""
 
+_MOST_TAG: Final = 4096
 _SCALER: Final = "deepspeed.runtime.fp16.loss_scaler."
 _FROZEN: Final = "frozen_param_fragments"
 
@@ -116,7 +117,8 @@ def _tagged(folder: Path) -> Path:
     latest = folder / LATEST
     if not latest.is_file():
         return folder
-    tag = latest.read_text(errors="replace").strip()
+    with latest.open(errors="replace") as file:
+        tag = file.read(_MOST_TAG).strip()
     if not tag or Path(tag).name != tag or not (folder / tag).is_dir():
         raise UserError(f"'{latest}' names '{tag}', which is not a folder beside it.")
     return folder / tag
@@ -394,9 +396,11 @@ def _kind(head: Tree) -> dict[str, object]:
 
 def _loss_scale(scaler: object) -> tuple[StoredScalar, ...]:
     """The state of a dynamic loss scaler: the scale, the steps since its last change, the hysteresis left."""
-    if not isinstance(scaler, UnknownObject) or scaler.path != f"{_SCALER}DynamicLossScaler":
-        return ()
-    state = scaler.state if isinstance(scaler.state, Mapping) else {}
+    match scaler:
+        case (UnknownClass(path=path), Mapping() as state) if path == f"{_SCALER}DynamicLossScaler":
+            pass
+        case _:
+            return ()
     keys = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window", "cur_hysteresis")
     numbers = [number for key in keys if (number := number_in(state.get(key))) is not None]
     if len(numbers) < len(keys) or numbers[3] < 1:

@@ -36,6 +36,9 @@ MODEL_FILES: Final = (
 )
 """Files that make a folder a model of Hugging Face; the first that exists is read."""
 
+_MOST_JSON_BYTES: Final = 64 << 20
+"""More than an index of a million tensors has."""
+
 _DTYPES: Final[Mapping[str, str]] = {dtype.upper(): dtype for dtype in ITEMSIZE_BYTES}
 """The library's names of dtypes, and those of manifests."""
 
@@ -113,7 +116,7 @@ def _files(folder: Path) -> Iterator[Path]:
     if name is None:
         yield from sorted(folder.glob(SAFETENSORS))
     elif name.endswith(".json"):
-        places = _json((folder / name).read_bytes(), folder / name).get("weight_map")
+        places = _json(folder / name).get("weight_map")
         if not isinstance(places, dict):
             raise UserError(f"'{folder / name}' is damaged: it has no weight_map.")
         for file in dict.fromkeys(places.values()):
@@ -129,10 +132,16 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _config(folder: Path) -> JsonValue:
     path = folder / "config.json"
-    return _json(path.read_bytes(), path) if path.exists() else None
+    return _json(path) if path.exists() else None
 
 
-def _json(data: bytes, path: Path) -> dict[str, JsonValue]:
+def _json(path: Path) -> dict[str, JsonValue]:
+    with path.open("rb") as file:
+        data = file.read(_MOST_JSON_BYTES + 1)
+    if len(data) > _MOST_JSON_BYTES:
+        raise UserError(
+            f"'{path}' is damaged: it has more than {_MOST_JSON_BYTES >> 20} MB of JSON."
+        )
     try:
         value: JsonValue = json.loads(data)
     except (ValueError, RecursionError) as error:

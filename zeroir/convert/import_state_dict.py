@@ -62,5 +62,7 @@ def _tensors(tree: Tree, file: MappedFile) -> dict[str, ImportedTensor]:
         if isinstance(value, UnknownTensor):
             raise UserError(f"'{file.path}' has {name}, which cannot be imported: {value.reason}.")
         if isinstance(value, ImportedTensor):
+            if str(name) in tensors:
+                raise UserError(f"'{file.path}' has two tensors with the name {name}: rename one.")
             tensors[str(name)] = value
     return tensors

@@ -37,8 +37,8 @@ class Kind(IntEnum):
     UNKNOWN = 3
     """A tensor that cannot be imported: the reason."""
 
-    OBJECT = 4
-    """An instance of a class that torch does not list: the path of the class, and its attributes."""
+    CLASS = 4
+    """A class that torch does not list: its path. It is the first item of a list; the second has the attributes."""
 
 
 SAVE: Final = "save"
@@ -68,11 +68,10 @@ class UnknownTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class UnknownObject:
-    """An instance of a class that torch does not list: the path of the class, and its attributes."""
+class UnknownClass:
+    """A class that torch does not list, by its path. It stands before the attributes of an instance, in a tuple."""
 
     path: str
-    state: object
 
 
 def read_torch_files(files: Sequence[MappedFile]) -> list[object]:
@@ -80,7 +79,7 @@ def read_torch_files(files: Sequence[MappedFile]) -> list[object]:
 
     Returns:
         For each file dictionaries, tuples in the place of lists, numbers, texts, ``ImportedTensor``, ``UnknownTensor``
-        and ``UnknownObject``. Anything else is None.
+        and ``UnknownClass``. Anything else is None.
 
     Raises:
         UserError: if a file is damaged, not of this format, or cannot be read within the limits.
@@ -153,14 +152,12 @@ def _unpacked(data: bytes, file_at: Callable[[str], MappedFile]) -> object:
             case Kind.UNKNOWN:
                 return UnknownTensor(reason=parts)
             case _:
-                path, state = parts
-                return UnknownObject(path=path, state=state)
+                return UnknownClass(path=parts)
 
     unpack = partial(
         msgpack.unpackb,
         use_list=False,
         strict_map_key=False,
-        unicode_errors="surrogatepass",
         ext_hook=extended,
     )
     value: object = unpack(data)

@@ -26,6 +26,9 @@ MEMORY_BYTES: Final = 2 << 30
 PROCESSOR_S: Final = 60
 """The time that reading may take beside 1 s for each file, and for each 100 kB of DCP's metadata."""
 
+ANSWER_BYTES: Final = 64 << 20
+"""The size that an answer may have beside that of DCP's metadata: more than a million tensors take."""
+
 
 def main() -> None:
     """Answer a request: the kind of the files, and their paths."""
@@ -35,7 +38,7 @@ def main() -> None:
     except UserError as error:
         refusal = str(error)
     except OSError as error:
-        refusal = f"'{error.filename}' cannot be read: {error.strerror}."
+        refusal = f"'{error.filename or paths[0]}' cannot be read: {error.strerror}."
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -46,22 +49,28 @@ def main() -> None:
     else:
         sys.stdout.buffer.write(answer)
         return
-    sys.stdout.write(refusal)
+    sys.stdout.buffer.write(refusal.encode(errors="replace"))
     sys.exit(REFUSED)
 
 
 def _answer(kind: str, paths: Sequence[Path]) -> bytes:
+    metadata_bytes = 0
     if kind == DCP:
         from zeroir.convert.dcp_reader import packed_entries
 
         (folder,) = paths
         status = (folder / METADATA).stat()
-        _limit(min(status.st_size, status.st_blocks * 512), 1)
+        # A sparse file raises no limit.
+        metadata_bytes = min(status.st_size, status.st_blocks * 512)
+        _limit(metadata_bytes, 1)
         parts = list(packed_entries(folder))
     else:
         _limit(0, len(paths))
         parts = [packed_file(path) for path in paths]
     answer: bytes = msgpack.packb(parts)
+    # What is packed may name one value many times, each of which takes memory where it is unpacked.
+    if len(answer) > ANSWER_BYTES + metadata_bytes:
+        raise MemoryError
     return answer
 
 
@@ -69,12 +78,14 @@ def _limit(metadata_bytes: int, file_count: int) -> None:
     """Limit what this process may take from here on."""
     own_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     own_s = int(time.process_time())
-    for limit, most in (
+    for limit, wanted in (
         (resource.RLIMIT_AS, own_bytes + MEMORY_BYTES + 16 * metadata_bytes),
         (resource.RLIMIT_CPU, own_s + PROCESSOR_S + file_count + metadata_bytes // 100_000),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(limit, (most, most))
+        _, most = resource.getrlimit(limit)
+        own = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+        resource.setrlimit(limit, (own, most))
 
 
 if __name__ == "__main__":

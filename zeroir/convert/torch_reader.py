@@ -97,19 +97,20 @@ class Archive:
         """A part of the value in msgpack, with extended types for tensors and instances of classes.
 
         Raises:
-            UserError: if it is nested deeper than state dictionaries are, or a tensor is not where the archive has one.
+            UserError: if it is nested deeper than state dictionaries are, or has texts that no other program reads.
         """
         try:
-            return cast(
-                bytes,
-                msgpack.packb(value, default=self.extended, unicode_errors="surrogatepass"),
-            )
-        except (ValueError, RecursionError) as error:
+            return cast(bytes, msgpack.packb(value, default=self.extended))
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"'{self.path}' has a text with surrogates: give its tensors other names."
+            ) from error
+        except ValueError as error:
             raise UserError(
                 f"'{self.path}' is nested too deeply: save the state dictionaries alone."
             ) from error
 
-    def extended(self, value: object) -> msgpack.ExtType | None:
+    def extended(self, value: object) -> object:
         """A tensor, or an instance of a class; None for anything else that msgpack lacks."""
         if isinstance(value, Tensor):
             problem = problem_of(value)
@@ -117,7 +118,7 @@ class Archive:
                 return msgpack.ExtType(Kind.UNKNOWN, msgpack.packb(problem))
             return msgpack.ExtType(Kind.TENSOR, msgpack.packb(self._place(value)))
         if isinstance(value, StandIn):
-            return msgpack.ExtType(Kind.OBJECT, self.packed([value.path, value.state]))
+            return [msgpack.ExtType(Kind.CLASS, msgpack.packb(value.path)), value.state]
         return None
 
     def _place(self, tensor: Tensor) -> tuple[object, ...]:
