@@ -84,6 +84,11 @@ def difference(before: Path, after: Path) -> str:
     return text
 
 
+def without_places(diff: str) -> str:
+    """The diff without the numbers of lines, which other changes move."""
+    return re.sub(r"^@@ .*", "@@", diff, flags=re.MULTILINE)
+
+
 @pytest.fixture
 def product(tmp_path: Path) -> Path:
     return without_the_optimizer(tmp_path / "before")
@@ -96,7 +101,7 @@ def test_the_page_shows_all_that_there_is_of_it(
     expected = difference(product, whole)
     if update_golden:
         PAGE.write_text(PAGE.read_text("utf-8").replace(change(HEADING), expected), "utf-8")
-    assert change(HEADING) == expected
+    assert without_places(change(HEADING)) == without_places(expected)
     changed = [name for name in changed_files(expected) if name.split("/")[0] in PRODUCT]
     assert 0 < len(changed) <= 4
 
