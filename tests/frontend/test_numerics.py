@@ -80,6 +80,14 @@ SMALL = {
     def extra(self):
         self.norm = nn.BatchNorm1d(4, track_running_stats=False)
     """,
+    "instance norm with and without statistics": """
+        y = self.plain(self.layer(x).t()[None]).float()
+        return (self.tracking(y) * torch.arange(3)).square().mean()
+
+    def extra(self):
+        self.plain = nn.InstanceNorm1d(4, affine=True)
+        self.tracking = nn.InstanceNorm1d(4, track_running_stats=True)
+    """,
     "a list of layers that the root runs through twice": """
         for _ in range(2):
             for layer in self.layers:
@@ -215,6 +223,7 @@ OPERATORS = {
     "batch norm without statistics",
     "checks of a distribution",
     "dropout of channels",
+    "instance norm with and without statistics",
     "interpolation",
     "the inverse of a matrix",
     "a recurrent network with dropout",

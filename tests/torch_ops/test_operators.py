@@ -176,6 +176,47 @@ def test_batch_norm_equals_torchs(training: bool, shape: tuple[int, ...], tracks
         assert torch.equal(expected, actual)
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(3, 4, 5), (1, 4, 2, 3), (2, 4, 3, 3)])
+@pytest.mark.parametrize("tracks", [True, False])
+def test_instance_norm_equals_torchs(training: bool, shape: tuple[int, ...], tracks: bool) -> None:
+    kind = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d}[len(shape)]
+    torch.manual_seed(2)
+    x = torch.randn(shape)
+    if x.dim() == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    x.requires_grad_()
+    results = []
+    for is_neutral in (False, True):
+        module = kind(4, affine=True, track_running_stats=tracks).train(training)
+        with neutral_ops(NO_SEEDS) if is_neutral else torch.enable_grad():
+            y = module(x)
+        loss = (y * torch.arange(y.numel()).view(shape)).sum()
+        gradients = torch.autograd.grad(loss, [x, module.weight, module.bias])
+        results.append([y, *gradients, *module.buffers()])
+    for expected, actual in zip(*results, strict=True):
+        assert torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize("norm", [torch.batch_norm, torch.instance_norm])
+def test_norms_of_the_plain_namespace_keep_statistics_in_fp32(norm: Callable[..., Tensor]) -> None:
+    x, weight = torch.randn(2, 4, 3, 3).bfloat16(), torch.ones(4, dtype=torch.bfloat16)
+    arguments = (weight, weight, None, None, True, 0.1, 1e-5, True)
+    with neutral_ops(NO_SEEDS):
+        y = norm(x, *arguments)
+    wide = [each.float() if isinstance(each, Tensor) else each for each in (x, *arguments)]
+    assert torch.equal(y, norm(*wide).bfloat16())
+
+
+def test_instance_norm_of_one_element_is_refused_in_torchs_words() -> None:
+    x, norm = torch.randn(2, 4, 1), nn.InstanceNorm1d(4)
+    with pytest.raises(ValueError, match="more than 1 spatial element") as plain:
+        norm(x)
+    with neutral_ops(NO_SEEDS), pytest.raises(ValueError, match="more than 1") as neutral:
+        norm(x)
+    assert str(neutral.value) == str(plain.value)
+
+
 @given(st.integers(-(2**63), 2**63 - 1), st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
 @examples(25)
 def test_dropout_keeps_the_right_fraction_and_scales_it(seed: int, p: float) -> None:

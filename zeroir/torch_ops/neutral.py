@@ -11,7 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Self, cast
+from typing import Self
 from unittest import mock
 
 import torch
@@ -21,12 +21,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from zeroir.torch_ops.attention import attention
-from zeroir.torch_ops.batch_norm import batch_norm
 from zeroir.torch_ops.conditions import tracing_conditions
 from zeroir.torch_ops.ctc import reduced_ctc_loss
 from zeroir.torch_ops.devices import on_one_device
 from zeroir.torch_ops.dropout import dropout
 from zeroir.torch_ops.grouped import grouped_mm
+from zeroir.torch_ops.norm_functions import batch_normed, in_order_of_torch, instance_normed
 from zeroir.torch_ops.purity import foreign_operator, pure_call
 from zeroir.torch_ops.random_numbers import SeededRandomOps
 from zeroir.torch_ops.recurrent import (
@@ -37,6 +37,7 @@ from zeroir.torch_ops.recurrent import (
     relu_step,
     tanh_step,
 )
+from zeroir.torch_ops.types import LOW_PRECISION, widened
 
 Function = Callable[..., object]
 
@@ -102,7 +103,6 @@ _ONE_DTYPE_FUNCTIONS: frozenset[object] = frozenset(
         torch.vdot,
     }
 )
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class NeutralOps(TorchFunctionMode):
@@ -126,7 +126,10 @@ class NeutralOps(TorchFunctionMode):
             F.dropout1d: self._dropout_channels,
             F.dropout2d: self._dropout_channels,
             F.dropout3d: self._dropout_channels,
-            F.batch_norm: _batch_norm,
+            F.batch_norm: batch_normed,
+            torch.batch_norm: in_order_of_torch(batch_normed),
+            F.instance_norm: instance_normed,
+            torch.instance_norm: in_order_of_torch(instance_normed),
             F.grouped_mm: partial(_grouped_mm, F.grouped_mm),
             torch._grouped_mm: partial(_grouped_mm, torch._grouped_mm),
             torch.gru: partial(self._recurrent, gru_step),
@@ -182,10 +185,10 @@ class NeutralOps(TorchFunctionMode):
                 "forward calls backward(); return the loss, whose gradients the program computes"
             )
         if func is F.ctc_loss:
-            return self._wrapped(reduced_ctc_loss)(*(_widen(arg) for arg in args), **named_args)
+            return self._wrapped(reduced_ctc_loss)(*(widened(arg) for arg in args), **named_args)
         if func in _LOSSES:
             return call(
-                *(_widen(arg) for arg in args), **{k: _widen(v) for k, v in named_args.items()}
+                *(widened(arg) for arg in args), **{k: widened(v) for k, v in named_args.items()}
             )
         if func is F.multi_head_attention_forward:
             # This function is Python code that calls the others: run its body under the mode, too.
@@ -295,25 +298,6 @@ class NeutralOps(TorchFunctionMode):
         return self._dropout(weights, dropout_p) @ value
 
 
-def _batch_norm(
-    input: Tensor,  # noqa: A002 - torch's name, which callers may use
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    """Batch norm by zeroir's operator, in FP32 for 16-bit x; the running statistics are updated in place."""
-    wide = [_widen(x) for x in (input, weight, bias, running_mean, running_var)]
-    result, _, _, mean, var = batch_norm(*wide, training, momentum, eps)
-    if training and running_mean is not None and running_var is not None:
-        running_mean.copy_(mean)
-        running_var.copy_(var)
-    return cast("Tensor", result.to(input.dtype))
-
-
 def _grouped_mm(
     original: Function, x: Tensor, weight: Tensor, *, offs: Tensor | None = None, **others: object
 ) -> object:
@@ -322,11 +306,6 @@ def _grouped_mm(
     if offs is None or not is_plain or x.dtype is torch.bfloat16 or x.dtype != weight.dtype:
         return original(x, weight, offs=offs, **others)
     return grouped_mm(x, weight, offs)
-
-
-def _widen(value: object) -> object:
-    is_low = isinstance(value, Tensor) and value.dtype in _LOW_PRECISION
-    return value.float() if is_low and isinstance(value, Tensor) else value
 
 
 def _with_one_dtype(
@@ -341,7 +320,7 @@ def _with_one_dtype(
             f"{func.__name__} mixes float64 with narrower tensors; parameters have the dtype of --precision, so "
             "convert what meets them"
         )
-    low = next((dtype for dtype in _LOW_PRECISION if dtype in dtypes), None)
+    low = next((dtype for dtype in LOW_PRECISION if dtype in dtypes), None)
     if low is None or torch.float32 not in dtypes:
         return args, kwargs
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from zeroir.ir.dtypes import DType
 
@@ -27,3 +28,11 @@ TORCH_DTYPE: Final[Mapping[DType, torch.dtype]] = MappingProxyType(
 IR_DTYPE: Final[Mapping[torch.dtype, DType]] = MappingProxyType(
     {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPE.items()}
 )
+
+LOW_PRECISION: Final = (torch.bfloat16, torch.float16)
+
+
+def widened(value: object) -> object:
+    """A 16-bit tensor in FP32; everything else as it is."""
+    is_low = isinstance(value, Tensor) and value.dtype in LOW_PRECISION
+    return value.float() if is_low and isinstance(value, Tensor) else value
