@@ -1,8 +1,9 @@
-"""`check` compares clipped training bit for bit: it clips the replicas by the norm of the program, and compares it."""
+"""`check` compares bit for bit also clipped training, whose norm the replicas take from the program, and FP64 losses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from torch import Tensor
@@ -38,3 +39,35 @@ def test_a_wrong_norm_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [difference.what for difference in comparison.differences] == [
         "the norm of the gradients"
     ]
+
+
+DOUBLE = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x).double().square().mean()
+
+def model():
+    return Model()
+
+def batch():
+    return (torch.randn(2, 4),)
+
+def eval_batches(rank, world_size, seed):
+    yield batch()
+"""
+
+
+@pytest.mark.slow
+def test_a_loss_in_fp64_is_rounded_to_fp32_in_evaluations_too(tmp_path: Path) -> None:
+    (tmp_path / "double.py").write_text(DOUBLE)
+    comparison = check_model(
+        str(tmp_path / "double.py"), make_options({"world_size": 2}), steps=1, seed=0
+    )
+    assert comparison.is_equal, str(comparison)

@@ -114,7 +114,7 @@ class EagerReplicas:
         return 1.0 if self._weight_of is None else float(weight_of(self._weight_of, batch))
 
     def evaluate(self, batches: Sequence[Batch]) -> list[float]:
-        """Each rank's loss under ``eval()``; the replicas and their buffers stay as they are."""
+        """Each rank's loss under ``eval()``, in FP32; the replicas and their buffers stay as they are."""
         return [
             self._evaluated(replica, batch, rank)
             for rank, (replica, batch) in enumerate(zip(self.replicas, batches, strict=True))
@@ -127,7 +127,7 @@ class EagerReplicas:
         replica.eval()
         try:
             with torch.no_grad(), neutral_ops(self._seeds(self._step, 0, rank)):
-                return float(evaluated(self._source, replica, inputs, ())[0].detach())
+                return float(evaluated(self._source, replica, inputs, ())[0].detach().float())
         finally:
             put_back_buffers(copies)
             for module, flag in is_training.items():
