@@ -1,4 +1,4 @@
-"""`check` compares bit for bit also clipped training, whose norm the replicas take from the program, and FP64 losses."""
+"""`check` compares bit for bit: clipped training, whose norm the replicas take from the program, and losses in FP64."""
 
 from __future__ import annotations
 
