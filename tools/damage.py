@@ -102,7 +102,7 @@ def _nest(body: bytes, chance: Random) -> bytes:
     depth = chance.choice((10, 70, 500, _BOMB_DEPTH))
     nested = container_item(container, key)
     for _ in range(depth):
-        nested = ["list", nested] if chance.random() < 0.9 else [nested]
+        nested = ["list", [nested]] if chance.random() < 0.9 else [nested]
     _put(container, key, nested)
     try:
         return _pack(data)

@@ -30,6 +30,7 @@ from typing import Final, NamedTuple
 from rich.progress import track
 
 from tests.support.programs import mlp
+from tests.support.stored_program import STORED
 from tools import record_file
 from tools.damage import Damage, damaged, edited
 from zeroir.artifact import Artifact, envelope, load
@@ -45,7 +46,6 @@ _WALL_SECONDS: Final = 120
 _PER_TASK: Final = 100
 _GOOD: Final = {0: "accepted", 1: "a law is broken", 2: "refused"}
 _OBEYED: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-_STORED: Final = Path(__file__).parents[1] / "tests" / "data" / "schema_2_0.zir"
 
 
 class FuzzOutcome(NamedTuple):
@@ -58,7 +58,7 @@ class FuzzOutcome(NamedTuple):
 
 def subjects() -> list[bytes]:
     """The bodies of programs that hold: of every stage, written by hand or stored."""
-    bodies = [pack(load(_STORED))]
+    bodies = [pack(load(STORED))]
     for stage, precision in ((0, "fp32"), (2, "bf16"), (3, "fp16")):
         options = {"stage": stage, "world_size": 2, "precision": precision, "clip": 1.0}
         logical = mlp(blocks=2, precision=precision, clip=1.0)
@@ -134,7 +134,7 @@ def batch(name: str, first: int, count: int) -> list[tuple[int, FuzzOutcome]]:
     outcomes: list[tuple[int, FuzzOutcome]] = []
     # What the commands import is imported here once, and not in every fork.
     with contextlib.redirect_stdout(io.StringIO()):
-        _exit_code(_STORED)
+        _exit_code(STORED)
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(first, first + count):
             chance = Random(f"{name} {seed}")

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import msgpack
-
 from zeroir.artifact import schema
 from zeroir.ir.bindings import Binding
 from zeroir.ir.operators import Operator
@@ -85,8 +83,7 @@ def main() -> None:
     stand_ins = StandIns()
     while (data := receive(requests)) is not None:
         try:
-            request = schema.decode(Request, msgpack.unpackb(data))
-            assert isinstance(request, Request)
+            request = schema.unpack(Request, data)
             compile_segment(request, stand_ins)
         except Exception as error:  # noqa: BLE001 - the answer reports it, and other segments may succeed
             send(answers, (f"{type(error).__name__}: {error}".strip() or "unknown").encode())

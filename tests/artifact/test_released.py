@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import zeroir
+from tests.support.stored_program import STORED
 from zeroir import artifact as artifacts
-from zeroir.artifact import SCHEMA_VERSION, Artifact
+from zeroir.artifact import Artifact
 from zeroir.ir.text import parse, print_program
 from zeroir.verify import verify
 
 DATA = Path(__file__).parents[1] / "data"
-PRESENT = DATA / f"schema_{SCHEMA_VERSION[0]}_{SCHEMA_VERSION[1]}.zir"
 
 
 @torch.library.custom_op("fixture::scaled", mutates_args=())
@@ -98,14 +98,14 @@ def make() -> Artifact:
 
 
 def released() -> list[Path]:
-    return sorted({PRESENT, *DATA.glob("schema_*_*.zir")})
+    return sorted({STORED, *DATA.glob("schema_*_*.zir")})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", released(), ids=lambda path: path.stem)
 def test_a_released_schema_is_read_as_it_was_meant(path: Path, update_golden: bool) -> None:
     text = path.with_suffix(".txt")
-    if update_golden and path == PRESENT:
+    if update_golden and path == STORED:
         written = make()
         artifacts.save(written, path)
         text.write_text(print_program(written.scheduled), "utf-8")
@@ -116,6 +116,6 @@ def test_a_released_schema_is_read_as_it_was_meant(path: Path, update_golden: bo
 
 
 def test_the_present_schema_has_its_file() -> None:
-    assert PRESENT.exists(), "run this file with --update-golden"
-    data = PRESENT.read_bytes()
+    assert STORED.exists(), "run this file with --update-golden"
+    data = STORED.read_bytes()
     assert artifacts.to_bytes(artifacts.from_bytes(data)) == data

@@ -14,8 +14,8 @@ from tests.artifact.schema_description import described
 from tests.support.arbitrary import programs
 from tests.support.examples import examples
 from tests.support.programs import mlp
-from zeroir.artifact import SCHEMA_VERSION, Artifact
-from zeroir.artifact.schema import decode, encode
+from zeroir.artifact import SCHEMA_VERSION, Artifact, to_bytes
+from zeroir.artifact.schema import pack, unpack
 from zeroir.errors import InternalError
 from zeroir.ir.limits import obeyed_character
 from zeroir.ir.program import Program, Section
@@ -40,7 +40,7 @@ def printable(value: object) -> object:
 @examples(60, suppress_health_check=[HealthCheck.too_slow])
 def test_any_program_survives(program: object) -> None:
     assert isinstance(program, Program)
-    decoded = decode(Program, encode(program))
+    decoded = unpack(Program, pack(program))
     assert decoded == program
     assert repr(decoded) == repr(program)
 
@@ -49,14 +49,23 @@ def test_not_a_number_survives() -> None:
     node = Node(op="aten.full.default", args=((), math.nan), results=())
     segment = Segment(name="s", inputs=(), nodes=(node,), outputs=())
     program = dataclasses.replace(mlp(blocks=1), segments=(segment,))
-    assert repr(decode(Program, encode(program))) == repr(program)
+    assert repr(unpack(Program, pack(program))) == repr(program)
 
 
 def test_a_field_of_the_wrong_type_is_not_stored() -> None:
     section = Section(name=3, body=())  # type: ignore[arg-type]
     program = dataclasses.replace(mlp(blocks=1), sections=(section,))
-    with pytest.raises(InternalError, match=r"sections\[0\]\.name: expected str but found int 3"):
-        encode(program)
+    artifact = Artifact(
+        logical=program,
+        scheduled=program,
+        model_path="model.py",
+        model_sha256="0" * 64,
+        torch_version="2.13.0",
+        zeroir_version="0.1.0",
+    )
+    place = r"logical\.sections\[0\]\.name: expected 'str', got 'int'"
+    with pytest.raises(InternalError, match=place):
+        to_bytes(artifact)
 
 
 def test_the_schema_is_the_locked_one(update_golden: bool) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Answer, Zeroir
+from tests.support.stored_program import STORED
 
 LINE = """
 import torch
@@ -27,7 +28,6 @@ def model():
 def batch():
     return (torch.ones(2, 3),)
 """
-STORED = Path(__file__).parents[1] / "data" / "schema_2_0.zir"
 BATCH = "import torch\ndef batch():\n    return (torch.ones(2),)\n"
 
 

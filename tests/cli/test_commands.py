@@ -12,6 +12,7 @@ import torch
 
 import zeroir as package
 from tests.cli.conftest import GPT, Zeroir
+from tests.support.stored_program import STORED
 from zeroir import artifact
 from zeroir.ir.ops import Release
 from zeroir.ir.text import parse
@@ -171,16 +172,15 @@ def test_verify_names_the_broken_law(
 
 
 def test_a_budget_is_proved_where_it_is_given(zeroir: Zeroir) -> None:
-    program = Path(__file__).parents[1] / "data" / "schema_2_0.zir"
-    assert "Z301" not in zeroir("verify", program, "--json").json["laws"]
-    enough = zeroir("verify", program, "--budget", "80GB", "--json")
+    assert "Z301" not in zeroir("verify", STORED, "--json").json["laws"]
+    enough = zeroir("verify", STORED, "--budget", "80GB", "--json")
     assert enough.json["laws"]["Z301"] == "proved"
-    too_little = zeroir("verify", program, "--memory-budget", "1 kB", "--json")
+    too_little = zeroir("verify", STORED, "--memory-budget", "1 kB", "--json")
     assert too_little.exit_code == 1
     (finding,) = too_little.json["findings"]
     assert finding["code"] == "Z301"
     assert too_little.json["laws"]["Z301"] != "proved"
-    table, _, below = zeroir("verify", program, "--budget", "1 kB").out.partition("\n\n")
+    table, _, below = zeroir("verify", STORED, "--budget", "1 kB").out.partition("\n\n")
     assert all(len(line) <= 80 for line in table.splitlines())
     assert [line.split()[-1] for line in table.splitlines() if line.startswith("Z301")] == [
         "broken"

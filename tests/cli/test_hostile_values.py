@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Zeroir
-from tests.cli.test_bad_input import LINE, STORED, assert_refused
+from tests.cli.test_bad_input import LINE, assert_refused
+from tests.support.stored_program import STORED
 
 DIGITS = "9" * 4000
 MORE_DIGITS = "9" * 5000

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_run import command, environment
+from tests.support.stored_program import STORED
 
 NOT_WRITTEN = "Error: Not everything could be written: "
 
@@ -49,9 +50,8 @@ def test_a_machine_without_loopback_starts_no_ranks(tmp_path: Path) -> None:
     """In a network of its own, whose loopback is down; torchrun's agent would wait for ever."""
     if subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False).returncode:
         pytest.skip("This machine lets nobody make a network of their own.")
-    program = str(Path(__file__).parents[1] / "data" / "schema_2_0.zir")
     made = shell(
-        f"exec unshare -rn {shlex.join(command('run', program, '--nproc', '2'))}", tmp_path
+        f"exec unshare -rn {shlex.join(command('run', str(STORED), '--nproc', '2'))}", tmp_path
     )
     assert made.returncode == 2
     assert made.stderr.startswith(

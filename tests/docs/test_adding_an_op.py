@@ -23,7 +23,7 @@ from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.example_programs import LOGICAL
 from tests.passes.test_gates import GATES, gate
 from tests.cost.support import machine
-from zeroir.artifact.schema import decode, encode
+from zeroir.artifact.schema import pack, unpack
 from zeroir.cost.durations import Durations
 from zeroir.ir import ops
 from zeroir.ir.program import Program
@@ -38,7 +38,7 @@ program = parse(text)
 copies = [op for op in program.ops() if isinstance(op, ops.DeviceCopy)]
 assert len(copies) == 8, len(copies)
 assert parse(print_program(program)) == program
-assert decode(Program, encode(program)) == program
+assert unpack(Program, pack(program)) == program
 report = verify(program, LOGICAL)
 assert report.is_valid, report.findings
 

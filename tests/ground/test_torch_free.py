@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.artifact.test_released import make
 from tests.support.stored_modules import write_checkpoint
+from tests.support.stored_program import STORED
 from zeroir import artifact as artifacts
 
 PACKAGE = Path(__file__).parents[2] / "zeroir"
@@ -80,7 +81,7 @@ def test_commands_collect_garbage() -> None:
 
 def test_the_help_of_show_loads_nothing_slow() -> None:
     """What it need not load takes most of a second where Python is slow."""
-    slow = ("pydantic", "networkx", "numpy", "msgpack", "bokeh", "zeroir.ir.ops")
+    slow = ("pydantic", "networkx", "numpy", "msgpack", "msgspec", "bokeh", "zeroir.ir.ops")
     _python(
         f"{HELP}assert not (found := [name for name in {slow} if name in sys.modules]), found",
         ["show"],
@@ -90,7 +91,7 @@ def test_the_help_of_show_loads_nothing_slow() -> None:
 @pytest.mark.parametrize(
     ("commands", "slow"),
     [
-        (["explain Z101", "explain"], ("pydantic", "networkx", "numpy", "msgpack", "bokeh")),
+        (["explain Z101", "explain"], ("pydantic", "networkx", "numpy", "msgpack", "msgspec", "bokeh")),
         (
             ["verify {}", "diff {} {}"],
             ("networkx", "numpy", "bokeh", "zeroir.passes.catalogue"),
@@ -101,8 +102,7 @@ def test_the_help_of_show_loads_nothing_slow() -> None:
 def test_what_looks_at_programs_loads_nothing_that_it_does_not_need(
     commands: list[str], slow: tuple[str, ...]
 ) -> None:
-    program = str(PACKAGE.parent / "tests" / "data" / "schema_2_0.zir")
-    lines = [[word.format(program) for word in command.split()] for command in commands]
+    lines = [[word.format(STORED) for word in command.split()] for command in commands]
     _python(
         f"{LOOK}assert not (found := [name for name in {slow} if name in sys.modules]), found",
         [],

@@ -12,7 +12,7 @@ from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from tests.support.schedules import Case as Schedule
 from tests.support.schedules import is_same, run
-from zeroir.artifact.schema import decode, encode
+from zeroir.artifact.schema import pack, unpack
 from zeroir.ir.program import Program
 from zeroir.ir.text import parse, print_program
 from zeroir.memory.placement import place_all, places_to_run, planned, unplanned
@@ -38,7 +38,7 @@ def test_a_plan_is_whole_proved_and_says_itself(case: Case) -> None:
     assert report.laws["Z106"] == "proved"
     assert PlanMemory()(after) == after
     assert parse(print_program(after)) == after
-    assert decode(Program, encode(after)) == after
+    assert unpack(Program, pack(after)) == after
 
 
 def test_the_runtime_takes_the_places_that_the_program_says() -> None:

@@ -12,7 +12,7 @@ from tests.support.edits import retyped
 from tests.support.examples import examples
 from tests.support.programs import mlp
 from tests.support.subjects import subject
-from zeroir.artifact.schema import decode, encode
+from zeroir.artifact.schema import pack, unpack
 from zeroir.ir.dtypes import DType
 from zeroir.ir.limits import obeyed_character
 from zeroir.ir.program import Constant, ConstantBinding, Program
@@ -33,7 +33,7 @@ def with_constants(*constants: tuple[str, Constant]) -> Program:
 @examples(100)
 def test_any_constant_survives_as_text_and_in_a_file(value: Constant) -> None:
     program = with_constants(("a.b", value))
-    for found in (parse(print_program(program)), decode(Program, encode(program))):
+    for found in (parse(print_program(program)), unpack(Program, pack(program))):
         assert isinstance(found, Program)
         assert repr(found.batch_constants) == repr(program.batch_constants)
 

@@ -17,11 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import msgpack
-
 from zeroir.artifact.outputs import MAGIC, PROGRAM, write_whole
-from zeroir.artifact.schema import SCHEMA_VERSION, SchemaError, decode, pack
-from zeroir.errors import UserError
+from zeroir.artifact.schema import SCHEMA_VERSION, SchemaError, TextError, pack, unpack
+from zeroir.errors import InternalError, UserError
 from zeroir.ir.allowlist import refusal
 from zeroir.ir.limits import LARGEST_FILE_BYTES
 from zeroir.ir.operators import call_problem, declaration_problem
@@ -82,8 +80,22 @@ class Artifact:
 
 
 def to_bytes(artifact: Artifact) -> bytes:
-    """The bytes of the file, the same for equal artefacts."""
-    return envelope(pack(artifact))
+    """The bytes of the file, the same for equal artefacts.
+
+    Raises:
+        UserError: if a name cannot be stored.
+        InternalError: if a field has the wrong type.
+    """
+    body = pack(artifact)
+    try:
+        unpack(Artifact, body)
+    except TextError as error:
+        raise UserError(
+            f"{error.place} cannot be stored: {error.message}; change this name in the model."
+        ) from error
+    except SchemaError as error:
+        raise InternalError(f"Cannot store {error.place}: {error.message}.") from error
+    return envelope(body)
 
 
 def envelope(body: bytes, version: tuple[int, int] = SCHEMA_VERSION) -> bytes:
@@ -202,22 +214,13 @@ def _decoded(body: bytes, name: str, version: tuple[int, int]) -> Artifact:
     read = f"{SCHEMA_VERSION[0]}.{SCHEMA_VERSION[1]}"
     remedy = "upgrade zeroir" if version > SCHEMA_VERSION else "compile it again"
     try:
-        data: object = msgpack.unpackb(body, strict_map_key=True, unicode_errors="surrogatepass")
-    except (ValueError, msgpack.UnpackException) as error:
-        raise UserError(
-            f"'{name}' ({written}) has a body that is not msgpack: {remedy}."
-        ) from error
-    try:
-        artifact = decode(Artifact, data)
+        return unpack(Artifact, body)
     except SchemaError as error:
         place = f" at {error.place}" if error.place else ""
         raise UserError(
             f"'{name}' ({written}) cannot be read by this zeroir (schema {read}): "
             f"{error.message}{place}; {remedy}."
         ) from error
-    if not isinstance(artifact, Artifact):
-        raise UserError(f"'{name}' ({written}) holds no program: {remedy}.")
-    return artifact
 
 
 def _check_ops(program: Program, name: str) -> None:

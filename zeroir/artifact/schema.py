@@ -1,9 +1,8 @@
-"""Conversion of frozen dataclasses to plain data and back, by their annotations.
+"""Conversion of frozen dataclasses to msgpack and back, by their annotations; msgspec reads, checks and writes it.
 
 The set of classes is closed: it contains all classes that the annotations of :class:`~zeroir.ir.program.Program`
-reach. A dataclass becomes a map of its fields without those at their default. A member of a union of dataclasses
-becomes a pair of its class's name and that map, and a member of an enumeration its value. Types are checked exactly in
-both directions.
+reach. A dataclass becomes a map of its fields without those at their default; where a union says which dataclasses may
+stand there, ``type`` in the map names the class. A member of an enumeration becomes its value.
 
 A change of these classes or of a default changes the schema; a test compares them with ``tests/data/schema_lock.json``.
 """
@@ -12,88 +11,97 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import types
+import re
+import sys
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import Enum
-from functools import cache
-from typing import Final
+from functools import cache, reduce
+from operator import or_
+from types import GenericAlias, UnionType
+from typing import Annotated, Any, Final, TypeVar
 
-import msgpack
+import msgspec
 
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.dtypes import DType
 from zeroir.ir.limits import LONGEST_TEXT, obeyed_character
 from zeroir.ir.program import Program
-from zeroir.ir.segment import Ref, Symbol
+from zeroir.ir.segment import NodeArg, Ref, Symbol
 
-SCHEMA_VERSION: Final = (2, 0)
+SCHEMA_VERSION: Final = (3, 0)
 """(major, minor). A minor version adds fields with defaults, or classes; a major one changes what files mean."""
 
 _MAX_DEPTH: Final = 64
 """The largest depth of nested lists in a node's arguments."""
 
+T = TypeVar("T")
+
 
 class SchemaError(Exception):
-    """Plain data that do not fit this schema; ``path`` is their place, from the inside out."""
+    """Bytes that do not fit this schema; ``place`` is where in the file, such as ``scheduled.sections[0].body[3]``."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, place: str = "") -> None:
         super().__init__(message)
         self.message = message
-        self.path: list[str] = []
-
-    @property
-    def place(self) -> str:
-        """The place in the file, such as ``scheduled.sections[0].body[3]``."""
-        return "".join(reversed(self.path)).removeprefix(".")
+        self.place = place.removeprefix(".")
 
 
 class TextError(SchemaError):
     """A text that is too long, or that contains control characters of a terminal."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Codec:
-    """The conversions of one annotated type in both directions."""
-
-    encode: Callable[[object], object]
-    decode: Callable[[object], object]
-
-
-def encode(value: object) -> object:
-    """The plain data of a dataclass of the closed set.
+def pack(value: object) -> bytes:
+    """The msgpack bytes of a dataclass, the same for equal values; :func:`unpack` checks whether they fit the schema.
 
     Raises:
-        UserError: if a name is too long, or contains control characters of a terminal.
-        InternalError: if a field has the wrong type.
+        UserError: if a text is no Unicode.
     """
     kind: type = type(value)
     try:
-        return codec(kind).encode(value)
-    except TextError as error:
+        return msgspec.msgpack.encode(_form(kind).written(value))
+    except UnicodeEncodeError as error:
         raise UserError(
-            f"{error.place or 'A value'} cannot be stored: {error.message}; change this name in the model."
+            f"The text {error.object!r:.60} cannot be stored: it is no Unicode; change this name in the model."
         ) from error
-    except SchemaError as error:
-        raise InternalError(f"Cannot store {error.place or 'a value'}: {error.message}.") from error
+    except (AttributeError, KeyError, OverflowError, TypeError) as error:
+        raise InternalError(f"Cannot store a {kind.__name__}: {error}.") from error
 
 
-def decode(kind: type, data: object) -> object:
-    """The dataclass that plain data describe.
+def unpack(kind: type[T], data: bytes) -> T:
+    """The dataclass that bytes describe.
 
     Raises:
-        SchemaError: if the data describe something else.
+        SchemaError: if they describe something else.
     """
-    return codec(kind).decode(data)
+    kind_of_value: type = kind
+    form, decoder = _decoder(kind_of_value)
+    try:
+        wire = decoder.decode(data)
+    except msgspec.ValidationError as error:
+        raise _schema_error(error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SchemaError("the body is not msgpack") from error
+    except RecursionError as error:
+        raise SchemaError("its values nest too deep") from error
+    try:
+        value = form.value(wire)
+    except TextError as error:
+        raise next(_text_errors(wire, ""), error) from None
+    assert isinstance(value, kind)
+    return value
 
 
-def pack(value: object) -> bytes:
-    """The msgpack bytes of a dataclass, the same for equal values."""
-    packed = msgpack.packb(encode(value), use_bin_type=True, unicode_errors="surrogatepass")
-    if not isinstance(packed, bytes):
-        raise InternalError("msgpack returned no bytes.")
-    return packed
+_MESSAGE: Final = re.compile(r"(.*?)(?: - at `\$([^`]*)`)?", re.DOTALL)
+
+
+def _schema_error(error: msgspec.ValidationError) -> SchemaError:
+    """The error in words of ours; a name in it may be anything, and a terminal must not obey it."""
+    found = _MESSAGE.fullmatch(str(error)[:500])
+    assert found is not None
+    message, place = found[1].replace("`", "'"), found[2] or ""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
+    return SchemaError(shown[:1].lower() + shown[1:], place)
 
 
 def program_digest(program: Program) -> str:
@@ -101,295 +109,243 @@ def program_digest(program: Program) -> str:
     return hashlib.sha256(pack(program)).hexdigest()
 
 
-# ------------------------------------------------------------------------------------------ codecs
+# ------------------------------------------------------------------------------------------- forms of annotated types
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredForm:
+    """The type that msgspec checks in the place of an annotated one, and the conversions to it and back.
+
+    A conversion is None where both have the same values.
+    """
+
+    wire: object
+    write: Callable[[Any], object] | None = None
+    read: Callable[[Any], Any] | None = None
+
+    def written(self, value: object) -> object:
+        """The wire's value."""
+        return value if self.write is None else self.write(value)
+
+    def value(self, wire: object) -> object:
+        """The program's value."""
+        return wire if self.read is None else self.read(wire)
 
 
 @cache
-def codec(hint: object) -> Codec:
-    """The codec of an annotated type."""
-    if hint is float:
-        return Codec(encode=_float, decode=_float)
-    if hint is int:
-        return Codec(encode=_int64, decode=_int64)
-    if hint is str:
-        return Codec(encode=_encode_text, decode=_decode_text)
-    if hint in (bool, bytes, types.NoneType):
-        assert isinstance(hint, type)
-        return _plain(hint)
+def _decoder(kind: type) -> tuple[_StoredForm, msgspec.msgpack.Decoder[object]]:
+    form = _form(kind)
+    return form, msgspec.msgpack.Decoder(form.wire)
+
+
+@cache
+def _form(hint: object) -> _StoredForm:
+    """The form of an annotated type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        if Ref in arguments:
-            return Codec(encode=_encode_arg, decode=_decode_arg)
+    if hint is str:
+        return _StoredForm(str, _write_text, _read_text)
+    if hint is int:
+        return _StoredForm(_Int64)
+    if hint is float:
+        return _StoredForm(float, float)
+    if Ref in arguments:
+        return _StoredForm(_StoredArg, _write_arg, _read_arg)
+    if origin in (UnionType, typing.Union):
         return _union(arguments)
     if origin is tuple:
-        if arguments[-1] is Ellipsis:
-            return _list(codec(arguments[0]))
-        return _fixed([codec(argument) for argument in arguments])
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return _enum(hint)
+        return _tuple(arguments)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return _dataclass(hint)
-    raise InternalError(f"The schema has no form for {hint!r}.")
+        return _dataclass(hint, None)
+    return _StoredForm(hint)
 
 
-def _mismatch(expected: str, value: object) -> SchemaError:
-    return SchemaError(f"expected {expected} but found {type(value).__name__} {value!r:.60}")
+_Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
-def _plain(kind: type) -> Codec:
-    def check(value: object) -> object:
-        if type(value) is not kind:
-            raise _mismatch(kind.__name__, value)
-        return value
-
-    return Codec(encode=check, decode=check)
+def _write_text(value: object) -> object:
+    # The version of torch is a subclass of str; msgspec takes str alone.
+    return str.__str__(value) if isinstance(value, str) else value
 
 
-def _encode_text(value: object) -> object:
-    # The version of torch is a subclass of str and is accepted; a member of a StrEnum is not a text.
-    if not isinstance(value, str) or isinstance(value, Enum):
-        raise _mismatch("str", value)
-    _check_text(value)
-    return str(value)
-
-
-def _decode_text(value: object) -> object:
-    if type(value) is not str:
-        raise _mismatch("str", value)
-    _check_text(value)
-    return value
-
-
-def _check_text(value: str) -> None:
-    """Reject control characters: commands print these texts, and a terminal would obey them."""
+def _read_text(value: str) -> str:
+    """The text, one object for all equal names; TextError where a command could not print it."""
     if len(value) > LONGEST_TEXT:
         raise TextError(f"a text has {len(value):,} characters, more than {LONGEST_TEXT:,}")
     character = obeyed_character(value)
     if character is not None:
         raise TextError(f"the text {value!r:.60} holds the control character {character}")
+    return sys.intern(value)
 
 
-def _float(value: object) -> object:
-    if type(value) is float:
-        return value
-    if type(value) is int:
-        return float(value)
-    raise _mismatch("float", value)
+def _text_errors(wire: object, place: str) -> Iterator[TextError]:
+    """What is wrong with each text, and its place."""
+    match wire:
+        case str() if type(wire) is str:  # and no member of an enumeration
+            try:
+                _read_text(wire)
+            except TextError as error:
+                yield TextError(error.message, place)
+        case tuple():
+            for index, item in enumerate(wire):
+                yield from _text_errors(item, f"{place}[{index}]")
+        case msgspec.Struct():
+            for name in wire.__struct_fields__:
+                yield from _text_errors(getattr(wire, name), f"{place}.{name}")
 
 
-def _int64(value: object) -> object:
-    if type(value) is not int:
-        raise _mismatch("int", value)
-    if not -(2**63) <= value < 2**63:
-        raise SchemaError(f"expected an integer of 64 bits but found {value}")
-    return value
-
-
-def _list(item: Codec) -> Codec:
-    def through(
-        convert: Callable[[object], object], value: list[object] | tuple[object, ...]
-    ) -> list[object]:
-        converted: list[object] = []
-        try:
-            for element in value:
-                converted.append(convert(element))  # noqa: PERF401  its length is the place of an error
-        except SchemaError as error:
-            error.path.append(f"[{len(converted)}]")
-            raise
-        return converted
-
-    def encode_list(value: object) -> object:
-        if type(value) is not tuple:
-            raise _mismatch("tuple", value)
-        return through(item.encode, value)
-
-    def decode_list(value: object) -> object:
-        if type(value) is not list:
-            raise _mismatch("list", value)
-        return tuple(through(item.decode, value))
-
-    return Codec(encode=encode_list, decode=decode_list)
-
-
-def _fixed(items: list[Codec]) -> Codec:
-    def encode_fixed(value: object) -> object:
-        if type(value) is not tuple or len(value) != len(items):
-            raise _mismatch(f"tuple of {len(items)}", value)
-        return [item.encode(element) for item, element in zip(items, value, strict=True)]
-
-    def decode_fixed(value: object) -> object:
-        if type(value) is not list or len(value) != len(items):
-            raise _mismatch(f"list of {len(items)}", value)
-        return tuple(item.decode(element) for item, element in zip(items, value, strict=True))
-
-    return Codec(encode=encode_fixed, decode=decode_fixed)
-
-
-def _enum(kind: type[Enum]) -> Codec:
-    members = {member.value: member for member in kind}
-
-    def encode_enum(value: object) -> object:
-        if not isinstance(value, kind):
-            raise _mismatch(kind.__name__, value)
-        return value.value
-
-    def decode_enum(value: object) -> object:
-        if type(value) is not str or value not in members:
-            raise SchemaError(
-                f"unknown {kind.__name__} {value!r:.60}, expected one of {', '.join(members)}"
-            )
-        return members[value]
-
-    return Codec(encode=encode_enum, decode=decode_enum)
-
-
-def _union(arguments: tuple[object, ...]) -> Codec:
-    """``X | None`` is X or nil; a union of dataclasses is a pair of the class's name and its fields."""
-    is_optional = types.NoneType in arguments
-    members = [argument for argument in arguments if argument is not types.NoneType]
-    if len(members) == 1:
-        (inner,) = (codec(member) for member in members)
-    else:
-        inner = _tagged(members)
-    if not is_optional:
-        return inner
-    return Codec(
-        encode=lambda value: None if value is None else inner.encode(value),
-        decode=lambda value: None if value is None else inner.decode(value),
+def _tuple(arguments: tuple[object, ...]) -> _StoredForm:
+    if arguments[-1] is Ellipsis:
+        item = _form(arguments[0])
+        write, read = item.write, item.read
+        return _StoredForm(
+            GenericAlias(tuple, (item.wire, ...)),
+            None if write is None else lambda value: [write(item) for item in value],
+            None if read is None else lambda value: tuple([read(item) for item in value]),
+        )
+    forms = [_form(argument) for argument in arguments]
+    return _StoredForm(
+        GenericAlias(tuple, tuple(form.wire for form in forms)),
+        lambda value: [form.written(item) for form, item in zip(forms, value, strict=True)],
+        lambda value: tuple(form.value(item) for form, item in zip(forms, value, strict=True)),
     )
 
 
-def _tagged(members: list[object]) -> Codec:
-    kinds = {member.__name__: member for member in members if isinstance(member, type)}
-    if len(kinds) != len(members):
-        raise InternalError(f"The schema cannot tell the members of a union apart: {members!r}.")
-    codecs = {name: codec(kind) for name, kind in kinds.items()}
-    names = {kind: name for name, kind in kinds.items()}
-
-    def encode_tagged(value: object) -> object:
-        name = names.get(type(value))
-        if name is None:
-            raise _mismatch(f"one of {', '.join(kinds)}", value)
-        return [name, codecs[name].encode(value)]
-
-    def decode_tagged(value: object) -> object:
-        if type(value) is not list or len(value) != 2 or type(value[0]) is not str:
-            raise _mismatch("a pair of a kind and its fields", value)
-        if value[0] not in codecs:
-            raise SchemaError(f"unknown kind {value[0]!r:.60}")
-        return codecs[value[0]].decode(value[1])
-
-    return Codec(encode=encode_tagged, decode=decode_tagged)
+def _union(arguments: tuple[object, ...]) -> _StoredForm:
+    """The form of a union, which converts a value by its class."""
+    classes: list[type] = [
+        kind for kind in arguments if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    ]
+    forms: dict[object, _StoredForm] = {
+        kind: _dataclass(kind, kind.__name__ if len(classes) > 1 else None) for kind in classes
+    }
+    forms |= {kind: _form(kind) for kind in arguments if kind not in forms}
+    writes: dict[object, Callable[[Any], object]] = {}
+    reads: dict[object, Callable[[Any], Any]] = {}
+    for kind, form in forms.items():
+        there = typing.get_origin(kind) or kind
+        if form.write is not None:
+            writes[there] = form.write
+        if form.read is not None:
+            reads[form.wire if kind in classes else there] = form.read
+    return _StoredForm(
+        reduce(or_, [form.wire for form in forms.values()]),
+        lambda value: value if (write := writes.get(type(value))) is None else write(value),
+        lambda value: value if (read := reads.get(type(value))) is None else read(value),
+    )
 
 
 _REQUIRED: Final = object()
 """In the place of the default of a field that has none."""
 
 
-def _dataclass(kind: type) -> Codec:
-    fields: list[tuple[str, Codec, object]] = []
-
-    def ready() -> list[tuple[str, Codec, object]]:
-        # Fields are computed at first use, so that classes may refer to each other.
-        if not fields:
-            fields.extend(_fields(kind))
-        return fields
-
-    def encode_dataclass(value: object) -> object:
-        if type(value) is not kind:
-            raise _mismatch(kind.__name__, value)
-        encoded: dict[str, object] = {}
-        for name, form, default in ready():
-            item = getattr(value, name)
-            if type(item) is type(default) and item == default:
-                continue
-            try:
-                encoded[name] = form.encode(item)
-            except SchemaError as error:
-                error.path.append(f".{name}")
-                raise
-        return encoded
-
-    def decode_dataclass(value: object) -> object:
-        if type(value) is not dict:
-            raise _mismatch(f"the fields of {kind.__name__}", value)
-        arguments: dict[str, object] = {}
-        for name, form, default in ready():
-            if name in value:
-                try:
-                    arguments[name] = form.decode(value[name])
-                except SchemaError as error:
-                    error.path.append(f".{name}")
-                    raise
-            elif default is _REQUIRED:
-                raise SchemaError(f"{kind.__name__} lacks its field '{name}'")
-        if len(arguments) < len(value):
-            name = next(name for name in value if name not in arguments)
-            raise SchemaError(f"unknown field {name!r:.60} of {kind.__name__}")
-        return kind(**arguments)
-
-    return Codec(encode=encode_dataclass, decode=decode_dataclass)
-
-
-def _fields(kind: type) -> Iterator[tuple[str, Codec, object]]:
-    """Name, codec and default of each field."""
+@cache
+def _dataclass(kind: type, tag: str | None) -> _StoredForm:
     hints = typing.get_type_hints(kind)
+    fields: list[tuple[str, _StoredForm, object]] = []
     for field in dataclasses.fields(kind):
         default: object = _REQUIRED
         if field.default is not dataclasses.MISSING:
             default = field.default
         elif field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        yield field.name, codec(hints[field.name]), default
+        fields.append((field.name, _form(hints[field.name]), default))
+    wire = msgspec.defstruct(
+        kind.__name__,
+        [
+            (name, form.wire) if default is _REQUIRED else (name, form.wire, default)
+            for name, form, default in fields
+        ],
+        tag=tag,
+        kw_only=True,
+        frozen=True,
+        forbid_unknown_fields=True,
+        gc=False,
+    )
+    converted = [(name, form.read, default) for name, form, default in fields if form.read]
+    names = wire.__struct_fields__
+
+    def write(value: object) -> dict[str, object]:
+        written: dict[str, object] = {} if tag is None else {"type": tag}
+        for name, form, default in fields:
+            item = getattr(value, name)
+            if type(item) is not type(default) or item != default:
+                written[name] = item if form.write is None else form.write(item)
+        return written
+
+    def read(value: object) -> object:
+        items = {name: getattr(value, name) for name in names}
+        for name, convert, default in converted:
+            item = items[name]
+            if item is not default:
+                items[name] = convert(item)
+        return kind(**items)
+
+    return _StoredForm(wire, write, read)
 
 
 # ---------------------------------------------------------------------------------- node arguments
 
 
-def _encode_arg(value: object, depth: int = 0) -> object:
-    """Numbers, strings, booleans and None unchanged; other values as a list that begins with their kind."""
+class _TaggedList(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """What msgpack has no type for: a list that begins with its kind."""
+
+
+class _StoredRef(_TaggedList, tag="ref"):
+    index: _Int64
+
+
+class _StoredSymbol(_TaggedList, tag="symbol"):
+    name: str
+
+
+class _StoredDType(_TaggedList, tag="dtype"):
+    dtype: DType
+
+
+class _StoredInteger(_TaggedList, tag="int"):
+    digits: Annotated[str, msgspec.Meta(pattern=r"^-?0x[0-9a-f]{1,1000}$")]
+
+
+class _StoredList(_TaggedList, tag="list"):
+    items: tuple[_StoredArg, ...]
+
+
+_StoredArg = (_StoredRef | _StoredSymbol | _StoredDType | _StoredInteger | _StoredList) | (
+    _Int64 | float | str | bool | None
+)
+
+
+def _write_arg(value: NodeArg) -> _StoredArg:
     match value:
         case Ref():
-            return ["ref", _int64(value.index)]
+            return _StoredRef(value.index)
         case Symbol():
-            return ["symbol", _encode_text(value.name)]
+            return _StoredSymbol(value.name)
         case DType():
-            return ["dtype", value.value]
-        case None | bool() | float():
-            return value
-        case str():
-            return _encode_text(value)
-        case int():
-            return value if -(2**63) <= value < 2**63 else ["int", hex(value)]
+            return _StoredDType(value)
+        case int() if not -(2**63) <= value < 2**63:
+            return _StoredInteger(hex(value))
         case tuple():
-            if depth == _MAX_DEPTH:
-                raise SchemaError(f"lists nest more than {_MAX_DEPTH} deep")
-            return ["list", *[_encode_arg(item, depth + 1) for item in value]]
+            return _StoredList(tuple(map(_write_arg, value)))
         case _:
-            raise _mismatch("an argument of a node", value)
-
-
-def _decode_arg(value: object, depth: int = 0) -> object:
-    match value:
-        case None | bool() | int() | float():
             return value
-        case str():
-            return _decode_text(value)
-        case ["ref", int(index)] if type(index) is int:
-            return Ref(index)
-        case ["symbol", str(name)]:
-            _check_text(name)
-            return Symbol(name)
-        case ["dtype", str(name)]:
-            return codec(DType).decode(name)
-        case ["int", str(digits)] if len(digits) < 1000:
-            try:
-                return int(digits, 16)
-            except ValueError:
-                raise _mismatch("a hexadecimal integer", digits) from None
-        case ["list", *items]:
+
+
+def _read_arg(value: _StoredArg, depth: int = 0) -> NodeArg:
+    match value:
+        case _StoredRef():
+            return Ref(value.index)
+        case _StoredSymbol():
+            return Symbol(_read_text(value.name))
+        case _StoredDType():
+            return value.dtype
+        case _StoredInteger():
+            return int(value.digits, 16)
+        case _StoredList():
             if depth == _MAX_DEPTH:
                 raise SchemaError(f"lists nest more than {_MAX_DEPTH} deep")
-            return tuple(_decode_arg(item, depth + 1) for item in items)
+            return tuple(_read_arg(item, depth + 1) for item in value.items)
+        case str():
+            return _read_text(value)
         case _:
-            raise _mismatch("an argument of a node", value)
+            return value
