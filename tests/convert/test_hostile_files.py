@@ -389,10 +389,23 @@ def test_a_tensor_that_would_fill_the_disk(tmp_path: Path) -> None:
     refused(tmp_path / "model.pt", "repeat elements")
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "pytorch_model.bin", "config.json", ".metadata", "elements"]
+)
+def test_what_is_no_file(name: str, tmp_path: Path) -> None:
     """A pipe is not waited for."""
-    os.mkfifo(tmp_path / "model.safetensors")
-    refused(tmp_path, "is not a file")
+    folder = tmp_path / "folder"
+    if name == "elements":
+        saved(folder)
+        (path,) = folder.glob("*.distcp")
+        path.unlink()
+    else:
+        folder.mkdir()
+        path = folder / name
+        if name == "config.json":
+            save_file({"w": torch.ones(3)}, folder / "model.safetensors")
+    os.mkfifo(path)
+    refused(folder, "is not a file")
 
 
 # ---------------------------------------------------------------------------- folders of torch.distributed.checkpoint

@@ -14,6 +14,7 @@ import pickle  # noqa: TID251 - for a subclass of its Unpickler, which finds a f
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Final, cast
 
 import msgpack
@@ -140,7 +141,10 @@ class _Checkpoint:
             raise UserError(f"'{self.folder}' is damaged: {METADATA} names a file outside of it.")
         if getattr(place, "transform_descriptors", None):
             raise UserError(f"'{path}' is compressed: save the checkpoint without it.")
-        if not 0 <= place.offset <= place.offset + place.length <= path.stat().st_size:
+        status = path.stat()
+        if not S_ISREG(status.st_mode):
+            raise UserError(f"'{path}' is not a file.")
+        if not 0 <= place.offset <= place.offset + place.length <= status.st_size:
             raise UserError(f"'{path}' is damaged: it ends early.")
         with path.open("rb") as file:
             part = io.BufferedReader(Window(file, place.offset, place.length))

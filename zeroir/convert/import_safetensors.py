@@ -136,6 +136,8 @@ def _config(folder: Path) -> JsonValue:
 
 
 def _json(path: Path) -> dict[str, JsonValue]:
+    if not path.is_file():
+        raise UserError(f"'{path}' is not a file.")
     with path.open("rb") as file:
         data = file.read(_MOST_JSON_BYTES + 1)
     if len(data) > _MOST_JSON_BYTES:

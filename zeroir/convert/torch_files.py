@@ -67,7 +67,7 @@ class UnknownTensor:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnknownClass:
     """A class that torch does not list, by its path. It stands before the attributes of an instance, in a tuple."""
 
@@ -105,6 +105,8 @@ def read_dcp(folder: Path) -> list[Entry]:
     Raises:
         UserError: if a file is damaged, or cannot be read within the limits.
     """
+    if not (folder / METADATA).is_file():
+        raise UserError(f"'{folder / METADATA}' is not a file.")
     file_at = cache(lambda path: MappedFile(Path(path)))
     return [cast(Entry, _unpacked(part, file_at)) for part in _read(DCP, [str(folder)])]
 
