@@ -91,7 +91,10 @@ def test_the_help_of_show_loads_nothing_slow() -> None:
 @pytest.mark.parametrize(
     ("commands", "slow"),
     [
-        (["explain Z101", "explain"], ("pydantic", "networkx", "numpy", "msgpack", "msgspec", "bokeh")),
+        (
+            ["explain Z101", "explain"],
+            ("pydantic", "networkx", "numpy", "msgpack", "msgspec", "bokeh"),
+        ),
         (
             ["verify {}", "diff {} {}"],
             ("networkx", "numpy", "bokeh", "zeroir.passes.catalogue"),

@@ -7,8 +7,8 @@
 See https://huggingface.co/docs/transformers/main/en/models#sharded-checkpoints. A tied parameter is written once, under
 the first of its names in the order of modules (``model.embed_tokens.weight``, ``shared.weight``): from_pretrained ties
 the others to it. Where the configuration says ``tie_word_embeddings: false``, it ties nothing, so each name is written.
-The library of safetensors writes only tensors that are in memory, all at once, so that the files are written as those of
-checkpoints are.
+The library of safetensors writes only tensors that are in memory, all at once, so that the files are written as those
+of checkpoints are.
 """
 
 from __future__ import annotations
