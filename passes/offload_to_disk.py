@@ -36,7 +36,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zeroir.config.offload_fields import (
+from zeroir.config.offload_places import (
     ACTIVATIONS,
     DISK_PIECE_NUMEL,
     KEPT_ON_DISK,

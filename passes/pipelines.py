@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zeroir.config import CompileOptions
-from zeroir.config.offload_fields import OPTIMIZER
+from zeroir.config.offload_places import OPTIMIZER
 from zeroir.errors import InternalError
 from zeroir.ir.program import Program
 from zeroir.passes.all_reduce_gradients import AllReduceGradients
@@ -64,19 +64,18 @@ def stage_passes(options: CompileOptions, offload: tuple[Pass, ...]) -> tuple[Pa
     live only until they are reduced.
     """
     stage, replicas = options.stage, options.replicas or 1
-    has_gradient_shards = stage >= 2 and (
-        options.is_step_interleaved or not options.accumulate_locally
-    )
+    steps, prefetch, unshard = options.micro_steps, options.prefetch, options.unshard
+    has_gradient_shards = stage >= 2 and (steps.is_step_interleaved or not steps.accumulate_locally)
     made: list[Pass] = []
-    if options.select_saved:
+    if options.recompute.select_saved:
         made.append(SelectSaved())
-    if options.recompute:
+    if options.recompute.units:
         # After it, so that only values that are still saved are recomputed.
-        made.append(Recompute(units=options.recompute))
-    if options.interleaved > 1:
+        made.append(Recompute(units=options.recompute.units))
+    if steps.interleaved > 1:
         # After both, which choose what one micro-batch keeps for its backward.
         made.append(
-            OrderByLayer(micro_batches=options.interleaved, whole_step=options.is_step_interleaved)
+            OrderByLayer(micro_batches=steps.interleaved, whole_step=steps.is_step_interleaved)
         )
     made.append(AllReduceGradients(dp=options.world_size // replicas))
     if stage >= 1:
@@ -84,44 +83,46 @@ def stage_passes(options: CompileOptions, offload: tuple[Pass, ...]) -> tuple[Pa
     if has_gradient_shards:
         made.append(ShardGradients())
     if stage == 3:
-        made += [ShardParameters(), InsertGathers(elide=options.elide)]
-        if options.unshard or options.unshard_bytes is not None:
-            made.append(Unshard(units=options.unshard or None, within=options.unshard_bytes))
+        made += [ShardParameters(), InsertGathers(elide=options.communication.elide)]
+        if unshard.units or unshard.most_bytes is not None:
+            made.append(Unshard(units=unshard.units or None, within=unshard.most_bytes))
         made.append(InsertReleases())
-    if options.bucket or options.bucket_gathers:
+    collectives = options.communication
+    if collectives.bucket or collectives.bucket_gathers:
         # Before gathers are issued ahead: a bucket is gathered as one.
-        made.append(Bucket(bytes=options.bucket, gathers=options.bucket_gathers))
-    if stage == 3 and options.prefetch_budget is None:
-        distance = options.prefetch if options.prefetch_bytes is None else None
-        made.append(PrefetchGathers(distance=distance, bytes=options.prefetch_bytes))
+        made.append(Bucket(bytes=collectives.bucket, gathers=collectives.bucket_gathers))
+    if stage == 3 and prefetch.memory is None:
+        distance = prefetch.units if prefetch.most_bytes is None else None
+        made.append(PrefetchGathers(distance=distance, bytes=prefetch.most_bytes))
     if has_gradient_shards:
-        made.append(BoundGradients(live=options.live_gradients))
+        made.append(BoundGradients(live=collectives.live_gradients))
     if options.replicas is not None:
         # After the others, which work along one axis: it adds a second one.
         made.append(ReplicateShards(replicas=options.replicas))
     if options.is_update_overlapped:
         made.append(OverlapUpdate())
     made += offload
-    if stage == 3 and options.prefetch_budget is not None:
+    if stage == 3 and prefetch.memory is not None:
         # After all passes that take memory: it uses the rest of the budget.
-        made.append(PrefetchGathers(budget=options.prefetch_budget_bytes))
+        made.append(PrefetchGathers(budget=prefetch.memory_bytes))
     return tuple(made)
 
 
 def offload_passes(options: CompileOptions) -> tuple[Pass, ...]:
     """The passes that keep state or activations outside device memory."""
+    offload = options.offload
     made: list[Pass] = []
-    if options.page_optimizer_bytes is not None:
+    if offload.page_optimizer_bytes is not None:
         made.append(
             PageOptimizer(
-                device_bytes=options.page_optimizer_bytes, page_bytes=options.page_size_bytes
+                device_bytes=offload.page_optimizer_bytes, page_bytes=offload.page_size_bytes
             )
         )
-    for kind in options.offload:
-        units = options.offloaded_units(kind) or None
+    for kind in offload.what:
+        units = offload.units_of(kind) or None
         match kind:
             case "optimizer":
-                made.append(OffloadOptimizer(units=units, fraction=options.offload_fraction))
+                made.append(OffloadOptimizer(units=units, fraction=offload.fraction))
             case "gradients":
                 made.append(OffloadGradients(units=units))
             case "parameters":
@@ -130,11 +131,11 @@ def offload_passes(options: CompileOptions) -> tuple[Pass, ...]:
                 made.append(OffloadActivations(units=units))
             case _:
                 raise InternalError(f"There is no pass that offloads {kind}.")
-    if options.speculate and "optimizer" in options.offload:
+    if offload.speculate and "optimizer" in offload.what:
         made.append(SpeculateUpdate())
-    if options.kept_on_disk:
-        made.append(OffloadToDisk(what=options.kept_on_disk, cache_bytes=options.host_cache_bytes))
-    if OPTIMIZER in options.offload:
+    if offload.kept_on_disk:
+        made.append(OffloadToDisk(what=offload.kept_on_disk, cache_bytes=offload.host_cache_bytes))
+    if OPTIMIZER in offload.what:
         made.append(OverlapUploads())
     return tuple(made)
 

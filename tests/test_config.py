@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroir.config import CompileOptions, make_options, options_from_pairs
-from zeroir.config.offload_fields import KEPT_ON_DISK, OFFLOADED
+from zeroir.config import (
+    CompileOptions,
+    for_world_size,
+    has_effect,
+    make_options,
+    options_from_pairs,
+)
+from zeroir.config.offload_places import KEPT_ON_DISK, OFFLOADED
 from zeroir.errors import UserError
 from zeroir.ir.limits import LARGEST_SCALAR
 from zeroir.ir.mesh import Axis, Mesh
@@ -259,16 +265,16 @@ def test_what_would_have_no_effect_is_refused(values: dict[str, object], words: 
 @pytest.mark.parametrize("stage", range(4))
 def test_defaults_and_what_is_off_are_never_refused(stage: int) -> None:
     plain = make_options({"world_size": 2, "stage": stage})
-    assert make_options(plain.model_dump()) == plain
+    assert make_options(plain.flat) == plain
     off = {"prefetch": 0, "elide": False, "select_saved": False, "overlap_update": False}
-    assert make_options({"world_size": 2, "stage": stage, **off}).without_effect is None
+    assert has_effect(make_options({"world_size": 2, "stage": stage, **off}))
 
 
 def test_what_a_program_carries_is_read_though_it_has_no_effect() -> None:
     pairs = make_options({"world_size": 2, "stage": 1}).to_pairs()
-    read = options_from_pairs((dict(pairs) | {"prefetch": "3"}).items()).for_world_size(4)
-    assert (read.stage, read.prefetch, read.world_size) == (1, 3, 4)
-    assert read.without_effect is not None
+    read = for_world_size(options_from_pairs((dict(pairs) | {"prefetch": "3"}).items()), 4)
+    assert (read.stage, read.prefetch.units, read.world_size) == (1, 3, 4)
+    assert not has_effect(read)
 
 
 def test_the_text_reads_as_a_person_would_write_it() -> None:
@@ -290,7 +296,7 @@ def test_the_text_reads_as_a_person_would_write_it() -> None:
 def test_patterns_may_come_one_by_one_or_together() -> None:
     expected = ("norm*", "head", "tail")
     for given_ in ("norm*,head,tail", ["norm*", "head,tail"], expected):
-        assert make_options({"world_size": 1, "keep_fp32": given_}).keep_fp32 == expected
+        assert make_options({"world_size": 1, "keep_fp32": given_}).precision.keep_fp32 == expected
 
 
 @pytest.mark.parametrize(
@@ -330,7 +336,7 @@ def test_what_is_wrong_is_named(values: dict[str, object], words: str) -> None:
     ],
 )
 def test_defaults_are_torchs(values: dict[str, object], hyper: tuple[float, ...]) -> None:
-    assert make_options({"world_size": 1, **values}).hyper == hyper
+    assert make_options({"world_size": 1, **values}).optimizer.hyper == hyper
 
 
 @given(replicas=st.integers(1, 64), shards=st.integers(1, 64))
@@ -346,14 +352,14 @@ def test_a_mesh_says_how_many_ranks_there_are(replicas: int, shards: int) -> Non
 
 def test_another_number_of_ranks_makes_other_groups_of_one_size() -> None:
     options = make_options({"mesh": "replicate=2,shard=4", "stage": 2})
-    assert options.for_world_size(8) == options
-    assert options.for_world_size(12) == make_options({"mesh": "replicate=3,shard=4", "stage": 2})
+    assert for_world_size(options, 8) == options
+    assert for_world_size(options, 12) == make_options({"mesh": "replicate=3,shard=4", "stage": 2})
     with pytest.raises(UserError) as caught:
-        options.for_world_size(6)
+        for_world_size(options, 6)
     for words in ("replicate=2,shard=4", "6 ranks leave a part of a group over", "another --mesh"):
         assert words in str(caught.value)
     plain = make_options({"world_size": 2})
-    assert plain.for_world_size(3) == make_options({"world_size": 3})
+    assert for_world_size(plain, 3) == make_options({"world_size": 3})
     assert plain.replicas is None
 
 
@@ -368,9 +374,9 @@ def test_a_program_does_not_name_the_folder_of_its_disk() -> None:
     here = make_options({"world_size": 2, "offload": "parameters", "offload_to": "disk:/nvme"})
     there = make_options({"world_size": 2, "offload": "parameters", "offload_to": "disk"})
     assert here.to_pairs() == there.to_pairs()
-    assert (here.offload_folder, there.offload_folder) == ("/nvme", None)
-    assert here.is_offloaded_to_disk
-    assert options_from_pairs(here.to_pairs()).is_offloaded_to_disk
+    assert (here.offload.folder, there.offload.folder) == ("/nvme", None)
+    assert here.offload.is_to_disk
+    assert options_from_pairs(here.to_pairs()).offload.is_to_disk
 
 
 def test_each_kind_has_its_place() -> None:
@@ -378,14 +384,14 @@ def test_each_kind_has_its_place() -> None:
     text = "parameters=host,optimizer=disk:/a,b"
     kinds = "optimizer,gradients,parameters,activations"
     options = make_options({"world_size": 2, "offload": kinds, "offload_to": text})
-    assert options.offload_to == "optimizer=disk:/a,b,parameters=host"
-    assert options.offload_folder == "/a,b"
-    assert options.kept_on_disk == ("optimizer",)
+    assert options.offload.to == "optimizer=disk:/a,b,parameters=host"
+    assert options.offload.folder == "/a,b"
+    assert options.offload.kept_on_disk == ("optimizer",)
     pairs = {"parameters": "host", "optimizer": "disk:/a,b"}
     assert make_options({"world_size": 2, "offload": kinds, "offload_to": pairs}) == options
     stored = options_from_pairs(options.to_pairs())
-    assert stored.offload_to == "optimizer=disk,parameters=host"
-    assert stored.kept_on_disk == ("optimizer",)
+    assert stored.offload.to == "optimizer=disk,parameters=host"
+    assert stored.offload.kept_on_disk == ("optimizer",)
 
 
 @pytest.mark.parametrize(
@@ -458,10 +464,10 @@ def test_groups_take_over_the_bits_of_states_that_can_have_them() -> None:
             "group": "a:lr=1;b:optimizer=lion;c:optimizer=muon;d:optimizer_bits=32",
         }
     )
-    assert [options.of_group(spec).optimizer_bits for spec in options.groups] == [8, 8, 32, 32]
+    assert [each.bits for each in options.every_optimizer[1:]] == [8, 8, 32, 32]
     assert options_from_pairs(options.to_pairs()) == options
 
 
 def test_what_is_offloaded_has_one_order() -> None:
     options = make_options({"world_size": 2, "offload": "activations,optimizer,activations"})
-    assert options.offload == ("optimizer", "activations")
+    assert options.offload.what == ("optimizer", "activations")

@@ -93,7 +93,7 @@ def phases(arguments: argparse.Namespace, depth: int) -> dict[str, float]:
     with phase("import the model file"):
         model_file = load_model_file(f"{arguments.model}:layers_{depth}")
     with phase("capture"):
-        captured = capture(model_file, options.precision, options.keep_fp32)
+        captured = capture(model_file, options.precision.dtype, options.precision.keep_fp32)
     with phase("cut and lower"):
         logical = replace(program_of(captured, options), options=options.to_pairs())
     with phase("verify after passes"):

@@ -2,7 +2,8 @@
 
 The public API is loaded on first use, so that ``import zeroir`` costs nothing and imports no torch:
 
-* ``zeroir.compile(model, stage=3, ...)`` compiles a model file and returns a ``CompiledProgram``;
+* ``zeroir.compile(model, stage=3, ...)`` compiles a model file and returns a ``CompiledProgram``; options that belong
+  together are objects, such as ``zeroir.Offload(...)``, and ``zeroir.optim`` has optimizers with their settings;
 * ``zeroir.load(path)`` reads one from disk;
 * ``print(program)`` shows its schedule, ``program.engine()`` returns an ``Engine``, whose ``step(batch)`` trains and
   returns a ``StepResult``; its ``save(path)`` returns a ``PendingSave``, its ``load(path)`` a ``LoadedState``;
@@ -22,12 +23,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from zeroir import optim
     from zeroir.api import CompiledProgram
     from zeroir.api import compile_model as compile  # noqa: A004
     from zeroir.api import load_program as load
     from zeroir.api.costs import estimate, simulate
     from zeroir.api.plan import plan
     from zeroir.config import CompileOptions
+    from zeroir.config.communication import Communication, Prefetch, Unshard
+    from zeroir.config.loss_scale import LossScale
+    from zeroir.config.offload import Offload
+    from zeroir.config.precision import Precision
+    from zeroir.config.steps import MicroSteps, Recompute
     from zeroir.errors import InternalError, UserError
     from zeroir.integrations.accelerate import prepare
     from zeroir.integrations.hugging_face import ZeroirTrainer
@@ -41,15 +48,23 @@ if TYPE_CHECKING:
     from zeroir.torch_ops.foreign_workspaces import register_workspace
 
 __all__ = [
+    "Communication",
     "CompileOptions",
     "CompiledProgram",
     "Engine",
     "Evaluation",
     "InternalError",
     "LoadedState",
+    "LossScale",
+    "MicroSteps",
+    "Offload",
     "PendingSave",
+    "Precision",
+    "Prefetch",
+    "Recompute",
     "ResumableLoader",
     "StepResult",
+    "Unshard",
     "UserError",
     "ZeroirStrategy",
     "ZeroirTrainer",
@@ -57,6 +72,7 @@ __all__ = [
     "estimate",
     "load",
     "measure_workspace",
+    "optim",
     "plan",
     "prepare",
     "register_workspace",
@@ -66,6 +82,14 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Communication": ("zeroir.config.communication", "Communication"),
+    "LossScale": ("zeroir.config.loss_scale", "LossScale"),
+    "MicroSteps": ("zeroir.config.steps", "MicroSteps"),
+    "Offload": ("zeroir.config.offload", "Offload"),
+    "Precision": ("zeroir.config.precision", "Precision"),
+    "Prefetch": ("zeroir.config.communication", "Prefetch"),
+    "Recompute": ("zeroir.config.steps", "Recompute"),
+    "Unshard": ("zeroir.config.communication", "Unshard"),
     "CompileOptions": ("zeroir.config", "CompileOptions"),
     "CompiledProgram": ("zeroir.api", "CompiledProgram"),
     "Engine": ("zeroir.runtime.engine", "Engine"),
@@ -97,6 +121,8 @@ _EXTRAS = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "optim":
+        return import_module("zeroir.optim")
     if name not in _HOMES:
         raise AttributeError(f"module 'zeroir' has no attribute '{name}'")
     module, attribute = _HOMES[name]

@@ -25,8 +25,8 @@ from zeroir.api.candidates import Candidate, CandidateMeasurer
 from zeroir.api.compiled import load_program
 from zeroir.api.search_space import Value
 from zeroir.artifact import Artifact, save
-from zeroir.config import CompileOptions, make_options
-from zeroir.config.offload_fields import OFFLOADED
+from zeroir.config import CompileOptions, make_options, replaced
+from zeroir.config.offload_places import OFFLOADED
 from zeroir.cost.machine import load_machine
 from zeroir.cost.search import SearchOutcome
 from zeroir.ir.amounts import parse_bytes
@@ -127,22 +127,22 @@ def test_a_program_fits_its_budget_and_would_not_with_a_unit_less(stage: int, sh
     budget_bytes = int(needed_bytes(plain) * share)
     asked = {"offload": "adaptive", "memory_budget": str(budget_bytes)}
     options = settled(LOGICAL, make_options({"world_size": 2, "stage": stage, **asked}))
-    assert "adaptive" not in options.offload
+    assert "adaptive" not in options.offload.what
     assert needed_bytes(options) <= budget_bytes
     units = movable_units(LOGICAL)
-    for kind in options.offload:
-        moved = [u for u in units[kind] if u in options.offloaded_units(kind)] or [*units[kind]]
+    for kind in options.offload.what:
+        moved = [u for u in units[kind] if u in options.offload.units_of(kind)] or [*units[kind]]
         less = {
-            other: [f"{other}:{unit}" for unit in options.offloaded_units(other)]
+            other: [f"{other}:{unit}" for unit in options.offload.units_of(other)]
             or [f"{other}:{unit}" for unit in units[other]]
-            for other in options.offload
+            for other in options.offload.what
         }
         less[kind] = [f"{kind}:{unit}" for unit in moved[:-1]]
         changed = {
-            "offload": [other for other in options.offload if less[other]],
+            "offload": [other for other in options.offload.what if less[other]],
             "offload_units": [pattern for patterns in less.values() for pattern in patterns],
         }
-        assert needed_bytes(options.model_copy(update=fields(changed))) > budget_bytes
+        assert needed_bytes(replaced(options, **fields(changed))) > budget_bytes
 
 
 MODELS = {
@@ -169,9 +169,10 @@ def test_no_smaller_choice_would_fit(name: str, share: float) -> None:
     most, least = needed({}), needed({kind: len(units[kind]) for kind in units})
     budget_bytes = int(least + (most - least) * share)
     asked = {"offload": ("adaptive",), "memory_budget": str(budget_bytes)}
-    options = settled(logical, plain.model_copy(update=asked))
+    options = settled(logical, replaced(plain, **asked))
     chosen = {
-        kind: len(options.offloaded_units(kind)) or len(units[kind]) for kind in options.offload
+        kind: len(options.offload.units_of(kind)) or len(units[kind])
+        for kind in options.offload.what
     }
     assert needed(chosen) <= budget_bytes
     for numbers in product(*(range(count + 1) for count in chosen.values())):
@@ -186,14 +187,14 @@ def fields(values: Mapping[str, list[str]]) -> dict[str, tuple[str, ...]]:
 def test_a_budget_that_nothing_fits_moves_everything() -> None:
     asked = {"offload": "adaptive", "memory_budget": "1kB"}
     options = settled(LOGICAL, make_options({"world_size": 2, **asked}))
-    assert {"optimizer", "parameters"} <= set(options.offload)
-    assert options.offload_units == ()
+    assert {"optimizer", "parameters"} <= set(options.offload.what)
+    assert options.offload.units == ()
 
 
 def test_a_budget_that_fits_offloads_nothing() -> None:
     asked = {"offload": "adaptive", "offload_to": "disk", "memory_budget": "1GB"}
     options = settled(LOGICAL, make_options({"world_size": 2, **asked}))
-    assert (options.offload, options.offload_to) == ((), "host")
+    assert (options.offload.what, options.offload.to) == ((), "host")
 
 
 @pytest.mark.slow
@@ -204,7 +205,7 @@ def test_on_a_machine_the_choice_is_of_several_orders() -> None:
         {"world_size": 2, "offload": "adaptive", "memory_budget": str(budget_bytes)}
     )
     options = settled(LOGICAL, asked, load_machine("cpu-local"))
-    assert options.offload
+    assert options.offload.what
     assert needed_bytes(options) <= budget_bytes
 
 
@@ -213,7 +214,7 @@ def test_what_was_chosen_is_said_in_a_sentence() -> None:
     assert chosen_in_words(base) == "Nothing is offloaded: the program fits its budget without."
     offloaded = ("optimizer", "activations")
     units = ("activations:blocks.10", "activations:blocks.9", "activations:blocks.11")
-    some = base.model_copy(update={"offload": offloaded, "offload_units": units})
+    some = replaced(base, offload=offloaded, offload_units=units)
     assert chosen_in_words(some) == "Offloaded: optimizer, activations of blocks.9-11."
 
 
@@ -234,8 +235,8 @@ def test_for_another_world_size_the_choice_is_made_anew(tmp_path: Path) -> None:
     )
     save(artifact, tmp_path / "a.zir")
     compiled = load_program(tmp_path / "a.zir")
-    assert compiled.options.offload
-    assert "adaptive" not in compiled.options.offload
+    assert compiled.options.offload.what
+    assert "adaptive" not in compiled.options.offload.what
     alone = compiled.specialise(world_size=1)
     assert len(moved(alone.options)) > len(moved(compiled.options))
     assert needed_bytes(alone.options) <= parse_bytes(budget["memory_budget"])
@@ -245,7 +246,7 @@ def moved(options: CompileOptions) -> set[str]:
     """What is moved of which units."""
     return {
         f"{kind}:{unit}"
-        for kind in options.offload
+        for kind in options.offload.what
         for unit in movable_units(LOGICAL)[kind]
-        if not options.offloaded_units(kind) or unit in options.offloaded_units(kind)
+        if not options.offload.units_of(kind) or unit in options.offload.units_of(kind)
     }

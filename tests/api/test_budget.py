@@ -14,8 +14,8 @@ from zeroir import artifact as artifacts
 from zeroir.api.budget import advice, alternatives
 from zeroir.api.compiled import load_program, load_unverified
 from zeroir.artifact import Artifact
-from zeroir.config import CompileOptions, make_options
-from zeroir.config.offload_fields import OFFLOADED
+from zeroir.config import CompileOptions, changed, make_options
+from zeroir.config.offload_places import OFFLOADED
 from zeroir.cost.machine import MeasuredSegment, load_machine
 from zeroir.cost.measured_workspaces import with_measured_workspaces
 from zeroir.cost.simulate import simulate
@@ -133,7 +133,7 @@ def test_every_proposal_is_accepted() -> None:
         found = alternatives(LOGICAL, before, needed(**given) - 1)
         assert found
         for one in found:
-            make_options({**before.model_dump(), **one.settings})
+            changed(before, **one.settings)
 
 
 def test_computing_again_is_proposed_where_it_helps() -> None:

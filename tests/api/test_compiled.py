@@ -11,6 +11,7 @@ from zeroir.api import lowering
 from zeroir.api.compiled import CompiledProgram
 from zeroir.artifact import Artifact
 from zeroir.config import make_options
+from zeroir.config.steps import MicroSteps
 from zeroir.errors import UserError
 from zeroir.ir.program import MICRO_STEP, Program
 from zeroir.passes import manager
@@ -58,15 +59,19 @@ def test_what_the_passes_proved_is_not_proved_again_but_for_a_budget(
 
 def test_a_run_may_take_another_order_and_number_of_micro_steps() -> None:
     one = compiled_for_four()
-    layer = one.specialise(order="layer", micro_steps=4)
-    assert (layer.program.interleaved, layer.options.micro_steps, layer.accumulates) == (4, 4, True)
+    layer = one.specialise(micro_steps=MicroSteps(count=4, order="layer"))
+    assert (layer.program.interleaved, layer.options.micro_steps.count, layer.accumulates) == (
+        4,
+        4,
+        True,
+    )
     assert MICRO_STEP not in layer.program.section_by_name
     assert layer.report.is_valid
-    assert layer.specialise(order="layer", micro_steps=6).program.interleaved == 6
-    groups = layer.specialise(order="layer=2", micro_steps=4)
+    assert layer.specialise(micro_steps=MicroSteps(count=6, order="layer")).program.interleaved == 6
+    groups = layer.specialise(micro_steps=MicroSteps(count=4, order="layer=2"))
     assert (groups.program.interleaved, MICRO_STEP in groups.program.section_by_name) == (2, True)
-    step = groups.specialise(order="step", micro_steps=4)
+    step = groups.specialise(micro_steps=MicroSteps(count=4, order="step"))
     assert step.program.interleaved == 1
-    assert step.specialise(order="step", micro_steps=4) == step
+    assert step.specialise(micro_steps=MicroSteps(count=4, order="step")) == step
     with pytest.raises(UserError, match="needs --micro-steps above 1"):
-        one.specialise(order="layer", micro_steps=1)
+        one.specialise(micro_steps=MicroSteps(count=1, order="layer"))

@@ -109,8 +109,8 @@ def test_a_configuration_file_sets_the_bits(tmp_path: Path) -> None:
     path.write_text('optimizer_bits = 8\ngroup = ["norm:optimizer_bits=32"]\n')
 
     options = resolved(path, {"world_size": 2}).options
-    assert options.optimizer_bits == 8
-    assert [options.of_group(spec).optimizer_bits for spec in options.groups] == [32]
+    assert options.optimizer.bits == 8
+    assert [each.bits for each in options.every_optimizer[1:]] == [32]
     path.write_text('optimizer_bits = 8\noptimizer = "shampoo"\n')
     with pytest.raises(UserError, match="shampoo works on whole parameters"):
         resolved(path, {"world_size": 2})

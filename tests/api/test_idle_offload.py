@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from zeroir.api.compiled import CompiledProgram, compile_model
+from zeroir.api.compiled import CompiledProgram, compile_model, specialised
 from zeroir.api.idle_offload import idle_offload
-from zeroir.api.keywords import OffloadKeywords
+from zeroir.config.offload import Offload
 from zeroir.errors import OffloadWarning
 
 BATCH = torch.ones(16, 96)
@@ -55,18 +57,24 @@ def compiled() -> CompiledProgram:
     ],
 )
 def test_a_warning_says_that_nothing_moves(
-    compiled: CompiledProgram, options: OffloadKeywords, why: str
+    compiled: CompiledProgram, options: Mapping[str, object], why: str
 ) -> None:
     with pytest.warns(OffloadWarning) as warned:
-        compiled.specialise(**options)
+        specialised(compiled, options)
     assert [str(warning.message) for warning in warned] == [why]
 
 
 def test_no_warning_where_something_moves(compiled: CompiledProgram) -> None:
-    outside = compiled.specialise(offload="optimizer,gradients,parameters", offload_fraction=1e-9)
-    paged = compiled.specialise(page_optimizer="64KiB", page_bytes="16KiB")
+    outside = compiled.specialise(
+        offload=Offload(what=("optimizer", "gradients", "parameters"), fraction=1e-9)
+    )
+    paged = compiled.specialise(offload=Offload(page_optimizer="64KiB", page_bytes="16KiB"))
     speculating = compile_model(
-        Blocks(), BATCH, world_size=1, offload="optimizer", clip=1.0, speculate=True
+        Blocks(),
+        BATCH,
+        world_size=1,
+        offload=Offload(what=("optimizer",), speculate=True),
+        clip=1.0,
     )
     assert idle_offload(outside.program, outside.options) == ()
     assert idle_offload(speculating.program, speculating.options) == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import subprocess
@@ -14,9 +15,10 @@ import pytest
 from pydantic import BaseModel
 
 import zeroir
-from zeroir.api.keywords import CompileKeywords, EstimateKeywords
+from zeroir.api.keywords import KEYWORDS, CompileKeywords, EstimateKeywords, flat_values
 from zeroir.config import CompileOptions, make_options
 from zeroir.cost.estimate_options import EstimateOptions
+from zeroir.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 # Only the public functions and what their signatures name is read, so that it takes seconds.
@@ -36,7 +38,8 @@ follow_imports = silent
 RIGHT = (
     'zeroir.compile("model.py")',
     'zeroir.compile("model.py", stage=3, precision="bf16", recompute="blocks.*", clip=1.0)',
-    'zeroir.compile("model.py", optimizer="sgd", no_decay=True, keep_fp32=["norm", "head"], mesh=None)',
+    'zeroir.compile("model.py", optimizer="sgd", group="a:lr=1", mesh=None)',
+    'zeroir.compile("model.py", offload=zeroir.Offload(what=("optimizer",), fraction=0.5))',
     'zeroir.plan("model.py", "dgx-h100", memory="80GB", most_tried=20, world_size=8)',
     'zeroir.estimate(7.5e9, world_size=64, optimizer="adafactor", offload="optimizer")',
 )
@@ -63,12 +66,17 @@ def _alternatives(hint: object) -> set[object]:
 
 @pytest.mark.parametrize(
     ("keywords", "options", "positional"),
-    [(CompileKeywords, CompileOptions, set()), (EstimateKeywords, EstimateOptions, {"params"})],
+    [
+        (CompileKeywords, CompileOptions, {"lr", "optimizer_bits"}),
+        (EstimateKeywords, EstimateOptions, {"params"}),
+    ],
 )
 def test_the_keywords_are_the_fields_of_the_options(
     keywords: type, options: type[BaseModel], positional: set[str]
 ) -> None:
     hints = get_type_hints(keywords)
+    for flat in positional:
+        hints.pop(flat, None)
     assert list(hints) == [name for name in options.model_fields if name not in positional]
     for name, hint in hints.items():
         accepted = _alternatives(hint)
@@ -80,8 +88,33 @@ def test_the_keywords_are_the_fields_of_the_options(
 
 def test_what_the_types_allow_beyond_the_fields_is_valid() -> None:
     chosen = make_options({"world_size": 1, "keep_fp32": ["norm", "head"], "unshard": "a,b"})
-    assert chosen.keep_fp32 == ("norm", "head")
-    assert chosen.unshard == ("a", "b")
+    assert chosen.precision.keep_fp32 == ("norm", "head")
+    assert chosen.unshard.units == ("a", "b")
+
+
+def test_a_keyword_that_is_a_part_of_an_object_names_it() -> None:
+    for keyword, sentence in {
+        "offload_to": r"write offload=zeroir\.Offload\(to=\.\.\.\)",
+        "loss_scale_window": r"write loss_scale=zeroir\.LossScale\(window=\.\.\.\)",
+        "beta2": r"optimizer=zeroir\.optim",
+        "stages": r"did you mean stage=\?",
+    }.items():
+        with pytest.raises(UserError, match=sentence):
+            flat_values({keyword: 1})
+
+
+def test_objects_of_another_class_and_options_given_twice_are_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"offload= is a zeroir\.Prefetch, but should be zeroir\.Off"
+    ):
+        flat_values({"offload": zeroir.Prefetch(units=2)})
+    with pytest.raises(UserError, match="lr is given twice"):
+        flat_values({"optimizer": zeroir.optim.AdamW(lr=0.1), "lr": 0.2})
+
+
+def test_there_are_at_most_25_keywords() -> None:
+    own = set(inspect.signature(zeroir.compile).parameters) - {"model", "batch", "options"}
+    assert len({*KEYWORDS, *own}) <= 25
 
 
 @pytest.mark.slow
@@ -137,4 +170,5 @@ def test_the_public_names_are_there() -> None:
     for name in sorted(
         {*zeroir.__all__} - {"ZeroirStrategy", "ZeroirTrainer", "prepare"}
     ):  # They need further packages.
-        assert getattr(zeroir, name).__module__.startswith("zeroir.")
+        home = zeroir.optim.__name__ if name == "optim" else getattr(zeroir, name).__module__
+        assert home.startswith("zeroir.")

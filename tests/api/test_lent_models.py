@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import zeroir
+from zeroir.config.precision import FloatName, Precision
 from zeroir.errors import ModelWarning, UserError
-from zeroir.frontend.precision import Precision, apply_precision
+from zeroir.frontend.precision import apply_precision
 
 BATCH = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 
@@ -43,18 +44,23 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_a_lent_module_computes_what_the_program_computes(precision: Precision) -> None:
+def test_a_lent_module_computes_what_the_program_computes(precision: FloatName) -> None:
     module = Net()
     eager = copy.deepcopy(module)
     compiled = zeroir.compile(
-        module, BATCH, stage=3, precision=precision, keep_fp32=("body.1",), lr=0.1, optimizer="sgd"
+        module,
+        BATCH,
+        stage=3,
+        precision=Precision(dtype=precision, keep_fp32=("body.1",)),
+        lr=0.1,
+        optimizer="sgd",
     )
     engine = compiled.engine()
     engine.step(BATCH)
     with engine.gathered(masters=True) as lent:
         eager.load_state_dict(lent.state_dict())
     assert not eager.norm.get_buffer("running_mean").eq(0).all()
-    apply_precision(eager, compiled.options.precision, ["body.1"])
+    apply_precision(eager, compiled.options.precision.dtype, ["body.1"])
     for is_training in (True, False):
         with engine.gathered() as lent, torch.no_grad():
             assert isinstance(lent, Net)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.cost.support import machine
 from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.api.capture import capture
+from zeroir.api.keywords import CompileKeywords
 from zeroir.api.plan import Planner
 from zeroir.api.search_space import (
     Dimension,
@@ -24,6 +26,7 @@ from zeroir.api.search_space import (
 )
 from zeroir.api.unit_classes import UnitClass, to_unshard, unit_classes
 from zeroir.config import CompileOptions, make_options
+from zeroir.config.communication import Communication
 from zeroir.cost.machine import Machine
 from zeroir.cost.search import Point, SearchOutcome, search
 from zeroir.cost.simulate import simulate
@@ -296,20 +299,27 @@ def test_what_is_set_is_kept_and_the_rest_is_chosen() -> None:
         (0, None),
         *((stage, mesh) for stage in (1, 2, 3) for mesh in (None, "replicate=2,shard=2")),
     }
-    narrowed = regions(CompileOptions(world_size=4, live_gradients=1), logical)
+    narrowed = regions(CompileOptions.from_flat({"world_size": 4, "live_gradients": 1}), logical)
     assert {one.stage for one in narrowed} == {2, 3}
-    (one,) = regions(CompileOptions(world_size=4, stage=3, mesh=None, prefetch=2), logical)
+    (one,) = regions(
+        CompileOptions.from_flat({"world_size": 4, "stage": 3, "mesh": None, "prefetch": 2}),
+        logical,
+    )
     names = {dimension.name for dimension in one.dimensions}
     assert names == {"select_saved", "recompute", "bucket", "live_gradients", "unshard"}
     found = planner(logical, BOUND_BY_NETWORK, world_size=4, stage=3, prefetch=2, mesh=None)
     options = found.measurer.options({"stage": 3, "recompute": ("blocks.0",), "unshard": ("*",)})
-    assert (options.prefetch, options.recompute, options.unshard) == (2, ("blocks.0",), ("*",))
+    assert (options.prefetch.units, options.recompute.units, options.unshard.units) == (
+        2,
+        ("blocks.0",),
+        ("*",),
+    )
 
 
 def test_a_plan_may_gather_as_early_as_memory_allows() -> None:
     found = planner(mlp(blocks=2), BOUND_BY_NETWORK, world_size=2)
     options = found.measurer.options({"stage": 3, "prefetch": "early"})
-    assert options.prefetch_budget_bytes == LOOSE
+    assert options.prefetch.memory_bytes == LOOSE
 
 
 def test_a_model_without_repeated_units_is_planned() -> None:
@@ -395,9 +405,16 @@ def test_a_choice_in_words() -> None:
 
 @pytest.mark.slow
 def test_the_plan_is_what_compiling_with_its_options_makes() -> None:
-    found = zeroir.plan(GPT, memory="24MB", world_size=4, stage=3, bucket=0, most_tried=20)
+    found = zeroir.plan(
+        GPT,
+        memory="24MB",
+        world_size=4,
+        stage=3,
+        communication=Communication(bucket=0),
+        most_tried=20,
+    )
     assert found.chosen.needed_bytes <= found.budget_bytes == 24_000_000
-    same = zeroir.compile(GPT, **found.compiled.options.model_dump())
+    same = zeroir.compile(GPT, **cast("CompileKeywords", dict(found.compiled.options)))
     assert same.text() == found.compiled.text()
     assert same.report.laws["Z301"] == "proved"
     assert round(zeroir.simulate(same).step_s * 1e9) == found.chosen.step_ns

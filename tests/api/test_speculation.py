@@ -10,7 +10,7 @@ from zeroir.api.compiled import CompiledProgram
 from zeroir.api.costs import simulate
 from zeroir.api.speculation import choose
 from zeroir.artifact import Artifact
-from zeroir.config import CompileOptions, make_options
+from zeroir.config import CompileOptions, make_options, replaced
 from zeroir.cost.machine import Machine, load_machine
 from zeroir.ir.program import Program
 from zeroir.passes.pipelines import lower_with_proof
@@ -80,17 +80,17 @@ def test_there_is_nothing_to_choose_without_a_decision_or_where_it_is_said() -> 
         options(offload_to="disk"),
         options(optimizer_bits=8),
     ):
-        logical = mlp(precision="bf16", clip=given.clip, has_codes=given.optimizer_bits == 8)
+        logical = mlp(precision="bf16", clip=given.clip, has_codes=given.optimizer.bits == 8)
         assert choose(logical, given, machine()) is None
 
 
 def test_a_choice_is_open_again_when_the_program_is_lowered_again() -> None:
     given = options()
-    chosen = given.model_copy(update={"speculate": True})
+    chosen = replaced(given, speculate=True)
     program = compiled(LOGICAL, given, chosen)
-    assert program.options.speculate is True
-    assert program.requested.speculate is None
-    assert compiled(LOGICAL, chosen, chosen).requested.speculate is True
+    assert program.options.offload.speculate is True
+    assert program.requested.offload.speculate is None
+    assert compiled(LOGICAL, chosen, chosen).requested.offload.speculate is True
     # A step that undoes its update takes longer, and is simulated, too.
     simulation = simulate(program, machine())
     assert simulation.redone_s is not None

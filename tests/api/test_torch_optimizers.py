@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
+import zeroir.optim
 from zeroir.api.compiled import CompiledProgram, compile_model
 from zeroir.api.plan import plan
 from zeroir.api.torch_optimizers import translated
@@ -287,17 +288,16 @@ def test_a_class_brings_its_defaults(
         world_size=1,
         **given,  # type: ignore[arg-type]
     )
-    options = compiled.options
-    assert (options.optimizer, options.lr, options.hyper) == expected
+    options = compiled.options.optimizer
+    assert (options.algorithm, options.lr, options.hyper) == expected
 
 
 def test_a_class_takes_groups_by_pattern() -> None:
     compiled = compile_model(
         a_module,
         BATCH,
-        optimizer=torch.optim.AdamW,
+        optimizer=zeroir.optim.AdamW(no_decay=True),
         world_size=1,
-        no_decay=True,
         group="head:lr=0.5",
     )
     assert [group.name for group in compiled.program.groups] == [
@@ -380,7 +380,7 @@ def test_an_instance_needs_its_module_and_no_further_settings() -> None:
     compile_it = partial(compile_model, batch=BATCH, optimizer=adamw(module), world_size=1)
     with pytest.raises(UserError, match="has the parameters of a module: compile that module"):
         compile_it(a_module)
-    for given in ({"lr": 0.1}, {"weight_decay": 0.1}, {"no_decay": True}, {"group": "head:lr=1"}):
+    for given in ({"lr": 0.1}, {"group": "head:lr=1"}):
         with pytest.raises(UserError, match="has no effect beside an instance of AdamW"):
             compile_it(module, **given)
 
@@ -389,7 +389,7 @@ def test_an_instance_needs_its_module_and_no_further_settings() -> None:
 def test_a_plan_takes_a_class_and_no_instance() -> None:
     path = Path(__file__).parents[2] / "examples" / "gpt.py"
     planned = plan(path, "cpu-local", optimizer=torch.optim.SGD, world_size=2, most_tried=1)
-    assert planned.compiled.options.optimizer is Algorithm.SGD
+    assert planned.compiled.options.optimizer.algorithm is Algorithm.SGD
     with pytest.raises(UserError, match="has the parameters of a module: compile that module"):
         plan(path, "cpu-local", optimizer=adamw(a_module()), world_size=2)
 

@@ -90,8 +90,7 @@ def make() -> Artifact:
         group=["head:lr=0.0001"],
         clip=1.0,
         ema=0.99,
-        micro_steps=2,
-        order="layer",
+        micro_steps=zeroir.MicroSteps(count=2, order="layer"),
         units="layers.*",
     )
     return compiled.artifact

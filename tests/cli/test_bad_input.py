@@ -136,8 +136,14 @@ def test_an_output_that_cannot_be_is_refused_before_any_work(
         ),
         (["run", "a.zir", "--lr", "0.1"], ["--lr is an option of `zeroir compile`"]),
         (["run", "a.zir", "--step", "1"], ["Unknown option: --step. Did you mean --steps?"]),
-        (["run", "a.zir", "--timeout", "1"], ["--timeout is 1, but must be >= 30"]),
-        (["run", "a.zir", "--steps", "0"], ["--steps is 0, but must be >= 1"]),
+        (
+            ["run", "a.zir", "--timeout", "1"],
+            ["--timeout is 1, but should be greater than or equal to 30"],
+        ),
+        (
+            ["run", "a.zir", "--steps", "0"],
+            ["--steps is 0, but should be greater than or equal to 1"],
+        ),
         (["run", "a.zir", "--steps", "2.5"], ["--steps is 2.5, but should be a whole number"]),
         (["frobnicate"], ["frobnicate", "compile"]),
         (["show", "a.zir", "--sections", "update"], ["--sections", "--section"]),

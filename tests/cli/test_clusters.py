@@ -142,4 +142,4 @@ def test_the_manifest_of_kubernetes_starts_torchrun_in_every_pod(tmp_path: Path)
         assert launch.master_addr == f"{name}-0.{pod['subdomain']}"
         assert (launch.module, launch.training_script) == (True, "zeroir")
         _, given, _ = app.parse_args(launch.training_script_args, exit_on_error=False)
-        assert given.arguments["save"] == "checkpoints"
+        assert given.arguments["options"].save == "checkpoints"

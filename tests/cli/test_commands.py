@@ -14,6 +14,7 @@ import zeroir as package
 from tests.cli.conftest import GPT, Zeroir
 from tests.support.stored_program import STORED
 from zeroir import artifact
+from zeroir.cli.app import app
 from zeroir.ir.ops import Release
 from zeroir.ir.text import parse
 from zeroir.verify.laws import CODES
@@ -379,7 +380,12 @@ def test_ranks_get_the_command_that_was_given(
     given += ["--allow-model-change", "--cuda-graphs", "--no-self-check", "--json"]
     answer = zeroir(*given, "--nproc", "2")
     assert answer.exit_code == 7
-    assert launched == [(2, given)]
+    ((nproc, arguments),) = launched
+    assert nproc == 2
+    (as_given, as_launched) = (
+        app.parse_args(each, exit_on_error=False)[1] for each in (given, arguments)
+    )
+    assert as_launched.arguments == as_given.arguments
 
 
 def test_graphs_without_a_gpu_are_a_sentence_and_no_failure(zeroir: Zeroir, tmp_path: Path) -> None:

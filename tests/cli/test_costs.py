@@ -14,6 +14,7 @@ from zeroir.cost.machine import Machine, load_machine, to_toml
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.program import LAST_MICRO_STEP
+from zeroir.report.costs import estimate_json
 
 
 def test_a_step_is_simulated(zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_an_estimate_as_json_is_the_apis(zeroir: Zeroir) -> None:
         offload="optimizer",
         master=False,
     )
-    assert estimated["options"] == same.options.model_dump(mode="json")
+    assert estimated["options"] == json.loads(json.dumps(estimate_json(same)))["options"]
     for row, stage in zip(estimated["stages"], same.stages, strict=True):
         assert row["total_bytes"] == stage.total_bytes
         assert row["host_bytes"] == stage.host_bytes > 0
@@ -156,5 +157,5 @@ def test_a_wrong_estimate_is_refused_in_a_sentence(
 
 def test_the_api_refuses_unknown_options() -> None:
     wrong: dict[str, Any] = {"wings": 2}
-    with pytest.raises(UserError, match="zeroir estimate --help"):
+    with pytest.raises(UserError, match="There is no keyword wings="):
         package.estimate(1e9, **wrong)

@@ -68,7 +68,9 @@ def test_a_number_beyond_every_limit(
 
 def test_a_timeout_beyond_what_torch_takes(zeroir: Zeroir) -> None:
     answer = zeroir("run", STORED, "--timeout", "99999999999999")
-    assert_refused(answer, "--timeout is 99999999999999, but must be <= 604800.")
+    assert_refused(
+        answer, "--timeout is 99999999999999, but should be less than or equal to 604800."
+    )
 
 
 def test_more_micro_steps_than_are_simulated(zeroir: Zeroir, tmp_path: Path) -> None:

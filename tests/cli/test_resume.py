@@ -264,7 +264,7 @@ BEST = ("--save", "x", "--keep", "1", "--keep-best", "eval_loss")
         (("--save", "x", "--keep-best", "loss"), "--keep-best has an effect only with --keep"),
         (
             ("--save", "x", "--keep", "1", "--keep-best", "accuracy"),
-            "There is no metric 'accuracy': choose loss or eval_loss",
+            "--keep-best is accuracy, but should be 'loss' or 'eval_loss'",
         ),
         (BEST, "add --eval-every"),
         (

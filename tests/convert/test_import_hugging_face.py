@@ -53,7 +53,9 @@ def test_the_next_losses_are_those_of_transformers(is_tied: bool, tmp_path: Path
     tokens = torch.randint(0, 50, (2, 8))
     batch = {"input_ids": tokens, "labels": tokens}
     other = tiny_llama(is_tied=is_tied, seed=1)
-    compiled = zeroir.compile(other, batch=batch, lr=1e-2, optimizer="adamw", weight_decay=0.0)
+    compiled = zeroir.compile(
+        other, batch=batch, optimizer=zeroir.optim.AdamW(lr=1e-2, weight_decay=0.0)
+    )
     engine = compiled.engine()
     engine.load(tmp_path / "checkpoint")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)

@@ -120,7 +120,7 @@ def test_a_group_with_another_optimizer_has_its_defaults() -> None:
         ({"group": "*:weight-decay=0"}, "did you mean weight_decay?"),
         (
             {"group": "*:stage=2"},
-            "sets stage, which is no setting of a group: optimizer, optimizer_bits",
+            "sets stage, which is no setting of a group: optimizer, lr",
         ),
         ({"group": "*:lr=1,lr=2"}, "sets lr twice"),
         ({"group": "*:lr=fast"}, "--group *:lr=fast: lr is fast, but should be"),

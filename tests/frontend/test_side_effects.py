@@ -226,9 +226,9 @@ def test_units_under_a_checkpoint_are_recomputed(call: str, tmp_path: Path) -> N
     assert warned(path) == []
     marked = zeroir.compile(path, world_size=1)
     asked = zeroir.compile(write(tmp_path), world_size=1, recompute=("blocks.1", "blocks.3"))
-    assert marked.options.recompute == ("blocks.1", "blocks.3")
+    assert marked.options.recompute.units == ("blocks.1", "blocks.3")
     assert marked.program.passes == asked.program.passes
-    assert zeroir.compile(path, world_size=1, recompute="blocks.0").options.recompute == (
+    assert zeroir.compile(path, world_size=1, recompute="blocks.0").options.recompute.units == (
         "blocks.0",
     )
 

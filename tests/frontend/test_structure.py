@@ -68,7 +68,7 @@ def test_its_text_parses_to_the_same_program(program: Program) -> None:
 @pytest.mark.slow
 def test_tracing_again_gives_the_same_program() -> None:
     options = make_options({"world_size": 1, "clip": 1.0})
-    again = capture(load_model_file(str(GPT)), options.precision, options.keep_fp32)
+    again = capture(load_model_file(str(GPT)), options.precision.dtype, options.precision.keep_fp32)
     assert tracing.program_of(again, options) == program_of(GPT, "fp32", 1)
 
 

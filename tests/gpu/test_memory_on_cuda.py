@@ -28,7 +28,7 @@ from tests.gpu.support import (
 from tests.runtime.support import initial_flats, lowered
 from tests.support.programs import mlp
 from tools.peers import gpu_gpt
-from zeroir.config import Precision, make_options
+from zeroir.config import FloatName, make_options
 from zeroir.cost.machine import MeasuredSegment, load_machine
 from zeroir.cost.measured_workspaces import with_measured_workspaces
 from zeroir.frontend import load_model_file, trace
@@ -159,7 +159,7 @@ def test_large_buffers_start_aligned_and_cost_no_more_than_the_allocators_roundi
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", range(4))
 def test_the_peak_of_a_step_is_the_footprint(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, stage: int, precision: Precision
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, stage: int, precision: FloatName
 ) -> None:
     """Within 3 %, of a GPT large enough that what libraries keep for the process's life is little beside it.
 

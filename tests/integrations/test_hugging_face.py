@@ -13,6 +13,7 @@ import torch
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, SequentialLR
 
 from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from zeroir.config.steps import MicroSteps
 from zeroir.errors import UserError
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def test_a_rank_alone_trains_with_the_users_optimizer_and_schedule(tmp_path: Pat
     from zeroir import ZeroirTrainer
 
     losses: list[list[float]] = []
-    by_layer = partial(ZeroirTrainer, zeroir_options={"order": "layer"})
+    by_layer = partial(ZeroirTrainer, zeroir_options={"micro_steps": MicroSteps(order="layer")})
     kinds: list[Callable[..., Trainer]] = [Trainer, ZeroirTrainer, by_layer]
     for number, kind in enumerate(kinds):
         model = workers.model()
@@ -183,7 +184,7 @@ def test_an_epoch_that_does_not_end_with_a_group_is_refused_at_once(tmp_path: Pa
         workers.arguments(tmp_path),
         data_collator=workers.collate,
         train_dataset=workers.samples(6, longest=5),
-        zeroir_options={"order": "layer"},
+        zeroir_options={"micro_steps": MicroSteps(order="layer")},
     )
     with pytest.raises(UserError, match=r"last step of an epoch has 1 batch, but .* groups of 2"):
         trainer.train()

@@ -195,7 +195,7 @@ def test_what_a_profile_measures_is_exact_where_only_a_bound_is_known(
 def check_options(name: str, choices: dict[str, object]) -> None:
     traced = tuple((key, choices[key]) for key in TRACED if key in choices)
     options = make_options({"world_size": RANKS, **choices})
-    check(name, proved_for(logical(name, traced), options), micro_steps=options.micro_steps)
+    check(name, proved_for(logical(name, traced), options), micro_steps=options.micro_steps.count)
 
 
 def check(name: str, program: Program, *, micro_steps: int = 1) -> None:

@@ -28,7 +28,7 @@ MODELS = ROOT / "tests" / "support" / "models"
 
 
 def logical(options: CompileOptions, path: str = str(GPT)) -> Program:
-    return program_of(captured(load_model_file(path), options.precision, ()), options)
+    return program_of(captured(load_model_file(path), options.precision.dtype, ()), options)
 
 
 def scheduled(choices: Mapping[str, object], path: str = str(GPT)) -> Program:

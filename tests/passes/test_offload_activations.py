@@ -123,7 +123,7 @@ def test_a_model_trains_and_is_evaluated_as_without(name: str, choices: dict[str
         assert sections[0].body == sections[1].body
     file = load_model_file(str(path))
     batches = [
-        [varied(file.batch(), micro, rank) for micro in range(options.micro_steps)]
+        [varied(file.batch(), micro, rank) for micro in range(options.micro_steps.count)]
         for rank in range(options.world_size)
     ]
     expected = trained(without, file.model, batches, 0)

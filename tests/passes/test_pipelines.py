@@ -45,7 +45,7 @@ def test_options_choose_the_passes() -> None:
         distance=2,
         live=3,
         overlap_update=True,
-        select=options.select_saved,
+        select=options.recompute.select_saved,
     )
     assert (saving, last) == (SaveState(), PlanMemory())
 

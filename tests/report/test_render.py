@@ -14,6 +14,7 @@ from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from tests.support.schedules import Case
+from zeroir.config.offload import Offload
 from zeroir.cost.estimate import estimate
 from zeroir.cost.estimate_options import EstimateOptions
 from zeroir.errors import UserError
@@ -125,8 +126,7 @@ def test_an_estimate_fits_a_terminal() -> None:
         batch=64,
         vocab=50_000,
         recompute=True,
-        offload=("optimizer", "parameters", "activations"),
-        offload_to="disk",
+        offload=Offload(what=("optimizer", "parameters", "activations"), to="disk"),
     )
     wide = printed(render_estimate(estimate(options)), is_coloured=False)
     assert all(len(line) <= 80 and line == line.rstrip() for line in wide.splitlines())

@@ -20,9 +20,10 @@ from tests.runtime.support import lowered, random_batches, require_parameters
 from tests.runtime.workers_cases import varied
 from tests.support.programs import mlp
 from tests.support.resident import peak_resident_bytes
+from zeroir.config.precision import FloatName
 from zeroir.errors import UserError
 from zeroir.frontend.entry import load_model_file
-from zeroir.frontend.precision import Precision, compute_dtype
+from zeroir.frontend.precision import compute_dtype
 from zeroir.ir.text import parse
 from zeroir.memory.placement import places_to_run
 from zeroir.runtime import initial
@@ -133,7 +134,7 @@ def gathered(backend: str) -> None:
             engine.close()
 
 
-def generate(name: str, precision: Precision) -> None:
+def generate(name: str, precision: FloatName) -> None:
     """A model of Hugging Face generates in the block what an eager one with the same parameters does.
 
     Its program of one device is in the folder.

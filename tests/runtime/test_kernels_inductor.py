@@ -34,7 +34,7 @@ from tests.support.models import operators
 from tests.support.programs import mlp
 from zeroir.api.engines import kernel_backend
 from zeroir.api.model_of_program import load_model
-from zeroir.config import Precision
+from zeroir.config import FloatName
 from zeroir.errors import KernelWarning, UserError
 from zeroir.ir.bindings import Binding
 from zeroir.ir.ops import Mode
@@ -50,7 +50,7 @@ from zeroir.runtime.kernels.inductor import InductorKernels
 from zeroir.runtime.kernels.tolerance import tolerance
 
 CPU = torch.device("cpu")
-MODELS: Mapping[str, tuple[Path, Precision]] = {
+MODELS: Mapping[str, tuple[Path, FloatName]] = {
     "example": (ROOT / "examples" / "gpt.py", "fp32"),
     "llama": (ROOT / "tests" / "support" / "models" / "llama.py", "bf16"),
     "convnet": (ROOT / "tests" / "support" / "models" / "convnet.py", "fp32"),

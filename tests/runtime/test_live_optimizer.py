@@ -92,10 +92,12 @@ class EagerTraining:
             {"params": [head], "weight_decay": 0.1, "lr": 0.002},
         ]
         self.optimizer: Optimizer
-        if options.optimizer == "momentum":
-            self.optimizer = torch.optim.SGD(groups, lr=options.lr, momentum=0.9, fused=True)
+        if options.optimizer.algorithm == "momentum":
+            self.optimizer = torch.optim.SGD(
+                groups, lr=options.optimizer.lr, momentum=0.9, fused=True
+            )
         else:
-            self.optimizer = torch.optim.AdamW(groups, lr=options.lr, fused=True)
+            self.optimizer = torch.optim.AdamW(groups, lr=options.optimizer.lr, fused=True)
 
     def step(self, batches: list[tuple[Tensor, Tensor]]) -> float:
         """One step; the loss of rank 0."""

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from zeroir.config.precision import FloatName
 from zeroir.frontend import tracing
 from zeroir.frontend.capture import CapturedModel, capture
 from zeroir.frontend.entry import load_model_file
-from zeroir.frontend.precision import Precision
 from zeroir.frontend.source import ModelSource
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ FOLDERS = (ROOT / "examples", ROOT / "tests" / "support" / "models")
 
 def captured(
     model_file: ModelSource,
-    precision: Precision,
+    precision: FloatName,
     keep_fp32: Sequence[str],
     *,
     evaluate: bool = True,
@@ -44,7 +44,7 @@ def captured(
 def _captured(
     spec: str,
     _sha256: str,
-    precision: Precision,
+    precision: FloatName,
     keep_fp32: tuple[str, ...],
     evaluate: bool,
     outputs: tuple[str, ...],

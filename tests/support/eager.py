@@ -23,7 +23,7 @@ def traced(path: str | Path, **options: object) -> Program:
     """The logical program of a model file; one of the repository is captured once for all its programs."""
     made = make_options({"world_size": 1, **options})
     file = load_model_file(str(path))
-    return program_of(captured(file, made.precision, made.keep_fp32), made)
+    return program_of(captured(file, made.precision.dtype, made.precision.keep_fp32), made)
 
 
 def assert_equals_eager(path: str | Path, **choices: object) -> Program:
@@ -34,7 +34,7 @@ def assert_equals_eager(path: str | Path, **choices: object) -> Program:
 
     torch.manual_seed(0)
     model = model_file.model()
-    apply_precision(model, options.precision, options.keep_fp32)
+    apply_precision(model, options.precision.dtype, options.precision.keep_fp32)
     batch = model_file.batch()
     memory = at_rest(program)
     leaves = flatten(batch).tensors
@@ -46,7 +46,7 @@ def assert_equals_eager(path: str | Path, **choices: object) -> Program:
     fill_from(program, memory, _state(model))
 
     with neutral_ops(seeds) as mode:
-        cast = with_floats_cast(batch, compute_dtype(options.precision))
+        cast = with_floats_cast(batch, compute_dtype(options.precision.dtype))
         loss = loss_of(model_file, model, cast).float()
         torch.autograd.backward(loss, memory["loss_scale"][0].clone())
     assert mode.sites == len(seeds)
@@ -54,7 +54,7 @@ def assert_equals_eager(path: str | Path, **choices: object) -> Program:
 
     assert torch.equal(memory["loss"][0], loss.detach())
     assert loss.isfinite()
-    suffix = "grad_sum" if options.micro_steps > 1 else "grad"
+    suffix = "grad_sum" if options.micro_steps.count > 1 else "grad"
     parameters = dict(model.named_parameters())
     compared = 0
     for flat in program.flats:

@@ -57,5 +57,4 @@ def for_stage(
         batches = order.micro_batches
         values["order"] = f"layer={batches}"
         values["micro_steps"] = batches if order.whole_step else 2 * batches
-    options = CompileOptions.model_validate(values, context={"is_written": True})
-    return stage_passes(options, offload)
+    return stage_passes(CompileOptions.from_flat(values), offload)

@@ -15,6 +15,8 @@ from tools.peers import gpt
 from zeroir.api.compiled import CompiledProgram
 from zeroir.api.keywords import CompileKeywords
 from zeroir.api.model_of_program import load_model
+from zeroir.config.communication import Communication
+from zeroir.config.steps import Recompute
 from zeroir.runtime import engine as engines
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.kernels.choice import KernelBackend
@@ -52,10 +54,10 @@ def variants(world_size: int) -> dict[str, Variant]:
     whole = contestants["zeroir 3"]
     contestants["zeroir 3 again"] = whole
     without: dict[str, CompileKeywords] = {
-        "select-saved": {"select_saved": False},
+        "select-saved": {"recompute": Recompute(select_saved=False)},
         "prefetch": {"prefetch": 0},
-        "elided gathers": {"elide": False},
-        "overlapped update": {"overlap_update": False},
+        "elided gathers": {"communication": Communication(elide=False)},
+        "overlapped update": {"communication": Communication(overlap_update=False)},
     }
     for technique, options in without.items():
         contestants[f"zeroir 3 without {technique}"] = replace(

@@ -13,8 +13,8 @@ from typing import Final
 
 from zeroir.api.candidates import Candidate, CandidateMeasurer
 from zeroir.api.search_space import Value, unit_ranges
-from zeroir.config import CompileOptions, make_options
-from zeroir.config.offload_fields import (
+from zeroir.config import CompileOptions, changed, replaced
+from zeroir.config.offload_places import (
     ACTIVATIONS,
     ADAPTIVE,
     GRADIENTS,
@@ -52,18 +52,18 @@ def settled(
 
     If nothing is enough for the budget, everything is moved, and the verifier says what is missing.
     """
-    if ADAPTIVE not in options.offload:
+    if ADAPTIVE not in options.offload.what:
         return options
     if options.memory_budget is None:
         raise InternalError("Options without a memory budget ask for adaptive offloading.")
-    plain = options.model_copy(update={"offload": (), "offload_to": HOST, "host_cache": None})
+    plain = replaced(options, offload=(), offload_to=HOST, host_cache=None)
     measurer = CandidateMeasurer(logical, plain, parse_bytes(options.memory_budget), machine)
     units = movable_units(logical)
 
     def placed(settings: Mapping[str, Value]) -> Mapping[str, Value]:
         kinds = settings.get("offload")
         is_placed = isinstance(kinds, tuple) and not set(kinds).isdisjoint(KEPT_ON_DISK)
-        place = {"offload_to": options.offload_to, "host_cache": options.host_cache}
+        place = {"offload_to": options.offload.to, "host_cache": options.offload.host_cache}
         return {**settings, **place} if is_placed else settings
 
     def measure(settings: Mapping[str, Value]) -> tuple[Candidate, SearchOutcome]:
@@ -71,16 +71,16 @@ def settled(
 
     movable = {kind: units[kind] for kind in possible_kinds(measure, units)}
     chosen = least_offload(measure, movable, is_timed=machine is not None)
-    return make_options({**plain.model_dump(), **placed(chosen)})
+    return changed(plain, **placed(chosen))
 
 
 def chosen_in_words(options: CompileOptions) -> str:
     """A sentence on what ``adaptive`` came to, such as ``Offloaded: optimizer, activations of blocks.0-3.``."""
-    if not options.offload:
+    if not options.offload.what:
         return "Nothing is offloaded: the program fits its budget without."
     said: list[str] = []
-    for kind in options.offload:
-        units = options.offloaded_units(kind)
+    for kind in options.offload.what:
+        units = options.offload.units_of(kind)
         ranges = unit_ranges(sorted(units, key=_by_number))
         said.append(f"{kind} of {ranges}" if units else kind)
     return f"Offloaded: {', '.join(said)}."

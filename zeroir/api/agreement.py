@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from zeroir.api.run_options import RunOptions
+from zeroir.api.run_options import LOWERING_ROWS, RunOptions
 from zeroir.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,18 +14,16 @@ if TYPE_CHECKING:
     from zeroir.runtime.rendezvous import JobRank
 
 
-_OWN: Final = ("model", "allow_model_change", "log", "tensorboard", "machine", "as_json")
-"""Options that say where a rank finds something, or what rank 0 writes: ranks may differ in them."""
-
-
-def require_same_options(job_rank: JobRank, options: RunOptions) -> None:
+def require_same_options(
+    job_rank: JobRank, options: RunOptions, changes: Mapping[str, object]
+) -> None:
     """Compare the options that decide what a rank does in a step with those of rank 0; all ranks call this together.
 
     Raises:
         UserError: on the first rank that differs, naming an option. Ranks that do different things hang or crash.
         PeerError: on the other ranks.
     """
-    for rank, name, given, of_rank_0 in _differences(job_rank, _common(options)):
+    for rank, name, given, of_rank_0 in _differences(job_rank, _common(options, changes)):
         raise _kind(rank, job_rank)(
             f"Rank {rank} was started with {_shown(name, given)}, but rank 0 with {_shown(name, of_rank_0)}: start "
             "every rank with the same options."
@@ -76,17 +73,14 @@ def _kind(rank: int, job_rank: JobRank) -> type[UserError]:
     return UserError if rank == job_rank.rank else PeerError
 
 
-def _common(options: RunOptions) -> dict[str, object]:
+def _common(options: RunOptions, changes: Mapping[str, object]) -> dict[str, object]:
     """The options that all ranks must share, by their names on the command line."""
-    values = {name: value for name, value in asdict(options).items() if name not in _OWN}
-    nested: dict[str, object] = {**values.pop("offload")}
-    saving: dict[str, object] = values.pop("save") or {}
-    values["timeout"] = values.pop("timeout_s")
-    nested |= {"save" if name == "folder" else _SAVING[name]: v for name, v in saving.items()}
-    return {name.replace("_", "-"): value for name, value in {**values, **nested}.items()}
-
-
-_SAVING: Final = {"every": "save-every", "keep": "keep", "keep_best": "keep-best"}
+    rows = options.rows()
+    values = {
+        row.flag: options.value(name) for name, row in rows.items() if not row.option.is_of_one_rank
+    }
+    values |= {LOWERING_ROWS[name].flag: value for name, value in changes.items()}
+    return {flag.removeprefix("--"): value for flag, value in values.items()}
 
 
 def _shown(name: str, value: object) -> str:

@@ -13,7 +13,7 @@ from zeroir.api.adaptive import possible_kinds
 from zeroir.api.candidates import Candidate, CandidateMeasurer
 from zeroir.api.search_space import Value, leaner_settings
 from zeroir.config import CompileOptions
-from zeroir.config.offload_fields import OFFLOADED
+from zeroir.config.offload_places import OFFLOADED
 from zeroir.cost.machine import Machine
 from zeroir.ir.program import Program
 from zeroir.report.costs import format_seconds

@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import Final
 
 from zeroir.api.search_space import EARLY, Value
-from zeroir.config import CompileOptions, make_options
-from zeroir.config.offload_fields import HOST, KEPT_ON_DISK
+from zeroir.config import CompileOptions, make_options, replaced
+from zeroir.config.offload_places import HOST, KEPT_ON_DISK
 from zeroir.cost.bounds import compute_bound_s, wire_bound_s
 from zeroir.cost.machine import Machine
 from zeroir.cost.measured_workspaces import with_measured_workspaces
@@ -84,7 +84,7 @@ class CandidateMeasurer:
         machine: Machine | None,
     ) -> None:
         self._logical = logical
-        self._base = options.model_copy(update={"memory_budget": str(budget_bytes)})
+        self._base = replaced(options, memory_budget=str(budget_bytes))
         self._budget_bytes = budget_bytes
         self._machine = machine
         self._after = lru_cache(maxsize=_KEPT_PROGRAMS)(self._run_passes)
@@ -92,7 +92,7 @@ class CandidateMeasurer:
 
     def options(self, settings: Mapping[str, Value]) -> CompileOptions:
         """The options that make such a choice."""
-        values = {**self._base.model_dump(), **settings}
+        values = {**self._base.flat, **settings}
         if settings.get("prefetch") == EARLY:
             # How early is then said by the budget alone.
             del values["prefetch"]

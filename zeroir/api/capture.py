@@ -48,7 +48,7 @@ def capture_source(source: ModelSource, options: CompileOptions) -> Captured:
         model_imports=None if file is None else tuple(sorted(file.imports.items())),
         torch_version=torch.__version__,
         zeroir_version=__version__,
-        offload_folder=options.offload_folder,
+        offload_folder=options.offload.folder,
     )
     return Captured(artifact=artifact, options=traced.options)
 

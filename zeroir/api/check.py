@@ -182,12 +182,12 @@ def _compared_with(
         _batches(source, rank, options.world_size, seed) for rank in range(options.world_size)
     ]
     is_exact = kernels == "eager"
-    tolerance = 0.0 if is_exact else steps * _ROUNDING[options.precision]
+    tolerance = 0.0 if is_exact else steps * _ROUNDING[options.precision.dtype]
     differences: list[Difference] = []
     is_state_compared = is_exact
     losses: list[tuple[float, ...]] = []
     for step in range(1, steps + 1):
-        batches = [[next(stream) for _ in range(options.micro_steps)] for stream in streams]
+        batches = [[next(stream) for _ in range(options.micro_steps.count)] for stream in streams]
         for batch in (batch for stream in batches for batch in stream):
             inputs_of(program, batch)  # its error is clearer than that of eager PyTorch
         evaluations = _evaluations(lockstep, reference, step, batches, tolerance)
@@ -241,7 +241,7 @@ def _compared_with(
         model=model,
         stage=options.stage,
         world_size=options.world_size,
-        precision=options.precision,
+        precision=options.precision.dtype,
         steps=steps,
         tolerance=tolerance,
         losses=tuple(losses),

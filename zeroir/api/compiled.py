@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -12,10 +12,10 @@ from zeroir import artifact as artifacts
 from zeroir.api.capture import capture_source, file_source, given_source
 from zeroir.api.config_file import Config, resolve_options
 from zeroir.api.idle_offload import warn_of_idle_offload
-from zeroir.api.keywords import CompileKeywords, OffloadKeywords, is_torchs
+from zeroir.api.keywords import CompileKeywords, flat_values, is_torchs
 from zeroir.api.lowering import Lowered, lower, verified
 from zeroir.artifact import Artifact, ConfigRecord
-from zeroir.config import CompileOptions, options_from_pairs
+from zeroir.config import CompileOptions, changed, for_world_size, options_from_pairs
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.program import EVALUATE, MICRO_STEP, Program, why_not_evaluate
 from zeroir.ir.text import print_program, print_section
@@ -25,6 +25,8 @@ from zeroir.verify import Report, VerificationError
 
 if TYPE_CHECKING:
     from zeroir.api.speculation import SpeculationChoice
+    from zeroir.config.offload import Offload
+    from zeroir.config.steps import MicroSteps
     from zeroir.cost.machine import Machine
     from zeroir.frontend.source import LossFunction, Model, ModelSource, WeightFunction
     from zeroir.runtime.engine import Engine
@@ -75,7 +77,7 @@ class CompiledProgram:
         """Figures of the program: sizes, ops, bytes, laws."""
         options = self.options
         return summarise(
-            self.program, self.report, stage=options.stage, precision=options.precision
+            self.program, self.report, stage=options.stage, precision=options.precision.dtype
         )
 
     def text(self, *, section: str | None = None) -> str:
@@ -88,7 +90,7 @@ class CompiledProgram:
     def __repr__(self) -> str:
         options, units = self.options, len(self.units)
         return (
-            f"<CompiledProgram of {self.artifact.model_path}: stage {options.stage}, {options.precision}, "
+            f"<CompiledProgram of {self.artifact.model_path}: stage {options.stage}, {options.precision.dtype}, "
             f"{counted(options.world_size, 'rank')}, {counted(units, 'unit')}>"
         )
 
@@ -115,10 +117,9 @@ class CompiledProgram:
         self,
         *,
         world_size: int | None = None,
-        micro_steps: int | None = None,
-        order: str | None = None,
+        micro_steps: int | MicroSteps | None = None,
+        offload: str | Sequence[str] | Offload | None = None,
         updates_last: bool = False,
-        **offload: Unpack[OffloadKeywords],
     ) -> CompiledProgram:
         """Lower the program once more, without the model, for another job.
 
@@ -126,54 +127,16 @@ class CompiledProgram:
 
         Args:
             world_size: The number of ranks. The groups of a mesh keep their size.
-            micro_steps: The number of micro-batches of a step. Most programs for more than one take any number.
-            order: The order of the micro-batches: ``step``, ``layer`` or ``layer=G``.
-            updates_last: Begin the update after the backward, with all gradients there; results are the same.
+            micro_steps: The micro-batches of a step. Most programs for more than one take any number.
             offload: What is kept outside device memory, and where.
+            updates_last: Begin the update after the backward, with all gradients there; results are the same.
 
         Raises:
             UserError: where these do not go together with one another, or with the options of the program.
         """
-        from zeroir.frontend.accumulate import accumulate
-        from zeroir.workspace.segments import declared
-
-        options = self.requested
-        if world_size is not None and world_size != options.world_size:
-            options = options.for_world_size(world_size)
-        begins_to_accumulate = (micro_steps or 1) > 1 and not self.accumulates
-        is_order_asked = order is not None
-        changes: dict[str, object] = {**offload}
-        if is_order_asked or begins_to_accumulate or options.is_step_interleaved:
-            changes["micro_steps"] = micro_steps or options.micro_steps
-        elif micro_steps is not None:
-            self._require_groups(micro_steps)
-        if is_order_asked:
-            changes["order"] = order
-        if updates_last and (
-            options.is_update_overlapped or options.speculate or options.may_speculate
-        ):
-            changes |= {"overlap_update": False, "speculate": False}
-        options = options.changed(**changes)
-        artifact = replace(
-            self.artifact,
-            offload_folder=options.offload_folder or self.artifact.offload_folder,
-        )
-        if options.to_pairs() == self.requested.to_pairs():
-            return replace(self, artifact=artifact)
-        logical = accumulate(artifact.logical) if begins_to_accumulate else artifact.logical
-        logical = replace(logical, options=options.to_pairs())
-        artifact = replace(artifact, logical=declared(logical) if begins_to_accumulate else logical)
-        lowered = lower(artifact.logical, options)
-        compiled = _with_proof(artifact, options, lowered, path=self.path)
-        return replace(compiled, source=self.source)
-
-    def _require_groups(self, micro_steps: int) -> None:
-        group = self.program.interleaved
-        if micro_steps % group:
-            raise UserError(
-                f"--micro-steps {micro_steps} is no multiple of {group}, but the program runs its micro-batches in "
-                f"groups of {group} (--order {self.options.order}): name such a multiple, or another --order."
-            )
+        given = {"micro_steps": micro_steps, "offload": offload}
+        changes = flat_values({name: value for name, value in given.items() if value is not None})
+        return specialised(self, changes, world_size=world_size, updates_last=updates_last)
 
     def after_pass(self, number: int) -> CompiledProgram:
         """The program after the first ``number`` passes; after 0 passes it is the program of one device.
@@ -290,9 +253,10 @@ def compile_model(
     ``batch`` is an example micro-batch of one rank: needed, except for a model file, which has its own. The loss is
     what the module's forward returns, or ``loss(module, batch)``, which returns it or a pair of it and outputs.
     ``weight`` gives the weight of a batch. ``config`` is DeepSpeed's configuration, as its file or its contents, or a
-    TOML file of options. The other keywords are ``CompileOptions``' fields, and win over the configuration.
-    ``optimizer`` may also be a class of ``torch.optim``, or an instance of one over the parameters of a module in hand,
-    whose groups the program takes over.
+    TOML file of options. The other keywords are options, which win over the configuration: what belongs together is one
+    object, such as ``offload=zeroir.Offload(what="optimizer", to="disk:/nvme")``, in whose place its first option will
+    do (``offload="optimizer"``). ``optimizer`` is a name, one of ``zeroir.optim`` with its settings, a class of
+    ``torch.optim``, or an instance of one over the parameters of a module in hand, whose groups the program takes over.
 
     A module in hand stays as it is; its values enter when an engine is made.
 
@@ -300,12 +264,15 @@ def compile_model(
         UserError: if the file, the module, the batch or an option is wrong.
     """
     source = given_source(model, batch, loss, weight)
-    given: Mapping[str, object] = options
-    if is_torchs(options.get("optimizer")):
+    optimizer = options.get("optimizer")
+    if is_torchs(optimizer):
         from zeroir.api.torch_optimizers import translated
 
-        translation = translated(options["optimizer"], model, options)
-        source, given = translation.source(source), translation.options
+        given = flat_values({name: each for name, each in options.items() if name != "optimizer"})
+        translation = translated(optimizer, model, given)
+        source, given = translation.source(source), dict(translation.options)
+    else:
+        given = flat_values(options)
     resolved = resolve_options(config, given, lambda: source, giver="argument")
     return compile_source(source, resolved.options, resolved.record)
 
@@ -343,6 +310,53 @@ def lowered_for(artifact: Artifact, options: CompileOptions, machine: Machine) -
     logical = replace(artifact.logical, options=options.to_pairs())
     lowered = lower(logical, options, machine)
     return _with_proof(replace(artifact, logical=logical), options, lowered, machine=machine)
+
+
+def specialised(
+    compiled: CompiledProgram,
+    changes: Mapping[str, object],
+    *,
+    world_size: int | None = None,
+    updates_last: bool = False,
+) -> CompiledProgram:
+    """As ``CompiledProgram.specialise``, with options by flat name."""
+    from zeroir.frontend.accumulate import accumulate
+    from zeroir.workspace.segments import declared
+
+    options = compiled.requested
+    if world_size is not None and world_size != options.world_size:
+        options = for_world_size(options, world_size)
+    changes = dict(changes)
+    count = changes.pop("micro_steps", None)
+    begins_to_accumulate = isinstance(count, int) and count > 1 and not compiled.accumulates
+    if "order" in changes or begins_to_accumulate or options.micro_steps.is_step_interleaved:
+        changes["micro_steps"] = count or options.micro_steps.count
+    elif isinstance(count, int):
+        _require_groups(compiled, count)
+    may_overlap = options.is_update_overlapped or options.offload.speculate
+    if updates_last and (may_overlap or options.may_speculate):
+        changes |= {"overlap_update": False, "speculate": False}
+    options = changed(options, **changes)
+    folder = options.offload.folder or compiled.artifact.offload_folder
+    artifact = replace(compiled.artifact, offload_folder=folder)
+    if options.to_pairs() == compiled.requested.to_pairs():
+        return replace(compiled, artifact=artifact)
+    logical = artifact.logical
+    if begins_to_accumulate:
+        logical = declared(accumulate(logical))
+    artifact = replace(artifact, logical=replace(logical, options=options.to_pairs()))
+    lowered = lower(artifact.logical, options)
+    made = _with_proof(artifact, options, lowered, path=compiled.path)
+    return replace(made, source=compiled.source)
+
+
+def _require_groups(compiled: CompiledProgram, micro_steps: int) -> None:
+    group = compiled.program.interleaved
+    if micro_steps % group:
+        raise UserError(
+            f"--micro-steps {micro_steps} is no multiple of {group}, but the program runs its micro-batches in groups "
+            f"of {group} (--order {compiled.options.micro_steps.order}): name such a multiple, or another --order."
+        )
 
 
 def load_program(path: str | Path) -> CompiledProgram:

@@ -70,7 +70,7 @@ def resolve_options(
     origins = {**origins, **dict.fromkeys(given, giver)}
     record = ConfigRecord(
         name=name.lower() if isinstance(config, Mapping) else name,
-        origins=tuple((key, origins[key]) for key in CompileOptions.model_fields if key in origins),
+        origins=tuple((key, origins[key]) for key in CompileOptions.rows() if key in origins),
         notes=notes,
     )
     return ResolvedOptions(options=options, record=record)
@@ -90,7 +90,7 @@ def _toml_options(path: Path) -> dict[str, object]:
         if option in values:
             raise UserError(f"{option} is given twice.")
         values[option] = value
-    return make_given_options(values).given
+    return make_given_options(values)
 
 
 def _deepspeed_options(
@@ -99,7 +99,7 @@ def _deepspeed_options(
     """Options, their origins, and notes."""
     from zeroir.deepspeed import translate
 
-    given = make_given_options(given).given
+    given = make_given_options(given)
     data = config if isinstance(config, Mapping) else _json(Path(config))
     world_size = given.get("world_size")
     if not isinstance(world_size, int):

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
-
-from pydantic import ValidationError
+from typing import Unpack, cast
 
 from zeroir.api.compiled import CompiledProgram, load_program
-from zeroir.api.keywords import EstimateKeywords
-from zeroir.config import explain_validation
+from zeroir.api.keywords import EstimateKeywords, flat_values
 from zeroir.cost.estimate import Estimate
 from zeroir.cost.estimate import estimate as estimate_with
-from zeroir.cost.estimate_options import EstimateOptions
+from zeroir.cost.estimate_options import EstimateOptions, make_estimate_options
 from zeroir.cost.machine import Machine, load_machine
 from zeroir.cost.simulate import Simulation, simulate_evaluation
 from zeroir.cost.simulate import simulate as simulate_program
-from zeroir.errors import UserError
 from zeroir.ir import ops
 
 
@@ -65,7 +62,5 @@ def estimate(params: float, **options: Unpack[EstimateKeywords]) -> Estimate:
     Raises:
         UserError: if an option is wrong.
     """
-    try:
-        return estimate_with(EstimateOptions.model_validate({"params": params, **options}))
-    except ValidationError as error:
-        raise UserError(explain_validation(error, command="estimate")) from None
+    given = flat_values(cast("Mapping[str, object]", options), EstimateOptions)
+    return estimate_with(make_estimate_options({"params": params, **given}))

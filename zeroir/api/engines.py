@@ -79,14 +79,14 @@ def open_engine(
         disk_folder=compiled.artifact.offload_folder,
         accumulating=None if compiled.accumulates else accumulating,
     )
-    options = compiled.options
+    precision = compiled.options.precision
     engine.initialise(
         source.model() if source.is_in_hand else source.model,
         seed,
         state=state,
         keep_module=keep_module,
         deep_copy=deep_copy,
-        adapt=partial(apply_precision, precision=options.precision, keep_fp32=options.keep_fp32),
+        adapt=partial(apply_precision, precision=precision.dtype, keep_fp32=precision.keep_fp32),
     )
     return engine
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from zeroir.config import CompileOptions
-from zeroir.config.offload_fields import ACTIVATIONS, GRADIENTS, OPTIMIZER
+from zeroir.config.offload_places import ACTIVATIONS, GRADIENTS, OPTIMIZER
 from zeroir.errors import OffloadWarning
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role, Space
@@ -23,9 +23,10 @@ def warn_of_idle_offload(program: Program, options: CompileOptions) -> None:
 def idle_offload(program: Program, options: CompileOptions) -> tuple[str, ...]:
     """A sentence on each option by which nothing of a scheduled program leaves device memory, and the reason."""
     sentences: list[str] = []
-    if options.page_optimizer is not None and not _roles_in(program, Space.DEVICE) & {Role.PAGE}:
+    offload = options.offload
+    if offload.page_optimizer is not None and not _roles_in(program, Space.DEVICE) & {Role.PAGE}:
         sentences.append(
-            f"--page-optimizer {options.page_optimizer} has no effect: {_why_no_pages(program)}."
+            f"--page-optimizer {offload.page_optimizer} has no effect: {_why_no_pages(program)}."
         )
     outside = _roles_in(program, Space.HOST, Space.DISK)
     is_moved = {
@@ -40,7 +41,7 @@ def idle_offload(program: Program, options: CompileOptions) -> tuple[str, ...]:
     }
     sentences += [
         f"--offload {kind} has no effect: {reasons[kind]}."
-        for kind in options.offload
+        for kind in offload.what
         if not is_moved.get(kind, True)
     ]
     return tuple(sentences)

@@ -1,17 +1,25 @@
 """The keywords of the public functions, as types for editors and type checkers.
 
-Their names are the fields of ``CompileOptions`` and ``EstimateOptions``, which validate the values and describe them. A
-keyword accepts more than the field where a plain string or a list will do, too.
+Each is a field of ``CompileOptions`` or ``EstimateOptions``, which validate the values and describe them. Options that
+belong together are one object, such as ``zeroir.Offload(...)``; in its place the first of its options will do, too.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol, TypedDict
+from typing import Final, Literal, Protocol, TypedDict, cast
 
-from zeroir.config import Precision
-from zeroir.config.option_fields import AdjustLr
+from zeroir.config.communication import Communication, Prefetch, Unshard
+from zeroir.config.loss_scale import LossScale
+from zeroir.config.offload import Offload
+from zeroir.config.optimizer import OptimizerOptions
+from zeroir.config.options import CompileOptions
+from zeroir.config.precision import FloatName, Precision
+from zeroir.config.steps import MicroSteps, Recompute
+from zeroir.config.table import OptionObject, object_type
 from zeroir.cost.estimate_options import Optimizer
+from zeroir.errors import UserError
 from zeroir.ir.optimizers.catalogue import Algorithm, OptimizerName
 
 
@@ -28,95 +36,48 @@ class TorchOptimizer(Protocol):
 
 
 class CompileKeywords(TypedDict, total=False):
-    """The fields of ``CompileOptions``; each has a default."""
+    """The keywords of ``zeroir.compile`` that are options; each has a default."""
 
     stage: int
     mesh: str | None
     world_size: int
-    precision: Precision
-    micro_steps: int
-    accumulate_locally: bool
-    order: str
     units: str | None
-    keep_fp32: str | Sequence[str]
+    precision: FloatName | Precision
+    micro_steps: int | MicroSteps
     evaluate: bool
     outputs: str | Sequence[str]
     optimizer: (
-        Algorithm | OptimizerName | type[TorchOptimizer] | TorchOptimizer | Sequence[TorchOptimizer]
+        Algorithm
+        | OptimizerName
+        | OptimizerOptions
+        | type[TorchOptimizer]
+        | TorchOptimizer
+        | Sequence[TorchOptimizer]
     )
     lr: float
+    optimizer_bits: Literal[32, 8]
     schedule: str | None
-    momentum: float | None
-    dampening: float
-    nesterov: bool | None
-    beta1: float
-    beta2: float | None
-    eps: float | None
-    weight_decay: float | None
-    ns_steps: int | None
-    ns_coefficients: tuple[float, float, float] | None
-    adjust_lr_fn: AdjustLr | None
-    beta2_decay: float | None
-    eps2: float | None
-    d: float | None
     group: str | Sequence[str] | Mapping[str, Mapping[str, object]]
-    no_decay: bool
     clip: float | None
     ema: float | None
-    prefetch: int
-    prefetch_bytes: int | None
-    prefetch_budget: str | None
-    unshard: str | Sequence[str]
-    unshard_bytes: int | None
-    recompute: str | Sequence[str]
-    live_gradients: int
-    select_saved: bool
-    bucket: int
-    bucket_gathers: int | None
-    overlap_update: bool
-    offload: str | Sequence[str]
-    offload_to: str | Mapping[str, str]
-    host_cache: str | None
-    offload_units: str | Sequence[str]
-    offload_fraction: float | None
-    speculate: bool | None
-    page_optimizer: str | None
-    page_bytes: str | int
-    optimizer_bits: Literal[32, 8]
+    prefetch: int | Prefetch
+    communication: Communication
     memory_budget: str | None
-    elide: bool
-    loss_scale: float | None
-    initial_loss_scale: float
-    loss_scale_window: int
-    loss_scale_factor: float
-    loss_scale_hysteresis: int
-    loss_scale_consecutive_hysteresis: bool
-    minimum_loss_scale: float
+    recompute: str | Sequence[str] | Recompute
+    unshard: str | Sequence[str] | Unshard
+    offload: str | Sequence[str] | Offload
+    loss_scale: float | LossScale | None
 
 
-class OffloadKeywords(TypedDict, total=False):
-    """The fields of ``CompileOptions`` by which a compiled program is lowered again."""
-
-    offload: str | Sequence[str]
-    offload_to: str | Mapping[str, str]
-    host_cache: str | None
-    offload_units: str | Sequence[str]
-    offload_fraction: float | None
-    page_optimizer: str | None
-    page_bytes: str | int
-
-
-def is_torchs(optimizer: object) -> bool:
-    """Whether an optimizer is given as torch's class or instance instead of as a name; no torch is imported."""
-    return not (optimizer is None or isinstance(optimizer, str))
+KEYWORDS: Final = tuple(CompileKeywords.__annotations__)
 
 
 class EstimateKeywords(TypedDict, total=False):
-    """The fields of ``EstimateOptions`` but for ``params``; each has a default."""
+    """The keywords of ``zeroir.estimate``; each has a default."""
 
     world_size: int
     optimizer: Optimizer
-    precision: Precision
+    precision: FloatName
     master: bool
     ema: bool
     layers: int | None
@@ -127,9 +88,69 @@ class EstimateKeywords(TypedDict, total=False):
     vocab: int | None
     recompute: bool
     flash: bool
-    offload: str | tuple[str, ...]
-    offload_to: str | Mapping[str, str]
-    offload_fraction: float | None
-    page_optimizer: str | None
-    page_bytes: str | int
+    offload: str | Sequence[str] | Offload
     optimizer_bits: Literal[32, 8]
+
+
+def is_torchs(optimizer: object) -> bool:
+    """Whether an optimizer is given as torch's class or instance; no torch is imported."""
+    return not (optimizer is None or isinstance(optimizer, str | OptimizerOptions))
+
+
+def flat_values(
+    keywords: Mapping[str, object], kind: type[OptionObject] = CompileOptions
+) -> dict[str, object]:
+    """The options of keywords by flat name: those that were set of an object, or the first option of its class.
+
+    Raises:
+        UserError: on the first keyword that does not exist, has an object of another class, or repeats an option.
+    """
+    flat: dict[str, object] = {}
+    allowed = KEYWORDS if kind is CompileOptions else tuple(kind.model_fields)
+    for name, value in keywords.items():
+        if name not in allowed:
+            raise UserError(_unknown(name, kind, allowed))
+        given = {name: value}
+        if isinstance(value, OptionObject):
+            field = kind.model_fields.get(name)
+            expected = None if field is None else object_type(field)
+            if expected is None or not isinstance(value, expected):
+                other = f"zeroir.{expected.__name__}" if expected else "a plain value"
+                raise UserError(
+                    f"{name}= is a zeroir.{type(value).__name__}, but should be {other}."
+                )
+            given = value.given
+        for option, each in given.items():
+            if option in flat:
+                raise UserError(f"{option} is given twice, as {flat[option]!r} and as {each!r}.")
+            flat[option] = each
+    return flat
+
+
+def merged(defaults: CompileKeywords, given: CompileKeywords) -> CompileKeywords:
+    """The keywords of both; those that are given win, and an object takes over a default for its first option."""
+    plain = cast("Mapping[str, object]", defaults)
+    values: dict[str, object] = {**plain, **given}
+    for name, value in given.items():
+        if name in plain and isinstance(value, OptionObject):
+            first = next(iter(type(value).model_fields))
+            own = {each: getattr(value, each) for each in value.model_fields_set}
+            values[name] = type(value).model_validate({first: plain[name], **own})
+    return cast("CompileKeywords", values)
+
+
+def _unknown(name: str, kind: type[OptionObject], allowed: Sequence[str]) -> str:
+    row = kind.rows().get(name)
+    if row is not None and len(row.path) > 1:
+        keyword, attribute = row.path[0], row.path[-1]
+        field = object_type(kind.model_fields[keyword])
+        if field is OptimizerOptions:
+            return (
+                f"There is no keyword {name}=: set {attribute} in an optimizer, such as "
+                f"optimizer=zeroir.optim.AdamW(...), or in one of torch.optim."
+            )
+        assert field is not None
+        return f"There is no keyword {name}=: write {keyword}=zeroir.{field.__name__}({attribute}=...)."
+    near = difflib.get_close_matches(name, allowed, n=1)
+    hint = f"did you mean {near[0]}=?" if near else f"the keywords are {', '.join(allowed)}."
+    return f"There is no keyword {name}=; {hint}"

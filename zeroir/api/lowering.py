@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zeroir.artifact import Artifact
-from zeroir.config import CompileOptions
+from zeroir.config import CompileOptions, replaced
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.program import Program
 from zeroir.verify import Report
@@ -36,7 +36,7 @@ def lower(logical: Program, options: CompileOptions, machine: Machine | None = N
     options = settled(logical, options, machine)
     speculation = choose(logical, options, machine)
     if speculation is not None:
-        options = options.model_copy(update={"speculate": speculation.speculates})
+        options = replaced(options, speculate=speculation.speculates)
     proof = lower_with_proof(logical, options)
     return Lowered(proof=proof, options=options, speculation=speculation)
 

@@ -17,7 +17,7 @@ from zeroir.api.candidates import Candidate, CandidateMeasurer
 from zeroir.api.capture import capture_source, given_source
 from zeroir.api.compiled import CompiledProgram, lowered_for
 from zeroir.api.config_file import Config, ResolvedOptions, resolve_options
-from zeroir.api.keywords import CompileKeywords, is_torchs
+from zeroir.api.keywords import CompileKeywords, flat_values, is_torchs
 from zeroir.api.search_space import (
     SearchRegion,
     Value,
@@ -30,7 +30,7 @@ from zeroir.api.search_space import (
 )
 from zeroir.config import CompileOptions, make_options
 from zeroir.config.field_types import STEP
-from zeroir.config.offload_fields import ADAPTIVE, HOST, OFFLOADED, PAGE_BYTES
+from zeroir.config.offload_places import ADAPTIVE, HOST, OFFLOADED, PAGE_BYTES
 from zeroir.cost.machine import Machine, load_machine
 from zeroir.cost.search import Found, Point, SearchOutcome, search
 from zeroir.errors import UserError
@@ -101,17 +101,20 @@ def plan(
 
     ``model``, ``batch``, ``loss`` and ``weight`` are those of ``zeroir.compile``.
     ``memory`` is the memory of a rank's device, such as ``80GB``, and that of the machine by default. The keywords are
-    the fields of ``CompileOptions``, and ``config`` is that of ``zeroir.compile``: given options are kept, and the
+    those of ``zeroir.compile``, and ``config`` is that of ``zeroir.compile``: given options are kept, and the
     search chooses the others that decide about speed and memory.
 
     Raises:
         UserError: where the model, the machine or an option is wrong, or where nothing fits.
     """
-    given: Mapping[str, object] = options
-    if is_torchs(options.get("optimizer")):
+    optimizer = options.get("optimizer")
+    if is_torchs(optimizer):
         from zeroir.api.torch_optimizers import translated
 
-        given = translated(options["optimizer"], model, options).options
+        others = flat_values({name: each for name, each in options.items() if name != "optimizer"})
+        given = dict(translated(optimizer, model, others).options)
+    else:
+        given = flat_values(options)
     source = cache(lambda: given_source(model, batch, loss, weight))
     resolved = resolve_options(config, given, source, giver="argument")
     return plan_with(source, machine, resolved, memory=memory, most_tried=most_tried)
@@ -174,12 +177,12 @@ class Planner:
     ) -> None:
         self._machine = machine
         self._budget_bytes = budget_bytes
-        self._selects_saved = options.select_saved
+        self._selects_saved = options.recompute.select_saved
         self.measurer = CandidateMeasurer(logical, options, budget_bytes, machine)
         self._wire_ns: dict[int, int] = {}
         self._candidates: dict[tuple[int, Point], Candidate] = {}
         self._measured: dict[Identity, tuple[Candidate, SearchOutcome]] = {}
-        self._is_offload_free = not (options.model_fields_set & _OFFLOAD_OPTIONS)
+        self._is_offload_free = not (options.given.keys() & _OFFLOAD_OPTIONS)
         self._movable = movable_units(logical)
         self._world_size = options.world_size
         self._state_bytes = sum(b.size_bytes for b in logical.buffers if b.role is Role.STATE)
@@ -385,9 +388,9 @@ class Planner:
 
 def _without_adaptive(options: CompileOptions) -> CompileOptions:
     """The options without ``--offload adaptive``: whether anything is offloaded is what the search finds out."""
-    if ADAPTIVE not in options.offload:
+    if ADAPTIVE not in options.offload.what:
         return options
-    given = options.model_dump(include=options.model_fields_set)
+    given = options.given
     return make_options({name: value for name, value in given.items() if name != "offload"})
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zeroir.api.plain_eight_bit_states import WithRoundedStates
 from zeroir.config import CompileOptions
+from zeroir.config.optimizer import OptimizerOptions
 from zeroir.frontend.module_tensors import put_back_buffers, substitute_buffers
 from zeroir.frontend.parameter_groups import ParameterGroup, parameter_groups, states_of
 from zeroir.frontend.precision import apply_precision, compute_dtype, with_floats_cast
@@ -53,7 +54,7 @@ class EagerReplicas:
         self._scale = options.first_loss_scale
         self._weight_of = source.weight
         self._good_steps = 0
-        self._hysteresis = options.loss_scale_hysteresis
+        self._hysteresis = options.loss_scale.hysteresis
         # torch's fused kernels compute the last elements of a tensor separately where its length is not a multiple of
         # the vector width, so each master is padded, as a flat is.
         self.masters = {
@@ -65,7 +66,7 @@ class EagerReplicas:
             name: values.clone() for name, values in self.masters.items() if options.ema is not None
         }
         for replica in self.replicas:
-            apply_precision(replica, options.precision, options.keep_fp32)
+            apply_precision(replica, options.precision.dtype, options.precision.keep_fp32)
         self._shapes = {name: p.shape for name, p in module.named_parameters()}
         for replica in self.replicas:
             for name, parameter in replica.named_parameters():
@@ -91,7 +92,7 @@ class EagerReplicas:
             for own in batches
         ]
         partial: list[list[Mapping[str, Tensor]]] = []
-        for micro_step in range(self._options.micro_steps):
+        for micro_step in range(self._options.micro_steps.count):
             gradients: list[Mapping[str, Tensor]] = []
             for rank, replica in enumerate(self.replicas):
                 weight = weights[rank][micro_step]
@@ -123,7 +124,7 @@ class EagerReplicas:
     def _evaluated(self, replica: nn.Module, batch: Batch, rank: int) -> float:
         is_training = {module: module.training for module in replica.modules()}
         copies = substitute_buffers(replica)
-        inputs = with_floats_cast(batch, compute_dtype(self._options.precision))
+        inputs = with_floats_cast(batch, compute_dtype(self._options.precision.dtype))
         replica.eval()
         try:
             with torch.no_grad(), neutral_ops(self._seeds(self._step, 0, rank)):
@@ -159,7 +160,7 @@ class EagerReplicas:
     def _forward(
         self, replica: nn.Module, batch: Batch, micro_step: int, rank: int, weight: Tensor
     ) -> Tensor:
-        inputs = with_floats_cast(batch, compute_dtype(self._options.precision))
+        inputs = with_floats_cast(batch, compute_dtype(self._options.precision.dtype))
         with neutral_ops(self._seeds(self._step, micro_step, rank)):
             loss = loss_of(self._source, replica, inputs).float()
             torch.autograd.backward(loss, self._scale * weight)
@@ -171,7 +172,8 @@ class EagerReplicas:
         if len(partial) == 1:
             return {name: self._over_ranks([rank[name] for rank in partial[0]]) for name in names}
         ranks = range(len(self.replicas))
-        adds_locally = self._options.accumulate_locally or self._options.is_step_interleaved
+        steps = self._options.micro_steps
+        adds_locally = steps.accumulate_locally or steps.is_step_interleaved
         if self._options.stage >= 2 and not adds_locally:
             return {
                 name: _sum(
@@ -205,7 +207,7 @@ class EagerReplicas:
                 self._scheduler = Scheduler(self._options.schedule, settings, self._steps)
         is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
         scale = self._scale
-        if self._options.precision == "fp16":
+        if self._options.precision.is_fp16:
             if self._options.has_dynamic_loss_scale:
                 self._rescale(is_overflow=not is_finite)
             if not is_finite:
@@ -245,21 +247,21 @@ class EagerReplicas:
 
     def _rescale(self, *, is_overflow: bool) -> None:
         """DeepSpeed's dynamic loss scaling."""
-        options = self._options
+        settings = self._options.loss_scale
         if not is_overflow:
             self._good_steps += 1
-            if options.loss_scale_consecutive_hysteresis:
-                self._hysteresis = options.loss_scale_hysteresis
-            if self._good_steps >= options.loss_scale_window:
-                self._scale *= options.loss_scale_factor
+            if settings.consecutive_hysteresis:
+                self._hysteresis = settings.hysteresis
+            if self._good_steps >= settings.window:
+                self._scale *= settings.factor
                 self._good_steps = 0
-                self._hysteresis = options.loss_scale_hysteresis
+                self._hysteresis = settings.hysteresis
             return
         self._good_steps = 0
         if self._hysteresis > 1:
             self._hysteresis -= 1
         else:
-            self._scale = max(self._scale / options.loss_scale_factor, options.minimum_loss_scale)
+            self._scale = max(self._scale / settings.factor, settings.minimum)
 
 
 def _replica(source: ModelSource, seed: int) -> nn.Module:
@@ -294,7 +296,7 @@ def _make_optimizers(
     optimizers: list[PlainOptimizer] = []
     for group in groups:
         own = [parameters[name] for name in group.parameters]
-        if group.options.optimizer.direction_dtype is not None:
+        if group.options.algorithm.direction_dtype is not None:
             for name, parameter in zip(group.parameters, own, strict=True):
                 parameter.data = parameter.data[: shapes[name].numel()].view(shapes[name])
         optimizer = _make_optimizer(own, group.options)
@@ -305,8 +307,8 @@ def _make_optimizers(
     return optimizers
 
 
-def _make_optimizer(parameters: list[nn.Parameter], options: CompileOptions) -> PlainOptimizer:
-    algorithm = options.optimizer
+def _make_optimizer(parameters: list[nn.Parameter], options: OptimizerOptions) -> PlainOptimizer:
+    algorithm = options.algorithm
     declaration = algorithm.declaration
     settings = {"lr": options.lr, **declaration.torch_settings(options.hyper)}
     plain = UPDATES[algorithm].plain

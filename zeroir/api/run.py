@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from zeroir.api.agreement import require_same_model, require_same_options
@@ -37,8 +38,12 @@ if TYPE_CHECKING:
     from zeroir.runtime.training_state import TrainingState
 
 
-def run_program(path: Path, options: RunOptions) -> None:
+def run_program(
+    path: Path, options: RunOptions, changes: Mapping[str, object] = MappingProxyType({})
+) -> None:
     """Train as the rank that torchrun made this process, or alone without torchrun.
+
+    ``changes`` are options of the compilation, by flat name, that replace the program's own.
 
     Rank 0 prints, and writes the recorded timeline of the last step. In a job of several ranks, a rank that fails
     prints why and ends its process at once, because its threads may be blocked in a collective with a lost peer.
@@ -61,11 +66,11 @@ def run_program(path: Path, options: RunOptions) -> None:
             joined_job(watch, timeout) as job_rank,
             held_folder(options.save, job_rank.rank) as held,
         ):
-            require_same_options(job_rank, options)
+            require_same_options(job_rank, options, changes)
             require_same_model(job_rank, source)
             with same_on_all_ranks(job_rank):
-                compiled = with_optimizer_bits(compiled, source, options.optimizer_bits)
-            compiled = fitted_to_job(compiled, job_rank, options)
+                compiled = with_optimizer_bits(compiled, source, changes)
+            compiled = fitted_to_job(compiled, job_rank, options, changes)
             evaluations = _evaluations(compiled, source, job_rank, options)
             with warnings_as_sentences():
                 engine = open_engine(
@@ -96,6 +101,7 @@ def run_program(path: Path, options: RunOptions) -> None:
                     saves_of(training, options.save, held),
                     stop,
                     options,
+                    changes,
                     at_peak_s=_at_peak_s(compiled, job_rank, options.machine),
                 )
             if trace is not None and engine.step_count == options.steps:
@@ -131,6 +137,7 @@ def _train(
     saves: Saves | None,
     stop: StopSignal,
     options: RunOptions,
+    changes: Mapping[str, object],
     *,
     at_peak_s: float | None,
 ) -> None:
@@ -158,7 +165,7 @@ def _train(
                 steps=options.steps,
                 report=report,
                 log_every=options.log_every,
-                micro_steps=options.micro_steps,
+                micro_steps=_micro_steps(changes),
                 evaluations=evaluations,
                 saves=saves,
                 stop=stop,
@@ -177,6 +184,12 @@ def _train(
         raise UserError(
             f"Training stopped, because its output could not be written: {error.strerror}."
         ) from error
+
+
+def _micro_steps(changes: Mapping[str, object]) -> int | None:
+    """The number of micro-steps that the run asks for; None for that of the program."""
+    count = changes.get("micro_steps")
+    return count if isinstance(count, int) else None
 
 
 def require_outputs(options: RunOptions) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from zeroir.api.compiled import CompiledProgram, compile_source
+from zeroir.api.compiled import CompiledProgram, compile_source, specialised
 from zeroir.api.engines import lowered_again_note
 from zeroir.api.outside_memory import outside_bytes, outside_note, require_disk_folder
 from zeroir.api.run_options import RunOptions
 from zeroir.api.sentences import say, warnings_as_sentences
+from zeroir.config import changed
 from zeroir.errors import UserError
 from zeroir.report.names import format_bytes
 
@@ -22,22 +23,26 @@ if TYPE_CHECKING:
 
 
 def with_optimizer_bits(
-    compiled: CompiledProgram, source: ModelSource, bits: int | None
+    compiled: CompiledProgram, source: ModelSource, changes: Mapping[str, object]
 ) -> CompiledProgram:
-    """The program with states of so many bits; traced again where it has others, as it is with None.
+    """The program with states of the bits that the run asks for; traced again where it has others.
 
     Raises:
         UserError: where its optimizer cannot have them.
     """
-    if bits in (None, compiled.options.optimizer_bits):
+    bits = changes.get("optimizer_bits")
+    if bits in (None, compiled.options.optimizer.bits):
         return compiled
-    options = compiled.requested.changed(optimizer_bits=bits)
+    options = changed(compiled.requested, optimizer_bits=bits)
     traced = compile_source(source, options, compiled.config)
     return replace(traced, path=compiled.path)
 
 
 def fitted_to_job(
-    compiled: CompiledProgram, job_rank: JobRank, options: RunOptions
+    compiled: CompiledProgram,
+    job_rank: JobRank,
+    options: RunOptions,
+    changes: Mapping[str, object],
 ) -> CompiledProgram:
     """The program for the job's world size and the run's options, lowered once; rank 0 prints notes on it.
 
@@ -46,18 +51,17 @@ def fitted_to_job(
             are a part of loss scaling.
     """
     with same_on_all_ranks(job_rank):
-        if options.check_finite and compiled.options.precision == "fp16":
+        if options.check_finite and compiled.options.precision.is_fp16:
             raise UserError(
                 "--check-finite has no meaning in fp16, where steps with gradients that are not finite are skipped: "
                 "leave it out."
             )
         note = lowered_again_note(compiled, job_rank.world_size)
-        compiled = compiled.specialise(
+        compiled = specialised(
+            compiled,
+            changes,
             world_size=job_rank.world_size,
-            micro_steps=options.micro_steps,
-            order=options.order,
             updates_last=options.check_finite,
-            **options.offload,
         )
         outside = outside_bytes(compiled.program)
         require_disk_folder(outside, compiled.artifact.offload_folder)

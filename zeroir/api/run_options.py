@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Annotated, ClassVar, Final, Literal
 
-from zeroir.api.keywords import OffloadKeywords
+from pydantic import Field
+
+from zeroir.config.options import CompileOptions
+from zeroir.config.table import Option, OptionObject
 from zeroir.errors import UserError
+from zeroir.ir.limits import MOST_COUNT
 
 AUTO: Final = "auto"
 NONE: Final = "none"
@@ -20,90 +24,218 @@ LONGEST_TIMEOUT_S: Final = 7 * 24 * 3600
 TENSORBOARDS: Final = ("tensorboard", "tensorboardX")
 """Packages that write TensorBoard's files; the first one that is installed does."""
 
-_METRICS: Final = ("loss", "eval_loss")
+_EVAL_LOSS: Final = "eval_loss"
+
+_TRAINING: Final = "Training"
+_CHECKPOINTS: Final = "Checkpoints"
+_REPORTS: Final = "Reports"
+_JOB: Final = "Job and kernels"
+
+LOWERING_ROWS: Final = {
+    name: row for name, row in CompileOptions.rows().items() if row.option.is_of_run
+}
+"""The options of a compilation that a run may change: its program is lowered again for them, or traced again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOptions:
+class SaveOptions(OptionObject):
     """Where and when checkpoints are saved, and which are kept: ``keep`` newest ones and that with the lowest metric.
 
     ``every`` is None for one checkpoint at the end, and ``keep`` for all.
     """
 
-    folder: str
-    every: int | None = None
-    keep: int | None = None
-    keep_best: str | None = None
+    folder: Annotated[
+        str,
+        Option(
+            name="save",
+            group=_CHECKPOINTS,
+            help="Save a checkpoint in this folder after the last step, and after the present one on SIGTERM.",
+        ),
+    ]
+    every: Annotated[
+        int | None,
+        Field(ge=1, le=MOST_COUNT),
+        Option(name="save_every", group=_CHECKPOINTS, help="Save after every so many steps, too."),
+    ] = None
+    keep: Annotated[
+        int | None,
+        Field(ge=1, le=MOST_COUNT),
+        Option(group=_CHECKPOINTS, help="Keep so many newest checkpoints. [default: all of them]"),
+    ] = None
+    keep_best: Annotated[
+        Literal["loss", "eval_loss"] | None,
+        Option(
+            group=_CHECKPOINTS,
+            help="Keep the checkpoint with the lowest value of this, too: loss or eval_loss.",
+        ),
+    ] = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """Everything but the program that ``zeroir run`` is given; see its help.
+class RunOptions(OptionObject):
+    """Everything but the program and what it is lowered for that ``zeroir run`` is given.
 
-    ``steps`` counts from the beginning of training, so a resumed run takes those that are left. ``micro_steps`` is None
-    for as many as the program was compiled with, and ``order`` for their order there. ``offload`` are the options of
-    what is kept outside device memory that replace the program's own; ``optimizer_bits`` does, too, but the model is
-    traced again for it. ``log`` is a file of JSON lines and ``tensorboard`` a folder that reports are added to;
-    ``machine`` is one of `zeroir simulate`.
+    ``steps`` counts from the beginning of training, so a resumed run takes those that are left.
     """
 
-    steps: int
-    micro_steps: int | None = None
-    order: str | None = None
-    offload: OffloadKeywords = field(default_factory=OffloadKeywords)
-    optimizer_bits: int | None = None
-    seed: int = 0
-    log_every: int = 10
-    eval_every: int | None = None
+    command: ClassVar[str | None] = "run"
+
+    steps: Annotated[
+        int,
+        Field(ge=1, le=MOST_COUNT),
+        Option(
+            group=_TRAINING,
+            help="Training steps, those before a resumed checkpoint included. [default: 100]",
+        ),
+    ] = 100
+    seed: Annotated[
+        int,
+        Field(ge=-(2**63), lt=2**63),
+        Option(group=_TRAINING, help="Seed of weights, data and dropout. [default: 0]"),
+    ] = 0
+    check_finite: Annotated[
+        bool,
+        Option(
+            group=_TRAINING,
+            help="Look at all gradients before each update, and name the first parameter whose gradient is not finite.",
+        ),
+    ] = False
+    eval_every: Annotated[
+        int | None,
+        Field(ge=1, le=MOST_COUNT),
+        Option(
+            group=_TRAINING,
+            help="Number of steps between two evaluations on the model file's eval_batches(). [default: none]",
+        ),
+    ] = None
     save: SaveOptions | None = None
-    resume: str = AUTO
-    model: str | None = None
-    allow_model_change: bool = False
-    log: Path | None = None
-    tensorboard: Path | None = None
-    machine: str | None = None
-    check_finite: bool = False
-    trace: Path | None = None
-    kernels: str = "eager"
-    timeout_s: int = TIMEOUT_S
-    cuda_graphs: bool = False
-    self_check: bool = True
-    as_json: bool = False
+    resume: Annotated[
+        str,
+        Option(
+            group=_CHECKPOINTS,
+            help="Go on from a checkpoint: its path, 'auto' for the newest whole one of --save, or 'none'. "
+            "[default: auto]",
+        ),
+    ] = AUTO
+    log_every: Annotated[
+        int,
+        Field(ge=1, le=MOST_COUNT),
+        Option(group=_REPORTS, help="Number of steps between two printed losses. [default: 10]"),
+    ] = 10
+    log: Annotated[
+        Path | None,
+        Option(
+            group=_REPORTS,
+            help="Add a JSON object for each report to the lines of this file.",
+            is_of_one_rank=True,
+        ),
+    ] = None
+    tensorboard: Annotated[
+        Path | None,
+        Option(
+            group=_REPORTS,
+            help="Write the reports for TensorBoard to this folder.",
+            is_of_one_rank=True,
+        ),
+    ] = None
+    machine: Annotated[
+        str | None,
+        Option(
+            group=_REPORTS,
+            help="The machine, as in `zeroir simulate`, for the MFU. [default: known from the name of the GPU]",
+            is_of_one_rank=True,
+        ),
+    ] = None
+    trace: Annotated[
+        Path | None,
+        Option(
+            group=_REPORTS,
+            help="Write the beginning and the end of every op of the last step, on all ranks, for ui.perfetto.dev.",
+        ),
+    ] = None
+    as_json: Annotated[
+        bool,
+        Option(
+            group=_REPORTS,
+            flag="--json",
+            help="Print one JSON object per line.",
+            is_of_one_rank=True,
+        ),
+    ] = False
+    model: Annotated[
+        str | None,
+        Option(
+            group=_JOB,
+            help="The model file, if it has moved, or was compiled from an absolute path or one that leads upwards.",
+            is_of_one_rank=True,
+        ),
+    ] = None
+    allow_model_change: Annotated[
+        bool,
+        Option(
+            group=_JOB,
+            help="Run even if the model file changed since compilation.",
+            is_of_one_rank=True,
+        ),
+    ] = False
+    kernels: Annotated[
+        Literal["eager", "inductor"],
+        Option(
+            group=_JOB,
+            help="The kernels of segments: torch's operators one by one, or code compiled once and kept on disk. "
+            "[default: eager]",
+        ),
+    ] = "eager"
+    timeout_s: Annotated[
+        int,
+        Field(ge=SHORTEST_TIMEOUT_S, le=LONGEST_TIMEOUT_S),
+        Option(
+            name="timeout",
+            group=_JOB,
+            help="Seconds to wait in a collective for a rank that is alive; after a fifth, at most 60, without a sign "
+            f"of life from a rank the job ends. [default: {TIMEOUT_S}]",
+        ),
+    ] = TIMEOUT_S
+    cuda_graphs: Annotated[
+        bool,
+        Option(group=_JOB, help="On a GPU, launch whole sections as CUDA graphs if possible."),
+    ] = False
+    self_check: Annotated[
+        bool,
+        Option(
+            group=_JOB,
+            help="Compare each distinct kernel with its operators, on random numbers, before training. [default: yes]",
+        ),
+    ] = True
 
 
-def save_options(
-    folder: str | None,
-    every: int | None,
-    keep: int | None,
-    keep_best: str | None,
-    eval_every: int | None,
-) -> SaveOptions | None:
-    """The options of ``--save``, ``--save-every``, ``--keep`` and ``--keep-best``; None without ``--save``.
+def make_run_options(values: Mapping[str, object]) -> RunOptions:
+    """Validate the options of a run, by flat name.
 
     Raises:
-        UserError: where one of them has no effect.
+        UserError: on the first that is wrong or has no effect.
     """
-    if folder is None:
-        for name, value in (("save-every", every), ("keep", keep), ("keep-best", keep_best)):
-            if value is not None:
+    if values.get("save") is None:
+        for name in ("save_every", "keep", "keep_best"):
+            if values.get(name) is not None:
+                flag = RunOptions.rows()[name].flag
                 raise UserError(
-                    f"--{name} has an effect only with --save, which names the folder of the checkpoints."
+                    f"{flag} has an effect only with --save, which names the folder of the checkpoints."
                 )
-        return None
-    if keep_best is not None:
-        if keep is None:
-            raise UserError(
-                "--keep-best has an effect only with --keep, because all checkpoints are kept without it."
-            )
-        if keep_best not in _METRICS:
-            raise UserError(
-                f"There is no metric '{keep_best}': choose {' or '.join(_METRICS)} for --keep-best."
-            )
-        if keep_best == "eval_loss" and eval_every is None:
-            raise UserError("--keep-best eval_loss needs evaluations: add --eval-every.")
-        if keep_best == "eval_loss" and every is not None and eval_every and every % eval_every:
-            raise UserError(
-                f"--keep-best eval_loss needs an evaluation at each step that is saved: make --save-every ({every}) a "
-                f"multiple of --eval-every ({eval_every})."
-            )
-    return SaveOptions(folder=folder, every=every, keep=keep, keep_best=keep_best)
+        values = {name: value for name, value in values.items() if name != "save"}
+    options = RunOptions.from_flat(values)
+    save, eval_every = options.save, options.eval_every
+    if save is None or save.keep_best is None:
+        return options
+    if save.keep is None:
+        raise UserError(
+            "--keep-best has an effect only with --keep, because all checkpoints are kept without it."
+        )
+    if save.keep_best != _EVAL_LOSS:
+        return options
+    if eval_every is None:
+        raise UserError("--keep-best eval_loss needs evaluations: add --eval-every.")
+    if save.every is not None and save.every % eval_every:
+        raise UserError(
+            f"--keep-best eval_loss needs an evaluation at each step that is saved: make --save-every ({save.every}) a "
+            f"multiple of --eval-every ({eval_every})."
+        )
+    return options

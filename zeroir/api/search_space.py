@@ -9,10 +9,10 @@ from math import prod
 from typing import Final, assert_never
 
 from zeroir.api.unit_classes import repeated_units, to_recompute, to_unshard, unit_classes
-from zeroir.config import CompileOptions
+from zeroir.config import CompileOptions, has_effect, replaced
 from zeroir.config.field_types import LAYER, STEP
 from zeroir.config.meshes import parse_mesh
-from zeroir.config.offload_fields import (
+from zeroir.config.offload_places import (
     ACTIVATIONS,
     DISK,
     GRADIENTS,
@@ -226,15 +226,15 @@ def _order(orders: tuple[str, ...]) -> tuple[Dimension, ...]:
 
 def _orders(options: CompileOptions, logical: Program) -> tuple[str, ...]:
     """The orders of micro-batches that can be chosen, the largest groups last; one where nothing is to be chosen."""
-    if "order" in options.model_fields_set:
+    if "order" in options.given:
         return ()
-    count = options.micro_steps
+    count = options.micro_steps.count
     groups = [group for group in _INTERLEAVED if count % group == 0]
     try:
         OrderByLayer(micro_batches=2)(logical)
     except UserError:
         groups = []
-    if options.accumulate_locally:
+    if options.micro_steps.accumulate_locally:
         groups = [group for group in groups if group != count]
     return (STEP, *(LAYER if group == count else f"{LAYER}={group}" for group in groups))
 
@@ -345,14 +345,14 @@ def unit_ranges(units: Iterable[str]) -> str:
 
 def regions(options: CompileOptions, logical: Program) -> tuple[SearchRegion, ...]:
     """All choices that keep the given options, at the stages at which these have an effect."""
-    is_set = options.model_fields_set
+    is_set = options.given
     stages = [
         stage
         for stage in ((options.stage,) if "stage" in is_set else (0, 1, 2, 3))
-        if options.model_copy(update={"stage": stage}).without_effect is None
+        if has_effect(replaced(options, stage=stage))
     ]
     units = repeated_units(logical)
-    orders = _orders(options, logical) if options.micro_steps > 1 else ()
+    orders = _orders(options, logical) if options.micro_steps.count > 1 else ()
     made: list[SearchRegion] = []
     for stage in stages:
         meshes = [options.mesh] if "mesh" in is_set else _meshes(stage, options.world_size)
@@ -361,7 +361,7 @@ def regions(options: CompileOptions, logical: Program) -> tuple[SearchRegion, ..
             for dimension in (
                 *_dimensions(stage, logical),
                 # Below stage 2 it changes only how often parameters come from host memory.
-                *(_order(orders) if stage >= 2 or PARAMETERS in options.offload else ()),
+                *(_order(orders) if stage >= 2 or PARAMETERS in options.offload.what else ()),
             )
             if dimension.name not in is_set
             and not (dimension.name == "prefetch" and _is_prefetch_set(options))
@@ -375,7 +375,7 @@ def regions(options: CompileOptions, logical: Program) -> tuple[SearchRegion, ..
 
 def _is_prefetch_set(options: CompileOptions) -> bool:
     """Whether an option other than ``prefetch`` sets how early parameters are gathered."""
-    return options.prefetch_budget is not None or options.prefetch_bytes is not None
+    return options.prefetch.memory is not None or options.prefetch.most_bytes is not None
 
 
 def leaner_settings(
@@ -391,10 +391,10 @@ def leaner_settings(
     """
     stage = options.stage
     lean: dict[str, Value] = {}
-    if not options.select_saved:
+    if not options.recompute.select_saved:
         lean["select_saved"] = True
         yield dict(lean)
-    if stage >= 2 and options.live_gradients > 1:
+    if stage >= 2 and options.communication.live_gradients > 1:
         yield {**lean, "live_gradients": 1}
     for higher in range(stage + 1, 3):
         yield {**lean, "stage": higher}
@@ -403,23 +403,23 @@ def leaner_settings(
     if stage < 3:
         yield {**lean, "stage": 3}
     leanest = {**lean, **({"stage": 3} if stage < 3 else {})}
-    if options.live_gradients > 1:
+    if options.communication.live_gradients > 1:
         leanest["live_gradients"] = 1
     # A budget of its own says how early parameters are gathered, whatever the distance is.
-    if options.prefetch and not _is_prefetch_set(options):
+    if options.prefetch.units and not _is_prefetch_set(options):
         if stage == 3:
             yield {**lean, "prefetch": 0}
         leanest["prefetch"] = 0
-    if options.order != STEP:
+    if options.micro_steps.order != STEP:
         yield {**lean, "order": STEP}
         leanest["order"] = STEP
     if leanest:
         yield dict(leanest)
-    if repeated_units(logical) and not options.recompute:
+    if repeated_units(logical) and not options.recompute.units:
         yield {**lean, "recompute": (ALL_REPEATED,)}
         leanest["recompute"] = (ALL_REPEATED,)
         yield dict(leanest)
-    if not options.offload:
+    if not options.offload.what:
         sets = _offload_sets(kinds())
         for offloaded in sets:
             yield {**lean, "offload": offloaded}

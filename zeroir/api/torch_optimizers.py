@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor, nn
 
-from zeroir.config.groups import DEFAULT_GROUP, GROUP_KEYS, GroupError, group_text, parse_groups
+from zeroir.config.groups import DEFAULT_GROUP, GroupError, group_text, parse_groups
+from zeroir.config.optimizer import GROUP_KEYS
 from zeroir.errors import UserError
 from zeroir.frontend.source import ModelSource
 from zeroir.ir.optimizers.catalogue import OPTIONS, Algorithm

@@ -13,9 +13,9 @@ from zeroir.api.config_file import DEFAULT_FILE, ResolvedOptions, resolve_option
 from zeroir.cli.arguments import AsJson, InCounts, InSeeds, Kernels, Model
 from zeroir.cli.console import err, out, print_json, progress
 from zeroir.cli.option_groups import Options
-from zeroir.config import GivenOptions
 from zeroir.config.model_spec import ModelSpec
-from zeroir.config.offload_fields import ADAPTIVE
+from zeroir.config.offload_places import ADAPTIVE
+from zeroir.config.table import FlatOptions
 
 if TYPE_CHECKING:
     from zeroir.frontend.source import ModelSource
@@ -31,7 +31,7 @@ Config = Annotated[
 
 
 def resolved(
-    config: Path | None, options: GivenOptions | None, source: Callable[[], ModelSource]
+    config: Path | None, options: FlatOptions | None, source: Callable[[], ModelSource]
 ) -> ResolvedOptions:
     """The options of the command line and of the configuration; one line says if that is found without being named."""
     if config is None and Path(DEFAULT_FILE).is_file():
@@ -87,7 +87,7 @@ def compile(  # noqa: A001 - the command's name is the field's word
         if compiled.artifact.config is not None:
             out.print(render_config(compiled.artifact.config, compiled.program))
         out.print(render_summary(compiled.summary()))
-        if ADAPTIVE in chosen.options.offload:
+        if ADAPTIVE in chosen.options.offload.what:
             out.print(chosen_in_words(compiled.options), markup=False)
         if compiled.speculation is not None:
             out.print(compiled.speculation.in_words(), markup=False)

@@ -10,7 +10,8 @@ from cyclopts import Parameter
 
 from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, InCounts, Machine, ProgramFile
 from zeroir.cli.console import err, out, print_json
-from zeroir.cost.estimate_options import EstimateOptions
+from zeroir.cli.option_groups import EstimateParameters
+from zeroir.cost.estimate_options import make_estimate_options
 
 
 def simulate(
@@ -58,7 +59,7 @@ def simulate(
 
 def estimate(
     *,
-    options: Annotated[EstimateOptions, Parameter(name="*")],
+    options: Annotated[EstimateParameters, Parameter(name="*")],
     as_json: AsJson = False,
 ) -> int:
     """Estimate memory, communication and activations of training at every ZeRO stage, without a model.
@@ -68,7 +69,7 @@ def estimate(
     from zeroir.cost.estimate import estimate as estimate_with
     from zeroir.report.costs import estimate_json, render_estimate
 
-    figures = estimate_with(options)
+    figures = estimate_with(make_estimate_options(options.given))
     if as_json:
         print_json(estimate_json(figures))
     else:

@@ -1,64 +1,78 @@
-"""The groups in which ``--help`` lists the options of a compilation and of a run."""
+"""The options of commands as parameters of the command line, in the groups in which ``--help`` lists them."""
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from cyclopts import Group, Parameter
-from pydantic import BaseModel
+from pydantic import create_model
 
-from zeroir.config import GivenOptions
-from zeroir.config.offload_fields import GivenOffload
+from zeroir.api.run_options import LOWERING_ROWS, RunOptions
+from zeroir.config.options import CompileOptions
+from zeroir.config.table import FlatOptions, Row
+from zeroir.config.texts import text_of
+from zeroir.cost.estimate_options import ESTIMATE_ROWS
 
-__all__ = [
-    "CHECKPOINTS",
-    "JOB",
-    "OPTION_GROUPS",
-    "REPORTS",
-    "TRAINING",
-    "OffloadOptions",
-    "Options",
-]
+__all__ = ["EstimateParameters", "Options", "RunParameters", "arguments_of", "group"]
 
-TRAINING: Final = Group.create_ordered("Training")
-CHECKPOINTS: Final = Group.create_ordered("Checkpoints")
-REPORTS: Final = Group.create_ordered("Reports")
-JOB: Final = Group.create_ordered("Job and kernels")
-
-OPTION_GROUPS: Final = {
-    "Sharding": "stage mesh world_size units",
-    "Precision": "precision keep_fp32",
-    "Steps": "micro_steps order accumulate_locally evaluate outputs",
-    "Optimizer": "optimizer lr schedule weight_decay no_decay group clip ema optimizer_bits",
-    "Settings of single optimizers": "momentum dampening nesterov beta1 beta2 eps ns_steps ns_coefficients "
-    "adjust_lr_fn beta2_decay eps2 d",
-    "Communication": "prefetch prefetch_bytes prefetch_budget bucket bucket_gathers overlap_update elide",
-    "Memory": "memory_budget recompute select_saved unshard unshard_bytes live_gradients",
-    "Offloading": "offload offload_to offload_units offload_fraction host_cache page_optimizer page_bytes "
-    "speculate",
-    "Loss scale (fp16)": "loss_scale initial_loss_scale loss_scale_window loss_scale_factor loss_scale_hysteresis "
-    "loss_scale_consecutive_hysteresis minimum_loss_scale",
-}
-"""The names of the options of each group, in the order of the groups; the fields say the order within a group."""
-
-OptionsT = TypeVar("OptionsT", bound=BaseModel)
+_AS_COMPILED: Final = " [default: as compiled]"
 
 
-def _grouped(options: type[OptionsT]) -> type[OptionsT]:
-    """A class of options whose fields have groups; those of the classes that it inherits from have none."""
-    for title, names in OPTION_GROUPS.items():
-        group = Group.create_ordered(title)
-        for name in names.split():
-            if name in options.model_fields:
-                options.model_fields[name].metadata.append(Parameter(group=group))
-    return options
+_GROUPS: Final[dict[tuple[str, str], Group]] = {}
 
 
-@_grouped
-class Options(GivenOptions):
-    """The options of ``zeroir compile``."""
+def group(command: str, title: str) -> Group:
+    """A group in the help of a command; they are listed in the order in which they are first asked for."""
+    return _GROUPS.setdefault((command, title), Group.create_ordered(title))
 
 
-@_grouped
-class OffloadOptions(GivenOffload):
-    """The options of ``zeroir run`` by which it lowers a program again."""
+def _parameters(command: str, rows: Iterable[Row]) -> type[FlatOptions]:
+    """A class of options with a parameter of the command line for each."""
+    is_of_run = command == "run"
+    fields: dict[str, Any] = {}
+    for row in rows:
+        kind, field = row.flat_field
+        parameter = Parameter(
+            name=row.option.flag,
+            # A switch of a run that is off by default has no opposite.
+            negative=() if is_of_run and row.default is False else None,
+        )
+        if row.option.group:
+            parameter = Parameter.combine(
+                parameter, Parameter(group=group(command, row.option.group))
+            )
+        if is_of_run and row.name in LOWERING_ROWS:
+            field.description = row.option.help.partition(" [default:")[0] + _AS_COMPILED
+        field.metadata = [*field.metadata, parameter]
+        fields[row.name] = (kind, field)
+    return create_model(f"{command.title()}Parameters", __base__=FlatOptions, **fields)
+
+
+RUN_ROWS: Final[Mapping[str, Row]] = {**RunOptions.rows(), **LOWERING_ROWS}
+"""The options of ``zeroir run``: its own, and those by which it lowers a program again."""
+
+if TYPE_CHECKING:
+    Options = FlatOptions
+    RunParameters = FlatOptions
+    EstimateParameters = FlatOptions
+else:
+    Options = _parameters("compile", CompileOptions.rows().values())
+    RunParameters = _parameters("run", RUN_ROWS.values())
+    EstimateParameters = _parameters("estimate", ESTIMATE_ROWS.values())
+
+
+def arguments_of(given: Mapping[str, object], rows: Mapping[str, Row]) -> list[str]:
+    """Given options as arguments of the command line, from which the same options are read."""
+    arguments: list[str] = []
+    for name, value in given.items():
+        row = rows[name]
+        match value:
+            case None:
+                continue
+            case bool():
+                negative = f"--no-{row.flag.removeprefix('--')}"
+                arguments.append(row.flag if value else negative)
+            case _:
+                arguments += [row.flag, text_of(value, row.option.separator)]
+    return arguments

@@ -68,7 +68,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "is_finished": plan.is_finished,
         "bound_seconds": plan.bound_ns / 1e9,
         "chosen": _candidate_json(plan.chosen),
-        "options": plan.compiled.options.model_dump(mode="json"),
+        "options": plan.compiled.options.flat,
         "alternatives": [
             {**_candidate_json(alternative.candidate), "why": alternative.why}
             for alternative in plan.alternatives

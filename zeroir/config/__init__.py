@@ -1,27 +1,37 @@
 """The options of a compilation, validated once and stored in the program as text.
 
-``option_fields`` declares each option by itself, ``offload_fields`` those of what is kept outside device memory.
-``options`` states the rules between them, with those of ``effects`` and ``offload_rules``, and reads and stores them.
-``groups`` and ``meshes`` read what these options mean.
+``table`` says how an option is declared, and derives flat names and flat models. ``options`` has all of them, in
+objects of those that belong together: ``precision``, ``steps``, ``optimizer``, ``communication``, ``offload`` and
+``loss_scale``. ``rules`` and ``offload_rules`` say which go together, and ``making`` validates values by flat name.
+``groups`` and ``meshes`` read what two of these options mean.
 """
 
-from zeroir.config.meshes import default_world_size
-from zeroir.config.option_fields import GivenOptions, Precision
-from zeroir.config.options import (
-    CompileOptions,
+from zeroir.config.making import (
+    GivenOptions,
+    changed,
+    for_world_size,
+    has_effect,
     make_given_options,
     make_options,
     options_from_pairs,
+    replaced,
 )
-from zeroir.config.texts import explain_validation
+from zeroir.config.meshes import default_world_size
+from zeroir.config.options import CompileOptions
+from zeroir.config.precision import FloatName
+from zeroir.config.table import explain_validation
 
 __all__ = [
     "CompileOptions",
+    "FloatName",
     "GivenOptions",
-    "Precision",
+    "changed",
     "default_world_size",
     "explain_validation",
+    "for_world_size",
+    "has_effect",
     "make_given_options",
     "make_options",
     "options_from_pairs",
+    "replaced",
 ]

@@ -1,15 +1,19 @@
-"""Types of fields that several options have: lists of names, and amounts of memory."""
+"""Types of options that people write as texts: names, amounts of memory, orders, groups, meshes and schedules."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Final
 
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
 
+from zeroir.config.groups import SEPARATOR, GroupError, group_text
+from zeroir.config.meshes import parse_mesh
 from zeroir.errors import UserError
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.limits import MOST_COUNT
+from zeroir.schedules import parse_schedule
 
 
 def _split_at_commas(value: object) -> object:
@@ -59,3 +63,49 @@ OptionalAmount = Annotated[str | None, AfterValidator(_is_an_amount)]
 
 Amount = Annotated[str, BeforeValidator(_as_text), AfterValidator(_is_an_amount)]
 """As ``OptionalAmount``, or a number of bytes, which becomes a text."""
+
+
+def _group_texts(value: object) -> object:
+    """A text with one or more groups, a list of such texts, or a mapping from patterns to settings."""
+    if isinstance(value, Mapping):
+        try:
+            return tuple(group_text(patterns, dict(s)) for patterns, s in value.items())
+        except GroupError as error:
+            raise PydanticCustomError(
+                "group", "a group: {problem}", {"problem": str(error)}
+            ) from None
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(i, str) for i in items):
+        return value
+    texts = (part.strip() for item in items for part in item.split(SEPARATOR))
+    return tuple(text for text in texts if text)
+
+
+def _is_a_schedule(value: str | None) -> str | None:
+    if value is None:
+        return None
+    try:
+        return parse_schedule(value).text()
+    except UserError as error:
+        problem = str(error).removesuffix(".")
+        raise PydanticCustomError(
+            "schedule",
+            "a schedule such as {example}: {problem}",
+            {"example": "cosine{warmup=100}", "problem": problem},
+        ) from None
+
+
+def _mesh_in_canonical_order(value: str | None) -> str | None:
+    if value is None:
+        return None
+    return ",".join(f"{axis.name}={axis.size}" for axis in parse_mesh(value).axes)
+
+
+Groups = Annotated[tuple[str, ...], BeforeValidator(_group_texts)]
+"""Groups of parameters with settings of their own, each a text such as ``head.*:lr=1e-4``."""
+
+ScheduleText = Annotated[str | None, AfterValidator(_is_a_schedule)]
+"""A learning-rate schedule, such as ``cosine{warmup=100}``, in its canonical form."""
+
+MeshText = Annotated[str | None, AfterValidator(_mesh_in_canonical_order)]
+"""A mesh such as ``replicate=2,shard=4``."""

@@ -14,15 +14,8 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Final
 
-from zeroir.ir.optimizers.catalogue import OPTIONS, USUAL
-
-GROUP_KEYS: Final = (
-    "optimizer",
-    "optimizer_bits",
-    "lr",
-    *(name for name, option in OPTIONS.items() if option.kind is not tuple),
-)
-"""The options of the optimizer that a group may set."""
+from zeroir.config.optimizer import GROUP_KEYS
+from zeroir.ir.optimizers.catalogue import USUAL
 
 DEFAULT_GROUP: Final = "default"
 """The group of the parameters that match no pattern."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from zeroir.config.offload_fields import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
+from zeroir.config.offload_places import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
 from zeroir.cost.estimate_options import (
     EstimateOptions,
     gathered_bytes_per_parameter,
@@ -152,17 +152,17 @@ def _stage(stage: int, options: EstimateOptions, activations: Activations | None
     outside = outside_at(stage, options, 0 if activations is None else activations.layers_bytes)
     paged = paged_at(stage, options)
     staging = staging_at(stage, options)
-    device_params = 0.0 if PARAMETERS in options.offload else params
-    device_gradients = 0.0 if GRADIENTS in options.offload else gradients
-    device_optimizer = optimizer - (outside.states if OPTIMIZER in options.offload else 0.0)
+    device_params = 0.0 if PARAMETERS in options.offload.what else params
+    device_gradients = 0.0 if GRADIENTS in options.offload.what else gradients
+    device_optimizer = optimizer - (outside.states if OPTIMIZER in options.offload.what else 0.0)
     device_optimizer -= paged.host
     whole_units = None
     if options.layers is not None:
         whole_units = round(item * count * min(UNITS_HELD, options.layers) / options.layers)
     whole = gathered_bytes_per_parameter(options.optimizer) if stage >= 1 else 0
     sent = (COMMUNICATED_PER_PARAMETER[stage] * item + whole) * count * (ranks - 1) / ranks
-    has_whole_params = stage >= 3 or PARAMETERS in options.offload
-    has_whole_gradients = stage >= 2 or GRADIENTS in options.offload
+    has_whole_params = stage >= 3 or PARAMETERS in options.offload.what
+    has_whole_gradients = stage >= 2 or GRADIENTS in options.offload.what
     return StageEstimate(
         stage=stage,
         params_bytes=round(device_params),
@@ -187,7 +187,7 @@ def _stage(stage: int, options: EstimateOptions, activations: Activations | None
 
 def _on_device(activations: Activations, options: EstimateOptions) -> int:
     """Bytes of activations on the device; where they are offloaded, those of the units at work."""
-    if ACTIVATIONS not in options.offload or options.layers is None:
+    if ACTIVATIONS not in options.offload.what or options.layers is None:
         return activations.total_bytes
     held = activations.layers_bytes * min(UNITS_HELD, options.layers) // options.layers
     return activations.total_bytes - activations.layers_bytes + held

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from zeroir.config import Precision
-from zeroir.config.offload_fields import (
+from zeroir.config.offload import Offload
+from zeroir.config.offload_places import (
     ACTIVATIONS,
     ADAPTIVE,
-    HOST,
     OFFLOADED,
     OPTIMIZER,
     PAGE_BYTES,
-    Offload,
-    OffloadFraction,
-    OffloadTo,
-    OptimizerBits,
-    PageBytes,
-    PageOptimizer,
     named_places,
 )
+from zeroir.config.optimizer import as_number
+from zeroir.config.precision import FloatName
+from zeroir.config.table import Option, OptionObject, Row
+from zeroir.errors import UserError
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL
 from zeroir.ir.limits import MOST_BYTES, MOST_COUNT, MOST_RANKS
@@ -42,54 +40,60 @@ MOST_SLOTS: Final = 3
 """Places on the device through which pages go in turn, as `page-optimizer` has them."""
 
 
-class EstimateOptions(BaseModel):
-    """The input of an estimate. The descriptions are the help of the command line."""
+class EstimateOptions(OptionObject):
+    """The input of an estimate."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    command: ClassVar[str | None] = "estimate"
 
     params: Annotated[
-        float, Field(ge=1, le=MOST_BYTES, description="Number of parameters, as 7.5e9.")
+        float,
+        Field(ge=1, le=MOST_BYTES),
+        Option(help="Number of parameters, as 7.5e9."),
     ]
-    world_size: Annotated[int, Field(ge=1, le=MOST_RANKS, description="Number of ranks.")] = 1
-    optimizer: Annotated[Optimizer, Field(description="The update rule.")] = "adamw"
+    world_size: Annotated[int, Field(ge=1, le=MOST_RANKS), Option(help="Number of ranks.")] = 1
+    optimizer: Annotated[Optimizer, Option(help="The update rule.")] = "adamw"
     precision: Annotated[
-        Precision, Field(description="Dtype of parameters, activations and gradients.")
+        FloatName, Option(help="Dtype of parameters, activations and gradients.")
     ] = "bf16"
     master: Annotated[
-        bool, Field(description="Whether the optimizer keeps an FP32 copy of 16-bit parameters.")
+        bool, Option(help="Whether the optimizer keeps an FP32 copy of 16-bit parameters.")
     ] = True
     ema: Annotated[
-        bool, Field(description="Whether a moving average of the weights is kept, in FP32.")
+        bool, Option(help="Whether a moving average of the weights is kept, in FP32.")
     ] = False
-    layers: Annotated[int | None, Field(ge=1, le=MOST_COUNT, description="Transformer layers.")] = (
+    layers: Annotated[
+        int | None, Field(ge=1, le=MOST_COUNT), Option(help="Transformer layers.")
+    ] = None
+    hidden: Annotated[int | None, Field(ge=1, le=MOST_COUNT), Option(help="Width of a layer.")] = (
         None
     )
-    hidden: Annotated[int | None, Field(ge=1, le=MOST_COUNT, description="Width of a layer.")] = (
-        None
-    )
-    heads: Annotated[int | None, Field(ge=1, le=MOST_COUNT, description="Attention heads.")] = None
-    seq: Annotated[int | None, Field(ge=1, le=MOST_COUNT, description="Tokens of a sequence.")] = (
+    heads: Annotated[int | None, Field(ge=1, le=MOST_COUNT), Option(help="Attention heads.")] = None
+    seq: Annotated[int | None, Field(ge=1, le=MOST_COUNT), Option(help="Tokens of a sequence.")] = (
         None
     )
     batch: Annotated[
-        int, Field(ge=1, le=MOST_COUNT, description="Sequences of a rank's micro-batch.")
+        int, Field(ge=1, le=MOST_COUNT), Option(help="Sequences of a rank's micro-batch.")
     ] = 1
     vocab: Annotated[
         int | None,
-        Field(ge=1, le=MOST_COUNT, description="Entries of the vocabulary, for the logits."),
+        Field(ge=1, le=MOST_COUNT),
+        Option(help="Entries of the vocabulary, for the logits."),
     ] = None
     recompute: Annotated[
-        bool, Field(description="Keep the input of each layer alone, and compute the layer again.")
+        bool, Option(help="Keep the input of each layer alone, and compute the layer again.")
     ] = False
     flash: Annotated[
-        bool, Field(description="Attention that keeps no scores (or computes them again).")
+        bool, Option(help="Attention that keeps no scores (or computes them again).")
     ] = False
-    offload: Offload = ()
-    offload_to: OffloadTo = HOST
-    offload_fraction: OffloadFraction = None
-    page_optimizer: PageOptimizer = None
-    page_bytes: PageBytes = PAGE_BYTES
-    optimizer_bits: OptimizerBits = 32
+    offload: Offload = Offload()
+    optimizer_bits: Annotated[
+        Literal[32, 8],
+        BeforeValidator(as_number),
+        Option(
+            help="Bits of an element of the optimizer's states: 8 stores blocks of 256 elements with a scale each "
+            f"({', '.join(WITH_STATES_OF_ELEMENTS)})."
+        ),
+    ] = 32
 
     @model_validator(mode="after")
     def _shape_is_whole(self) -> Self:
@@ -109,18 +113,18 @@ class EstimateOptions(BaseModel):
 
     @model_validator(mode="after")
     def _offload_is_known(self) -> Self:
-        if self.offload == (ADAPTIVE,):
+        if self.offload.what == (ADAPTIVE,):
             raise ValueError(
                 "an estimate knows no budget: --offload takes "
                 f"{', '.join(OFFLOADED)}, separated by commas"
             )
-        if ACTIVATIONS in self.offload and self.layers is None:
+        if ACTIVATIONS in self.offload.what and self.layers is None:
             raise ValueError("--offload activations needs --layers and the shape of a layer")
-        for kind in named_places(self.offload_to):
-            if kind not in self.offload:
+        for kind in named_places(self.offload.to):
+            if kind not in self.offload.what:
                 raise ValueError(
-                    f"--offload-to {self.offload_to} has a place for {kind}, but --offload has "
-                    f"{', '.join(self.offload) or 'nothing'}"
+                    f"--offload-to {self.offload.to} has a place for {kind}, but --offload has "
+                    f"{', '.join(self.offload.what) or 'nothing'}"
                 )
         if self.optimizer_bits == 8 and self.optimizer not in WITH_STATES_OF_ELEMENTS:
             raise ValueError(
@@ -130,25 +134,25 @@ class EstimateOptions(BaseModel):
 
     @model_validator(mode="after")
     def _pages_are_possible(self) -> Self:
-        size_bytes = parse_bytes(self.page_bytes)
-        if self.page_optimizer is None:
+        size_bytes = self.offload.page_size_bytes
+        if self.offload.page_optimizer is None:
             if size_bytes != parse_bytes(PAGE_BYTES):
-                raise ValueError(f"--page-bytes {self.page_bytes} needs --page-optimizer")
+                raise ValueError(f"--page-bytes {self.offload.page_bytes} needs --page-optimizer")
             return self
-        if OPTIMIZER in self.offload:
+        if OPTIMIZER in self.offload.what:
             raise ValueError(
-                f"--page-optimizer {self.page_optimizer} updates on the device, and --offload optimizer on the host; "
+                f"{self.flag('page_optimizer')} updates on the device, and --offload optimizer on the host; "
                 "leave one of them out"
             )
         if not paged_numbers(self.optimizer):
             raise ValueError(
-                f"--page-optimizer {self.page_optimizer} has no effect: {self.optimizer} keeps no states of single "
+                f"{self.flag('page_optimizer')} has no effect: {self.optimizer} keeps no states of single "
                 "elements"
             )
-        if parse_bytes(self.page_optimizer) < _LEAST_SLOTS * size_bytes:
+        if parse_bytes(self.offload.page_optimizer) < _LEAST_SLOTS * size_bytes:
             raise ValueError(
-                f"--page-optimizer {self.page_optimizer} is less than {_LEAST_SLOTS} pages of --page-bytes "
-                f"{self.page_bytes}, one that comes in and one that is updated"
+                f"--page-optimizer {self.offload.page_optimizer} is less than {_LEAST_SLOTS} pages of --page-bytes "
+                f"{self.offload.page_bytes}, one that comes in and one that is updated"
             )
         return self
 
@@ -156,6 +160,26 @@ class EstimateOptions(BaseModel):
     def itemsize_bytes(self) -> int:
         """Bytes of a parameter, a gradient, or an element of an activation."""
         return 4 if self.precision == "fp32" else 2
+
+
+ESTIMATE_ROWS: Final[Mapping[str, Row]] = {
+    name: row
+    for name, row in EstimateOptions.rows().items()
+    if len(row.path) == 1 or row.option.is_of_estimate
+}
+"""The options of ``zeroir estimate``, which knows a part of what can be offloaded."""
+
+
+def make_estimate_options(values: Mapping[str, object]) -> EstimateOptions:
+    """Validate the options of an estimate, by flat name.
+
+    Raises:
+        UserError: on the first that is wrong, or that an estimate does not know.
+    """
+    for name in values:
+        if name in EstimateOptions.rows() and name not in ESTIMATE_ROWS:
+            raise UserError(f"An estimate does not know --{name.replace('_', '-')}.")
+    return EstimateOptions.from_flat(values)
 
 
 def _declared(optimizer: Optimizer) -> Declaration:

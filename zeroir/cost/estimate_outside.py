@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from zeroir.config.offload_fields import (
+from zeroir.config.offload_places import (
     ACTIVATIONS,
     DISK_PIECE_NUMEL,
     GRADIENTS,
@@ -57,9 +57,14 @@ def paged_at(stage: int, options: EstimateOptions) -> Paged:
     bytes_per_number = QUANTISED_BYTES if options.optimizer_bits == 8 else STATE_BYTES
     owned = options.params / (options.world_size if stage >= 1 else 1)
     states = numbers * bytes_per_number * owned
-    if options.page_optimizer is None or states <= parse_bytes(options.page_optimizer):
+    if options.offload.page_optimizer is None or states <= parse_bytes(
+        options.offload.page_optimizer
+    ):
         return Paged(host=0.0, slots=0)
-    device, page = parse_bytes(options.page_optimizer), parse_bytes(options.page_bytes)
+    device, page = (
+        parse_bytes(options.offload.page_optimizer),
+        parse_bytes(options.offload.page_bytes),
+    )
     slots = min(MOST_SLOTS, device // page) * page
     return Paged(host=states - (device - slots), slots=slots)
 
@@ -78,7 +83,7 @@ def staging_at(stage: int, options: EstimateOptions) -> Staging | None:
     Gradients go down and 16-bit parameters go up through host memory where the host updates; with a disk, all that an
     update needs passes through it in pieces.
     """
-    kinds = set(options.offload) - {ACTIVATIONS}
+    kinds = set(options.offload.what) - {ACTIVATIONS}
     if not kinds:
         return Staging(device=0.0, host=0.0)
     if options.layers is None:
@@ -125,11 +130,13 @@ def outside_at(stage: int, options: EstimateOptions, saved_bytes: int) -> Outsid
     held = count / (ranks if stage >= 3 else 1)
     gradients = down = up = states = updated = load = store = 0.0
     kept = {Space.HOST: 0.0, Space.DISK: 0.0}
-    if OPTIMIZER in options.offload:
-        updated = owned * (1.0 if options.offload_fraction is None else options.offload_fraction)
+    if OPTIMIZER in options.offload.what:
+        updated = owned * (1.0 if options.offload.fraction is None else options.offload.fraction)
         states = optimizer_bytes_per_parameter(options) * updated
         # Without master weights the host updates a copy of the parameters.
-        copied = 0.0 if has_master(options) or PARAMETERS in options.offload else item * updated
+        copied = (
+            0.0 if has_master(options) or PARAMETERS in options.offload.what else item * updated
+        )
         down += item * updated
         if _is_on_disk(OPTIMIZER, options):
             kept[Space.DISK] += states + copied
@@ -137,13 +144,13 @@ def outside_at(stage: int, options: EstimateOptions, saved_bytes: int) -> Outsid
             store += states + copied
         else:
             kept[Space.HOST] += states + copied
-        if PARAMETERS not in options.offload or stage in (1, 2):
+        if PARAMETERS not in options.offload.what or stage in (1, 2):
             up += item * updated
-    if GRADIENTS in options.offload:
+    if GRADIENTS in options.offload.what:
         gradients = item * owned
         down += item * (owned - updated)
         up += item * (owned - updated)
-    if PARAMETERS in options.offload:
+    if PARAMETERS in options.offload.what:
         # Without master weights the device's update needs them once more.
         up += 2 * item * held + (0.0 if has_master(options) else item * (owned - updated))
         down += item * (held if stage in (1, 2) else held - updated)
@@ -155,7 +162,7 @@ def outside_at(stage: int, options: EstimateOptions, saved_bytes: int) -> Outsid
             store += item * (held + (updated if stage in (1, 2) else 0))
         else:
             kept[Space.HOST] += item * held
-    if ACTIVATIONS in options.offload:
+    if ACTIVATIONS in options.offload.what:
         down += saved_bytes
         up += saved_bytes
         if _is_on_disk(ACTIVATIONS, options):
@@ -175,4 +182,4 @@ def outside_at(stage: int, options: EstimateOptions, saved_bytes: int) -> Outsid
 
 
 def _is_on_disk(kind: str, options: EstimateOptions) -> bool:
-    return place_of(options.offload_to, kind) != HOST
+    return place_of(options.offload.to, kind) != HOST

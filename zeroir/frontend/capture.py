@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from zeroir.config.precision import FloatName
 from zeroir.errors import InternalError, UserError, ZeroirError
 from zeroir.frontend._torch_private import (
     DATA_DEPENDENT,
@@ -46,7 +47,7 @@ from zeroir.frontend.module_tensors import (
 )
 from zeroir.frontend.node_origins import origin_of
 from zeroir.frontend.places import line_of_module, refusals_at
-from zeroir.frontend.precision import Precision, apply_precision, compute_dtype, note_on_precision
+from zeroir.frontend.precision import apply_precision, compute_dtype, note_on_precision
 from zeroir.frontend.python_state import PythonState, UsersCode
 from zeroir.frontend.read_graph import read_graph, without_dead_nodes
 from zeroir.frontend.results import UnknownOutputError
@@ -117,7 +118,7 @@ class CapturedModel:
 
 def capture(
     source: ModelSource,
-    precision: Precision,
+    precision: FloatName,
     keep_fp32: Sequence[str],
     *,
     evaluate: bool = True,

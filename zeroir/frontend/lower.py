@@ -166,8 +166,8 @@ def _flats(
     names_of: dict[str, list[str]] = {call.unit: [] for call in calls}
     for name, unit in unit_of.items():
         names_of.setdefault(unit, []).append(name)
-    compute = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16}[options.precision]
-    usual = states_of(options)
+    compute = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16}[options.precision.dtype]
+    usual = states_of(options.optimizer)
     flats: list[Flat] = []
     for unit, names in names_of.items():
         members: dict[tuple[bool, bool, DType, bool, KeptStates], list[TensorInfo]] = {}

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from zeroir.config import CompileOptions
 from zeroir.config.groups import DEFAULT_GROUP, NO_DECAY
+from zeroir.config.optimizer import OptimizerOptions
 from zeroir.errors import UserError
 from zeroir.ir.layout import Parameter
 from zeroir.ir.optimizers.catalogue import USUAL, Algorithm
 from zeroir.ir.program import Flat, OptimizerGroup
 
 EIGHT_BITS = 8
-"""The ``optimizer_bits`` of states that are codes."""
+"""The ``bits`` of states that are codes."""
 
 MATRIX_DIMENSIONS = 2
 
@@ -27,7 +28,7 @@ class ParameterGroup:
     """A group that has parameters; ``options`` say how they are updated."""
 
     name: str
-    options: CompileOptions
+    options: OptimizerOptions
     parameters: tuple[str, ...]
 
     @property
@@ -64,10 +65,11 @@ def parameter_groups(
     for spec in specs:
         if not members[spec.name]:
             raise UserError(_empty(spec.text, parameters, is_matched=spec.name in matched))
-    groups = _split(DEFAULT_GROUP, members[DEFAULT_GROUP], options, no_decay=options.no_decay)
+    own, is_split = options.optimizer, options.optimizer.no_decay
+    groups = _split(DEFAULT_GROUP, members[DEFAULT_GROUP], own, no_decay=is_split)
     for spec in specs:
-        no_decay = options.no_decay and "weight_decay" not in spec.settings
-        own_options = options.of_group(spec)
+        no_decay = is_split and "weight_decay" not in spec.settings
+        own_options = own.of_group(spec.settings)
         groups += _split(spec.name, members[spec.name], own_options, no_decay=no_decay)
     for name, count in Counter(group.name for group in groups).items():
         if count > 1:
@@ -76,11 +78,11 @@ def parameter_groups(
 
 
 def _split(
-    name: str, parameters: Sequence[Parameter], options: CompileOptions, *, no_decay: bool
+    name: str, parameters: Sequence[Parameter], options: OptimizerOptions, *, no_decay: bool
 ) -> list[ParameterGroup]:
     """A group, without the parameters that its optimizer does not take: the usual one does, by its defaults."""
     taken = list(parameters)
-    if options.optimizer.takes_matrices_alone:
+    if options.algorithm.takes_matrices_alone:
         taken = [p for p in parameters if len(p.shape) == MATRIX_DIMENSIONS]
     groups = _split_by_decay(name, taken, options, is_split=no_decay)
     left = [p for p in parameters if p not in taken]
@@ -92,7 +94,7 @@ def _split(
 
 
 def _split_by_decay(
-    name: str, parameters: Sequence[Parameter], options: CompileOptions, *, is_split: bool
+    name: str, parameters: Sequence[Parameter], options: OptimizerOptions, *, is_split: bool
 ) -> list[ParameterGroup]:
     """A group, or two where it is split into parameters with and without weight decay; empty ones are left out."""
     undecayed: set[str] = set()
@@ -135,10 +137,10 @@ def kept_states(groups: Iterable[ParameterGroup]) -> Mapping[str, KeptStates]:
     return {name: states_of(group.options) for group in groups for name in group.parameters}
 
 
-def states_of(options: CompileOptions) -> KeptStates:
+def states_of(options: OptimizerOptions) -> KeptStates:
     """What the optimizer of these options keeps."""
-    are_codes = options.optimizer_bits == EIGHT_BITS and options.optimizer.has_states_of_elements
-    return KeptStates(algorithm=options.optimizer, are_codes=are_codes)
+    are_codes = options.bits == EIGHT_BITS and options.algorithm.has_states_of_elements
+    return KeptStates(algorithm=options.algorithm, are_codes=are_codes)
 
 
 def declared_groups(
@@ -164,7 +166,7 @@ def declared_groups(
     return tuple(
         OptimizerGroup(
             name=group.name,
-            algorithm=group.options.optimizer,
+            algorithm=group.options.algorithm,
             intervals=tuple(intervals[group.name]),
             lr=group.lr_buffer,
             hyper=group.hyper_buffer,

@@ -9,28 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from zeroir.config.precision import FloatName
 from zeroir.errors import UserError
 from zeroir.frontend.source import capitalised
 from zeroir.torch_ops.batches import Batch, with_tensors
 
 T = TypeVar("T")
-Precision = Literal["fp32", "bf16", "fp16"]
 
 _COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def compute_dtype(precision: Precision) -> torch.dtype:
+def compute_dtype(precision: FloatName) -> torch.dtype:
     """The dtype of parameters, activations and gradients."""
     return _COMPUTE_DTYPE[precision]
 
 
-def apply_precision(module: nn.Module, precision: Precision, keep_fp32: Sequence[str] = ()) -> None:
+def apply_precision(module: nn.Module, precision: FloatName, keep_fp32: Sequence[str] = ()) -> None:
     """Convert the floating parameters of a module in place and install casts around the modules that stay FP32.
 
     ``keep_fp32`` are patterns (``*``, ``?``, ``[...]``) of names of modules or parameters; a parameter's name selects
@@ -60,7 +60,7 @@ def apply_precision(module: nn.Module, precision: Precision, keep_fp32: Sequence
         child.register_forward_hook(lambda _, __, output: cast_floating(output, dtype))
 
 
-def note_on_precision(module: nn.Module, precision: Precision, name: str) -> str | None:
+def note_on_precision(module: nn.Module, precision: FloatName, name: str) -> str | None:
     """A sentence on parameters of a module, called ``name``, in a dtype that the program does not train in.
 
     FP32 parameters need none: a program of lower precision keeps them as its master weights.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 
-from zeroir.config import CompileOptions
+from zeroir.config import CompileOptions, replaced
 from zeroir.errors import ModelWarning, UserError
 from zeroir.frontend import TracedModel
 from zeroir.frontend.accumulate import accumulate
@@ -26,17 +26,15 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
     """See ``zeroir.frontend.trace``."""
     captured = capture(
         source,
-        options.precision,
-        options.keep_fp32,
+        options.precision.dtype,
+        options.precision.keep_fp32,
         evaluate=options.evaluate,
         outputs=options.outputs,
     )
     units = find_units(captured.module, options.units)
     notes = [*captured.notes]
-    if captured.checkpoints and not options.recompute:
-        options = options.model_copy(
-            update={"recompute": recomputed_units(captured.checkpoints, units)}
-        )
+    if captured.checkpoints and not options.recompute.units:
+        options = replaced(options, recompute=recomputed_units(captured.checkpoints, units))
         note = note_on_small_checkpoints(captured.checkpoints, units)
         notes += [] if note is None else [note]
     for note in notes:
@@ -80,7 +78,7 @@ def program_of(
     program = lower_calls(captured, calls, owners, options, evaluation_calls)
     if is_weighted:
         program = weigh(program)
-    if options.micro_steps > 1:
+    if options.micro_steps.count > 1:
         program = accumulate(program)
     return declared(program)
 

@@ -43,9 +43,9 @@ def scalars(
     options: CompileOptions, groups: Sequence[ParameterGroup], *, has_evaluation: bool
 ) -> tuple[tuple[Buffer, ScalarBinding], ...]:
     """The scalar buffers that a program with these options needs, with their values before the first step."""
-    is_scaling = options.precision == "fp16"
+    is_scaling = options.precision.is_fp16
     scale = options.first_loss_scale
-    hysteresis = float(options.loss_scale_hysteresis) if options.has_dynamic_loss_scale else 0.0
+    hysteresis = float(options.loss_scale.hysteresis) if options.has_dynamic_loss_scale else 0.0
     items = [
         _scalar(LOSS, (0.0,)),
         _scalar("loss_scale", (scale, 0.0, hysteresis)),
@@ -68,7 +68,7 @@ def scalars(
 
 def reports(options: CompileOptions, *, has_evaluation: bool) -> tuple[ReportBinding, ...]:
     """What the engine reads of a program with these options."""
-    is_scaling = options.precision == "fp16"
+    is_scaling = options.precision.is_fp16
     buffers = {Quantity.LOSS: LOSS, Quantity.BATCH_LOSS: LOSS, Quantity.SUMMED_LOSS: LOSS}
     if has_evaluation:
         buffers[Quantity.EVAL_LOSS] = EVAL_LOSS
@@ -98,7 +98,7 @@ def update_body(
 ) -> tuple[Op, ...]:
     """Decide whether the step is skipped, then update flat by flat; ``flats`` are the trainable ones."""
     gradients = tuple(_whole(flat, "grad") for flat in flats)
-    is_scaling = options.precision == "fp16"
+    is_scaling = options.precision.is_fp16
     skip = _first("skip") if is_scaling else None
     ops: list[Op] = []
     if is_scaling:
@@ -123,16 +123,17 @@ def update_body(
         own_groups = [group for group in groups if not names.isdisjoint(group.parameters)]
         ops += _update(flat, gradient, skip, options, own_groups)
     if options.has_dynamic_loss_scale:
+        scale = options.loss_scale
         ops.append(
             UpdateScale(
                 state=Region(buffer="loss_scale", offset=0, numel=3),
                 skip=_first("skip"),
                 stream=COMPUTE,
-                window=options.loss_scale_window,
-                factor=options.loss_scale_factor,
-                hysteresis=options.loss_scale_hysteresis,
-                minimum=options.minimum_loss_scale,
-                refill=Refill.STEP if options.loss_scale_consecutive_hysteresis else Refill.WINDOW,
+                window=scale.window,
+                factor=scale.factor,
+                hysteresis=scale.hysteresis,
+                minimum=scale.minimum,
+                refill=Refill.STEP if scale.consecutive_hysteresis else Refill.WINDOW,
             )
         )
     return tuple(ops)

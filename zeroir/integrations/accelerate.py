@@ -19,6 +19,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, DynamoBackend
 
 from zeroir.api import compile_model
+from zeroir.api.keywords import merged
 from zeroir.errors import UserError
 from zeroir.integrations.defaults import first_batch, precision_of, require_effect
 from zeroir.integrations.torch_schedulers import move_scheduler, without_schedule
@@ -31,14 +32,14 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from zeroir.api.keywords import CompileKeywords
-    from zeroir.config import Precision
+    from zeroir.config import FloatName
     from zeroir.frontend.source import LossFunction
     from zeroir.runtime.engine import Engine
 
 _STATE: Final = "zeroir"
 """The folder of the engine's state in what ``Accelerator.save_state`` saves."""
 
-_PRECISIONS: Final[Mapping[str, Precision]] = {"bf16": "bf16", "fp16": "fp16"}
+_PRECISIONS: Final[Mapping[str, FloatName]] = {"bf16": "bf16", "fp16": "fp16"}
 
 _REPLACED: Final[Mapping[str, str]] = {
     "backward": "call engine.micro_step(batch) in its place, which computes the loss, too",
@@ -155,7 +156,7 @@ def prepare(
         "precision": _PRECISIONS.get(accelerator.mixed_precision) or precision_of(model),
         "micro_steps": accelerator.gradient_accumulation_steps,
     }
-    given = {**given, **options}
+    given = merged(given, options)
     given["optimizer"] = without_schedule(optimizer)
     program = compile_model(model, batch, loss=loss, **given)
     group = accelerator.init_handler

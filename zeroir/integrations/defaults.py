@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from zeroir.api.keywords import CompileKeywords
+from zeroir.api.keywords import CompileKeywords, flat_values
 from zeroir.errors import UserError
 from zeroir.runtime.random_states import host_generators_kept
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from zeroir.config import Precision
+    from zeroir.config import FloatName
 
 
 def first_batch(loader: DataLoader[Any], rows: int) -> object:
@@ -45,22 +45,21 @@ def require_effect(
     option that the loop decides, and where.
     """
     given = cast("Mapping[str, object]", options)
-    for name in given:
-        if name not in CompileKeywords.__annotations__:
-            raise UserError(
-                f"{giver} has no option {name}: it takes the keywords of zeroir.compile."
-            )
+    try:
+        flat = flat_values({name: value for name, value in given.items() if name != "optimizer"})
+    except UserError as error:
+        raise UserError(f"{giver} takes the keywords of zeroir.compile. {error}") from None
     for name, remedy in instead.items():
         if given.get(name) is not None:
             raise UserError(f"{name}={given[name]!r} of {giver} has no effect: {remedy}.")
     for name, (value, place) in decided.items():
-        if given.get(name, value) != value:
+        if flat.get(name, value) != value:
             raise UserError(
-                f"{name}={given[name]!r} of {giver} has no effect: {place}, and that is {value}."
+                f"{name}={flat[name]!r} of {giver} has no effect: {place}, and that is {value}."
             )
 
 
-def precision_of(model: nn.Module) -> Precision:
+def precision_of(model: nn.Module) -> FloatName:
     """``bf16`` for a model all of whose floating-point parameters are in bfloat16, and ``fp32`` for another one."""
     dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point}
     return "bf16" if dtypes == {torch.bfloat16} else "fp32"

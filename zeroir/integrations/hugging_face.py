@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.trainer import Trainer
 from transformers.trainer_pt_utils import nested_concat
 
+from zeroir.api.keywords import merged
 from zeroir.errors import CheckpointWarning, UserError
 from zeroir.integrations.defaults import first_batch, precision_of, require_effect
 from zeroir.integrations.engine_of_trainer import EngineOfTrainer, TrainerBatch
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from transformers.training_args import TrainingArguments
 
     from zeroir.api.keywords import CompileKeywords
-    from zeroir.config import Precision
+    from zeroir.config import FloatName
     from zeroir.runtime.accumulation import MicroStepResult
 
 _STATE: Final = "zeroir"
@@ -181,7 +182,8 @@ class ZeroirTrainer(Trainer):
         if rest % group and max_steps > whole_steps:
             raise UserError(
                 f"The last step of an epoch has {counted(rest, 'batch', 'batches')}, but the program runs them in "
-                f"groups of {group}: leave order= out of zeroir_options, or train on data that fill the groups."
+                f"groups of {group}: leave the order out of micro_steps= in zeroir_options, or train on data that "
+                "fill the groups."
             )
 
     def _open(self, train_dataloader: DataLoader[object]) -> EngineOfTrainer:
@@ -226,7 +228,7 @@ class ZeroirTrainer(Trainer):
             "micro_steps": args.gradient_accumulation_steps,
             "clip": args.max_grad_norm if args.max_grad_norm else None,
         }
-        return {**options, **self._options}
+        return merged(options, self._options)
 
     def _program_loss(
         self,
@@ -499,7 +501,7 @@ def _require_supported(args: TrainingArguments) -> None:
         args._n_gpu = 1  # As the trainer does for models that use several devices by themselves.
 
 
-def _precision(args: TrainingArguments, model: nn.Module) -> Precision:
+def _precision(args: TrainingArguments, model: nn.Module) -> FloatName:
     """The precision that the arguments ask for, or else that of the model's parameters."""
     if args.bf16:
         return "bf16"

@@ -27,6 +27,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from zeroir.api import CompiledProgram, compile_model
+from zeroir.api.keywords import merged
+from zeroir.config.field_types import STEP
+from zeroir.config.steps import MicroSteps
 from zeroir.errors import CheckpointWarning, ModelWarning, UserError
 from zeroir.integrations.defaults import require_effect
 from zeroir.integrations.lightning_steps import (
@@ -47,10 +50,10 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import STEP_OUTPUT
 
     from zeroir.api.keywords import CompileKeywords
-    from zeroir.config import Precision
+    from zeroir.config import FloatName
     from zeroir.runtime.engine import Engine
 
-_PRECISIONS: Final[Mapping[str, Precision]] = {
+_PRECISIONS: Final[Mapping[str, FloatName]] = {
     "32-true": "fp32",
     "bf16-mixed": "bf16",
     "bf16-true": "bf16",
@@ -208,7 +211,7 @@ class ZeroirStrategy(DDPStrategy):
             "micro_steps": trainer.accumulate_grad_batches,
             "clip": trainer.gradient_clip_val or None,
         }
-        options = {**options, **self._options}
+        options = merged(options, self._options)
         assert self._users_optimizer is not None
         options["optimizer"] = self._users_optimizer
         logs = StepLogs()
@@ -418,7 +421,9 @@ def _require_supported(
             ),
         },
     )
-    if options.get("order", "step") != "step":
+    micro_steps = options.get("micro_steps")
+    if isinstance(micro_steps, MicroSteps) and micro_steps.order != STEP:
         raise UserError(
-            "Lightning's loop takes micro-batches one by one, and logs the loss of each: leave order= out."
+            "Lightning's loop takes micro-batches one by one, and logs the loss of each: leave the order out "
+            "of micro_steps=."
         )

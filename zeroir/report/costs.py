@@ -15,6 +15,7 @@ from zeroir.cost.estimate import (
     StageEstimate,
 )
 from zeroir.cost.estimate_options import (
+    ESTIMATE_ROWS,
     gathered_bytes_per_parameter,
     has_master,
     states_per_parameter,
@@ -323,7 +324,7 @@ def estimate_json(estimate: Estimate) -> dict[str, object]:
     """The whole estimate as plain data."""
     activations = estimate.activations
     return {
-        "options": estimate.options.model_dump(),
+        "options": {name: estimate.options.value(name) for name in ESTIMATE_ROWS},
         "optimizer_bytes_per_parameter": estimate.optimizer_bytes_per_parameter,
         "full_gradient_bytes": estimate.full_gradient_bytes,
         "activations": None

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from zeroir.config.option_fields import AdjustLr, OptionFields
+from zeroir.config.optimizer import OptimizerOptions
 from zeroir.ir.optimizers.catalogue import (
     OPTIONS,
     OWN_STATES,
@@ -83,11 +83,7 @@ def test_an_option_has_one_type_and_one_range(name: str) -> None:
         )
         assert all(map(setting.allows, setting.numbers(setting.default)))
         assert setting.effect
-    assert name in OptionFields.model_fields
-
-
-def test_choices_for_type_checkers_are_those_declared() -> None:
-    assert get_args(AdjustLr) == OPTIONS["adjust_lr_fn"].choices
+    assert name in OptimizerOptions.rows()
 
 
 @pytest.mark.parametrize("quantity", OWN_STATES)

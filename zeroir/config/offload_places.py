@@ -1,4 +1,4 @@
-"""The options of what is kept outside device memory: the types of their fields, and the texts of the help.
+"""What can be kept outside device memory, and the places for it as people write them.
 
 A program stores the kind of memory (``host`` or ``disk``) and not the folder: a folder belongs to a run on a machine.
 """
@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Final, Literal
+from typing import Final
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from zeroir.config.field_types import Amount, Names, OptionalAmount
 from zeroir.ir.amounts import parse_bytes
-from zeroir.ir.optimizers.catalogue import WITH_STATES_OF_ELEMENTS
 
 OPTIMIZER: Final = "optimizer"
 GRADIENTS: Final = "gradients"
@@ -41,7 +38,8 @@ DISK_BLOCK_BYTES: Final = 4096
 """Pages start and end on multiples of this: reads and writes that bypass the page cache are whole blocks of a disk."""
 
 
-def _in_canonical_order(kinds: tuple[str, ...]) -> tuple[str, ...]:
+def in_canonical_order(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """Check the kinds of ``--offload`` and put them in order."""
     if kinds == (ADAPTIVE,):
         return kinds
     if not set(kinds) <= set(OFFLOADED):
@@ -89,14 +87,15 @@ def without_folders(places: str) -> str:
     return ",".join(f"{kind}={place.partition(':')[0]}" for kind, place in named.items())
 
 
-def _pairs_as_text(value: object) -> object:
+def pairs_as_text(value: object) -> object:
     """A mapping from kinds to places, as Python and a file of options may have it, as a text."""
     if isinstance(value, Mapping) and value:
         return ",".join(f"{kind}={place}" for kind, place in value.items())
     return value
 
 
-def _are_places(places: str) -> str:
+def are_places(places: str) -> str:
+    """Check the places of ``--offload-to`` and put those of kinds in order."""
     named = named_places(places)
     is_each_once = not named or len(named) == len(_BETWEEN_PAIRS.split(places))
     if (
@@ -117,7 +116,8 @@ def _is_a_place(place: str) -> bool:
     return place == HOST or (memory == DISK and bool(folder.strip()) == bool(colon))
 
 
-def _is_whole_blocks(amount: str) -> str:
+def is_whole_blocks(amount: str) -> str:
+    """Check that an amount is whole blocks of a disk."""
     size_bytes = parse_bytes(amount)
     if size_bytes == 0 or size_bytes % DISK_BLOCK_BYTES:
         raise PydanticCustomError(
@@ -126,109 +126,3 @@ def _is_whole_blocks(amount: str) -> str:
             {"block": DISK_BLOCK_BYTES},
         )
     return amount
-
-
-def _as_number(bits: object) -> object:
-    """A number that a program stores as text, which no literal would match."""
-    return int(bits) if isinstance(bits, str) and bits.isdecimal() else bits
-
-
-Offload = Annotated[
-    Names,
-    Field(
-        description="What is kept outside device memory and copied there and back: optimizer, gradients, parameters, "
-        "activations, separated by commas; or adaptive: what exceeds --memory-budget and no more."
-    ),
-    AfterValidator(_in_canonical_order),
-]
-
-OffloadTo = Annotated[
-    str,
-    Field(
-        description="Where it is kept: host (memory of the CPU), or disk:FOLDER, with host memory as the cache of the "
-        "disk; gradients stay in host memory. Or a place for each kind: optimizer=disk:FOLDER,parameters=host."
-    ),
-    BeforeValidator(_pairs_as_text),
-    AfterValidator(_are_places),
-]
-
-HostCache = Annotated[
-    OptionalAmount,
-    Field(
-        description="Host memory of a rank, such as 64GiB, that keeps a part of what would be on disk: what a step "
-        "would load and store most often (--offload-to disk). [default: only what is worked on]"
-    ),
-]
-
-OffloadUnits = Annotated[
-    Names,
-    Field(
-        description="Units of which something is offloaded: names or patterns; * means all repeated units. A pattern "
-        "such as activations:blocks.* is for one kind. [default: every unit]"
-    ),
-]
-
-OffloadFraction = Annotated[
-    float | None,
-    Field(
-        gt=0,
-        le=1,
-        description="Share of the optimizer's elements that is offloaded; the units whose gradients come last stay on "
-        "the device. [default: 1]",
-    ),
-]
-
-Speculate = Annotated[
-    bool | None,
-    Field(
-        description="Begin the host's update before clipping or loss scaling has decided about it, and undo it where "
-        "that decides otherwise; takes host memory (--offload optimizer with --clip or fp16). [default: where a "
-        "simulated step is faster]"
-    ),
-]
-
-PageOptimizer = Annotated[
-    OptionalAmount,
-    Field(
-        description="Device memory for pages of the optimizer's states, such as 2GiB; the other pages wait in host "
-        "memory, and the update runs page by page. [default: no pages]"
-    ),
-]
-
-PageBytes = Annotated[
-    Amount,
-    Field(description="Size of a page, such as 512KiB (--page-optimizer)."),
-    AfterValidator(_is_whole_blocks),
-]
-
-OptimizerBits = Annotated[
-    Literal[32, 8],
-    Field(
-        description="Bits of an element of the optimizer's states: 8 stores blocks of 256 elements with a scale each "
-        f"({', '.join(WITH_STATES_OF_ELEMENTS)})."
-    ),
-    BeforeValidator(_as_number),
-]
-
-
-class GivenOffload(BaseModel):
-    """Options by which a compiled program is lowered again, as a run gives them; those not given stay as they are."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    offload: Offload = ()
-    offload_to: OffloadTo = HOST
-    host_cache: HostCache = None
-    offload_units: OffloadUnits = ()
-    offload_fraction: OffloadFraction = None
-    page_optimizer: PageOptimizer = None
-    page_bytes: PageBytes = PAGE_BYTES
-
-    @property
-    def given(self) -> dict[str, object]:
-        """The options that were set, by name."""
-        return {
-            name: getattr(self, name)
-            for name in type(self).model_fields
-            if name in self.model_fields_set
-        }
