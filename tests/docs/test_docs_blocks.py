@@ -116,7 +116,7 @@ def blocks_of(document: str, text: str) -> list[Block]:
             continue
         content: list[str] = []
         for _, inner in lines:
-            if inner.strip() == "```":
+            if inner.rstrip() == f"{fence['indent']}```":
                 break
             content.append(inner.removeprefix(fence["indent"]))
         else:
