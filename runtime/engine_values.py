@@ -33,6 +33,7 @@ class EngineValues:
     """The part of an engine that shows its values and takes over others. ``Engine`` makes the attributes."""
 
     program: Program
+    device: torch.device
     job: Job
     _memory: RankMemory
     _executor: StepExecutor
@@ -41,6 +42,10 @@ class EngineValues:
     _optimizer: LiveOptimizer | None
     _lender: Lender | None
     _facts: ModelFacts | None
+
+    def __repr__(self) -> str:
+        where = f"rank {self.rank} of {self.world_size} on {self.device}"
+        return f"<{type(self).__name__} of {where} after step {self.step_count}: {self.program.outline}>"
 
     @property
     def rank(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 from pathlib import Path
 
 import pytest
@@ -111,7 +112,21 @@ def test_lowering_anew_is_said_in_a_line(program: Path) -> None:
 
 def test_a_program_says_in_a_line_what_it_is(program: Path) -> None:
     compiled: CompiledProgram = load_program(program)
-    units = len(compiled.units)
-    assert repr(compiled) == (
-        f"<CompiledProgram of examples/gpt.py: stage 2, fp32, 2 ranks, {units} units>"
+    sections = {section.name: len(section.body) for section in compiled.program.sections}
+    op_counts = ", ".join(f"{name} {count}" for name, count in sections.items())
+    outline = f"stage 2, fp32, mesh dp=2, {len(compiled.units)} units; ops in {op_counts}"
+    assert re.fullmatch(
+        rf"<CompiledProgram of examples/gpt.py: {outline}; peak buffers \d+\.\d kB per rank; "
+        r"text\(\) is the whole program>",
+        repr(compiled),
     )
+    assert repr(compiled.program) == f"<Program: {outline}>"
+    named = dataclasses.replace(compiled.program, fingerprint="0123456789abcdef")
+    assert repr(named) == f"<Program 0123456789ab: {outline}>"
+    engine = compiled.specialise(world_size=1).engine(self_check=False)
+    try:
+        assert repr(engine) == (
+            f"<Engine of rank 0 of 1 on cpu after step 0: {engine.program.outline}>"
+        )
+    finally:
+        engine.close()

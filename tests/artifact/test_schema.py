@@ -14,6 +14,7 @@ from tests.artifact.schema_description import described
 from tests.support.arbitrary import programs
 from tests.support.examples import examples
 from tests.support.programs import mlp
+from tests.support.spelled import spelled
 from zeroir.artifact import SCHEMA_VERSION, Artifact, to_bytes
 from zeroir.artifact.schema import pack, unpack
 from zeroir.errors import InternalError
@@ -42,14 +43,14 @@ def test_any_program_survives(program: object) -> None:
     assert isinstance(program, Program)
     decoded = unpack(Program, pack(program))
     assert decoded == program
-    assert repr(decoded) == repr(program)
+    assert spelled(decoded) == spelled(program)
 
 
 def test_not_a_number_survives() -> None:
     node = Node(op="aten.full.default", args=((), math.nan), results=())
     segment = Segment(name="s", inputs=(), nodes=(node,), outputs=())
     program = dataclasses.replace(mlp(blocks=1), segments=(segment,))
-    assert repr(unpack(Program, pack(program))) == repr(program)
+    assert spelled(unpack(Program, pack(program))) == spelled(program)
 
 
 def test_a_field_of_the_wrong_type_is_not_stored() -> None:

@@ -17,9 +17,10 @@ from zeroir.api.lowering import Lowered, lower, verified
 from zeroir.artifact import Artifact, ConfigRecord
 from zeroir.config import CompileOptions, changed, for_world_size, options_from_pairs
 from zeroir.errors import InternalError, UserError
-from zeroir.ir.program import EVALUATE, MICRO_STEP, Program, why_not_evaluate
+from zeroir.ir.program import EVALUATE, MICRO_STEP, STEP_SECTIONS, Program, why_not_evaluate
 from zeroir.ir.text import print_program, print_section
-from zeroir.report.names import counted, shortened
+from zeroir.memory.curve import peak
+from zeroir.report.names import counted, format_bytes, shortened
 from zeroir.report.summary import Summary, summarise
 from zeroir.verify import Report, VerificationError
 
@@ -88,10 +89,10 @@ class CompiledProgram:
         return print_section(self.program.section_by_name[section], self.program)
 
     def __repr__(self) -> str:
-        options, units = self.options, len(self.units)
+        peak_bytes = peak(self.program, sections=STEP_SECTIONS).total_bytes
         return (
-            f"<CompiledProgram of {self.artifact.model_path}: stage {options.stage}, {options.precision.dtype}, "
-            f"{counted(options.world_size, 'rank')}, {counted(units, 'unit')}>"
+            f"<CompiledProgram of {self.artifact.model_path}: {self.program.outline}; "
+            f"peak buffers {format_bytes(peak_bytes)} per rank; text() is the whole program>"
         )
 
     def __str__(self) -> str:

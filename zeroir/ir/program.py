@@ -219,7 +219,7 @@ class Section:
             yield OpPosition(self.name, index), op
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Program:
     """See the module's docstring. ``options`` and ``passes`` are for people and re-lowering, not for execution.
 
@@ -249,6 +249,22 @@ class Program:
     options: tuple[tuple[str, str], ...] = ()
     passes: tuple[str, ...] = ()
     fingerprint: str = ""
+
+    def __repr__(self) -> str:
+        name = f" {self.fingerprint[:12]}" if self.fingerprint else ""
+        return f"<Program{name}: {self.outline}>"
+
+    @property
+    def outline(self) -> str:
+        """Stage, precision, mesh, and the numbers of units and of ops, in one line; ``zeroir.ir.text`` has it all."""
+        option = self.option
+        facts = [f"stage {option['stage']}"] if "stage" in option else []
+        facts += [option["precision"]] if "precision" in option else []
+        facts.append("mesh " + " ".join(f"{axis.name}={axis.size}" for axis in self.mesh.axes))
+        units = len({flat.unit for flat in self.flats})
+        facts.append("1 unit" if units == 1 else f"{units} units")
+        op_counts = ", ".join(f"{section.name} {len(section.body)}" for section in self.sections)
+        return ", ".join(facts) + f"; ops in {op_counts}"
 
     @cached_property
     def buffer_by_name(self) -> Mapping[str, Buffer]:
