@@ -19,6 +19,7 @@ from zeroir.artifact import Artifact
 from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.passes.pipelines import lower
+from zeroir.runtime.engine import Engine
 
 SOURCE = b"# a model\n"
 
@@ -123,7 +124,7 @@ def test_a_program_says_in_a_line_what_it_is(program: Path) -> None:
     assert repr(compiled.program) == f"<Program: {outline}>"
     named = dataclasses.replace(compiled.program, fingerprint="0123456789abcdef")
     assert repr(named) == f"<Program 0123456789ab: {outline}>"
-    engine = compiled.specialise(world_size=1).engine(self_check=False)
+    engine = Engine(compiled.specialise(world_size=1).program)
     try:
         assert repr(engine) == (
             f"<Engine of rank 0 of 1 on cpu after step 0: {engine.program.outline}>"
