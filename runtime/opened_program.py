@@ -14,7 +14,7 @@ from zeroir.errors import ZeroirError
 from zeroir.ir.program import Program
 from zeroir.runtime import state as state_of_buffers
 from zeroir.runtime.comm.job import Backend, Job
-from zeroir.runtime.compiled_rounding import open_rounding
+from zeroir.runtime.eight_bit.compiled_rounding import open_rounding
 from zeroir.runtime.executor import StepExecutor
 from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from zeroir.errors import UserError
 from zeroir.ir.contents import EMA, MASTER, PARAM, FlatContent
-from zeroir.ir.eight_bit_states import ABSMAX, STATE_OF_CODES, is_signed
 from zeroir.ir.optimizers.catalogue import OWN_STATES, OWN_STATES_OF_TORCH
+from zeroir.ir.optimizers.forms import ABSMAX, QUANTITIES_OF_BLOCKS, state_of
 from zeroir.ir.own_coordinates import PlacedPart, placed_parts
 from zeroir.ir.program import Program
 from zeroir.ir.reports import Quantity
 from zeroir.runtime.checkpoint.model_facts import ModelFacts
 from zeroir.runtime.checkpoint.parts import elements_on, state_quantities
 from zeroir.runtime.comm.base import Comm
-from zeroir.runtime.eight_bit_states import Scratch, widen
+from zeroir.runtime.eight_bit.rounding import widened
 from zeroir.runtime.live_optimizer import LiveOptimizer
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.state import full_flat
@@ -31,7 +31,7 @@ from zeroir.runtime.tensors import common
 from zeroir.runtime.whole_parameters import whole_parameters
 
 _NO_SETTINGS: Final = frozenset({"params", "param_names", "name"})
-_NO_STATES: Final = (OWN_STATES.keys() - OWN_STATES_OF_TORCH) | {*ABSMAX.values()}
+_NO_STATES: Final = (OWN_STATES.keys() - OWN_STATES_OF_TORCH) | {*QUANTITIES_OF_BLOCKS}
 """Quantities that no optimizer of torch has by themselves."""
 
 
@@ -152,14 +152,14 @@ def optimizer_state(
     for flat in program.flats:
         for quantity in sorted(state_quantities(program)[flat.name] - _NO_STATES):
             whole = full_flat(program, [memory], comm, flat, quantity)
-            name = STATE_OF_CODES.get(quantity, quantity)
+            name = state_of(quantity)
             is_coded = name != quantity
             scales = full_flat(program, [memory], comm, flat, ABSMAX[name]) if is_coded else None
             if not is_kept or whole is None:
                 continue
             values = whole[0].cpu()
             if scales is not None:
-                values = _widened(values, scales[0].cpu(), name)
+                values = widened(name, values, scales[0].cpu())
             if quantity in OWN_STATES:
                 shapes = (slot.shape for slot in flat.slots)
                 for slot, parts in zip(flat.slots, placed_parts(quantity, shapes), strict=True):
@@ -182,13 +182,6 @@ def optimizer_state(
             for name in names:
                 states.setdefault(name, {})["step"] = steps.clone()
     return {"state": dict(states), "param_groups": groups}
-
-
-def _widened(codes: Tensor, scales: Tensor, state: str) -> Tensor:
-    """The FP32 values of a state of a whole flat."""
-    values = torch.empty(codes.numel())
-    widen(codes, scales, values, Scratch(codes.numel(), codes.device), signed=is_signed(state))
-    return values
 
 
 def _part(part: PlacedPart, values: Tensor) -> Tensor:

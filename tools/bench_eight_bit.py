@@ -25,12 +25,13 @@ from tools import record_file
 from zeroir.errors import UserError
 from zeroir.frontend.entry import load_model_file
 from zeroir.ir.buffers import Role
-from zeroir.ir.eight_bit_states import blocks_numel, is_signed
+from zeroir.ir.eight_bit_states import blocks_numel
 from zeroir.ir.ops import Algorithm
-from zeroir.runtime.chunked_update import GroupPieces
-from zeroir.runtime.compiled_rounding import CompiledRounding
-from zeroir.runtime.eight_bit_update import CodedState, CodedUpdate
+from zeroir.ir.optimizers.forms import is_signed
+from zeroir.runtime.eight_bit.compiled_rounding import CompiledRounding
+from zeroir.runtime.eight_bit.update import CodedState, CodedUpdate
 from zeroir.runtime.optimizers.adam import adamw
+from zeroir.runtime.optimizers.chunked_update import GroupPieces
 from zeroir.runtime.optimizers.operands import Operands
 
 Bits = Literal[32, 8]

@@ -16,7 +16,6 @@ from typing import Final
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.effects import effects
-from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
 from zeroir.passes.common import rewrite
@@ -145,8 +144,11 @@ def _elements(op: Divisible) -> list[Region]:
 def _piece(op: Divisible, start: int, stop: int) -> Op:
     """The op on elements ``[start, stop)`` of its regions, and on the scales of their blocks."""
     regions = set(_elements(op))
-    scales = set(op.scales) if isinstance(op, ops.OptimizerStep) else set()
-    first, last = start // BLOCK_NUMEL, blocks_numel(stop)
+    scales: set[Region] = set()
+    block_numel = 1
+    if isinstance(op, ops.OptimizerStep):
+        scales, block_numel = set(op.scales), op.form.block_numel
+    first, last = start // block_numel, -(-stop // block_numel)
 
     def cut(region: Region) -> Region:
         if region in regions:

@@ -17,11 +17,11 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, View
 from zeroir.ir.contents import PARAM, FlatContent, Micro
 from zeroir.ir.effects import effects
-from zeroir.ir.eight_bit_states import ABSMAX, blocks_numel
 from zeroir.ir.mesh import STREAMS, Stream
 from zeroir.ir.op_fields import op_fields, operands
 from zeroir.ir.ops import Op
 from zeroir.ir.optimizers.catalogue import OWN_STATES
+from zeroir.ir.optimizers.forms import block_numel
 from zeroir.ir.program import Flat, Holding, Program, Section, State
 
 if TYPE_CHECKING:
@@ -253,8 +253,8 @@ def flat_of_buffer(program: Program) -> Mapping[str, Flat]:
 
 def full_numel(buffer: Buffer, flat: Flat) -> int:
     """The elements of a buffer for all of a flat: one for each element of the flat, or for each block of them."""
-    is_scale = isinstance(buffer.holds, FlatContent) and buffer.holds.quantity in ABSMAX.values()
-    return blocks_numel(flat.padded_numel) if is_scale else flat.padded_numel
+    block = block_numel(buffer.holds.quantity) if isinstance(buffer.holds, FlatContent) else 1
+    return -(-flat.padded_numel // block)
 
 
 def _linked(op: Op) -> tuple[str, ...]:

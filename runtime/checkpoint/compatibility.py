@@ -10,7 +10,7 @@ from zeroir.checkpoint.manifest import StoredBuffer
 from zeroir.errors import UserError
 from zeroir.ir.contents import EMA
 from zeroir.ir.effects import effects
-from zeroir.ir.eight_bit_states import STATE_OF_ABSMAX, STATE_OF_CODES
+from zeroir.ir.optimizers.forms import state_of
 from zeroir.ir.program import ModuleBufferBinding, Program, Slot
 from zeroir.ir.reports import Quantity
 from zeroir.runtime.checkpoint.mapping import StoredParameters
@@ -166,8 +166,8 @@ def _check_states(program: Program, stored: StoredParameters) -> Iterator[str]:
 
 
 def _states_of(quantities: frozenset[str]) -> frozenset[str]:
-    """The states that are kept, be it as codes and scales."""
-    return frozenset(STATE_OF_CODES.get(q, q) for q in quantities) - STATE_OF_ABSMAX.keys()
+    """The states that are kept, in whatever form."""
+    return frozenset(map(state_of, quantities))
 
 
 def _algorithms(program: Program) -> Mapping[str, str]:

@@ -26,8 +26,8 @@ from zeroir.runtime.checkpoint.compatibility import stored_buffer
 from zeroir.runtime.checkpoint.mapping import StoredElements, StoredParameters
 from zeroir.runtime.checkpoint.rounds import Rounds
 from zeroir.runtime.checkpoint.snapshots import WEIGHT_SUM
-from zeroir.runtime.checkpoint.state_bits import fill_states_of_other_bits
 from zeroir.runtime.checkpoint.torch_trees import TorchTensors
+from zeroir.runtime.eight_bit.checkpoints import fill_states_of_other_bits
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.state import fill_scalars
 from zeroir.torch_ops.types import TORCH_DTYPE

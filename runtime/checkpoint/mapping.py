@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
 
 from zeroir.checkpoint.manifest import MASTER as TRAINED
 from zeroir.checkpoint.manifest import Manifest, Piece, StoredBuffer, StoredFlat
@@ -17,7 +16,7 @@ from zeroir.errors import UserError
 from zeroir.ir.buffers import Buffer
 from zeroir.ir.contents import EMA, MASTER, PARAM, FlatContent
 from zeroir.ir.dtypes import DType
-from zeroir.ir.eight_bit_states import ABSMAX, CODES
+from zeroir.ir.optimizers.forms import in_another_form
 from zeroir.ir.own_coordinates import extents
 from zeroir.ir.program import Flat, Program, Slot
 from zeroir.runtime.checkpoint.parts import elements_on
@@ -66,14 +65,6 @@ class _Run:
             and start - self.start == offset - self.offset
             and start >= self.stop
         )
-
-
-_OF_OTHER_BITS: Final = {
-    **{state: (codes, ABSMAX[state]) for state, codes in CODES.items()},
-    **{codes: (state,) for state, codes in CODES.items()},
-    **{absmax: (state,) for state, absmax in ABSMAX.items()},
-}
-"""For states in FP32 the quantities of 8 bits that they can be made of, and for these the states in FP32."""
 
 
 class StoredParameters:
@@ -151,7 +142,7 @@ class StoredParameters:
     def has(self, slot: Slot, quantity: str) -> bool:
         """Whether the checkpoint has a quantity of a program's parameter, be it a state of other bits."""
         return self.place(slot, quantity) is not None or any(
-            self.place(slot, other) is not None for other in _OF_OTHER_BITS.get(quantity, ())
+            self.place(slot, other) is not None for other in in_another_form(quantity)
         )
 
     def of_parameter(self, slot: Slot, quantity: str, wanted: range) -> Iterator[StoredElements]:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from zeroir.runtime.optimizers.arithmetic import (
     Number,
-    apply,
     largest,
     least,
     norm,
@@ -34,7 +33,7 @@ def step(operands: WholeOperands) -> None:
             continue
         update = variance.clamp_(min=eps1 * eps1).rsqrt_().mul_(gradient)
         length = largest(norm(update) / (update.numel() ** 0.5 * most), 1.0)
-        apply(parameter, update, 1 - lr * weight_decay, size / length, is_skipped)
+        parameter.apply(update, 1 - lr * weight_decay, size / length, is_skipped)
 
 
 def _variance(

@@ -7,15 +7,11 @@ nothing waits for it; then a step may differ from torch's in the last digit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zeroir.workspace.op_scratch import STEPPED_CHUNK_NUMEL
-
-if TYPE_CHECKING:
-    from zeroir.runtime.optimizers.operands import WholeParameter
 
 Number = float | Tensor
 """A number on the host, or one element on a CUDA device."""
@@ -38,32 +34,6 @@ def overwrite(old: Tensor, new: Tensor, is_skipped: Tensor | None) -> None:
         old.copy_(new)
     else:
         torch.where(is_skipped, old, new, out=old)
-
-
-def apply(
-    parameter: WholeParameter,
-    update: Tensor,
-    kept: Number,
-    rate: Number,
-    is_skipped: Tensor | None,
-) -> None:
-    """Change this rank's part to parameter × kept − update × rate, chunk by chunk.
-
-    Nothing depends on how the flat is cut: torch's kernels for additions and products round each element alike,
-    wherever a piece begins.
-    """
-    numel = parameter.param.numel()
-    part = update.flatten()[parameter.start : parameter.start + numel]
-    scratch = parameter.param.new_empty(2, min(numel, STEPPED_CHUNK_NUMEL))
-    for param, own in chunks((parameter.param, part)):
-        new, wide = scratch[:, : param.numel()]
-        torch.mul(param, kept, out=new)
-        wide.copy_(own)
-        if isinstance(rate, Tensor):
-            new.sub_(wide.mul_(rate))
-        else:
-            new.add_(wide, alpha=-rate)
-        overwrite(param, new, is_skipped)
 
 
 def learning_rate(lr: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from zeroir.runtime.optimizers.arithmetic import apply, chunks, number, overwrite, skipped
+from zeroir.runtime.optimizers.arithmetic import chunks, number, overwrite, skipped
 from zeroir.runtime.optimizers.operands import Operands, WholeOperands
 from zeroir.workspace.op_scratch import STEPPED_CHUNK_NUMEL
 
@@ -48,7 +48,7 @@ def step(operands: WholeOperands) -> None:
         ratio = math.sqrt(max(1, rows / columns))
         if adjustment:
             ratio = _RMS_ADAMW * math.sqrt(max(rows, columns))
-        apply(parameter, matrix, 1 - lr * weight_decay, lr * ratio, is_skipped)
+        parameter.apply(matrix, 1 - lr * weight_decay, lr * ratio, is_skipped)
 
 
 def orthogonalise(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> None:

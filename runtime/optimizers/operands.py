@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from zeroir.runtime.optimizers.arithmetic import overwrite
+from zeroir.runtime.optimizers.arithmetic import Number, chunks, overwrite
+from zeroir.workspace.op_scratch import STEPPED_CHUNK_NUMEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,27 @@ class WholeParameter:
     start: int
     whole: Tensor | None = None
     kept: Sequence[KeptPart] = ()
+
+    def apply(
+        self, update: Tensor, factor: Number, rate: Number, is_skipped: Tensor | None
+    ) -> None:
+        """Change this rank's part to parameter × factor − update × rate, chunk by chunk.
+
+        Nothing depends on how the flat is cut: torch's kernels for additions and products round each element alike,
+        wherever a piece begins.
+        """
+        numel = self.param.numel()
+        part = update.flatten()[self.start : self.start + numel]
+        scratch = self.param.new_empty(2, min(numel, STEPPED_CHUNK_NUMEL))
+        for param, own in chunks((self.param, part)):
+            new, wide = scratch[:, : param.numel()]
+            torch.mul(param, factor, out=new)
+            wide.copy_(own)
+            if isinstance(rate, Tensor):
+                new.sub_(wide.mul_(rate))
+            else:
+                new.add_(wide, alpha=-rate)
+            overwrite(param, new, is_skipped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroir.runtime.optimizers.arithmetic import apply, number, skipped
+from zeroir.runtime.optimizers.arithmetic import number, skipped
 from zeroir.runtime.optimizers.operands import WholeOperands
 
 
@@ -30,7 +30,7 @@ def step(operands: WholeOperands) -> None:
         if parameter.param.numel():
             left, right = (inverse_fourth_root(matrix, eps) for matrix in moved)
             update = left @ gradient @ right
-            apply(parameter, update, 1 - lr * weight_decay, lr, is_skipped)
+            parameter.apply(update, 1 - lr * weight_decay, lr, is_skipped)
 
 
 def inverse_fourth_root(matrix: Tensor, eps: float) -> Tensor:

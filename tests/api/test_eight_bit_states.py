@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import zeroir
 from tests.api.test_config_file import resolved
 from zeroir.errors import UserError
-from zeroir.ir.eight_bit_states import ABSMAX, BLOCK_NUMEL, CODES, blocks_numel
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel
+from zeroir.ir.optimizers.forms import ABSMAX, CODES
 from zeroir.ir.program import Program
 from zeroir.runtime.engine import Engine
 

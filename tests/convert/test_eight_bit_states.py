@@ -15,7 +15,8 @@ from zeroir.convert import stored_tensors
 from zeroir.convert.compare import compare
 from zeroir.convert.export import export_checkpoint
 from zeroir.convert.stored_tensors import StoredTensors
-from zeroir.ir.eight_bit_states import ABSMAX, BLOCK_NUMEL, CODES, code_values, is_signed
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL, code_values
+from zeroir.ir.optimizers.forms import ABSMAX, CODES, is_signed
 from zeroir.ir.program import Program
 from zeroir.runtime.lockstep import Lockstep
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL
-from zeroir.runtime.eight_bit_states import Scratch, narrow, widen
+from zeroir.runtime.eight_bit.rounding import Scratch, narrow, widen
 
 pytestmark = pytest.mark.gpu
 

@@ -5,15 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeroir.ir.eight_bit_states import (
-    ABSMAX,
-    BLOCK_NUMEL,
-    CODES,
-    blocks_numel,
-    code_values,
-    is_signed,
-)
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel, code_values
 from zeroir.ir.ops import Algorithm
+from zeroir.ir.optimizers.forms import ABSMAX, CODES, is_signed
 from zeroir.ir.own_coordinates import OWN_COORDINATES
 
 

@@ -18,7 +18,7 @@ from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.contents import EMA, FlatContent
-from zeroir.ir.eight_bit_states import ABSMAX, CODES
+from zeroir.ir.optimizers.forms import ABSMAX, CODES
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, Program
 from zeroir.memory.states import model_state_bytes
 from zeroir.runtime.lockstep import Lockstep

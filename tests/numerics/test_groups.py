@@ -9,8 +9,8 @@ from zeroir.api.check import check_model
 from zeroir.api.compiled import compile_with
 from zeroir.config import make_options
 from zeroir.ir.contents import FlatContent
-from zeroir.ir.eight_bit_states import CODES
 from zeroir.ir.ops import Algorithm
+from zeroir.ir.optimizers.forms import CODES
 
 MODEL = str(ROOT / "tests" / "support" / "models" / "two_blocks.py")
 

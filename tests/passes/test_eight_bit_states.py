@@ -16,7 +16,7 @@ from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.contents import FlatContent
-from zeroir.ir.eight_bit_states import ABSMAX, CODES
+from zeroir.ir.optimizers.forms import ABSMAX, CODES
 from zeroir.ir.program import Program
 from zeroir.passes.base import Pass
 from zeroir.passes.manager import apply

@@ -91,7 +91,7 @@ def test_groups_averages_and_weighted_batches_have_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of four steps the first is clipped, and the second has no weight, so it is skipped."""
-    monkeypatch.setattr("zeroir.runtime.chunked_update.SPECULATED_CHUNK_NUMEL", 128)
+    monkeypatch.setattr("zeroir.runtime.optimizers.chunked_update.SPECULATED_CHUNK_NUMEL", 128)
     logical = in_groups(
         mlp(
             blocks=1,

@@ -22,11 +22,16 @@ from zeroir.ir.buffers import Role
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL
 from zeroir.ir.ops import Algorithm
 from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.runtime import compiled_rounding, eight_bit_update
 from zeroir.runtime.allocations import allocations, peak_bytes
 from zeroir.runtime.comm.job import open_job
-from zeroir.runtime.compiled_rounding import CompiledRounding, CompiledState, open_rounding
-from zeroir.runtime.eight_bit_states import Scratch, code_map, narrow, widen
+from zeroir.runtime.eight_bit import compiled_rounding
+from zeroir.runtime.eight_bit import update as eight_bit_update
+from zeroir.runtime.eight_bit.compiled_rounding import (
+    CompiledRounding,
+    CompiledState,
+    open_rounding,
+)
+from zeroir.runtime.eight_bit.rounding import Scratch, code_map, narrow, widen
 from zeroir.runtime.kernels import cpp_library
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.lockstep import Lockstep

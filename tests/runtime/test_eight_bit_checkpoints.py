@@ -18,16 +18,10 @@ from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.checkpoint.reading import read_manifest
 from zeroir.errors import CheckpointWarning
-from zeroir.ir.eight_bit_states import (
-    ABSMAX,
-    BLOCK_NUMEL,
-    CODES,
-    blocks_numel,
-    code_values,
-    is_signed,
-)
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel, code_values
+from zeroir.ir.optimizers.forms import ABSMAX, CODES, is_signed
 from zeroir.ir.program import Program
-from zeroir.runtime.eight_bit_states import Scratch, narrow
+from zeroir.runtime.eight_bit.rounding import Scratch, narrow
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.lockstep import Lockstep
 

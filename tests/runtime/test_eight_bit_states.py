@@ -13,13 +13,14 @@ from torch import Tensor
 
 from tests.runtime.test_optim import CASES
 from tests.support.examples import examples
-from zeroir.ir.eight_bit_states import BLOCK_NUMEL, code_values, is_signed
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL, code_values
 from zeroir.ir.ops import Algorithm
-from zeroir.runtime import eight_bit_update
-from zeroir.runtime.chunked_update import GroupPieces
-from zeroir.runtime.eight_bit_states import Scratch, narrow, widen
-from zeroir.runtime.eight_bit_update import CodedState, CodedUpdate
+from zeroir.ir.optimizers.forms import is_signed
+from zeroir.runtime.eight_bit import update as eight_bit_update
+from zeroir.runtime.eight_bit.rounding import Scratch, narrow, widen
+from zeroir.runtime.eight_bit.update import CodedState, CodedUpdate
 from zeroir.runtime.optimizers.catalogue import element_update
+from zeroir.runtime.optimizers.chunked_update import GroupPieces
 from zeroir.runtime.optimizers.operands import Operands
 
 CPU = torch.device("cpu")

@@ -8,9 +8,10 @@ from tests.support.pieces import SegmentBuilder, flat, tensor
 from zeroir.ir.buffers import Buffer, Region, Role, Space
 from zeroir.ir.contents import FlatContent, Micro, NamedContent
 from zeroir.ir.dtypes import DType
-from zeroir.ir.eight_bit_states import ABSMAX, BLOCK_NUMEL, CODES, blocks_numel
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel
 from zeroir.ir.layout import Parameter, layout
 from zeroir.ir.ops import Algorithm
+from zeroir.ir.optimizers.forms import ABSMAX, CODES
 from zeroir.ir.own_coordinates import own_numel
 from zeroir.ir.program import Flat
 from zeroir.ir.segment import Ref, Segment

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from tests.support.perceptron import Perceptron
 from tests.support.pieces import alloc, dense, one, release
 from zeroir.ir.buffers import Region, View
-from zeroir.ir.eight_bit_states import ABSMAX, CODES, blocks_numel
+from zeroir.ir.eight_bit_states import blocks_numel
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import (
     Algorithm,
@@ -25,6 +25,7 @@ from zeroir.ir.ops import (
     OptimizerStep,
     UpdateScale,
 )
+from zeroir.ir.optimizers.forms import ABSMAX, CODES
 from zeroir.ir.own_coordinates import own_numel
 from zeroir.ir.program import Flat
 

@@ -14,7 +14,7 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.dtypes import DType
-from zeroir.ir.eight_bit_states import ABSMAX, CODES
+from zeroir.ir.optimizers.forms import ABSMAX, CODES
 from zeroir.ir.program import Flat, Program
 from zeroir.passes.common import rewrite
 from zeroir.verify import Report, verify

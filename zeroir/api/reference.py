@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from zeroir.api.plain_eight_bit_states import WithRoundedStates
 from zeroir.config import CompileOptions
 from zeroir.config.optimizer import OptimizerOptions
 from zeroir.frontend.module_tensors import put_back_buffers, substitute_buffers
@@ -23,6 +22,8 @@ from zeroir.frontend.precision import apply_precision, compute_dtype, with_float
 from zeroir.frontend.results import evaluated, loss_of
 from zeroir.frontend.source import ModelSource
 from zeroir.ir.layout import Parameter
+from zeroir.ir.optimizers.forms import StateForm
+from zeroir.runtime.eight_bit.plain import WithRoundedStates
 from zeroir.runtime.optimizers.catalogue import UPDATES
 from zeroir.runtime.optimizers.plain import PlainOptimizer
 from zeroir.runtime.scheduled import Scheduler
@@ -300,7 +301,7 @@ def _make_optimizers(
             for name, parameter in zip(group.parameters, own, strict=True):
                 parameter.data = parameter.data[: shapes[name].numel()].view(shapes[name])
         optimizer = _make_optimizer(own, group.options)
-        if states_of(group.options).are_codes:
+        if states_of(group.options).form is StateForm.EIGHT_BITS:
             optimizers.append(WithRoundedStates(optimizer))
         else:
             optimizers.append(optimizer)

@@ -20,7 +20,7 @@ from zeroir.checkpoint.manifest import (
     StoredTensor,
 )
 from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES, LENGTH_BYTES
-from zeroir.ir.eight_bit_states import ABSMAX, BLOCK_NUMEL
+from zeroir.ir.optimizers.forms import block_numel
 
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 """A file in the folder itself: a manifest must not lead its reader to files elsewhere."""
@@ -74,10 +74,10 @@ def _in_flat(flat: StoredFlat, tensors: dict[tuple[str, str], StoredTensor]) -> 
         if parameter.offset < stop or min(parameter.shape, default=1) < 0:
             yield f"{parameter.name} overlaps the parameter before it"
         stop = parameter.offset + prod(parameter.shape)
-    in_blocks = any(quantity.name in ABSMAX.values() for quantity in flat.quantities)
-    for parameter in flat.parameters if in_blocks else ():
-        if parameter.offset % BLOCK_NUMEL:
-            yield f"{parameter.name} begins within a block of {BLOCK_NUMEL} elements, which share a scale"
+    block = max((block_numel(quantity.name) for quantity in flat.quantities), default=1)
+    for parameter in flat.parameters:
+        if parameter.offset % block:
+            yield f"{parameter.name} begins within a block of {block} elements, which share a scale"
     yield from _repeated(f"quantity of {flat.name}", (stored.name for stored in flat.quantities))
     for quantity in flat.quantities:
         yield from _in_quantity(flat, quantity, tensors)

@@ -25,14 +25,8 @@ from zeroir.checkpoint.manifest import (
 from zeroir.checkpoint.reading import CheckpointFiles, VerifyItem, read_manifest, verify_items
 from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES
 from zeroir.errors import UserError
-from zeroir.ir.eight_bit_states import (
-    ABSMAX,
-    BLOCK_NUMEL,
-    CODES,
-    blocks_numel,
-    code_values,
-    is_signed,
-)
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel, code_values
+from zeroir.ir.optimizers.forms import ABSMAX, CODES, is_signed
 
 SLICE_BYTES: Final = 32 << 20
 """The most bytes of a tensor that are read at once."""

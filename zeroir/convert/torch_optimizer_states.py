@@ -23,8 +23,8 @@ from zeroir.convert.stored_tensors import (
 )
 from zeroir.errors import UserError
 from zeroir.ir.contents import EMA
-from zeroir.ir.eight_bit_states import STATE_OF_CODES
 from zeroir.ir.optimizers.catalogue import OWN_STATES_OF_TORCH, Algorithm
+from zeroir.ir.optimizers.forms import StateForm, form_of, state_of
 from zeroir.ir.own_coordinates import OWN_COORDINATES, placed_parts
 
 STEP: Final = "step"
@@ -66,12 +66,13 @@ def states(stored: StoredTensors, parameter: ParameterInFiles) -> dict[str, Tens
     """The states of a parameter by torch's names, without the count of steps; those of 8 bits are widened to FP32."""
     tensors: dict[str, TensorInFiles] = {}
     for quantity in parameter.flat.quantities:
-        state = STATE_OF_CODES.get(quantity.name)
-        widened = None if state is None else stored.widened(parameter, state)
+        state = state_of(quantity.name)
         if quantity.name in OWN_STATES_OF_TORCH:
             tensors |= _parts(stored, parameter, quantity)
-        elif state is not None and widened is not None:
-            tensors[state] = widened
+        elif form_of(quantity.name) is not StateForm.FP32:
+            widened = stored.widened(parameter, state)
+            if widened is not None:
+                tensors[state] = widened
         elif quantity.name not in _NO_STATES:
             tensors[quantity.name] = stored.elements(
                 quantity, parameter.slot.offset, parameter.slot.shape, parameter.name
@@ -96,7 +97,8 @@ def notes_on_states(stored: StoredTensors, groups: list[OptimizerGroupInFiles]) 
 
 def notes_on_codes(stored: StoredTensors) -> list[str]:
     """One sentence where states have 8 bits."""
-    if any(q.name in STATE_OF_CODES for flat in stored.manifest.flats for q in flat.quantities):
+    quantities = (q.name for flat in stored.manifest.flats for q in flat.quantities)
+    if any(form_of(quantity) is not StateForm.FP32 for quantity in quantities):
         return ["The optimizer's states of 8 bits were written as FP32."]
     return []
 

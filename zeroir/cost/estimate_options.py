@@ -21,10 +21,10 @@ from zeroir.config.precision import FloatName
 from zeroir.config.table import Option, OptionObject, Row
 from zeroir.errors import UserError
 from zeroir.ir.amounts import parse_bytes
-from zeroir.ir.eight_bit_states import BLOCK_NUMEL
 from zeroir.ir.limits import MOST_BYTES, MOST_COUNT, MOST_RANKS
 from zeroir.ir.optimizers.catalogue import WITH_STATES_OF_ELEMENTS, Algorithm, OptimizerName
 from zeroir.ir.optimizers.declaration import Declaration
+from zeroir.ir.optimizers.forms import form_of_bits
 
 ADAM_WITH_MASTER: Final = "adam-fp32-master"
 
@@ -32,9 +32,6 @@ Optimizer = Literal[OptimizerName, "adam-fp32-master"]
 """An optimizer, or Adam with the FP32 master weights counted among its states."""
 
 STATE_BYTES: Final = 4
-QUANTISED_BYTES: Final = 1 + STATE_BYTES / BLOCK_NUMEL
-"""Bytes of a state of 8 bits: each block of elements has one FP32 scale."""
-
 _LEAST_SLOTS: Final = 2
 MOST_SLOTS: Final = 3
 """Places on the device through which pages go in turn, as `page-optimizer` has them."""
@@ -208,11 +205,15 @@ def gathered_bytes_per_parameter(optimizer: Optimizer) -> int:
 
 def optimizer_bytes_per_parameter(options: EstimateOptions) -> float:
     """K of the ZeRO paper: bytes of optimizer state for each parameter, with master weights and averages."""
-    numbers = states_per_parameter(options.optimizer)[1]
-    quantised = numbers if options.optimizer_bits == 8 else 0
-    numbers += has_master(options) and options.optimizer != ADAM_WITH_MASTER
-    numbers += options.ema
-    return STATE_BYTES * (numbers - quantised) + QUANTISED_BYTES * quantised
+    states = states_per_parameter(options.optimizer)[1]
+    is_apart = has_master(options) and options.optimizer != ADAM_WITH_MASTER
+    others = int(is_apart) + int(options.ema)
+    return STATE_BYTES * others + bytes_per_state(options) * states
+
+
+def bytes_per_state(options: EstimateOptions) -> float:
+    """The bytes of a number that the optimizer keeps for each parameter."""
+    return form_of_bits(options.optimizer_bits).bytes_per_element
 
 
 def has_master(options: EstimateOptions) -> bool:

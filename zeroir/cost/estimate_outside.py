@@ -16,9 +16,8 @@ from zeroir.config.offload_places import (
 )
 from zeroir.cost.estimate_options import (
     MOST_SLOTS,
-    QUANTISED_BYTES,
-    STATE_BYTES,
     EstimateOptions,
+    bytes_per_state,
     has_master,
     optimizer_bytes_per_parameter,
     paged_numbers,
@@ -54,9 +53,8 @@ def paged_at(stage: int, options: EstimateOptions) -> Paged:
     What the slots leave of this memory holds states for good. The others come in and go out once in a step.
     """
     numbers = paged_numbers(options.optimizer)
-    bytes_per_number = QUANTISED_BYTES if options.optimizer_bits == 8 else STATE_BYTES
     owned = options.params / (options.world_size if stage >= 1 else 1)
-    states = numbers * bytes_per_number * owned
+    states = numbers * bytes_per_state(options) * owned
     if options.offload.page_optimizer is None or states <= parse_bytes(
         options.offload.page_optimizer
     ):

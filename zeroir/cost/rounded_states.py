@@ -1,7 +1,7 @@
 """The kernels with which an update widens states of 8 bits and rounds them again, beside the update itself.
 
-``runtime/eight_bit_states.py`` runs them for each chunk of elements, one after the other. On a host compiled code does
-the same (``runtime/eight_bit_rounding.cpp``).
+``runtime/eight_bit/rounding.py`` runs them for each chunk of elements, one after the other. On a host compiled code
+does the same (``runtime/eight_bit/rounding.cpp``).
 """
 
 from __future__ import annotations

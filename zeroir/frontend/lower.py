@@ -24,7 +24,6 @@ from zeroir.frontend.update import reports, scalars, update_body
 from zeroir.ir.buffers import Buffer, Region, Role, Space
 from zeroir.ir.contents import DIRECTION, EMA, FlatContent, Micro
 from zeroir.ir.dtypes import DType
-from zeroir.ir.eight_bit_states import ABSMAX, BLOCK_NUMEL, CODES, blocks_numel
 from zeroir.ir.layout import Parameter, layout
 from zeroir.ir.mesh import Axis, Mesh
 from zeroir.ir.own_coordinates import own_numel
@@ -192,7 +191,7 @@ def _flats(
             slots, padded_numel = layout(
                 [_parameter(info) for info in group],
                 world_size=1,
-                alignment_numel=BLOCK_NUMEL if states.are_codes else PARAMETER_ALIGNMENT_NUMEL,
+                alignment_numel=max(states.form.block_numel, PARAMETER_ALIGNMENT_NUMEL),
             )
             flats.append(
                 Flat(
@@ -210,8 +209,8 @@ def _flats(
 def _states_suffix(states: KeptStates, usual: KeptStates) -> str:
     """What the name of a flat says of its states where they are not the usual ones."""
     suffix = f".{states.algorithm}" if states.algorithm is not usual.algorithm else ""
-    if states.are_codes != usual.are_codes and states.algorithm.has_states_of_elements:
-        suffix += ".8bit" if states.are_codes else ".32bit"
+    if states.form != usual.form and states.algorithm.has_states_of_elements:
+        suffix += f".{states.form.bits}bit"
     return suffix
 
 
@@ -259,13 +258,9 @@ def _state_buffers(
         states = states_by_name[flat.slots[0].name]
         algorithm = states.algorithm
         for state in algorithm.state_names:
-            if not states.are_codes:
-                add(flat, state, DType.F32, Role.STATE, holds(flat, state))
-                continue
-            codes, absmax = CODES[state], ABSMAX[state]
-            add(flat, codes, DType.U8, Role.STATE, holds(flat, codes))
-            scales_numel = blocks_numel(flat.padded_numel)
-            add(flat, absmax, DType.F32, Role.STATE, holds(flat, absmax), scales_numel)
+            for numbers in states.form.numbers(state):
+                content, numel = holds(flat, numbers.quantity), numbers.numel(flat.padded_numel)
+                add(flat, numbers.quantity, numbers.dtype, Role.STATE, content, numel)
         own_state = algorithm.declaration.own_state
         if own_state is not None:
             own = own_state.quantity

@@ -12,10 +12,8 @@ from zeroir.config.optimizer import OptimizerOptions
 from zeroir.errors import UserError
 from zeroir.ir.layout import Parameter
 from zeroir.ir.optimizers.catalogue import USUAL, Algorithm
+from zeroir.ir.optimizers.forms import StateForm, form_of_bits
 from zeroir.ir.program import Flat, OptimizerGroup
-
-EIGHT_BITS = 8
-"""The ``bits`` of states that are codes."""
 
 MATRIX_DIMENSIONS = 2
 
@@ -126,10 +124,10 @@ def _empty(text: str, parameters: Sequence[Parameter], *, is_matched: bool) -> s
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class KeptStates:
-    """What the optimizer keeps of a parameter: the states of its algorithm, in FP32 or as codes of 8 bits."""
+    """What the optimizer keeps of a parameter: the states of its algorithm, in some form."""
 
     algorithm: Algorithm
-    are_codes: bool
+    form: StateForm
 
 
 def kept_states(groups: Iterable[ParameterGroup]) -> Mapping[str, KeptStates]:
@@ -139,8 +137,10 @@ def kept_states(groups: Iterable[ParameterGroup]) -> Mapping[str, KeptStates]:
 
 def states_of(options: OptimizerOptions) -> KeptStates:
     """What the optimizer of these options keeps."""
-    are_codes = options.bits == EIGHT_BITS and options.algorithm.has_states_of_elements
-    return KeptStates(algorithm=options.algorithm, are_codes=are_codes)
+    form = StateForm.FP32
+    if options.algorithm.has_states_of_elements:
+        form = form_of_bits(options.bits)
+    return KeptStates(algorithm=options.algorithm, form=form)
 
 
 def declared_groups(

@@ -10,7 +10,6 @@ from zeroir.frontend.parameter_groups import ParameterGroup, states_of
 from zeroir.ir.buffers import Buffer, Region, Role, Space
 from zeroir.ir.contents import DIRECTION, EMA, MASTER, PARAM, NamedContent
 from zeroir.ir.dtypes import DType
-from zeroir.ir.eight_bit_states import ABSMAX, CODES, blocks_numel
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import (
     Alloc,
@@ -28,6 +27,7 @@ from zeroir.ir.ops import (
     UpdateScale,
 )
 from zeroir.ir.optimizers.declaration import OwnState
+from zeroir.ir.optimizers.forms import StoredNumbers
 from zeroir.ir.own_coordinates import own_numel
 from zeroir.ir.program import Flat, ScalarBinding
 from zeroir.ir.reports import Quantity, ReportBinding
@@ -168,8 +168,9 @@ def _update(
     algorithm = kept.algorithm
     complete = wide if is_low else gradient
     names = algorithm.state_names
-    states = tuple(_whole(flat, CODES[name] if kept.are_codes else name) for name in names)
-    scales = tuple(_scales(flat, ABSMAX[name]) for name in names if kept.are_codes)
+    stored = [kept.form.numbers(name) for name in names]
+    states = tuple(_numbers(flat, of_elements) for of_elements, *_ in stored)
+    scales = tuple(_numbers(flat, of_blocks) for _, *scales in stored for of_blocks in scales)
     direction = _whole(flat, DIRECTION)
     if algorithm.direction_dtype is not None:
         ops += [
@@ -232,9 +233,9 @@ def _whole(flat: Flat, suffix: str) -> Region:
     return Region(buffer=f"{flat.name}.{suffix}", offset=0, numel=flat.padded_numel)
 
 
-def _scales(flat: Flat, name: str) -> Region:
-    numel = blocks_numel(flat.padded_numel)
-    return Region(buffer=f"{flat.name}.{name}", offset=0, numel=numel)
+def _numbers(flat: Flat, numbers: StoredNumbers) -> Region:
+    numel = numbers.numel(flat.padded_numel)
+    return Region(buffer=f"{flat.name}.{numbers.quantity}", offset=0, numel=numel)
 
 
 def _own_state(flat: Flat, state: OwnState | None) -> Region | None:

@@ -13,11 +13,8 @@ world size or the units, nor on the parameters beside it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from typing import Final
-
-from zeroir.ir.optimizers.catalogue import Algorithm
 
 BLOCK_NUMEL: Final = 256
 """The elements that share a scale. Parameters with 8-bit states begin at multiples of it, and shards are multiples."""
@@ -27,30 +24,6 @@ CODES_COUNT: Final = 256
 
 _DECADES: Final = 7
 """The powers of ten, from 1e-7 to 1, that the values span."""
-
-_STATES: Final = {
-    state.name: state
-    for algorithm in Algorithm
-    if algorithm.has_states_of_elements
-    for state in algorithm.declaration.states
-}
-
-CODES: Final[Mapping[str, str]] = {name: f"{name}_codes" for name in _STATES}
-"""The states that can have 8 bits, and the quantity of the codes of each."""
-
-ABSMAX: Final[Mapping[str, str]] = {name: f"{name}_absmax" for name in _STATES}
-"""The quantity of the scales of each: the largest absolute value of each block, in coordinates of their own."""
-
-STATE_OF_CODES: Final[Mapping[str, str]] = {codes: state for state, codes in CODES.items()}
-"""The state whose codes a quantity is."""
-
-STATE_OF_ABSMAX: Final[Mapping[str, str]] = {absmax: state for state, absmax in ABSMAX.items()}
-"""The state whose scales a quantity is."""
-
-
-def is_signed(state: str) -> bool:
-    """Whether elements of a state can be negative; else its map spends no code on negative values."""
-    return _STATES[state].is_signed
 
 
 def blocks_numel(numel: int) -> int:

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from zeroir.ir.eight_bit_states import ABSMAX, BLOCK_NUMEL, blocks_numel
 from zeroir.ir.layout import used_numel
 from zeroir.ir.optimizers.catalogue import OWN_STATES
 from zeroir.ir.optimizers.declaration import Shape
+from zeroir.ir.optimizers.forms import QUANTITIES_OF_BLOCKS, block_numel
 from zeroir.ir.program import Flat, Slot
 
-OWN_COORDINATES: Final = (*OWN_STATES, *ABSMAX.values())
+OWN_COORDINATES: Final = (*OWN_STATES, *QUANTITIES_OF_BLOCKS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +68,13 @@ def extents(quantity: str, flat: Flat) -> Iterator[SlotElements]:
             start, stop = stop, parts[-1].stop if parts else stop
             yield SlotElements(slot=slot, offset=start, numel=stop - start)
         return
-    is_of_blocks = quantity in ABSMAX.values()
+    block = block_numel(quantity)
     for slot in flat.slots:
-        offset = slot.offset // BLOCK_NUMEL if is_of_blocks else slot.offset
-        numel = blocks_numel(slot.numel) if is_of_blocks else slot.numel
-        yield SlotElements(slot=slot, offset=offset, numel=numel)
+        yield SlotElements(slot=slot, offset=slot.offset // block, numel=-(-slot.numel // block))
 
 
 def own_numel(quantity: str, flat: Flat) -> int:
     """The number of elements of a quantity with coordinates of its own, without padding; at least 1."""
     if quantity in OWN_STATES:
         return max(sum(extent.numel for extent in extents(quantity, flat)), 1)
-    return blocks_numel(used_numel(flat))
+    return -(-used_numel(flat) // block_numel(quantity))

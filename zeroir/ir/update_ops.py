@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from zeroir.ir.buffers import Region
-from zeroir.ir.eight_bit_states import ABSMAX, CODES
 from zeroir.ir.op_fields import (
     Accumulated,
     Attribute,
@@ -18,6 +17,7 @@ from zeroir.ir.op_fields import (
 )
 from zeroir.ir.operation import Mode, Operation, Refill
 from zeroir.ir.optimizers.catalogue import Algorithm
+from zeroir.ir.optimizers.forms import StateForm
 
 
 class Update(Operation):
@@ -248,15 +248,24 @@ class OptimizerStep(ParameterStep):
     event: Signalled[str] | None = None
 
     @property
+    def form(self) -> StateForm:
+        """How the states are kept."""
+        return StateForm.EIGHT_BITS if self.scales else StateForm.FP32
+
+    @property
     def state_quantities(self) -> tuple[str, ...]:
         """What ``states`` hold, in order: the states of the algorithm, or the codes of these."""
         names = () if self.algorithm.direction_dtype is not None else self.algorithm.state_names
-        return tuple(CODES[name] for name in names) if self.scales else names
+        return tuple(self.form.numbers(name)[0].quantity for name in names)
 
     @property
     def scale_quantities(self) -> tuple[str, ...]:
         """What ``scales`` hold, in order."""
-        return tuple(ABSMAX[name] for name in self.algorithm.state_names) if self.scales else ()
+        return tuple(
+            numbers.quantity
+            for name in self.algorithm.state_names
+            for numbers in self.form.numbers(name)[1:]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

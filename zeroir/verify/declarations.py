@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Final
 
@@ -10,9 +11,9 @@ from zeroir.ir.allowlist import refusal
 from zeroir.ir.bounds import AheadBound, BehindBound, LiveBound
 from zeroir.ir.buffers import Buffer, Role
 from zeroir.ir.contents import FlatContent, Micro, WeightContent
-from zeroir.ir.eight_bit_states import ABSMAX, BLOCK_NUMEL, CODES
 from zeroir.ir.mesh import HOST
 from zeroir.ir.operators import call_problem, declaration_problem
+from zeroir.ir.optimizers.forms import StateForm, form_of
 from zeroir.ir.program import (
     PARAMETER_ALIGNMENT_NUMEL,
     SECTION_NAMES,
@@ -104,18 +105,19 @@ def _mesh(program: Program) -> Problems:
 
 
 def _flats(program: Program) -> Problems:
-    in_blocks = _in_blocks(program)
+    blocks = _blocks(program)
     for flat in program.flats:
+        block_numel = blocks.get(flat.name, 1)
         stop = 0
         for slot in sorted(flat.slots, key=lambda slot: slot.offset):
             where = f"parameter {slot.name}"
             start = f"{where} begins at element {slot.offset} of flat {flat.name}"
             if slot.offset % PARAMETER_ALIGNMENT_NUMEL:
                 yield "Z008", f"{start}, which is not a multiple of {PARAMETER_ALIGNMENT_NUMEL}"
-            elif flat.name in in_blocks and slot.offset % BLOCK_NUMEL:
+            elif slot.offset % block_numel:
                 yield (
                     "Z008",
-                    f"{start}, within one of the blocks of {BLOCK_NUMEL} elements whose states share a scale",
+                    f"{start}, within one of the blocks of {block_numel} elements whose states share a scale",
                 )
             if slot.offset < stop:
                 yield "Z008", f"{where} overlaps its neighbour in flat {flat.name}"
@@ -125,14 +127,14 @@ def _flats(program: Program) -> Problems:
             yield "Z008", f"{what}, its parameters need {stop}"
 
 
-def _in_blocks(program: Program) -> frozenset[str]:
-    """The flats of which states are kept in blocks with a scale each."""
-    quantities = {*CODES.values(), *ABSMAX.values()}
-    return frozenset(
-        buffer.holds.flat
+def _blocks(program: Program) -> Mapping[str, int]:
+    """The elements of a block of the flats of which states are kept in blocks with a number each."""
+    return {
+        buffer.holds.flat: form_of(buffer.holds.quantity).block_numel
         for buffer in program.buffers
-        if isinstance(buffer.holds, FlatContent) and buffer.holds.quantity in quantities
-    )
+        if isinstance(buffer.holds, FlatContent)
+        and form_of(buffer.holds.quantity) is not StateForm.FP32
+    }
 
 
 def _buffers(program: Program) -> Problems:
@@ -225,7 +227,7 @@ def _bindings(program: Program) -> Problems:
 def _groups(program: Program) -> Problems:
     """The intervals and the settings of optimizer groups."""
     intervals: list[tuple[str, int, int, str]] = []
-    in_blocks = _in_blocks(program)
+    blocks = _blocks(program)
     for group in program.groups:
         for name in (group.lr, group.hyper):
             buffer = program.buffer_by_name.get(name)
@@ -245,9 +247,9 @@ def _groups(program: Program) -> Problems:
                 numel = PARAMETER_ALIGNMENT_NUMEL
                 what = f"{cut} {numel} elements that kernels take at a time"
                 yield "Z003", f"{what}, which changes the rounding"
-            elif name in in_blocks and (start % BLOCK_NUMEL or stop % BLOCK_NUMEL):
+            elif start % blocks.get(name, 1) or stop % blocks.get(name, 1):
                 cut = f"group {group.name} cuts {name}[{start}:{stop}] off the"
-                yield "Z003", f"{cut} {BLOCK_NUMEL} elements whose states share a scale"
+                yield "Z003", f"{cut} {blocks[name]} elements whose states share a scale"
             else:
                 yield from _cut_parameters(group, flat, start, stop)
             intervals.append((name, start, stop, group.name))

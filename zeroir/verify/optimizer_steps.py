@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from zeroir.ir import ops
 from zeroir.ir.contents import DIRECTION
-from zeroir.ir.eight_bit_states import BLOCK_NUMEL
 from zeroir.verify import algebra, whole_steps
 from zeroir.verify.context import spell
 from zeroir.verify.domain import (
@@ -141,18 +140,19 @@ def _check_scales(
     key: FlatKey,
 ) -> None:
     """The scales must be those of the blocks that the elements are in, at the same version."""
-    start, stop = (position // BLOCK_NUMEL for position in interval)
-    strides = tuple((axis, stride // BLOCK_NUMEL) for axis, stride in param.strides)
+    block_numel = op.form.block_numel
+    start, stop = (position // block_numel for position in interval)
+    strides = tuple((axis, stride // block_numel) for axis, stride in param.strides)
     for name, region, pieces in zip(op.scale_quantities, op.scales, scales, strict=True):
         numbers = (*interval, param.shift, *(stride for _, stride in param.strides))
-        if any(number % BLOCK_NUMEL for number in numbers):
+        if any(number % block_numel for number in numbers):
             run.fail(
                 "Z403",
-                f"optimizer_step updates {spell(op.param, run.program)}, a part of the {BLOCK_NUMEL} elements that "
+                f"optimizer_step updates {spell(op.param, run.program)}, a part of the {block_numel} elements that "
                 f"share a scale in {spell(region, run.program)}",
                 op.param.buffer,
                 region.buffer,
             )
             return
-        blocks = Elements(FlatKey(name, key.flat, key.version), param.shift // BLOCK_NUMEL, strides)
+        blocks = Elements(FlatKey(name, key.flat, key.version), param.shift // block_numel, strides)
         check_state(run, op, (name, region), pieces, (start, stop), blocks)

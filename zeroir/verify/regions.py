@@ -15,8 +15,8 @@ from zeroir.ir.contents import (
     FlatContent,
     WeightContent,
 )
-from zeroir.ir.eight_bit_states import ABSMAX, blocks_numel
 from zeroir.ir.optimizers.catalogue import OWN_STATES
+from zeroir.ir.optimizers.forms import QUANTITIES_OF_BLOCKS, block_numel
 from zeroir.ir.own_coordinates import OWN_COORDINATES, own_numel
 from zeroir.ir.program import (
     SHARD_ALIGNMENT_NUMEL,
@@ -81,8 +81,8 @@ def content_problem(program: Program, content: Content, numel: int) -> str | Non
             return sentence
     stop = content.offset + (content.stride or numel) * (count - 1) + numel
     length = flat.padded_numel
-    if content.quantity in ABSMAX.values():
-        length = blocks_numel(flat.padded_numel)
+    if content.quantity in QUANTITIES_OF_BLOCKS:
+        length = -(-flat.padded_numel // block_numel(content.quantity))
     elif content.quantity in OWN_COORDINATES:
         # Shards may be padded; what is behind the last element is never read.
         length = -(-own_numel(content.quantity, flat) // (count * SHARD_ALIGNMENT_NUMEL)) * (

@@ -8,7 +8,6 @@ from typing import assert_never
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, Space
 from zeroir.ir.dtypes import DType
-from zeroir.ir.eight_bit_states import BLOCK_NUMEL
 from zeroir.verify.context import title
 from zeroir.verify.operand_checks import OperandChecks, Problem
 
@@ -147,6 +146,7 @@ def _speculation(
 
 def _coded_states(operands: OperandChecks, op: ops.OptimizerStep) -> Iterator[Problem]:
     """Each state is u8 codes of whole blocks, with one f32 scale for each block."""
+    block_numel = op.form.block_numel
     yield from operands.alike(op, ("Z005", "Z004", "Z006"), op.param, op.grad)
     yield from operands.alike(op, ("Z005", "Z006"), op.param, *op.states)
     for region in op.states:
@@ -156,12 +156,12 @@ def _coded_states(operands: OperandChecks, op: ops.OptimizerStep) -> Iterator[Pr
     if len(op.scales) != len(op.states):
         yield "Z005", f"{title(op)} has {len(op.states)} states, but scales of {len(op.scales)}"
     for region in (op.param, *op.states):
-        if region.offset % BLOCK_NUMEL or operands.numel(region) % BLOCK_NUMEL:
-            where = f"{operands.spell(region)} off the {BLOCK_NUMEL} elements that share a scale"
+        if region.offset % block_numel or operands.numel(region) % block_numel:
+            where = f"{operands.spell(region)} off the {block_numel} elements that share a scale"
             yield "Z003", f"{title(op)} cuts {where}"
     for region in op.scales:
-        if operands.numel(region) * BLOCK_NUMEL != operands.numel(op.param):
-            blocks = f"{operands.numel(op.param)} elements in blocks of {BLOCK_NUMEL}"
+        if operands.numel(region) * block_numel != operands.numel(op.param):
+            blocks = f"{operands.numel(op.param)} elements in blocks of {block_numel}"
             what = f"{operands.numel(region)} scales in {operands.spell(region)}"
             yield "Z005", f"{title(op)} updates {blocks}, but has {what}"
 

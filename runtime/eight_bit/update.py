@@ -15,9 +15,9 @@ from torch import Tensor
 
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel
 from zeroir.ir.ops import Algorithm
-from zeroir.runtime.chunked_update import GroupPieces
-from zeroir.runtime.compiled_rounding import CompiledRounding
-from zeroir.runtime.eight_bit_states import Scratch, code_map, narrow, widen
+from zeroir.runtime.eight_bit.compiled_rounding import CompiledRounding
+from zeroir.runtime.eight_bit.rounding import Scratch, code_map, narrow, widen
+from zeroir.runtime.optimizers.chunked_update import GroupPieces
 from zeroir.workspace.op_scratch import (
     CODED_CHUNK_NUMEL,
     CODED_CPU_CHUNK_NUMEL,

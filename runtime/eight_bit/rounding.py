@@ -1,4 +1,4 @@
-"""Optimizer states of 8 bits in torch: codes and scales of blocks to FP32, and back.
+"""Codes and scales of blocks to FP32, and back.
 
 The definition is in ``zeroir/ir/eight_bit_states.py``. A block is widened and rounded by itself, and each operation
 rounds by itself, so the bits depend neither on the other blocks nor on how a flat is cut, and every device computes the
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zeroir.errors import InternalError
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL, code_values
+from zeroir.ir.optimizers.forms import is_signed
 
 _UPPER_HALVES = 1 << 16
 """The number of upper halves of FP32 numbers."""
@@ -123,3 +124,11 @@ def narrow(
     else:
         torch.where(is_skipped, codes, new_codes, out=codes)
         torch.where(is_skipped, absmax, scales, out=absmax)
+
+
+def widened(state: str, codes: Tensor, absmax: Tensor) -> Tensor:
+    """The FP32 values of whole blocks of a state, in memory of their own."""
+    values = torch.empty(codes.numel(), device=codes.device)
+    scratch = Scratch(codes.numel(), codes.device)
+    widen(codes, absmax, values, scratch, signed=is_signed(state))
+    return values

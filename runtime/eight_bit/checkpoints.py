@@ -12,19 +12,20 @@ import torch
 from torch import Tensor
 
 from zeroir.ir.contents import FlatContent
-from zeroir.ir.eight_bit_states import (
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel
+from zeroir.ir.optimizers.forms import (
     ABSMAX,
-    BLOCK_NUMEL,
     CODES,
-    STATE_OF_ABSMAX,
-    STATE_OF_CODES,
-    blocks_numel,
+    QUANTITIES_OF_BLOCKS,
+    StateForm,
+    form_of,
     is_signed,
+    state_of,
 )
 from zeroir.ir.program import Program, Slot
 from zeroir.runtime.checkpoint.mapping import StoredElements, StoredParameters
 from zeroir.runtime.checkpoint.parts import elements_on
-from zeroir.runtime.eight_bit_states import Scratch, narrow, widen
+from zeroir.runtime.eight_bit.rounding import Scratch, narrow, widened
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.tensors import common
 
@@ -53,8 +54,8 @@ def fill_states_of_other_bits(
             if not stored.has(slot, quantity) or stored.place(slot, quantity) is not None:
                 continue
             blocks = range(blocks_numel(slot.numel))
-            if quantity in STATE_OF_ABSMAX:
-                state = STATE_OF_ABSMAX[quantity]
+            state = state_of(quantity)
+            if quantity in QUANTITIES_OF_BLOCKS:
                 first_block = slot.offset // BLOCK_NUMEL
                 for part in _chunks(common(_moved(held, -first_block), blocks)):
                     _, scales = _rounded(stored, slot, state, part, fill)
@@ -65,10 +66,10 @@ def fill_states_of_other_bits(
             wanted = range(own.start // BLOCK_NUMEL, blocks_numel(own.stop))
             for part in _chunks(common(wanted, blocks)):
                 elements = range(part.start * BLOCK_NUMEL, part.stop * BLOCK_NUMEL)
-                if quantity in STATE_OF_CODES:
-                    values, _ = _rounded(stored, slot, STATE_OF_CODES[quantity], part, fill)
+                if form_of(quantity) is StateForm.EIGHT_BITS:
+                    values, _ = _rounded(stored, slot, state, part, fill)
                 else:
-                    values = _widened(stored, slot, quantity, part, fill)
+                    values = _widened(stored, slot, state, part, fill)
                 inside = common(common(elements, own), range(slot.numel))
                 own_values = values[inside.start - elements.start : inside.stop - elements.start]
                 memory.write(buffer.name, inside.start + slot.offset - held.start, own_values)
@@ -106,6 +107,4 @@ def _widened(stored: StoredParameters, slot: Slot, state: str, blocks: range, fi
     codes, scales = torch.zeros(numel, dtype=torch.uint8), torch.zeros(len(blocks))
     fill(stored.of_parameter(slot, CODES[state], _elements(slot, blocks)), codes)
     fill(stored.of_parameter(slot, ABSMAX[state], blocks), scales)
-    values = torch.empty(numel)
-    widen(codes, scales, values, Scratch(numel, values.device), signed=is_signed(state))
-    return values
+    return widened(state, codes, scales)

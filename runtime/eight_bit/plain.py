@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from zeroir.ir.eight_bit_states import BLOCK_NUMEL, CODES, code_values, is_signed
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL, code_values
+from zeroir.ir.optimizers.forms import CODES, is_signed
 from zeroir.runtime.optimizers.plain import PlainOptimizer
 
 

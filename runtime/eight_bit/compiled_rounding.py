@@ -1,7 +1,7 @@
-"""The functions of ``eight_bit_states`` as compiled code for tensors on the CPU: one pass over the elements for each.
+"""The functions of ``rounding`` as compiled code for tensors on the CPU: one pass over the elements for each.
 
 The bits are those of torch's operators: all arithmetic is products, quotients and comparisons, and each rounds by
-itself. So it is of no consequence which rank has a compiler. The code is ``eight_bit_rounding.cpp``; it divides the
+itself. So it is of no consequence which rank has a compiler. The code is ``rounding.cpp``; it divides the
 blocks among the calling thread's threads as torch's operators do.
 """
 
@@ -23,11 +23,11 @@ from zeroir.errors import InternalError, KernelWarning
 from zeroir.ir import ops
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL
 from zeroir.ir.program import Program
-from zeroir.runtime.eight_bit_states import code_map
+from zeroir.runtime.eight_bit.rounding import code_map
 from zeroir.runtime.kernels.compile_pool import HostShare
 from zeroir.runtime.kernels.cpp_library import NoLibraryError, load_cpp_library
 
-_SOURCE: Final = Path(__file__).with_name("eight_bit_rounding.cpp")
+_SOURCE: Final = Path(__file__).with_name("rounding.cpp")
 _CPU: Final = torch.device("cpu")
 
 
@@ -72,7 +72,7 @@ class CompiledRounding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledState:
-    """Widens and narrows blocks of one state, as ``eight_bit_states`` does, without memory of its own.
+    """Widens and narrows blocks of one state, as ``rounding`` does, without memory of its own.
 
     ``values`` and ``steps`` are the addresses of tables that live as long as the process.
     """
@@ -85,12 +85,12 @@ class CompiledState:
     narrow_blocks: Callable[..., int]
 
     def widen(self, blocks: slice, out: Tensor) -> None:
-        """Write the FP32 values of blocks to ``out``, 1-d; see ``eight_bit_states.widen``."""
+        """Write the FP32 values of blocks to ``out``, 1-d; see ``rounding.widen``."""
         codes, absmax, count = self._place(blocks, out)
         _check(self.widen_blocks(count, codes, absmax, self.values, out.data_ptr()))
 
     def narrow(self, blocks: slice, values: Tensor, is_skipped: Tensor | None = None) -> None:
-        """Round ``values``, 1-d, to blocks; see ``eight_bit_states.narrow``, but ``values`` stay as they are."""
+        """Round ``values``, 1-d, to blocks; see ``rounding.narrow``, but ``values`` stay as they are."""
         codes, absmax, count = self._place(blocks, values)
         skip = None if is_skipped is None else is_skipped.data_ptr()
         _check(self.narrow_blocks(count, values.data_ptr(), self.steps, codes, absmax, skip))
