@@ -1,6 +1,7 @@
 """Optimizers with their settings, for ``zeroir.compile(..., optimizer=zeroir.optim.Muon(lr=2e-2))``.
 
-Each takes the settings that have an effect with it, by the names of ``zeroir compile --help``, and the defaults of
+Each has the name of its class in ``torch.optim``, or its own where torch does not have it; ``dir(zeroir.optim)`` lists
+them. It takes the settings that have an effect with it, by the names of ``zeroir compile --help``, and the defaults of
 ``torch.optim``; ``no_decay`` leaves parameters of fewer than two dimensions without weight decay, and ``bits=8`` keeps
 states of 8 bits. Classes and instances of ``torch.optim`` do as well.
 """
@@ -13,31 +14,30 @@ from typing import Final
 
 from zeroir.config.optimizer import OptimizerOptions
 from zeroir.errors import UserError
-from zeroir.ir.optimizers.catalogue import OPTIONS, Algorithm
-
-__all__ = ["SGD", "Adafactor", "Adam", "AdamW", "Lion", "Muon", "Shampoo"]
+from zeroir.ir.optimizers.catalogue import OPTIONS, Algorithm, with_settings
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """An update rule that is called with its settings."""
+    """An update rule that is called with its settings, on which depends which of the ``algorithms`` it is."""
 
     name: str
-    algorithm: Algorithm
+    algorithms: tuple[Algorithm, ...]
 
     @property
     def settings(self) -> dict[str, object]:
         """The settings that it takes, and their defaults."""
-        algorithm = Algorithm.MOMENTUM if self.algorithm is Algorithm.SGD else self.algorithm
         usual = OptimizerOptions()
-        own = {
-            name: option.defaults[algorithm]
-            for name, option in OPTIONS.items()
-            if algorithm in option.defaults
-        }
-        if self.algorithm is Algorithm.SGD:
-            own["momentum"] = 0.0
-        bits = {"bits": usual.bits} if algorithm.has_states_of_elements else {}
+        own: dict[str, object] = {}
+        for algorithm in self.algorithms:
+            own |= {
+                name: option.defaults[algorithm]
+                for name, option in OPTIONS.items()
+                if algorithm in option.defaults
+            }
+        own |= {name: value for name, value in self.algorithms[0].fixed.items() if name in own}
+        has_states = any(algorithm.has_states_of_elements for algorithm in self.algorithms)
+        bits = {"bits": usual.bits} if has_states else {}
         return {"lr": usual.lr, **own, "no_decay": usual.no_decay, **bits}
 
     @property
@@ -63,19 +63,28 @@ class Optimizer:
                 raise UserError(
                     f"zeroir.optim.{self.name} has no setting {name}; its settings are {known}."
                 )
-        algorithm = self.algorithm
-        if algorithm is Algorithm.SGD and settings.get("momentum"):
-            algorithm = Algorithm.MOMENTUM
-        elif algorithm is Algorithm.SGD:
-            settings = {name: value for name, value in settings.items() if name != "momentum"}
-        values = {name: value for name, value in settings.items() if value is not None}
+        algorithm = with_settings(self.algorithms, settings)
+        values = {
+            name: value
+            for name, value in settings.items()
+            if value is not None and name not in algorithm.fixed
+        }
         return OptimizerOptions.model_validate({"algorithm": algorithm, **values})
 
 
-SGD: Final = Optimizer("SGD", Algorithm.SGD)
-Adam: Final = Optimizer("Adam", Algorithm.ADAM)
-AdamW: Final = Optimizer("AdamW", Algorithm.ADAMW)
-Lion: Final = Optimizer("Lion", Algorithm.LION)
-Muon: Final = Optimizer("Muon", Algorithm.MUON)
-Adafactor: Final = Optimizer("Adafactor", Algorithm.ADAFACTOR)
-Shampoo: Final = Optimizer("Shampoo", Algorithm.SHAMPOO)
+_BY_NAME: Final = {
+    name: Optimizer(
+        name, tuple(algorithm for algorithm in Algorithm if algorithm.class_name == name)
+    )
+    for name in dict.fromkeys(algorithm.class_name for algorithm in Algorithm)
+}
+
+
+def __getattr__(name: str) -> Optimizer:
+    if name not in _BY_NAME:
+        raise AttributeError(f"zeroir.optim has no {name}; it has {', '.join(_BY_NAME)}", name=name)
+    return _BY_NAME[name]
+
+
+def __dir__() -> list[str]:
+    return list(_BY_NAME)

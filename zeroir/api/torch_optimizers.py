@@ -21,7 +21,7 @@ from zeroir.config.groups import DEFAULT_GROUP, GroupError, group_text, parse_gr
 from zeroir.config.optimizer import GROUP_KEYS
 from zeroir.errors import UserError
 from zeroir.frontend.source import ModelSource
-from zeroir.ir.optimizers.catalogue import OPTIONS, Algorithm
+from zeroir.ir.optimizers.catalogue import OPTIONS, Algorithm, with_settings
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -124,26 +124,13 @@ def _algorithms(kind: type) -> tuple[Algorithm, ...]:
     )
 
 
-def _algorithm(candidates: Iterable[Algorithm], settings: Mapping[str, object]) -> Algorithm:
-    """That with these settings; those that it fixes have its values, or are missing."""
-
-    def is_meant(algorithm: Algorithm) -> bool:
-        of_torch = algorithm.declaration.torch
-        fixed = {} if of_torch is None else of_torch.fixed
-        return all(settings.get(key, value) == value for key, value in fixed.items())
-
-    return next(filter(is_meant, candidates))
-
-
 def _of_class(kind: type, given: Mapping[str, object]) -> dict[str, object]:
     """The options, with the defaults of the class where nothing is given."""
     candidates = _algorithms(kind)
     defaults = _as_options(_defaults(kind))
-    algorithm = _algorithm(candidates, {**defaults, **given})
-    of_torch = algorithm.declaration.torch
-    fixed = {} if of_torch is None else of_torch.fixed
+    algorithm = with_settings(candidates, {**defaults, **given})
     own = _option_names(algorithm)
-    values = {name: value for name, value in given.items() if name in own or name not in fixed}
+    values = {n: value for n, value in given.items() if n in own or n not in algorithm.fixed}
     for name, value in defaults.items():
         if name in own - set(_OF_MOMENTUM):
             values.setdefault(name, value)
@@ -242,10 +229,9 @@ def _common(
     kind: type, candidates: Sequence[Algorithm], groups: Sequence[Mapping[str, object]]
 ) -> Algorithm:
     """The algorithm of all groups; one that fixes no setting has groups with any values of theirs."""
-    found = {_algorithm(candidates, group): None for group in groups}
+    found = {with_settings(candidates, group): None for group in groups}
     for algorithm in found:
-        of_torch = algorithm.declaration.torch
-        if len(found) == 1 or of_torch is None or not of_torch.fixed:
+        if len(found) == 1 or not algorithm.fixed:
             return algorithm
     names = " and ".join(found)
     raise UserError(

@@ -389,8 +389,7 @@ def _kind(head: Tree) -> dict[str, object]:
     for type_name, declared in OF_DEEPSPEED.items():
         is_named = type_name.lower() == str(block["type"]).lower()
         if is_named and not declared.is_from_torch and declared.optimizer is not None:
-            of_torch = Algorithm(declared.optimizer(type_name, keys)).declaration.torch
-            return {} if of_torch is None else dict(of_torch.fixed)
+            return dict(Algorithm(declared.optimizer(type_name, keys)).fixed)
     return {}
 
 

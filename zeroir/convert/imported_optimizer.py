@@ -270,7 +270,7 @@ def _algorithm(states: set[str], settings: Mapping[str, object]) -> Algorithm | 
     def is_meant(algorithm: Algorithm) -> bool:
         declaration = algorithm.declaration
         names = set(algorithm.state_names)
-        fixed = {} if declaration.torch is None else declaration.torch.fixed
+        fixed = algorithm.fixed
         return (
             declaration.marks is not None
             and settings.keys() >= {*declaration.marks, *fixed}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Literal, Self
@@ -17,7 +17,7 @@ from zeroir.ir.optimizers import (
     shampoo,
 )
 from zeroir.ir.optimizers.declaration import Declaration, OwnState
-from zeroir.ir.optimizers.elsewhere import InDeepSpeed
+from zeroir.ir.optimizers.elsewhere import InDeepSpeed, Values
 from zeroir.ir.optimizers.settings import Limits, Setting, Value
 
 
@@ -43,6 +43,18 @@ class Algorithm(StrEnum):
     MUON = "muon", muon.MUON
     ADAFACTOR = "adafactor", adafactor.ADAFACTOR
     SHAMPOO = "shampoo", shampoo.SHAMPOO
+
+    @property
+    def class_name(self) -> str:
+        """The class of ``torch.optim`` that it is, or what it is called where torch does not have it."""
+        of_torch = self.declaration.torch
+        return self.declaration.title if of_torch is None else of_torch.class_name
+
+    @property
+    def fixed(self) -> Values:
+        """The settings that tell it from another optimizer of the same class."""
+        of_torch = self.declaration.torch
+        return {} if of_torch is None else of_torch.fixed
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -82,6 +94,16 @@ OptimizerName = Literal[
     "shampoo",
 ]
 """The same names for type checkers, which know no computed ones."""
+
+
+def with_settings(algorithms: Iterable[Algorithm], settings: Values) -> Algorithm:
+    """The first of these whose fixed settings have such values, or are missing."""
+    return next(
+        algorithm
+        for algorithm in algorithms
+        if all(settings.get(key, value) == value for key, value in algorithm.fixed.items())
+    )
+
 
 USUAL: Final = Algorithm.ADAMW
 """The optimizer where none is named, and of the parameters that another one does not take."""

@@ -46,7 +46,7 @@ SGD: Final = Declaration(
         Setting(name="nesterov", default=False, fixed=_WITHOUT),
         weight_decay(0.0),
     ),
-    torch=InTorch(class_name="SGD", fixed={"momentum": 0}),
+    torch=InTorch(class_name="SGD", fixed={"momentum": 0.0}),
     marks=("momentum", "dampening"),
 )
 
