@@ -342,6 +342,10 @@ def of_frozen(module: nn.Module) -> torch.optim.Optimizer:
         ),
         (lambda m: Mine(m.parameters()), "zeroir has no optimizer"),
         (
+            lambda m: type("Adafactor", (Mine,), {})(m.parameters()),
+            ".Adafactor, which is not torch.optim.Adafactor: to train with the latter, pass torch.optim.Adafactor or",
+        ),
+        (
             lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True),
             "has amsgrad=True, which zeroir does not",
         ),

@@ -17,7 +17,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 4)
-        self.hidden = [torch.ones(4)]
+        self.hidden, self.head = [torch.ones(4)], closure()
 
     def forward(self, x):
         {forward}
@@ -32,6 +32,10 @@ def model():
 
 def batch():
     return {batch}
+
+def closure():
+    head = nn.Linear(4, 4)
+    return lambda x: head(x)
 """
 
 FORWARDS = {
@@ -55,7 +59,11 @@ FORWARDS = {
     "return (self.layer(x) @ torch.ones(3, 3)).mean()": r"cannot be traced at .*model.py:13: Runtime",
     "raise RuntimeError('one' + chr(10) + 'two')": r"cannot be traced at .*:13: RuntimeError: one two$",
     "return (self.layer(x) * self.hidden[0]).mean()": (
-        r"model.py:13 uses a tensor that is not a parameter or buffer of the model"
+        r"model.py:13 uses a tensor that is not a parameter or buffer of the model: .* nn.ModuleList"
+    ),
+    "return self.head(self.layer(x)).mean()": (
+        r"uses a tensor that is not a parameter or buffer of the model: .* an attribute of a module "
+        r"\(self.head = head\), also where a function in a closure calls it"
     ),
     "loss = self.layer(x).mean(); loss.backward(); return loss": r":13: .*forward calls backward\(\)",
     "return self.layer(x.double()).mean()": r":13: TypeError: linear mixes float64 with narrower",

@@ -119,9 +119,13 @@ def _algorithms(kind: type) -> tuple[Algorithm, ...]:
     name = kind.__name__
     if getattr(torch.optim, name, None) is kind and name in _OF_CLASS:
         return _OF_CLASS[name]
-    raise UserError(
-        f"zeroir has no optimizer {kind.__module__}.{kind.__qualname__}; of torch.optim it has {', '.join(_OF_CLASS)}."
-    )
+    what = f"zeroir has no optimizer {kind.__module__}.{kind.__qualname__}"
+    if name in _OF_CLASS:
+        raise UserError(
+            f"{what}, which is not torch.optim.{name}: to train with the latter, pass torch.optim.{name} or an "
+            "instance of it as the optimizer."
+        )
+    raise UserError(f"{what}; of torch.optim it has {', '.join(_OF_CLASS)}.")
 
 
 def _of_class(kind: type, given: Mapping[str, object]) -> dict[str, object]:

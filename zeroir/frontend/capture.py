@@ -64,7 +64,7 @@ from zeroir.frontend.source import (
     require_same_parameters,
 )
 from zeroir.frontend.state_check import note_on_state
-from zeroir.frontend.unsupported import require_supported
+from zeroir.frontend.unsupported import MAKE_PART_OF_MODEL, require_supported
 from zeroir.ir.limits import LONGEST_NAME, obeyed_character
 from zeroir.ir.program import ConstantBinding
 from zeroir.torch_ops.batches import Batch, BatchLeaves, flatten
@@ -365,9 +365,8 @@ def _traced(
     except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the model or of torch
         if is_on_another_device(error):
             raise UserError(
-                f"{capitalised(source.place_of(error))} uses a tensor that is not a parameter or buffer of the model; "
-                "keep modules in nn.ModuleList or nn.ModuleDict and tensors with register_buffer, not in plain lists "
-                "or dicts."
+                f"{capitalised(source.place_of(error))} uses a tensor that is not a parameter or buffer of the model: "
+                f"{MAKE_PART_OF_MODEL}."
             ) from None
         if is_higher_order(error):
             raise UserError(

@@ -21,6 +21,7 @@ from zeroir.frontend.block_reuse import ReusePlan
 from zeroir.frontend.joint_graph import Alias, InputKind, JointGraph, JointInput, JointNode
 from zeroir.frontend.node_facts import NodeFacts, facts_of, require_dtype, tensor_type
 from zeroir.frontend.node_origins import UNKNOWN_ORIGIN, NodeOrigin, origin_of
+from zeroir.frontend.unsupported import MAKE_PART_OF_MODEL
 from zeroir.ir.segment import NodeArg, Ref, Symbol, TensorType
 from zeroir.torch_ops.types import IR_DTYPE
 
@@ -135,14 +136,14 @@ class _Reader:
         tensor = constant if isinstance(constant, Tensor) else tensor
         if tensor.device.type == "meta" or isinstance(tensor, torch._subclasses.FakeTensor):
             raise UserError(
-                f"{self._place(node)} uses a tensor of shape {tuple(tensor.shape)} that is "
-                "not a registered buffer of a module; register it with register_buffer."
+                f"{self._place(node)} uses a tensor of shape {tuple(tensor.shape)} that is not a parameter or buffer "
+                f"of the model: {MAKE_PART_OF_MODEL}."
             )
         if tensor.requires_grad:
             raise UserError(
-                f"{self._place(node)} uses a tensor of shape {tuple(tensor.shape)} that "
-                "requires a gradient and is no parameter of the traced module: in a loss function or hook use the "
-                "module that it is given, and make what is to be trained a parameter of it."
+                f"{self._place(node)} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient and is no "
+                f"parameter of the model: {MAKE_PART_OF_MODEL}. A loss function or hook uses the module that it is "
+                "given."
             )
         dense = tensor.detach().contiguous()
         data = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,13 @@ _SHARDING_WRAPPERS = {
     "FSDPModule": None,
 }
 """Classes that train a module in their own way, and the attribute that holds the plain module."""
+
+MAKE_PART_OF_MODEL: Final = (
+    "make each module and parameter that it uses an attribute of a module (self.head = head), also where a function in "
+    "a closure calls it, lists and dicts of modules nn.ModuleList and nn.ModuleDict, and other tensors buffers with "
+    "register_buffer"
+)
+"""The remedy where a model uses a tensor that is not its own."""
 
 
 def require_supported(model: object, names: SourceNames) -> nn.Module:
