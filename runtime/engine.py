@@ -38,6 +38,8 @@ from zeroir.runtime.opened_program import EngineSettings, open_clock, open_progr
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.results import Evaluation, StepResult
 from zeroir.runtime.scheduled import Scheduler
+from zeroir.runtime.section_history import OTHER_PROGRAM
+from zeroir.runtime.sections_of_ranks import SectionsOfRanks
 from zeroir.runtime.trace import SpanRecorder, aligned, to_bytes
 from zeroir.runtime.weights import WeightFunction
 from zeroir.torch_ops.batches import Batch
@@ -96,6 +98,7 @@ class Engine(EngineValues):
             lambda: self.program.interleaved,
         )
         self._optimizer = None
+        self._sections: SectionsOfRanks | None = None
         self._facts = None
         self._is_allocated = False
         self._has_values = False
@@ -117,6 +120,9 @@ class Engine(EngineValues):
         self._opened = open_program(program, self.job, self.device, settings, kept)
         self._memory = self._opened.memory
         self._executor = self._opened.executor
+        if not self.job.is_alone:
+            self._sections = self._sections or SectionsOfRanks(self.job)
+            self._executor.compare_sections(self._sections)
         if self._optimizer is not None:
             self._optimizer.write_to([self._memory])
         elif program.groups:
@@ -167,6 +173,10 @@ class Engine(EngineValues):
     def _replace_program(self, program: Program) -> None:
         """Run another program: parameters, master weights and states keep their tensors."""
         step_count, seed = self.step_count, self._executor.seed
+        if self._sections is not None:
+            # Another rank may be in a section, and is to know why its connection breaks.
+            self._sections.begin(OTHER_PROGRAM, step_count + 1, self._executor.micro_steps_done)
+            self._sections.show()
         self._opened.close(self.job)
         self._open(program, kept=self._memory)
         self._executor.step_count = step_count
@@ -438,6 +448,8 @@ class Engine(EngineValues):
             self._checkpoints.close()
         finally:
             self._opened.close(self.job)
+            if self._sections is not None:
+                self._sections.close()
 
     def _micro_steps(self, batches: Sequence[Batch], is_last: bool) -> Sequence[Tensor]:
         if not is_last and self._accumulating is not None:

@@ -30,6 +30,7 @@ from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.rank_results import RankEvaluation, RankResult, RankResults
 from zeroir.runtime.saved_state import SavedState, saved_states, snapshot_events
 from zeroir.runtime.section_runner import RunSection, SectionRunner
+from zeroir.runtime.sections_of_ranks import SectionsOfRanks
 from zeroir.runtime.seeds import site_seed
 from zeroir.runtime.streams import Streams
 from zeroir.runtime.trace import Watch
@@ -41,8 +42,11 @@ from zeroir.torch_ops.batches import Batch
 class StepSettings(Protocol):
     """Writes what the host may change between steps, such as learning rates."""
 
-    def before_micro_step(self, step: int, *, is_last: bool) -> None:
-        """Write it for a step, counted from 1. No op that uses it is under way. The update follows if ``is_last``."""
+    def before_micro_step(self, step: int, *, micro_steps: int, is_last: bool) -> None:
+        """Write it for a step, counted from 1. No op that uses it is under way. The update follows if ``is_last``.
+
+        ``micro_steps`` are those taken so far, with this one, in all steps.
+        """
 
     def after_update(self) -> None:
         """Take notice of an update."""
@@ -64,6 +68,8 @@ class StepExecutor:
         self.step_count = 0
         self.micro_steps_done = 0
         """Micro-steps of the step that has begun."""
+        self._earlier_micro_steps = 0
+        """Those of the steps before it, since this executor or its ``restart``."""
         self.seed = seed
         self._weight = weight
         self._weights = [
@@ -116,23 +122,30 @@ class StepExecutor:
     def _micro_steps(self, groups: Sequence[Sequence[Batch]], *, is_last: bool) -> None:
         name = LAST_MICRO_STEP if is_last else MICRO_STEP
         # Ranks compare their settings before the first op.
-        self._runner.approach(name)
+        done = self.micro_steps_done + self._program.interleaved
+        self._runner.approach(name, self.step_count + 1, done)
         if self.settings is not None:
-            self.settings.before_micro_step(self.step_count + 1, is_last=is_last)
+            self.settings.before_micro_step(
+                self.step_count + 1,
+                micro_steps=self._earlier_micro_steps + done,
+                is_last=is_last,
+            )
         self._set_inputs(groups, self.micro_steps_done)
         for weights, own in zip(self._weights, groups, strict=True):
             for index, batch in enumerate(own):
                 weights.add(batch, self._weight, index)
         self._runner.run(name, self._in_step, self._watch())
-        self.micro_steps_done += self._program.interleaved
+        self.micro_steps_done = done
 
     def _update(self) -> list[RankResult]:
         before = [
             self._results.before_update(memory, weights.take())
             for memory, weights in zip(self.local_ranks.memories, self._weights, strict=True)
         ]
+        self._runner.approach(UPDATE, self.step_count + 1, self.micro_steps_done)
         self._runner.run(UPDATE, self._in_step, self._watch())
         self.step_count += 1
+        self._earlier_micro_steps += self.micro_steps_done
         self.micro_steps_done = 0
         results = [
             self._results.after_update(memory, values)
@@ -174,6 +187,7 @@ class StepExecutor:
             raise UserError("A step has begun with micro_step(): call update() before evaluate().")
         with self._streams.entered():
             self._set_inputs([[batch] for batch in batches], 0)
+            self._runner.approach(EVALUATE, self.step_count + 1, 0)
             self._runner.run(EVALUATE, self._between_steps)
             return [self._results.evaluation(memory) for memory in self.local_ranks.memories]
 
@@ -191,10 +205,15 @@ class StepExecutor:
         for saved in self._saved:
             saved.wait_until_released()
         with self._streams.entered():
+            self._runner.approach(SAVE, self.step_count + 1, self.micro_steps_done)
             self._runner.run(SAVE, self._between_steps)
             wait = self._streams.waiting_for(snapshot_events(self._program))
         self._saved = saved_states(self._program, self.local_ranks.memories, wait)
         return self._saved
+
+    def compare_sections(self, sections: SectionsOfRanks) -> None:
+        """Note there the sections in which ranks meet."""
+        self._runner.sections = sections
 
     def watch(self, step: int, watch: Watch) -> None:
         """Observe every op of that step alone, counting from 1. Ops stay bound to each ``watch`` that was given."""
@@ -228,6 +247,7 @@ class StepExecutor:
         """
         self.step_count = step_count
         self.micro_steps_done = 0
+        self._earlier_micro_steps = 0
         self._runner.restart()
         for weights in self._weights:
             weights.take()

@@ -214,23 +214,27 @@ class LiveOptimizer(torch.optim.Optimizer):
 class SettingsOfRanks:
     """Writes the settings of an optimizer before each step of a rank, and compares them with those of other ranks.
 
-    The comparison is an exchange of a few numbers between all ranks. It takes place at steps 1, 2, 4, and so on, and
+    The number of micro-steps so far is compared with them, because each rank divides by that of its own step. The
+    comparison is an exchange of a few numbers between all ranks. It takes place at steps 1, 2, 4, and so on, and
     from ``COMPARED_EVERY`` on at each multiple of it, so that it costs no time worth mentioning.
     """
 
     optimizer: LiveOptimizer
     job: Job
 
-    def before_micro_step(self, step: int, *, is_last: bool) -> None:
+    def before_micro_step(self, step: int, *, micro_steps: int, is_last: bool) -> None:
         """Write what changed, for a step that is counted from 1.
 
         Raises:
-            UserError: where a setting is invalid, or where two ranks have different ones.
+            UserError: where a setting is invalid, or where two ranks have different ones, or took different numbers of
+                micro-steps.
         """
         self.optimizer.write()
         if is_last and not self.job.is_alone and _is_compared(step):
             settings = self.optimizer.settings()
-            rows = self.job.exchange([value for group in settings for value in group])
+            own = [float(micro_steps), *(value for group in settings for value in group)]
+            counts, rows = zip(*((row[0], row[1:]) for row in self.job.exchange(own)), strict=True)
+            _require_same_counts(counts, step, self.job.rank)
             owners = [
                 group
                 for group, own in zip(self.optimizer.group_names, settings, strict=True)
@@ -248,6 +252,17 @@ COMPARED_EVERY: Final = 128
 
 def _is_compared(step: int) -> bool:
     return step % COMPARED_EVERY == 0 or (step < COMPARED_EVERY and step & (step - 1) == 0)
+
+
+def _require_same_counts(counts: Sequence[float], step: int, own_rank: int) -> None:
+    """Raise an error where two ranks took different numbers of micro-steps until the last one of a step."""
+    for rank, count in enumerate(counts):
+        if count != counts[0]:
+            kind = UserError if rank == own_rank else PeerError
+            raise kind(
+                f"Rank {rank} took {count:.0f} micro-steps until the end of step {step}, but rank 0 took "
+                f"{counts[0]:.0f}: take equally many micro-steps in each step on all ranks."
+            )
 
 
 def _require_same(owners: Sequence[str], rows: Sequence[Sequence[float]], own_rank: int) -> None:

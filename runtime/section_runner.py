@@ -20,8 +20,10 @@ from zeroir.ir import ops
 from zeroir.ir.labels import labels
 from zeroir.ir.program import OpPosition, Section
 from zeroir.runtime import state
+from zeroir.runtime.comm.base import DifferentCollectivesError
 from zeroir.runtime.comm.job import LostPeersError, is_lost_connection
 from zeroir.runtime.handlers import LocalRanks
+from zeroir.runtime.sections_of_ranks import SHOWN_S, SectionsOfRanks
 from zeroir.runtime.streams import Streams
 from zeroir.runtime.trace import Task, Watch
 
@@ -49,6 +51,13 @@ class SectionRunner:
         self._when: dict[str, str] = {}
         self._prepared: dict[str, list[Task]] = {}
         self._bound: dict[tuple[str, Watch | None], list[Task]] = {}
+        self.sections: SectionsOfRanks | None = None
+        """What ranks tell each other of the sections in which they meet."""
+        self._shared = {
+            section.name
+            for section in self._program.sections
+            if any(isinstance(op, ops.CollectiveOp) for op in section.body)
+        }
         self._pending = {
             section.name: (
                 [pending.event for pending in section.entry.pending],
@@ -96,17 +105,21 @@ class SectionRunner:
             if self._run_section is None or watch is not None:
                 self._issue(section, watch)
             else:
-                self.approach(name)
                 self._run_section(section, partial(self._issue, section, None))
             self._streams.join(leaving)
         self._has_failed = False
         self._position = None
 
-    def approach(self, name: str) -> None:
-        """Take the first op of a section as the one that began last."""
+    def approach(self, name: str, step: int, micro_steps: int) -> None:
+        """Take the first op of a section, which is to run next, as the one that began last.
+
+        ``step`` counts from 1; ``micro_steps`` of it are done at the end of the section.
+        """
         section = self._program.section_by_name.get(name)
         ops_in_order = () if section is None else section.positioned_ops()
         self._position = next((position for position, _ in ops_in_order), None)
+        if self.sections is not None and name in self._shared:
+            self.sections.begin(name, step, micro_steps)
 
     def establish(self, name: str) -> None:
         """Establish the entry state of a section, which is to run next, by the values of the buffers at rest."""
@@ -182,9 +195,23 @@ class SectionRunner:
 
         return named
 
+    def _different(self, error: Exception) -> UserError | None:
+        """The error that the ranks do different things, if this one comes from that."""
+        if self.sections is None:
+            return None
+        match error:
+            case DifferentCollectivesError():
+                return self.sections.error(patience_s=SHOWN_S)
+            case RuntimeError() if is_lost_connection(error):
+                return self.sections.error(patience_s=1.0)
+            case _:
+                return None
+
     def _explained(self, position: OpPosition, error: Exception) -> ZeroirError:
         """The error to raise for a failure in an op: it names the failure, the op and a remedy."""
         place = f"{self.labels[position]} {self._when[position.section]}"
+        if (different := self._different(error)) is not None:
+            return different
         if isinstance(error, RuntimeError) and is_lost_connection(error):
             return LostPeersError(
                 f"Rank {self._local_ranks.memories[0].rank} lost its peers in {place}: another rank stopped or is "

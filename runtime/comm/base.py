@@ -43,6 +43,10 @@ class LostConnectionError(RuntimeError):
     """Another rank has ended, or has not answered within the timeout."""
 
 
+class DifferentCollectivesError(RuntimeError):
+    """Another rank carries out a different collective."""
+
+
 class Comm(Protocol):
     """Collectives over the communicators of one program.
 

@@ -14,6 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from zeroir.runtime.comm.base import DifferentCollectivesError
 from zeroir.runtime.comm.peers import Peer
 
 SCRATCH_NUMEL: Final = 1 << 18
@@ -66,7 +67,7 @@ class SharedTensors:
     All peers of a group make one together, with one title, and ``agree`` before any of them changes its tensors.
 
     Raises:
-        RuntimeError: where another rank begins a different collective, or one of other sizes or dtypes.
+        DifferentCollectivesError: where another rank begins another collective, or one of other sizes or dtypes.
     """
 
     def __init__(self, peer_group: PeerGroup, title: str, tensors: Sequence[Tensor]) -> None:
@@ -117,7 +118,7 @@ class SharedTensors:
         peer = self._group.peers[coordinate]
         title, _, message = peer.receive().partition(b"\0")
         if title != self._title.encode() or len(message) != count_bytes:
-            raise RuntimeError(
+            raise DifferentCollectivesError(
                 f"on the communicator '{self._group.name}' rank {peer.rank} carries out {title.decode()}, "
                 f"but this rank carries out {self._title}"
             )

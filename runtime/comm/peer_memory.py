@@ -84,7 +84,7 @@ class _OpenCollective:
     """One collective of one communicator, whose ranks read each other's sources and destinations.
 
     Raises:
-        RuntimeError: where another rank begins a different collective, or one of other sizes or dtypes.
+        DifferentCollectivesError: where another rank begins another collective, or one of other sizes or dtypes.
     """
 
     def __init__(self, peer_group: PeerGroup, kind: str, tensors: CollectiveTensors) -> None:

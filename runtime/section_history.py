@@ -1,0 +1,93 @@
+"""The sections that a rank has run, by which ranks that wait for each other notice that they do different things."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from zeroir.ir.program import (
+    EVALUATE,
+    LAST_MICRO_STEP,
+    MICRO_STEP,
+    SAVE,
+    STEP_SECTIONS,
+    UPDATE,
+)
+
+_REMEMBERED: Final = 256
+"""Entries of a history. Ranks meet in each section that it has, so they are never far apart."""
+_LISTED: Final = 8
+"""The most ranks that a sentence lists."""
+
+OTHER_PROGRAM: Final = "other program"
+"""What stands in a history for the change to another program, at which ranks meet, too."""
+
+
+class Entry(NamedTuple):
+    """A section that a rank began in a step, counted from 1; ``micro_steps`` of the step were done at its end."""
+
+    section: str
+    step: int
+    micro_steps: int
+
+    def in_words(self) -> str:
+        """What the rank did, after its name."""
+        micro_step = f"micro-step {self.micro_steps} of step {self.step}"
+        did = {
+            MICRO_STEP: f"took {micro_step}, with more to follow",
+            LAST_MICRO_STEP: f"took {micro_step} as the last of the step",
+            UPDATE: f"ended step {self.step} after micro-step {self.micro_steps}",
+            EVALUATE: f"evaluated before step {self.step}",
+            SAVE: f"saved before the end of step {self.step}",
+            OTHER_PROGRAM: f"went on with another program in step {self.step}",
+        }
+        return did[self.section]
+
+
+class SectionHistory:
+    """The last sections of a rank, numbered from its first one on. Any thread may read it."""
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[int, Entry]] = deque(maxlen=_REMEMBERED)
+        self.count = 0
+
+    def add(self, entry: Entry) -> None:
+        """Add the section that begins; a micro-step that is tried with another batch is one."""
+        is_unique = entry.section in STEP_SECTIONS
+        if is_unique and self._entries and self._entries[-1][1] == entry:
+            return
+        self.count += 1
+        self._entries.append((self.count, entry))
+
+    def encoded(self) -> str:
+        """One line, which ``decoded`` reads."""
+        return json.dumps([[number, *entry] for number, entry in tuple(self._entries)])
+
+
+def decoded(line: str) -> Mapping[int, Entry]:
+    """The entries of an encoded history, by their numbers."""
+    return {number: Entry(*fields) for number, *fields in json.loads(line)}
+
+
+def difference(histories: Mapping[int, Mapping[int, Entry]]) -> str | None:
+    """A sentence on the first section in which two ranks differ, by their histories; None where none is known."""
+    for number in sorted({number for history in histories.values() for number in history}):
+        ranks: dict[Entry, list[int]] = {}
+        for rank, history in sorted(histories.items()):
+            if number in history:
+                ranks.setdefault(history[number], []).append(rank)
+        if len(ranks) > 1:
+            what = [f"{_named(those)} {entry.in_words()}" for entry, those in ranks.items()]
+            return (
+                f"The ranks do different things: {', but '.join(what)}. Call the engine's methods on all ranks "
+                "together, with equally many micro-steps in each step."
+            )
+    return None
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:_LISTED]))}{', …' * (len(ranks) > _LISTED)}"
