@@ -111,6 +111,16 @@ class LiveOptimizer(torch.optim.Optimizer):
             for group, param_group in zip(self._groups, self.param_groups, strict=True)
         ]
 
+    def require(self, updates: Sequence[Mapping[str, object]]) -> None:
+        """Check that the groups may have these settings, in the order of ``param_groups``, beside those that they have.
+
+        Raises:
+            UserError: where a setting has no valid value.
+        """
+        self.settings()
+        for group, present, update in zip(self._groups, self.param_groups, updates, strict=True):
+            _require_valid(group, _settings(group, {**present, **update}))
+
     def write(self) -> None:
         """Write the settings that changed since they were last written, on every local rank.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, MutableMapping, Sequence
 
 from zeroir.errors import UserError
@@ -68,7 +69,12 @@ class Scheduler:
             UserError: where the state is of another number of groups, or is none of a scheduler.
         """
         updates_done, lrs = state.get("updates_done"), state.get("lrs")
-        if not isinstance(updates_done, int) or not isinstance(lrs, list):
+        if (
+            not isinstance(updates_done, int)
+            or updates_done < 0
+            or not isinstance(lrs, list)
+            or not all(isinstance(lr, int | float) and 0 <= lr < math.inf for lr in lrs)
+        ):
             raise UserError("The state of the learning-rate schedule is not one that was saved.")
         if len(lrs) != len(self._groups):
             raise UserError(

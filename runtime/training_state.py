@@ -84,7 +84,8 @@ class TrainingState:
             if loaded.state is None:
                 self._seed_generators(loaded.step)
             else:
-                set_random_states(own[_RANDOM], self.engine.device)
+                states = own.get(_RANDOM)
+                set_random_states(states if isinstance(states, Mapping) else {}, self.engine.device)
         return Resumed(
             resumption=resumption, batches=self.data.batches_taken, schedule=schedule, steps=steps
         )

@@ -22,7 +22,11 @@ from zeroir.ir.buffers import Space
 from zeroir.ir.program import MICRO_STEP, SAVE, Program, why_not_save
 from zeroir.runtime.checkpoint.background import BackgroundWriter, PendingSave
 from zeroir.runtime.checkpoint.compatibility import require_loadable
-from zeroir.runtime.checkpoint.groups import restore_groups, stored_groups
+from zeroir.runtime.checkpoint.groups import (
+    require_groups,
+    restore_groups,
+    stored_groups,
+)
 from zeroir.runtime.checkpoint.loading import (
     LOADING,
     SHARED,
@@ -32,6 +36,7 @@ from zeroir.runtime.checkpoint.loading import (
     fill_open_step,
     rank_state,
     read_together,
+    require_open_step,
     shared_state,
     verify_share,
 )
@@ -139,7 +144,7 @@ class Checkpointer:
             step=executor.step_count,
             seed=executor.seed,
             origin=self._origin(running.program),
-            metrics=dict(metrics),
+            metrics=_numbers(metrics),
             groups=() if optimizer is None else stored_groups(optimizer),
             shared=shared,
             config=facts.config,
@@ -208,22 +213,20 @@ class Checkpointer:
         rounds = self._open_rounds()
 
         def require(manifest: Manifest) -> list[str]:
+            """Sentences on what begins anew."""
             stored = StoredParameters(manifest, path, weights_only=weights_only)
+            if running.optimizer is not None and not weights_only:
+                require_groups(path, manifest.groups, running.optimizer)
             return require_loadable(
                 running.program, stored, weights_only=weights_only, has_values=has_values
             )
 
         manifest = read_together(rounds, path, require)
-        notes = require(manifest)
-        if manifest.open_step is not None and go_on_within is not None and not weights_only:
-            running = go_on_within()
-        program, executor = running.program, running.executor
-        open_step, note = (None, None) if weights_only else self._open_step(program, manifest)
-        notes += [] if note is None else [note]
-
+        notes: list[str] = []
         states: list[object] = [None, None]
 
         def verify() -> bytes:
+            notes.extend(require(manifest))
             verify_share(path, manifest, self._job.rank, self._world_size)
             if not weights_only:
                 own_rank = running.memories[0].rank
@@ -231,6 +234,14 @@ class Checkpointer:
             return b""
 
         rounds.hold(LOADING, verify)
+        if manifest.open_step is not None and go_on_within is not None and not weights_only:
+            running = go_on_within()
+        program, executor = running.program, running.executor
+        open_step, note = (None, None) if weights_only else self._open_step(program, manifest)
+        notes += [] if note is None else [note]
+        if open_step is not None:
+            own_ranks = [memory.rank for memory in running.memories]
+            rounds.hold(LOADING, partial(require_open_step, program, path, open_step, own_ranks))
         stored = StoredParameters(manifest, path, weights_only=weights_only)
         sums: list[float] = []
 
@@ -333,6 +344,22 @@ class Checkpointer:
         if self._digested is None or self._digested[0] is not program:
             self._digested = program, digest(program)
         return self._digested[1]
+
+
+def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics as plain numbers, also those of numpy and tensors of one element.
+
+    Raises:
+        UserError: where one is no number.
+    """
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            kind = type(value).__qualname__
+            raise UserError(f"The metric {name!r} is of type {kind}: give a number.") from None
+    return numbers
 
 
 def _takers(running: Running, *, is_copied: bool) -> list[Taker]:

@@ -16,6 +16,8 @@ from zeroir.ir.reports import Quantity
 from zeroir.runtime.checkpoint.mapping import StoredParameters
 from zeroir.runtime.checkpoint.parts import saved_quantities, state_quantities
 
+_LARGEST_F32 = 3.4028234663852886e38
+
 _OTHER_MODEL = "load the checkpoint of this model, or compile the model that it was saved from"
 
 
@@ -33,6 +35,7 @@ def require_loadable(
     notes = list(_check_buffers(program, stored, has_values=has_values))
     if weights_only:
         return notes
+    _require_counters(program, stored)
     if not stored.manifest.groups and any(state_quantities(program).values()):
         missing = [
             slot.name
@@ -98,6 +101,27 @@ def _require_parameters(program: Program, stored: StoredParameters) -> None:
                 )
 
 
+def _require_counters(program: Program, stored: StoredParameters) -> None:
+    """Refuse counts that no training has: below 0, not finite, or a loss scale that is not above 0."""
+    scalars = {scalar.name: scalar.values for scalar in stored.manifest.scalars}
+    scale = program.report_of.get(Quantity.LOSS_SCALE)
+    for name in program.counters:
+        values = scalars.get(name)
+        if values is None:
+            continue
+        is_scale = scale is not None and scale.buffer == name
+        is_valid = all(0 <= value <= _LARGEST_F32 for value in values)
+        if (
+            len(values) != program.buffer_by_name[name].numel
+            or not is_valid
+            or (is_scale and values[0] == 0)
+        ):
+            raise UserError(
+                f"'{stored.path}' has the values {list(values)} of the scalar '{name}', which no training has: use "
+                "another checkpoint."
+            )
+
+
 def _require_parameter(slot: Slot, stored: StoredParameters) -> None:
     home = stored.home(slot)
     if home is None:
@@ -113,6 +137,9 @@ def _require_parameter(slot: Slot, stored: StoredParameters) -> None:
             f"'{slot.name}' has the shape {list(shape)} in '{stored.path}', but {list(slot.shape)} in the program: "
             f"{_OTHER_MODEL}."
         )
+    for quantity in flat.quantities:
+        if quantity.name in stored.quantities(flat):
+            stored.dtype(quantity.dtype, f"{quantity.name} of '{slot.name}'")
     if slot.numel and TRAINED not in stored.quantities(flat):
         raise UserError(
             f"'{stored.path}' has no values of the parameter '{slot.name}': use another checkpoint."
@@ -202,6 +229,7 @@ def _check_buffers(
             continue
         saved = stored_buffer(stored, binding, 0)
         if saved is not None and saved.shape == binding.shape:
+            stored.dtype(saved.dtype, f"the buffer '{saved.name}'")
             continue
         problem = f"has no buffer '{binding.name}'"
         if saved is not None:

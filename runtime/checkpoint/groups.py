@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from pydantic import JsonValue
-
-from zeroir.checkpoint.manifest import StoredGroup
+from zeroir.checkpoint.manifest import PlainSetting, Setting, StoredGroup
 from zeroir.errors import UserError
 from zeroir.runtime.live_optimizer import LiveOptimizer
 
@@ -26,7 +24,7 @@ def stored_groups(optimizer: LiveOptimizer) -> tuple[StoredGroup, ...]:
             name=group["name"],
             algorithm=algorithm.value,
             settings={
-                key: _plain(value, key, group["name"])
+                key: _setting(value, key, group["name"])
                 for key, value in group.items()
                 if key not in _NO_SETTINGS
             },
@@ -36,9 +34,22 @@ def stored_groups(optimizer: LiveOptimizer) -> tuple[StoredGroup, ...]:
     )
 
 
+def require_groups(path: str, groups: Sequence[StoredGroup], optimizer: LiveOptimizer) -> None:
+    """Check that the optimizer can take the settings of the groups of the same names.
+
+    Raises:
+        UserError: where a setting has no valid value.
+    """
+    stored = _settings(groups)
+    try:
+        optimizer.require([stored.get(name, {}) for name in optimizer.group_names])
+    except UserError as error:
+        raise UserError(f"'{path}' has settings that no optimizer takes: {error}") from error
+
+
 def restore_groups(groups: Sequence[StoredGroup], optimizer: LiveOptimizer) -> Iterator[str]:
     """Give the groups the settings of those of the same names; a sentence for each group without one."""
-    stored = {group.name: group.settings for group in groups}
+    stored = _settings(groups)
     for group in optimizer.param_groups:
         settings = stored.get(group["name"])
         if settings is None:
@@ -47,14 +58,20 @@ def restore_groups(groups: Sequence[StoredGroup], optimizer: LiveOptimizer) -> I
                 "keeps those that it has"
             )
             continue
-        for key, value in settings.items():
-            # JSON has no tuples, and torch's settings no lists.
-            group[key] = tuple(value) if isinstance(value, list) else value
+        group.update(settings)
 
 
-def _plain(value: object, key: str, group: str) -> JsonValue:
+def _settings(groups: Sequence[StoredGroup]) -> Mapping[str, Mapping[str, Setting]]:
+    return {group.name: group.settings for group in groups}
+
+
+def _setting(value: object, key: str, group: str) -> Setting:
     if isinstance(value, tuple | list):
-        return [_plain(item, key, group) for item in value]
+        return tuple(_plain(item, key, group) for item in value)
+    return _plain(value, key, group)
+
+
+def _plain(value: object, key: str, group: str) -> PlainSetting:
     if isinstance(value, bool | int | str | None):
         return value
     if isinstance(value, float) and math.isfinite(value):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Final
 
 import torch
@@ -21,11 +22,12 @@ from zeroir.checkpoint.state_tree import decode
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Role
 from zeroir.ir.contents import DIRECTION, GRAD, FlatContent
-from zeroir.ir.program import Program
+from zeroir.ir.dtypes import DType
+from zeroir.ir.program import MICRO_STEP, Program
 from zeroir.runtime.checkpoint.compatibility import stored_buffer
 from zeroir.runtime.checkpoint.mapping import StoredElements, StoredParameters
 from zeroir.runtime.checkpoint.rounds import Rounds
-from zeroir.runtime.checkpoint.snapshots import WEIGHT_SUM
+from zeroir.runtime.checkpoint.snapshots import WEIGHT_SUM, open_buffers
 from zeroir.runtime.checkpoint.torch_trees import TorchTensors
 from zeroir.runtime.eight_bit.checkpoints import fill_states_of_other_bits
 from zeroir.runtime.rank_memory import RankMemory
@@ -180,10 +182,36 @@ def fill_kept_scalars(program: Program, memory: RankMemory, manifest: Manifest) 
     """Give the scalars that training keeps the values of a checkpoint, where it has them."""
     saved = {scalar.name: scalar.values for scalar in manifest.scalars}
     for name in program.counters:
-        target = memory.buffer(name)
         values = saved.get(name)
-        if values is not None and len(values) == target.numel():
+        if values is not None:
+            target = memory.buffer(name)
             target.copy_(torch.tensor(values, dtype=torch.float64))
+
+
+def require_open_step(
+    program: Program, path: str, open_step: OpenStep, ranks: Iterable[int]
+) -> bytes:
+    """Check that the program has the sums of a step that has begun, and the checkpoint those of each of the ranks.
+
+    Raises:
+        UserError: where a sum is missing or has another size.
+    """
+    wanted = {name: program.buffer_by_name[name].dtype.value for name in open_buffers(program)}
+    numels = {name: program.buffer_by_name[name].numel for name in wanted}
+    wanted[WEIGHT_SUM], numels[WEIGHT_SUM] = DType.F64.value, 1
+    is_possible = MICRO_STEP in program.section_by_name
+    for rank in ranks:
+        own = {piece.name: piece for piece in open_step.pieces if rank in piece.ranks}
+        is_possible &= own.keys() == wanted.keys() and all(
+            (piece.dtype, prod(piece.shape)) == (wanted[name], numels[name])
+            for name, piece in own.items()
+        )
+    if not is_possible or open_step.micro_steps % program.interleaved:
+        raise UserError(
+            f"'{path}' was saved within a step, and its manifest has other sums of it than the program: use another "
+            "checkpoint."
+        )
+    return b""
 
 
 def fill_open_step(memory: RankMemory, path: str, manifest: Manifest, open_step: OpenStep) -> float:

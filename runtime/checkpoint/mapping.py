@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from zeroir.checkpoint.consistency import as_flat
 from zeroir.checkpoint.manifest import MASTER as TRAINED
 from zeroir.checkpoint.manifest import Manifest, Piece, StoredBuffer, StoredFlat
 from zeroir.errors import UserError
@@ -18,7 +19,7 @@ from zeroir.ir.contents import EMA, MASTER, PARAM, FlatContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.optimizers.forms import in_another_form
 from zeroir.ir.own_coordinates import extents
-from zeroir.ir.program import Flat, Program, Slot
+from zeroir.ir.program import Program, Slot
 from zeroir.runtime.checkpoint.parts import elements_on
 
 
@@ -101,16 +102,16 @@ class StoredParameters:
         flat, _ = self._homes.get(name, (None, 0))
         if flat is None or len(flat.parameters) > 1:
             return None
-        pieces = [piece for q in flat.quantities if q.name == TRAINED for piece in q.pieces]
-        if len(pieces) != 1:
+        trained = next((q for q in flat.quantities if q.name == TRAINED), None)
+        if trained is None or len(trained.pieces) != 1:
             return None
         return StoredBuffer(
             name=name,
-            dtype=flat.dtype,
+            dtype=trained.dtype,
             shape=flat.parameters[0].shape,
             ranks=(),
-            file=pieces[0].file,
-            tensor=pieces[0].tensor,
+            file=trained.pieces[0].file,
+            tensor=trained.pieces[0].tensor,
         )
 
     def quantities(self, flat: StoredFlat) -> frozenset[str]:
@@ -134,7 +135,7 @@ class StoredParameters:
             return None
         key = flat.name, quantity
         if key not in self._starts:
-            self._starts[key] = [extent.offset for extent in extents(quantity, _as_flat(flat))]
+            self._starts[key] = [extent.offset for extent in extents(quantity, as_flat(flat))]
         return StoredPlace(
             flat=flat.name, quantity=quantity, index=index, start=self._starts[key][index]
         )
@@ -241,18 +242,3 @@ class StoredParameters:
             raise UserError(
                 f"'{self.path}' has {what} in the dtype {name}, which no program computes with: convert it first."
             ) from None
-
-
-def _as_flat(stored: StoredFlat) -> Flat:
-    """A flat of a checkpoint as one of a program, for the places of parameters in it."""
-    return Flat(
-        name=stored.name,
-        unit=stored.name,
-        dtype=DType.F32,
-        is_trainable=stored.is_trainable,
-        padded_numel=0,
-        slots=tuple(
-            Slot(name=p.name, offset=p.offset, shape=p.shape, aliases=p.aliases)
-            for p in stored.parameters
-        ),
-    )

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
-from tests.support.checkpoint_files import ORIGIN, manifests
+from tests.support.checkpoint_files import ORIGIN, manifests, signed_manifest
+from zeroir.checkpoint.checksums import checksum_of
 from zeroir.checkpoint.manifest import Manifest, Piece, StoredFile, StoredTensor
 from zeroir.checkpoint.manifest_file import manifest_bytes, parse_manifest
 from zeroir.errors import InternalError, UserError
@@ -62,13 +63,6 @@ def test_the_checksum_is_that_of_the_json_that_python_writes() -> None:
     assert document["checksum"] == f"xxh3_128:{xxhash.xxh3_128_hexdigest(text)}"
 
 
-def signed(value: JsonValue) -> bytes:
-    """The file of any value, valid or not."""
-    text = json.dumps(value, separators=(",", ":"))
-    checksum = f"xxh3_128:{xxhash.xxh3_128_hexdigest(text.encode())}"
-    return f'{{"checksum":"{checksum}","manifest":{text}}}\n'.encode()
-
-
 def plain_manifest() -> Edit:
     """The JSON of a small manifest."""
     manifest = Manifest(step=1, origin=ORIGIN)
@@ -76,7 +70,9 @@ def plain_manifest() -> Edit:
 
 
 def test_the_form_of_the_test_is_that_of_the_file() -> None:
-    assert parse_manifest(signed(plain_manifest()), PATH) == Manifest(step=1, origin=ORIGIN)
+    assert parse_manifest(signed_manifest(plain_manifest()), PATH) == Manifest(
+        step=1, origin=ORIGIN
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,7 +91,7 @@ def test_the_form_of_the_test_is_that_of_the_file() -> None:
 )
 def test_what_this_version_cannot_read_is_refused(edit: Edit, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        parse_manifest(signed({**plain_manifest(), **edit}), PATH)
+        parse_manifest(signed_manifest({**plain_manifest(), **edit}), PATH)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +103,8 @@ def test_what_this_version_cannot_read_is_refused(edit: Edit, message: str) -> N
         b'{"manifest":1,"checksum":2}\n',
         b'{"checksum":"xxh3_128:","manifest":NaN}\n',
         b"[" * 100_000,
-        signed([]),
-        signed({"step": 1, "format": None}),
+        signed_manifest([]),
+        signed_manifest({"step": 1, "format": None}),
     ],
 )
 def test_other_bytes_are_refused(data: bytes) -> None:
@@ -159,8 +155,15 @@ def _with_flat(manifest: Manifest, **update: object) -> Manifest:
 
 
 def _file(name: str, **update: object) -> StoredFile:
-    tensor = StoredTensor(name="t", dtype="f32", numel=2, checksum="xxh3_128:")
-    file = StoredFile(name=name, size_bytes=100, checksum="", header_checksum="", tensors=(tensor,))
+    checksum = checksum_of(b"")
+    tensor = StoredTensor(name="t", dtype="f32", numel=2, checksum=checksum)
+    file = StoredFile(
+        name=name,
+        size_bytes=100,
+        checksum=checksum,
+        header_checksum=checksum,
+        tensors=(tensor,),
+    )
     return file.model_copy(update=update)
 
 
@@ -181,7 +184,7 @@ def test_files_are_in_the_folder(files: tuple[StoredFile, ...], problem: str) ->
     with pytest.raises(InternalError, match=problem):
         manifest_bytes(manifest)
     with pytest.raises(UserError, match=f"is damaged: .*{problem}"):
-        parse_manifest(signed(json.loads(manifest.model_dump_json())), PATH)
+        parse_manifest(signed_manifest(json.loads(manifest.model_dump_json())), PATH)
 
 
 @given(manifests(), st.sampled_from(["file", "tensor", "stop"]))

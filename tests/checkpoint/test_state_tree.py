@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as st_numpy
 from pydantic import JsonValue
 
 from tests.support.checkpoint_files import ORIGIN
-from zeroir.checkpoint.manifest import Manifest, RankState
+from zeroir.checkpoint.manifest import Manifest
 from zeroir.checkpoint.manifest_file import manifest_bytes, parse_manifest
 from zeroir.checkpoint.state_tree import (
     LARGEST_DEPTH,
@@ -62,9 +62,8 @@ trees = st.recursive(
 def through_file(tree: object, codec: TensorCodec | None = None) -> object:
     """The tree from the bytes of a manifest, and from those of its arrays."""
     value, arrays = encode(tree, codec=codec)
-    state = RankState(rank=0, state=value)
-    manifest = Manifest(step=1, origin=ORIGIN, ranks=(state,))
-    again = parse_manifest(manifest_bytes(manifest), "manifest.json").ranks[0].state
+    manifest = Manifest(step=1, origin=ORIGIN, shared=value)
+    again = parse_manifest(manifest_bytes(manifest), "manifest.json").shared
     assert sorted(tensor_names(again)) == sorted(arrays)
     assert all(array.data.nbytes for array in arrays.values())
     return decode(again, lambda name: arrays[name].data, codec=codec)

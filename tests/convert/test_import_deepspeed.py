@@ -85,7 +85,7 @@ def test_settings_of_groups_ties_and_frozen_parameters_are_kept(tmp_path: Path) 
         for group in manifest.groups:
             assert group.algorithm == "adamw"
             assert group.settings["lr"] == LR
-            assert group.settings["betas"] == list(BETAS)
+            assert group.settings["betas"] == BETAS
         assert [group.name for group in manifest.groups] == ["default", "group1"][
             : len(manifest.groups)
         ]

@@ -31,10 +31,7 @@ def write_trained(
         StoredGroup(
             name=f"group{index}",
             algorithm="adamw",
-            settings={
-                key: list(group[key]) if key == "betas" else group[key]
-                for key in ("lr", "betas", "eps", "weight_decay")
-            },
+            settings={key: group[key] for key in ("lr", "betas", "eps", "weight_decay")},
             parameters=tuple(names[value] for value in group["params"]),
         )
         for index, group in enumerate(optimizer.param_groups)

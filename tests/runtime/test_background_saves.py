@@ -6,8 +6,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -97,6 +99,16 @@ def test_a_program_without_the_section_saves_while_training_waits(tmp_path: Path
     with pytest.raises(UserError, match="section `save`"):
         engine.save(tmp_path / "saved", wait=False)
     engine.save(tmp_path / "saved")
+
+
+def test_metrics_are_numbers_of_any_library(tmp_path: Path) -> None:
+    engine = trained_engine(lowered(mlp(), 0, 1))
+    metrics = {"numpy": np.float32(1.5), "torch": torch.tensor([2.0]), "int": 3}
+    engine.save(tmp_path / "saved", metrics=cast("dict[str, float]", metrics))
+    assert read_manifest(str(tmp_path / "saved")).metrics == {"numpy": 1.5, "torch": 2, "int": 3}
+    with pytest.raises(UserError, match="The metric 'loss' is of type str: give a number"):
+        engine.save(tmp_path / "other", metrics=cast("dict[str, float]", {"loss": "low"}))
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 def test_state_that_cannot_be_saved_leaves_nothing(tmp_path: Path) -> None:

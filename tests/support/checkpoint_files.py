@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from itertools import pairwise
 from math import prod
 
 import numpy as np
+import xxhash
 from hypothesis import strategies as st
 
 from zeroir.checkpoint.manifest import (
@@ -98,12 +100,19 @@ def flat_manifest(
         name="flat",
         dtype="bf16",
         is_trainable=True,
-        parameters=(StoredParameter(name="weight", offset=0, shape=(total - 1,)),),
+        parameters=(StoredParameter(name="weight", offset=0, shape=(max(total - 1, 0),)),),
         quantities=(quantity(MASTER, "f32"), quantity("exp_avg", "bf16")),
     )
     return Manifest(
         step=step, origin=ORIGIN, metrics=dict(metrics), files=tuple(files), flats=(flat,)
     )
+
+
+def signed_manifest(value: object) -> bytes:
+    """The file of any value, valid or not."""
+    text = json.dumps(value, separators=(",", ":"))
+    checksum = f"xxh3_128:{xxhash.xxh3_128_hexdigest(text.encode())}"
+    return f'{{"checksum":"{checksum}","manifest":{text}}}\n'.encode()
 
 
 _words = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -119,6 +128,14 @@ _json = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_words, inner, max_size=3),
     max_leaves=6,
 )
+_plain_settings = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | _words
+)
+_settings = _plain_settings | st.lists(_plain_settings, max_size=2).map(tuple)
 
 
 @st.composite
@@ -163,25 +180,26 @@ def manifests(draw: st.DrawFn) -> Manifest:
     flat = StoredFlat(
         name=draw(_words),
         dtype=draw(_dtypes),
-        is_trainable=draw(st.booleans()),
+        is_trainable=True,
         parameters=tuple(parameters),
         quantities=(quantity(MASTER, offset), quantity("exp_avg", offset)),
     )
-    buffers = tuple(buffer(name) for name in draw(st.lists(_words, max_size=2)))
+    buffers = tuple(buffer(name) for name in draw(st.lists(_words, max_size=2, unique=True)))
     open_step = draw(
         st.none() | st.builds(OpenStep, micro_steps=st.integers(1, 9), pieces=st.just(()))
     )
     return Manifest(
         step=draw(st.integers(0, 1 << 40)),
-        seed=draw(st.none() | st.integers()),
-        origin=ORIGIN,
+        seed=draw(st.none() | st.integers(0, (1 << 63) - 1)),
+        origin=ORIGIN.model_copy(update={"world_size": ranks}),
         metrics=draw(st.dictionaries(_words, _floats, max_size=2)),
         flats=(flat,),
         buffers=buffers,
         scalars=tuple(
             draw(
                 st.lists(
-                    st.builds(StoredScalar, name=_words, dtype=_dtypes, values=st.tuples(_floats))
+                    st.builds(StoredScalar, name=_words, dtype=_dtypes, values=st.tuples(_floats)),
+                    unique_by=lambda scalar: scalar.name,
                 )
             )
         ),
@@ -192,9 +210,11 @@ def manifests(draw: st.DrawFn) -> Manifest:
                         StoredGroup,
                         name=_words,
                         algorithm=_words,
-                        settings=st.dictionaries(_words, _json, max_size=2),
+                        settings=st.dictionaries(_words, _settings, max_size=2),
+                        parameters=st.lists(st.sampled_from(names), unique=True).map(tuple),
                     ),
                     max_size=2,
+                    unique_by=lambda group: group.name,
                 )
             )
         ),

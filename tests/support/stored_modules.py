@@ -16,6 +16,7 @@ from zeroir.checkpoint.manifest import (
     Manifest,
     Origin,
     Piece,
+    Setting,
     StoredBuffer,
     StoredFlat,
     StoredGroup,
@@ -93,7 +94,7 @@ def write_checkpoint(
     return manifest
 
 
-def adamw_group(module: nn.Module, **settings: JsonValue) -> StoredGroup:
+def adamw_group(module: nn.Module, **settings: Setting) -> StoredGroup:
     """One group of AdamW with all trainable parameters of a module."""
     names = tuple(name for name, value in module.named_parameters() if value.requires_grad)
     return StoredGroup(name="default", algorithm="adamw", settings=settings, parameters=names)

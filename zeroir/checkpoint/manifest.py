@@ -8,9 +8,12 @@ Every element of a flat is in exactly one tensor, whatever the stage was.
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+
+from zeroir.checkpoint.checksums import PREFIX
+from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES
 
 MANIFEST_NAME: Final = "manifest.json"
 FORMAT: Final = "zeroir-checkpoint"
@@ -21,19 +24,43 @@ MASTER: Final = "master"
 """The quantity of the parameters as they were trained: FP32 masters where there are some, otherwise the parameters."""
 
 
-class Record(BaseModel):
-    """A part of a manifest."""
+def _as_number(value: object) -> object:
+    """The number that a text stands for, since JSON has none that is not finite."""
+    return float(value) if value in ("Infinity", "-Infinity", "NaN") else value
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+def _known_dtype(name: str) -> str:
+    if name not in ITEMSIZE_BYTES:
+        raise ValueError(f"there is no dtype {name}")
+    return name
+
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Positive = Annotated[int, Field(ge=1, lt=1 << 63)]
+Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+"""What ``torch.manual_seed`` takes."""
+Number = Annotated[float, BeforeValidator(_as_number)]
+FiniteNumber = Annotated[float, Field(allow_inf_nan=False)]
+Dtype = Annotated[str, AfterValidator(_known_dtype)]
+ChecksumText = Annotated[str, Field(pattern=f"^{PREFIX}[0-9a-f]{{32}}$")]
+PlainSetting = bool | int | FiniteNumber | str | None
+Setting = PlainSetting | tuple[PlainSetting, ...]
+"""What an optimizer group has under a key: a number, a text, None, or several of them."""
+
+
+class Record(BaseModel):
+    """A part of a manifest. Each field states which values it may have, and a reader refuses any other."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, ser_json_inf_nan="strings")
 
 
 class StoredTensor(Record):
     """A tensor of a file: ``dtype`` as in the IR (``f32``, ``bf16``, ``i64``, …), and the checksum of its bytes."""
 
     name: str
-    dtype: str
-    numel: int
-    checksum: str
+    dtype: Dtype
+    numel: Positive
+    checksum: ChecksumText
 
 
 class StoredFile(Record):
@@ -43,9 +70,9 @@ class StoredFile(Record):
     """
 
     name: str
-    size_bytes: int
-    checksum: str
-    header_checksum: str
+    size_bytes: Count
+    checksum: ChecksumText
+    header_checksum: ChecksumText
     tensors: tuple[StoredTensor, ...]
 
 
@@ -54,16 +81,16 @@ class Piece(Record):
 
     file: str
     tensor: str
-    start: int
-    stop: int
+    start: Count
+    stop: Count
 
 
 class StoredParameter(Record):
     """A parameter's place in a flat: elements ``[offset, offset + numel)``, row-major in ``shape``."""
 
     name: str
-    offset: int
-    shape: tuple[int, ...]
+    offset: Count
+    shape: tuple[Count, ...]
     aliases: tuple[str, ...] = ()
 
 
@@ -76,7 +103,7 @@ class StoredQuantity(Record):
     """
 
     name: str
-    dtype: str
+    dtype: Dtype
     pieces: tuple[Piece, ...]
 
 
@@ -84,7 +111,7 @@ class StoredFlat(Record):
     """A flat with its parameters in order, and what is kept of it. Elements of no parameter are padding, and zero."""
 
     name: str
-    dtype: str
+    dtype: Dtype
     is_trainable: bool
     parameters: tuple[StoredParameter, ...]
     quantities: tuple[StoredQuantity, ...]
@@ -98,9 +125,9 @@ class StoredBuffer(Record):
     """
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
-    ranks: tuple[int, ...]
+    dtype: Dtype
+    shape: tuple[Count, ...]
+    ranks: tuple[Count, ...]
     file: str
     tensor: str
     aliases: tuple[str, ...] = ()
@@ -111,8 +138,8 @@ class StoredScalar(Record):
     """A number or a few that the program keeps from step to step, such as the loss scale; equal on all ranks."""
 
     name: str
-    dtype: str
-    values: tuple[float, ...]
+    dtype: Dtype
+    values: Annotated[tuple[Number, ...], Field(min_length=1)]
 
 
 class StoredGroup(Record):
@@ -120,7 +147,7 @@ class StoredGroup(Record):
 
     name: str
     algorithm: str
-    settings: dict[str, JsonValue]
+    settings: dict[str, Setting]
     parameters: tuple[str, ...] = ()
 
 
@@ -130,7 +157,7 @@ class RankState(Record):
     ``state`` is a tree in JSON, in which tensors and bytes are references; see ``zeroir/checkpoint/state_tree.py``.
     """
 
-    rank: int
+    rank: Count
     state: JsonValue
     file: str | None = None
 
@@ -138,7 +165,7 @@ class RankState(Record):
 class OpenStep(Record):
     """The step in which the checkpoint was saved: how many micro-steps it had taken, and the sums of each rank."""
 
-    micro_steps: int
+    micro_steps: Positive
     pieces: tuple[StoredBuffer, ...]
 
 
@@ -149,8 +176,8 @@ class Origin(Record):
     torch: str | None = None
     program_digest: str | None = None
     fingerprint: str | None = None
-    world_size: int
-    mesh: tuple[tuple[str, int], ...] = ()
+    world_size: Positive
+    mesh: tuple[tuple[str, Positive], ...] = ()
     options: tuple[tuple[str, str], ...] = ()
     saved_at: str
     """The time in UTC, in ISO 8601."""
@@ -167,10 +194,10 @@ class Manifest(Record):
 
     format: Literal["zeroir-checkpoint"] = FORMAT
     version: tuple[int, int] = VERSION
-    step: int
-    seed: int | None = None
+    step: Count
+    seed: Seed | None = None
     origin: Origin
-    metrics: dict[str, float] = {}
+    metrics: dict[str, Number] = {}
     files: tuple[StoredFile, ...] = ()
     flats: tuple[StoredFlat, ...] = ()
     buffers: tuple[StoredBuffer, ...] = ()

@@ -9,7 +9,12 @@ from typing import Final
 
 from zeroir.checkpoint.checksums import Checksum, HashingThread, checksum_of
 from zeroir.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredFile, StoredTensor
-from zeroir.checkpoint.manifest_file import parse_manifest
+from zeroir.checkpoint.manifest_file import (
+    HEAD_BYTES,
+    LARGEST_BYTES,
+    parse_manifest,
+    require_head,
+)
 from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES
 from zeroir.checkpoint.storage import InputFile, join, open_storage
 from zeroir.errors import DamagedCheckpointError
@@ -34,9 +39,20 @@ def read_manifest(path: str) -> Manifest:
             f"'{path}' is not a checkpoint: it contains no {MANIFEST_NAME}; name a folder that does."
         )
     with contextlib.closing(storage.open(manifest_path)) as file:
-        data = bytearray(file.size_bytes)
-        del data[file.read_into(memoryview(data), 0) :]
-    return parse_manifest(bytes(data), manifest_path)
+        if file.size_bytes > LARGEST_BYTES:
+            raise DamagedCheckpointError(
+                f"'{manifest_path}' is damaged: it has {file.size_bytes} bytes, and {LARGEST_BYTES} is the limit; use "
+                "another checkpoint."
+            )
+        if file.size_bytes > CHUNK_BYTES:
+            require_head(_read(file, HEAD_BYTES), manifest_path)
+        return parse_manifest(_read(file, file.size_bytes), manifest_path)
+
+
+def _read(file: InputFile, size_bytes: int) -> bytes:
+    """The first bytes of a file, or fewer where it ends before."""
+    data = bytearray(size_bytes)
+    return bytes(memoryview(data)[: file.read_into(memoryview(data), 0)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ _METADATA: Final = {"format": "pt"}
 """Hugging Face's loaders ask for it."""
 
 _ALIGNMENT_BYTES: Final = 8
-_LARGEST_JSON_BYTES: Final = 100_000_000
+LARGEST_JSON_BYTES: Final = 100_000_000
 """The limit of the safetensors library."""
 
 
@@ -72,6 +72,6 @@ def header_bytes(specs: Sequence[StoredTensorSpec]) -> bytes:
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
-    if len(text) > _LARGEST_JSON_BYTES:
+    if len(text) > LARGEST_JSON_BYTES:
         raise InternalError(f"The header of a checkpoint's file has {len(text)} bytes.")
     return len(text).to_bytes(LENGTH_BYTES, "little") + text

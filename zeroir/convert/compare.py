@@ -288,7 +288,9 @@ def _facts(manifest: Manifest) -> dict[str, JsonValue]:
         facts[scalar.name] = scalar.values[0] if len(scalar.values) == 1 else list(scalar.values)
     for group in manifest.groups:
         for name, value in {"algorithm": group.algorithm, **group.settings}.items():
-            facts[f"{name} of group {group.name}"] = value
+            facts[f"{name} of group {group.name}"] = (
+                list(value) if isinstance(value, tuple) else value
+            )
     return facts
 
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
-from pydantic import JsonValue
 
-from zeroir.checkpoint.manifest import StoredGroup, StoredScalar
+from zeroir.checkpoint.manifest import Setting, StoredGroup, StoredScalar
 from zeroir.config.groups import DEFAULT_GROUP
 from zeroir.convert.imported import ImportedModel, ImportedParameter, ImportedTensor
 from zeroir.errors import UserError
@@ -252,11 +251,11 @@ def _stored_groups(
         )
 
 
-def _setting(value: object) -> JsonValue:
+def _setting(value: object) -> Setting:
     if isinstance(value, bool | str):
         return value
     if isinstance(value, list | tuple):
-        return [number_in(item) for item in value]
+        return tuple(number_in(item) for item in value)
     number = number_in(value)
     return int(number) if isinstance(value, int) and number is not None else number
 

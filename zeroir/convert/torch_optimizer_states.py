@@ -12,10 +12,9 @@ from functools import cache
 from typing import Final
 
 import torch
-from pydantic import JsonValue
 from torch import Tensor
 
-from zeroir.checkpoint.manifest import MASTER, StoredGroup, StoredQuantity
+from zeroir.checkpoint.manifest import MASTER, Setting, StoredGroup, StoredQuantity
 from zeroir.convert.stored_tensors import (
     ParameterInFiles,
     StoredTensors,
@@ -29,13 +28,8 @@ from zeroir.ir.own_coordinates import OWN_COORDINATES, placed_parts
 
 STEP: Final = "step"
 
-_OWN_KEYS: Final = frozenset({"params", "param_names", "name"})
-"""Keys of our groups that are not settings."""
-
 _NO_STATES: Final = frozenset({MASTER, EMA, *OWN_COORDINATES})
 """Quantities that are not states with the elements of parameters."""
-
-Setting = bool | int | float | str | tuple[float, ...] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,30 +105,13 @@ def _group(stored: StoredTensors, group: StoredGroup) -> OptimizerGroupInFiles:
         )
     algorithm = Algorithm(group.algorithm)
     members = set(group.parameters)
-    unknown = sorted(members - stored.parameter_by_name.keys())
-    if unknown:
-        raise UserError(
-            f"'{stored.path}' is damaged: its group {group.name} has a parameter {unknown[0]} that it lacks."
-        )
-    settings = {
-        key: _setting(value) for key, value in group.settings.items() if key not in _OWN_KEYS
-    }
     return OptimizerGroupInFiles(
         algorithm=algorithm,
         parameters=tuple(
             parameter for parameter in stored.parameters if not members.isdisjoint(parameter.names)
         ),
-        settings={**_torch_defaults(algorithm), **settings},
+        settings={**_torch_defaults(algorithm), **group.settings},
     )
-
-
-def _setting(value: JsonValue) -> Setting:
-    """A setting as torch has it: JSON's lists are tuples."""
-    if isinstance(value, list):
-        return tuple(float(item) if isinstance(item, int | float) else 0.0 for item in value)
-    if isinstance(value, dict):
-        return None
-    return value
 
 
 @cache

@@ -105,9 +105,15 @@ QUANTITIES_OF_BLOCKS: Final = tuple(
 """The quantities with fewer numbers than elements."""
 
 
+def numbers_of(quantity: str) -> StoredNumbers:
+    """How a quantity is stored; one that is no part of a state of elements has FP32 numbers."""
+    numbers = StoredNumbers(quantity=quantity, dtype=DType.F32)
+    return _FORMS[quantity][2] if quantity in _FORMS else numbers
+
+
 def block_numel(quantity: str) -> int:
     """The elements that one number of a quantity is for."""
-    return _FORMS[quantity][2].block_numel if quantity in _FORMS else 1
+    return numbers_of(quantity).block_numel
 
 
 def state_of(quantity: str) -> str:
