@@ -25,7 +25,7 @@ OTHER_PROGRAM: Final = "other program"
 """What stands in a history for the change to another program, at which ranks meet, too."""
 
 
-class Entry(NamedTuple):
+class SectionEntry(NamedTuple):
     """A section that a rank began in a step, counted from 1; ``micro_steps`` of the step were done at its end."""
 
     section: str
@@ -50,10 +50,10 @@ class SectionHistory:
     """The last sections of a rank, numbered from its first one on. Any thread may read it."""
 
     def __init__(self) -> None:
-        self._entries: deque[tuple[int, Entry]] = deque(maxlen=_REMEMBERED)
+        self._entries: deque[tuple[int, SectionEntry]] = deque(maxlen=_REMEMBERED)
         self.count = 0
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: SectionEntry) -> None:
         """Add the section that begins; a micro-step that is tried with another batch is one."""
         is_unique = entry.section in STEP_SECTIONS
         if is_unique and self._entries and self._entries[-1][1] == entry:
@@ -66,15 +66,15 @@ class SectionHistory:
         return json.dumps([[number, *entry] for number, entry in tuple(self._entries)])
 
 
-def decoded(line: str) -> Mapping[int, Entry]:
+def decoded(line: str) -> Mapping[int, SectionEntry]:
     """The entries of an encoded history, by their numbers."""
-    return {number: Entry(*fields) for number, *fields in json.loads(line)}
+    return {number: SectionEntry(*fields) for number, *fields in json.loads(line)}
 
 
-def difference(histories: Mapping[int, Mapping[int, Entry]]) -> str | None:
+def difference(histories: Mapping[int, Mapping[int, SectionEntry]]) -> str | None:
     """A sentence on the first section in which two ranks differ, by their histories; None where none is known."""
     for number in sorted({number for history in histories.values() for number in history}):
-        ranks: dict[Entry, list[int]] = {}
+        ranks: dict[SectionEntry, list[int]] = {}
         for rank, history in sorted(histories.items()):
             if number in history:
                 ranks.setdefault(history[number], []).append(rank)

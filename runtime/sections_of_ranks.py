@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from zeroir.errors import UserError, leave_reason
 from zeroir.runtime.comm.job import Job, PeerError, exchanged_texts
 from zeroir.runtime.roll_call import KeyValueStore
-from zeroir.runtime.section_history import Entry, SectionHistory, decoded, difference
+from zeroir.runtime.section_history import SectionEntry, SectionHistory, decoded, difference
 
 GRACE_S: Final = 5.0
 """Seconds without a new section after which a rank compares its history."""
@@ -54,8 +54,8 @@ class SectionsOfRanks:
         threading.Thread(target=self._watch, name="zeroir-sections", daemon=True).start()
 
     def begin(self, section: str, step: int, micro_steps: int) -> None:
-        """Note a section in which ranks meet; see ``Entry``."""
-        self._history.add(Entry(section, step, micro_steps))
+        """Note a section in which ranks meet; see ``SectionEntry``."""
+        self._history.add(SectionEntry(section, step, micro_steps))
 
     def show(self) -> None:
         """Let the other ranks see this rank's history as it is now."""

@@ -11,34 +11,34 @@ from hypothesis import strategies as st
 
 from tests.runtime.support import COMPILING_SOURCES, Ranks
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, SAVE, UPDATE
-from zeroir.runtime.section_history import Entry, SectionHistory, decoded, difference
+from zeroir.runtime.section_history import SectionEntry, SectionHistory, decoded, difference
 
 TAKEN = "took micro-step 2 of step 3"
 MORE = f"{TAKEN}, with more to follow"
 LAST = f"{TAKEN} as the last of the step"
 
 
-def history(entries: list[Entry]) -> SectionHistory:
+def history(entries: list[SectionEntry]) -> SectionHistory:
     made = SectionHistory()
     for entry in entries:
         made.add(entry)
     return made
 
 
-def differing(*histories: list[Entry]) -> str | None:
+def differing(*histories: list[SectionEntry]) -> str | None:
     return difference({rank: decoded(history(own).encoded()) for rank, own in enumerate(histories)})
 
 
-def steps(counts: list[int]) -> list[Entry]:
+def steps(counts: list[int]) -> list[SectionEntry]:
     """What a rank does that takes these numbers of micro-steps, and evaluates after each step."""
     return [
         entry
         for step, count in enumerate(counts, 1)
         for entry in (
-            *(Entry(MICRO_STEP, step, number) for number in range(1, count)),
-            Entry(LAST_MICRO_STEP, step, count),
-            Entry(UPDATE, step, count),
-            Entry(EVALUATE, step + 1, 0),
+            *(SectionEntry(MICRO_STEP, step, number) for number in range(1, count)),
+            SectionEntry(LAST_MICRO_STEP, step, count),
+            SectionEntry(UPDATE, step, count),
+            SectionEntry(EVALUATE, step + 1, 0),
         )
     ]
 
@@ -72,9 +72,13 @@ def test_another_number_of_micro_steps_is_found(
 
 
 def test_a_batch_that_is_tried_again_is_one_micro_step() -> None:
-    tried = [Entry(LAST_MICRO_STEP, 1, 1), Entry(LAST_MICRO_STEP, 1, 1), Entry(UPDATE, 1, 1)]
+    tried = [
+        SectionEntry(LAST_MICRO_STEP, 1, 1),
+        SectionEntry(LAST_MICRO_STEP, 1, 1),
+        SectionEntry(UPDATE, 1, 1),
+    ]
     assert differing(tried, [tried[0], tried[2]]) is None
-    twice = [Entry(EVALUATE, 1, 0), Entry(EVALUATE, 1, 0), Entry(SAVE, 1, 0)]
+    twice = [SectionEntry(EVALUATE, 1, 0), SectionEntry(EVALUATE, 1, 0), SectionEntry(SAVE, 1, 0)]
     assert differing(twice, twice[1:]) == (
         "The ranks do different things: rank 0 evaluated before step 1, but rank 1 saved before the end of step 1. "
         "Call the engine's methods on all ranks together, with equally many micro-steps in each step."

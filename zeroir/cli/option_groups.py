@@ -10,7 +10,7 @@ from pydantic import create_model
 
 from zeroir.api.run_options import LOWERING_ROWS, RunOptions
 from zeroir.config.options import CompileOptions
-from zeroir.config.table import FlatOptions, Row
+from zeroir.config.table import FlatOptions, OptionRow
 from zeroir.config.texts import text_of
 from zeroir.cost.estimate_options import ESTIMATE_ROWS
 
@@ -27,7 +27,7 @@ def group(command: str, title: str) -> Group:
     return _GROUPS.setdefault((command, title), Group.create_ordered(title))
 
 
-def _parameters(command: str, rows: Iterable[Row]) -> type[FlatOptions]:
+def _parameters(command: str, rows: Iterable[OptionRow]) -> type[FlatOptions]:
     """A class of options with a parameter of the command line for each."""
     is_of_run = command == "run"
     fields: dict[str, Any] = {}
@@ -49,7 +49,7 @@ def _parameters(command: str, rows: Iterable[Row]) -> type[FlatOptions]:
     return create_model(f"{command.title()}Parameters", __base__=FlatOptions, **fields)
 
 
-RUN_ROWS: Final[Mapping[str, Row]] = {**RunOptions.rows(), **LOWERING_ROWS}
+RUN_ROWS: Final[Mapping[str, OptionRow]] = {**RunOptions.rows(), **LOWERING_ROWS}
 """The options of ``zeroir run``: its own, and those by which it lowers a program again."""
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ else:
     EstimateParameters = _parameters("estimate", ESTIMATE_ROWS.values())
 
 
-def arguments_of(given: Mapping[str, object], rows: Mapping[str, Row]) -> list[str]:
+def arguments_of(given: Mapping[str, object], rows: Mapping[str, OptionRow]) -> list[str]:
     """Given options as arguments of the command line, from which the same options are read."""
     arguments: list[str] = []
     for name, value in given.items():

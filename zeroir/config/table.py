@@ -46,7 +46,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class OptionRow:
     """An option in the table of a class of options: its flat name, and the path of fields to it."""
 
     name: str
@@ -94,7 +94,7 @@ class OptionObject(BaseModel):
                 raise UserError(explain_validation(error, type(self))) from None
 
     @classmethod
-    def rows(cls) -> Mapping[str, Row]:
+    def rows(cls) -> Mapping[str, OptionRow]:
         """Every option by its flat name."""
         return _rows(cls)
 
@@ -118,7 +118,7 @@ class OptionObject(BaseModel):
         """The values that were set, by flat name."""
         return {name: self.value(name) for name, row in self.rows().items() if self._is_set(row)}
 
-    def _is_set(self, row: Row) -> bool:
+    def _is_set(self, row: OptionRow) -> bool:
         holder: object = self
         for attribute in row.path:
             if not isinstance(holder, BaseModel) or attribute not in holder.model_fields_set:
@@ -156,15 +156,15 @@ class FlatOptions(BaseModel):
         return {name: getattr(self, name) for name in type(self).model_fields if name in is_set}
 
 
-def flat_model(name: str, rows: Mapping[str, Row], doc: str) -> type[FlatOptions]:
+def flat_model(name: str, rows: Mapping[str, OptionRow], doc: str) -> type[FlatOptions]:
     """A class with an attribute for each option."""
     fields: dict[str, Any] = {row.name: row.flat_field for row in rows.values()}
     return create_model(name, __base__=FlatOptions, __doc__=doc, **fields)
 
 
 @cache
-def _rows(kind: type[OptionObject]) -> Mapping[str, Row]:
-    rows: dict[str, Row] = {}
+def _rows(kind: type[OptionObject]) -> Mapping[str, OptionRow]:
+    rows: dict[str, OptionRow] = {}
     for row in _rows_of(kind, ()):
         if row.name in rows:
             raise InternalError(f"two options are called {row.name}")
@@ -172,7 +172,7 @@ def _rows(kind: type[OptionObject]) -> Mapping[str, Row]:
     return rows
 
 
-def _rows_of(kind: type[OptionObject], path: tuple[str, ...]) -> Iterator[Row]:
+def _rows_of(kind: type[OptionObject], path: tuple[str, ...]) -> Iterator[OptionRow]:
     for name, field in kind.model_fields.items():
         inner = object_type(field)
         if inner is not None:
@@ -181,7 +181,7 @@ def _rows_of(kind: type[OptionObject], path: tuple[str, ...]) -> Iterator[Row]:
         option = next((item for item in field.metadata if isinstance(item, Option)), None)
         if option is None:
             raise InternalError(f"the field {name} of {kind.__name__} declares no option")
-        yield Row(name=option.name or name, path=(*path, name), field=field, option=option)
+        yield OptionRow(name=option.name or name, path=(*path, name), field=field, option=option)
 
 
 def object_type(field: FieldInfo) -> type[OptionObject] | None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from zeroir.convert.torch_files import METADATA, Kind
+from zeroir.convert.torch_files import METADATA, RecordKind
 from zeroir.convert.torch_reader import (
     DTYPE_NAMES,
     Archive,
@@ -76,7 +76,7 @@ def packed_entries(folder: Path) -> Iterator[bytes]:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, dcp.Metadata):
             raise TypeError("it has no Metadata")
-        checkpoint = _Checkpoint(folder=folder, metadata=metadata)
+        checkpoint = _DcpCheckpoint(folder=folder, metadata=metadata)
         for name, entry in metadata.state_dict_metadata.items():
             yield checkpoint.packed(name, entry)
     except (OSError, UserError):
@@ -91,7 +91,7 @@ def packed_entries(folder: Path) -> Iterator[bytes]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Checkpoint:
+class _DcpCheckpoint:
     folder: Path
     metadata: dcp.Metadata
 
@@ -129,7 +129,7 @@ class _Checkpoint:
                     raise ValueError(f"a chunk of {name} is outside of it")
             parts.append([tuple(chunk.offsets), archive.extended(part)])
         form = [DTYPE_NAMES[dtype], tuple(entry.size), parts]
-        return msgpack.ExtType(Kind.CHUNKS, msgpack.packb(form))
+        return msgpack.ExtType(RecordKind.CHUNKS, msgpack.packb(form))
 
     def _archive(self, index: dcp.MetadataIndex) -> Archive:
         """What was saved for an entry, or for a chunk of it."""

@@ -25,7 +25,7 @@ from zeroir.convert.imported import ImportedTensor, MappedFile, elements_at, who
 from zeroir.errors import InternalError, UserError
 
 
-class Kind(IntEnum):
+class RecordKind(IntEnum):
     """The extended types of an answer, and what each consists of."""
 
     TENSOR = 1
@@ -144,14 +144,14 @@ def _unpacked(data: bytes, file_at: Callable[[str], MappedFile]) -> object:
     def extended(code: int, form: bytes) -> object:
         parts = unpack(form)
         match code:
-            case Kind.TENSOR:
+            case RecordKind.TENSOR:
                 path, *place = parts
                 return _tensor(file_at(path), *place)
-            case Kind.CHUNKS:
+            case RecordKind.CHUNKS:
                 dtype, shape, chunks = parts
                 boxes = tuple(replace(chunk.boxes[0], starts=starts) for starts, chunk in chunks)
                 return ImportedTensor(dtype=dtype, shape=shape, extent=shape, boxes=boxes)
-            case Kind.UNKNOWN:
+            case RecordKind.UNKNOWN:
                 return UnknownTensor(reason=parts)
             case _:
                 return UnknownClass(path=parts)

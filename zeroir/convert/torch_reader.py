@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroir.convert.torch_dtypes import TORCH_DTYPES
-from zeroir.convert.torch_files import Kind
+from zeroir.convert.torch_files import RecordKind
 from zeroir.errors import UserError, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _LOCAL_HEADER: Final = struct.Struct("<26xHH")
 _MOST_SHOWN: Final = 300
 
 
-class StandIn:
+class InertClass:
     """What is made in place of an instance of a class that torch does not list. The class is not imported."""
 
     path = ""
@@ -49,7 +49,7 @@ def stand_in(path: str) -> Callable[..., object]:
     """What a pickle is to call in place of a function or class that torch does not list."""
     if path == "collections.defaultdict":
         return lambda *_: {}
-    return type("StandIn", (StandIn,), {"path": path})
+    return type("InertClass", (InertClass,), {"path": path})
 
 
 class Window(io.RawIOBase):
@@ -115,10 +115,10 @@ class Archive:
         if isinstance(value, Tensor):
             problem = problem_of(value)
             if problem is not None:
-                return msgpack.ExtType(Kind.UNKNOWN, msgpack.packb(problem))
-            return msgpack.ExtType(Kind.TENSOR, msgpack.packb(self._place(value)))
-        if isinstance(value, StandIn):
-            return [msgpack.ExtType(Kind.CLASS, msgpack.packb(value.path)), value.state]
+                return msgpack.ExtType(RecordKind.UNKNOWN, msgpack.packb(problem))
+            return msgpack.ExtType(RecordKind.TENSOR, msgpack.packb(self._place(value)))
+        if isinstance(value, InertClass):
+            return [msgpack.ExtType(RecordKind.CLASS, msgpack.packb(value.path)), value.state]
         return None
 
     def _place(self, tensor: Tensor) -> tuple[object, ...]:

@@ -18,7 +18,7 @@ from zeroir.config.offload_places import (
 )
 from zeroir.config.optimizer import as_number
 from zeroir.config.precision import FloatName
-from zeroir.config.table import Option, OptionObject, Row
+from zeroir.config.table import Option, OptionObject, OptionRow
 from zeroir.errors import UserError
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.limits import MOST_BYTES, MOST_COUNT, MOST_RANKS
@@ -159,7 +159,7 @@ class EstimateOptions(OptionObject):
         return 4 if self.precision == "fp32" else 2
 
 
-ESTIMATE_ROWS: Final[Mapping[str, Row]] = {
+ESTIMATE_ROWS: Final[Mapping[str, OptionRow]] = {
     name: row
     for name, row in EstimateOptions.rows().items()
     if len(row.path) == 1 or row.option.is_of_estimate
