@@ -79,6 +79,27 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) is not None
 
 
+_REFUSED_PATHS: Final = frozenset(
+    {
+        *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
+        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE),
+        *(errno.EMFILE, errno.ENFILE),
+    }
+)
+"""What the system answers to a path that zeroir has used rightly; that there is no such file is not among it."""
+
+
+def explain_path(error: BaseException) -> str | None:
+    """The sentence for an error of the system about a path, where the user can mend it; None for other errors."""
+    if (
+        not isinstance(error, OSError)
+        or error.filename is None
+        or error.errno not in _REFUSED_PATHS
+    ):
+        return None
+    return f"'{os.fsdecode(error.filename)}' cannot be used: {error.strerror}."
+
+
 @contextlib.contextmanager
 def memory_for(what: str, remedy: str = MEMORY_REMEDY) -> Iterator[None]:
     """Turn a lack of memory in the body into a UserError; ``what`` names the use of the memory."""
@@ -105,3 +126,17 @@ def leave_reason(sentence: str) -> None:
         whole = Path(f"{path}.part")
         whole.write_text(json.dumps({"message": {"message": sentence, "extraInfo": extra}}))
         whole.replace(path)
+
+
+OBEYED: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""The characters that a terminal obeys instead of showing them."""
+
+
+def printable(text: str) -> str:
+    r"""A text whose parts may come from any file, with such characters written as ``\x1b``; lines and tabs remain."""
+    return OBEYED.sub(_escaped, text)
+
+
+def _escaped(character: re.Match[str]) -> str:
+    is_layout = character[0] in "\n\t"
+    return character[0] if is_layout else character[0].encode("unicode_escape").decode()

@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable
 
-from zeroir.errors import InternalError, ZeroirError
+from zeroir.errors import InternalError, ZeroirError, printable
 
 
 class PendingSave:
@@ -117,7 +117,7 @@ class BackgroundWriter:
         if failure is None:
             return
         if isinstance(failure, ZeroirError):
-            sys.stderr.write(f"error: {failure}\n")
+            sys.stderr.write(printable(f"Error: {failure}\n"))
             code = failure.exit_code
         else:
             traceback.print_exception(failure)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from tests.support.checkpoint_files import rank_bytes, save_checkpoint
+from tests.support.checkpoint_files import rank_bytes, save_checkpoint, signed_manifest
 from zeroir.checkpoint import reading
-from zeroir.checkpoint.manifest import Manifest
+from zeroir.checkpoint.manifest import MANIFEST_NAME, Manifest
 from zeroir.checkpoint.reading import (
     CheckpointFiles,
     VerifyItem,
@@ -187,6 +189,34 @@ def _make_folder(path: Path) -> None:
 def _make_loop(path: Path) -> None:
     path.unlink()
     path.symlink_to(path)
+
+
+@pytest.mark.parametrize("size_bytes", [64 << 20, 1500 << 20, 32 << 30])
+def test_a_sparse_manifest_is_refused_before_it_is_read(
+    copied: tuple[Path, Manifest], size_bytes: int
+) -> None:
+    path, _ = copied
+    (path / MANIFEST_NAME).write_bytes(b"")
+    os.truncate(path / MANIFEST_NAME, size_bytes)
+    before = peak_bytes()
+    with pytest.raises(UserError, match=rf"{MANIFEST_NAME}' is damaged: it "):
+        read_manifest(str(path))
+    assert peak_bytes() - before < 16 << 20
+
+
+def test_a_manifest_that_claims_a_large_header_is_refused(copied: tuple[Path, Manifest]) -> None:
+    path, manifest = copied
+    os.truncate(path / FILES[0], 32 << 30)
+    files = (manifest.files[0].model_copy(update={"size_bytes": 32 << 30}), manifest.files[1])
+    edited = json.loads(manifest.model_copy(update={"files": files}).model_dump_json())
+    (path / MANIFEST_NAME).write_bytes(signed_manifest(edited))
+    with pytest.raises(UserError, match=rf"{FILES[0]} has 343\d+ bytes beside its tensors"):
+        read_manifest(str(path))
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 @pytest.mark.parametrize("name", FILES)

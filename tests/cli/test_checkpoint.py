@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.cli.conftest import Zeroir
+from tests.support.checkpoint_files import signed_manifest
 from tests.support.stored_modules import adamw_group, write_checkpoint
 from zeroir.checkpoint.reading import read_manifest
 from zeroir.convert import compare
@@ -63,6 +64,31 @@ def folder(module: nn.Module, tmp_path: Path) -> Path:
             groups=groups,
         )
     return root
+
+
+@pytest.mark.parametrize("arguments", [("ls",), ("show", "--tensors"), ("verify",), ("diff",)])
+def test_texts_of_files_neither_command_the_terminal_nor_are_markup(
+    zeroir: Zeroir, folder: Path, arguments: tuple[str, ...]
+) -> None:
+    command, *options = arguments
+    hostile = "[/x] \x1b[31mRED\x1b]0;title\x07\x9b1m\u202e"
+    for path in sorted(folder.iterdir())[: 1 if command == "diff" else 2]:
+        document = json.loads((path / "manifest.json").read_bytes())["manifest"]
+        document["origin"]["saved_at"] = hostile
+        document["metrics"] = {hostile: 1.0}
+        document["flats"][-1]["parameters"][-1]["name"] = hostile
+        document["groups"] = []
+        (path / "manifest.json").write_bytes(signed_manifest(document))
+    damaged = folder / "step-00000002" / "rank-00001.safetensors"
+    if command == "verify":
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+    given = sorted(folder.iterdir()) if command in ("show", "diff") else [folder]
+    answer = zeroir("checkpoint", command, *given[: 1 if command == "show" else 2], *options)
+    assert answer.exit_code == (1 if command == "verify" else 0)
+    printed = answer.out + answer.err
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & {*printed}
+    if command != "verify":
+        assert r"[/x] \x1b[31mRED\x1b]0;title" in printed
 
 
 def test_ls_names_checkpoints_newest_first_and_damaged_ones(zeroir: Zeroir, folder: Path) -> None:

@@ -26,6 +26,35 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["run", STORED, "--steps", "1", option] for option in ("--log", "--trace")),
+        *(["run", STORED, "--steps", "1", option] for option in ("--machine", "--tensorboard")),
+        *(["checkpoint", name] for name in ("ls", "show", "verify")),
+        *([name] for name in ("run", "show", "export", "import", "compile", "plan", "report")),
+        ["compile", STORED, "--config"],
+        ["simulate", STORED, "--machine"],
+        ["report", STORED, "-o"],
+    ],
+    ids=lambda arguments: " ".join(each for each in arguments if isinstance(each, str)),
+)
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_paths_that_are_too_long(
+    zeroir: Zeroir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str | Path],
+    is_folder: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = "x" * 300 + ("/x" if is_folder else "")
+    output = ["-o", "out"] if arguments[0] in ("export", "import", "compile", "plan") else []
+    answer = zeroir(*arguments, path, *output)
+    assert_refused(answer, "xxx")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("digits", [DIGITS, MORE_DIGITS], ids=["4000", "5000"])
 @pytest.mark.parametrize(
     "options",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from tests.convert import torch_workers as workers
@@ -94,3 +95,18 @@ def test_a_checkpoint_without_adam_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="without an optimizer"):
         export_checkpoint(str(tmp_path / "c"), tmp_path / "out", to="deepspeed")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["x\0y", "x/y"])
+def test_a_parameter_whose_name_is_no_folder_is_refused(name: str, tmp_path: Path) -> None:
+    module = nn.Module()
+    module.register_parameter(name, nn.Parameter(torch.ones(2)))
+    optimizer = torch.optim.AdamW(module.parameters())
+    for value in module.parameters():
+        optimizer.state[value] = {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+    write_trained(tmp_path / "c", module, optimizer, rank_count=1)
+    with pytest.raises(UserError, match="' cannot be a name: use --format dcp, hf or state-dict"):
+        export_checkpoint(str(tmp_path / "c"), tmp_path / "out", to="deepspeed")
+    export_checkpoint(str(tmp_path / "c"), tmp_path / "hf", to="hf")
+    assert load_file(tmp_path / "hf" / "model.safetensors").keys() == {name}
+    assert {path.name for path in tmp_path.iterdir()} == {"c", "hf"}

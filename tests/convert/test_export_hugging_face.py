@@ -203,6 +203,17 @@ def test_a_checkpoint_without_averages_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
+def test_a_parameter_with_the_name_of_the_metadata_is_refused(tmp_path: Path) -> None:
+    module = nn.Module()
+    module.register_parameter("__metadata__", nn.Parameter(torch.ones(2)))
+    write_checkpoint(tmp_path / "c", module)
+    with pytest.raises(UserError, match="no tensor '__metadata__', which is the name of its"):
+        export_checkpoint(str(tmp_path / "c"), tmp_path / "out", to="hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    export_checkpoint(str(tmp_path / "c"), tmp_path / "weights.pt", to="state-dict")
+    assert torch.load(tmp_path / "weights.pt", weights_only=True).keys() == {"__metadata__"}
+
+
 class Wrapped(nn.Module):
     """A model of another library within a module that has a parameter of its own."""
 

@@ -21,6 +21,7 @@ from zeroir.errors import (
     InternalError,
     UserError,
     ZeroirError,
+    explain_path,
     is_out_of_memory,
 )
 
@@ -138,6 +139,8 @@ def _fail(error: BaseException, rank: int, watch: Heartbeat | None) -> NoReturn:
             train.abandon_job(130)
         case _ if is_out_of_memory(error):
             sentence = f"Memory ran out: {MEMORY_REMEDY}."
+        case _ if (explained := explain_path(error)) is not None:
+            sentence = explained
         case _:
             sentence, exit_code = repr(error), InternalError.exit_code
             is_defect = True

@@ -20,6 +20,7 @@ from zeroir.errors import (
     ModelWarning,
     OffloadWarning,
     leave_reason,
+    printable,
 )
 
 LOGGER: Final = logging.getLogger("zeroir")
@@ -31,7 +32,7 @@ _OWN = (CheckpointWarning, GraphWarning, KernelWarning, ModelWarning, OffloadWar
 
 def say(sentence: str) -> None:
     """Print a sentence to stderr."""
-    sys.stderr.write(sentence + "\n")
+    sys.stderr.write(printable(sentence) + "\n")
 
 
 def say_reason(sentence: str) -> None:

@@ -42,6 +42,8 @@ Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 Number = Annotated[float, BeforeValidator(_as_number)]
 FiniteNumber = Annotated[float, Field(allow_inf_nan=False)]
 Dtype = Annotated[str, AfterValidator(_known_dtype)]
+QuantityName = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]
+"""A plain word: exports make names of files of it."""
 ChecksumText = Annotated[str, Field(pattern=f"^{PREFIX}[0-9a-f]{{32}}$")]
 PlainSetting = bool | int | FiniteNumber | str | None
 Setting = PlainSetting | tuple[PlainSetting, ...]
@@ -102,7 +104,7 @@ class StoredQuantity(Record):
     each block of 256; see ``zeroir/ir/eight_bit_states.py``.
     """
 
-    name: str
+    name: QuantityName
     dtype: Dtype
     pieces: tuple[Piece, ...]
 

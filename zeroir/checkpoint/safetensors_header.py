@@ -23,6 +23,8 @@ ITEMSIZE_BYTES: Final[Mapping[str, int]] = {
 """Bytes of one element of each dtype of a manifest; in upper case they are the names that safetensors uses."""
 
 LENGTH_BYTES: Final = 8
+METADATA: Final = "__metadata__"
+"""The name in the header that is no tensor's."""
 _METADATA: Final = {"format": "pt"}
 """Hugging Face's loaders ask for it."""
 
@@ -57,7 +59,7 @@ def header_bytes(specs: Sequence[StoredTensorSpec]) -> bytes:
     Raises:
         InternalError: if a tensor is empty, a name stands twice, or the header is larger than readers accept.
     """
-    header: dict[str, object] = {"__metadata__": _METADATA}
+    header: dict[str, object] = {METADATA: _METADATA}
     start = 0
     for spec in specs:
         shape = (spec.numel,) if spec.shape is None else spec.shape

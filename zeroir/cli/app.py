@@ -31,6 +31,7 @@ from zeroir.errors import (
     MEMORY_REMEDY,
     UserError,
     ZeroirError,
+    explain_path,
     is_out_of_memory,
     leave_reason,
 )
@@ -158,11 +159,11 @@ def diff(
     if as_json:
         print_json({"is_equal": not text, "summary": asdict(facts), "diff": text.splitlines()})
     elif not text:
-        out.print(f"{old} and {new} hold equal programs.", markup=False)
+        out.print(f"{old} and {new} hold equal programs.")
     else:
         if not stat:
             out.print(render_diff(text))
-        out.print(str(facts), markup=False)
+        out.print(str(facts))
     return 1 if text and exit_code else 0
 
 
@@ -296,6 +297,8 @@ def run_command(arguments: Sequence[str]) -> int:
         if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename is None:
             _abandon_stdout()
             return _fail(2, f"Not everything could be written: {error.strerror}.")
+        if (sentence := explain_path(error)) is not None:
+            return _fail(2, shortened_words(sentence))
         if is_out_of_memory(error):
             return _fail(2, f"Memory ran out: {MEMORY_REMEDY}.")
         traceback.print_exc()
@@ -316,7 +319,7 @@ def _fail(exit_code: int, sentence: str) -> int:
     sentence = sentence if exit_code == 130 else f"Error: {sentence}"
     leave_reason(sentence)
     try:
-        err.print(sentence, style="red", markup=False)
+        err.print(sentence, style="red")
     except MemoryError:  # rich takes some
         sys.stderr.write(f"{sentence}\n")
     return exit_code

@@ -36,7 +36,7 @@ def resolved(
     """The options of the command line and of the configuration; one line says if that is found without being named."""
     if config is None and Path(DEFAULT_FILE).is_file():
         config = Path(DEFAULT_FILE)
-        err.print(f"Options come from {DEFAULT_FILE} in the current folder.", markup=False)
+        err.print(f"Options come from {DEFAULT_FILE} in the current folder.")
     given = {} if options is None else options.given
     return resolve_options(config, given, source, giver="command line")
 
@@ -44,7 +44,7 @@ def resolved(
 def print_notes(chosen: ResolvedOptions) -> None:
     """Print the notes on keys without meaning on stderr, where a command prints other results on stdout."""
     for note in () if chosen.record is None else chosen.record.notes:
-        err.print(note, markup=False)
+        err.print(note)
 
 
 def compile(  # noqa: A001 - the command's name is the field's word
@@ -88,10 +88,10 @@ def compile(  # noqa: A001 - the command's name is the field's word
             out.print(render_config(compiled.artifact.config, compiled.program))
         out.print(render_summary(compiled.summary()))
         if ADAPTIVE in chosen.options.offload.what:
-            out.print(chosen_in_words(compiled.options), markup=False)
+            out.print(chosen_in_words(compiled.options))
         if compiled.speculation is not None:
-            out.print(compiled.speculation.in_words(), markup=False)
-        out.print(f"Wrote {path}.", markup=False)
+            out.print(compiled.speculation.in_words())
+        out.print(f"Wrote {path}.")
     return 0
 
 
@@ -124,5 +124,5 @@ def check(
     if as_json:
         print_json(comparison.to_json())
     else:
-        out.print(str(comparison), markup=False)
+        out.print(str(comparison))
     return 0 if comparison.is_equal else 1

@@ -11,7 +11,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Final
 
-from rich.console import Console
+from rich.console import (
+    Console,
+    ConsoleOptions,
+    HighlighterType,
+    JustifyMethod,
+    OverflowMethod,
+    RenderableType,
+)
+from rich.segment import Segment
+from rich.style import Style
+from rich.text import Text
+
+from zeroir.errors import printable
 
 _PIPE_WIDTH = 10_000
 """Rich assumes 80 columns for a pipe and would fold tables; readers of a pipe expect one row per line."""
@@ -44,6 +56,39 @@ def shortened_words(text: str) -> str:
 
 
 class _Console(Console):
+    """A console that prints texts of files as they are: neither as markup nor as commands to the terminal."""
+
+    def render_str(
+        self,
+        text: str,
+        *,
+        style: str | Style = "",
+        justify: JustifyMethod | None = None,
+        overflow: OverflowMethod | None = None,
+        emoji: bool | None = None,
+        markup: bool | None = None,
+        highlight: bool | None = None,
+        highlighter: HighlighterType | None = None,
+    ) -> Text:
+        """A text as rich measures it and lays it out."""
+        return super().render_str(
+            printable(text),
+            style=style,
+            justify=justify,
+            overflow=overflow,
+            emoji=emoji,
+            markup=markup,
+            highlight=highlight,
+            highlighter=highlighter,
+        )
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """The parts of what is printed, also of texts that have a style already."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
     def on_broken_pipe(self) -> None:
         """Raise the error for the command line to handle; rich would exit with 1."""
         raise BrokenPipeError
@@ -52,7 +97,9 @@ class _Console(Console):
 def _console(*, is_stderr: bool, pipe_width: int | None = _PIPE_WIDTH) -> Console:
     stream = sys.stderr if is_stderr else sys.stdout
     width = None if stream.isatty() else pipe_width
-    return _Console(stderr=is_stderr, highlight=False, soft_wrap=True, width=width, emoji=False)
+    return _Console(
+        stderr=is_stderr, highlight=False, soft_wrap=True, width=width, emoji=False, markup=False
+    )
 
 
 out = _console(is_stderr=False)

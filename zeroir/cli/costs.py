@@ -53,7 +53,7 @@ def simulate(
     if trace is not None:
         document = simulated_trace(compiled.program, simulation)
         write_whole(trace, json.dumps(document, separators=(",", ":")).encode(), TIMELINE)
-        err.print(f"Wrote {trace}: open it at ui.perfetto.dev.", markup=False)
+        err.print(f"Wrote {trace}: open it at ui.perfetto.dev.")
     return 0
 
 

@@ -43,7 +43,7 @@ def print_pass(compiled: CompiledProgram) -> None:
     """Print the last pass that has run on the shown program."""
     specs = compiled.program.passes
     last = f"`{specs[-1]}`" if specs else "none yet"
-    out.print(f"After pass {len(specs)}: {last}.\n", markup=False)
+    out.print(f"After pass {len(specs)}: {last}.\n")
 
 
 def export(
@@ -168,7 +168,7 @@ def _export_checkpoint(
             max_shard_bytes=max_shard_bytes,
         )
     for note in report.notes:
-        err.print(note, markup=False)
+        err.print(note)
     if as_json:
         print_json(
             {
@@ -180,7 +180,7 @@ def _export_checkpoint(
             }
         )
     else:
-        out.print(f"Wrote {output} from step {report.step}, {report.checkpoint}.", markup=False)
+        out.print(f"Wrote {output} from step {report.step}, {report.checkpoint}.")
     return 0
 
 
@@ -211,9 +211,9 @@ def _export_program(
     if as_json:
         print_json({"format": format_, "paths": [str(path) for path in written]})
     elif len(written) == 1:
-        out.print(f"Wrote {written[0]}.", markup=False)
+        out.print(f"Wrote {written[0]}.")
     else:
-        out.print(f"Wrote {len(written)} files to {output}.", markup=False)
+        out.print(f"Wrote {len(written)} files to {output}.")
     return 0
 
 

@@ -53,7 +53,7 @@ def import_(
     with progress(f"Importing {source} …"):
         report = import_checkpoint(source, output, renames=renames, weights_only=weights_only)
     for note in report.notes:
-        err.print(note, markup=False)
+        err.print(note)
     if as_json:
         print_json(asdict(report))
     else:
@@ -61,7 +61,6 @@ def import_(
         out.print(
             f"Wrote {report.checkpoint} from a checkpoint of {report.format} at step {report.step}: "
             f"{report.parameters:,} parameters of {report.numel:,} elements{states}.",
-            markup=False,
         )
     return 0
 

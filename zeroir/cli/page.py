@@ -96,7 +96,7 @@ def report(
             }
         )
     else:
-        out.print(f"Wrote {path}.", markup=False)
+        out.print(f"Wrote {path}.")
     return 0
 
 

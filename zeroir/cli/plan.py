@@ -68,5 +68,5 @@ def plan(
         return 0
     out.print(render_plan(result, is_unfolded=all_))
     if output is not None:
-        out.print(f"Wrote {output}.", markup=False)
+        out.print(f"Wrote {output}.")
     return 0

@@ -95,26 +95,22 @@ def profile(
     )
     out.print(
         f"step       {format_seconds(result.step_s)} measured ({noise}), "
-        f"{format_seconds(result.predicted_s)} predicted ({ratio:+.1%})",
-        markup=False,
+        f"{format_seconds(result.predicted_s)} predicted ({ratio:+.1%})"
     )
     out.print(
         f"measured   {len(result.machine.segments)} segments, {len(result.machine.collectives)} kinds of collectives, "
-        f"{len(result.machine.ops)} of other ops, {format_seconds(result.machine.host.issue_s.value)} to issue an op",
-        markup=False,
+        f"{len(result.machine.ops)} of other ops, {format_seconds(result.machine.host.issue_s.value)} to issue an op"
     )
     host = result.host
     out.print(
         f"host       {format_bytes(round(host.to_device_bytes_per_s))}/s to the device, "
         f"{format_bytes(round(host.to_host_bytes_per_s))}/s from it, "
         f"{format_bytes(round(host.update_bytes_per_s))}/s in an update, on each rank",
-        markup=False,
     )
     if result.disk is not None:
         out.print(
             f"disk       {format_bytes(round(result.disk.read_bytes_per_s))}/s read, "
             f"{format_bytes(round(result.disk.write_bytes_per_s))}/s written, on each rank",
-            markup=False,
         )
-    out.print(f"Wrote {output}.", markup=False)
+    out.print(f"Wrote {output}.")
     return 0

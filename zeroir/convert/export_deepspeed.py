@@ -88,10 +88,10 @@ def export_deepspeed(stored: StoredTensors, output: Path) -> list[str]:
 
 def _write_parameter(stored: StoredTensors, zero: Path, parameter: ParameterInFiles) -> None:
     """Write the folder of a parameter: FP32 values and states, one tensor in memory at a time."""
-    if "/" in parameter.name:
+    if parameter.name in ("", ".", "..") or not {"/", "\0"}.isdisjoint(parameter.name):
         raise UserError(
-            f"DeepSpeed's universal layout names a folder after each parameter, but {parameter.name} cannot be a name: "
-            "use --format dcp, hf or state-dict."
+            f"DeepSpeed's universal layout names a folder after each parameter, but '{parameter.name}' cannot be a "
+            "name: use --format dcp, hf or state-dict."
         )
     folder = zero / parameter.name
     folder.mkdir()

@@ -24,7 +24,7 @@ from pydantic import JsonValue
 
 from zeroir.artifact.output_folders import HUGGING_FACE, folder_written_whole
 from zeroir.checkpoint.local_storage import LocalStorage
-from zeroir.checkpoint.safetensors_header import StoredTensorSpec
+from zeroir.checkpoint.safetensors_header import METADATA, StoredTensorSpec
 from zeroir.checkpoint.writing import write_file
 from zeroir.convert.exported import (
     ExportedTensor,
@@ -33,6 +33,7 @@ from zeroir.convert.exported import (
 )
 from zeroir.convert.formats import WeightDtype
 from zeroir.convert.stored_tensors import StoredTensors
+from zeroir.errors import UserError
 
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -68,6 +69,11 @@ def export_hugging_face(
         owner=stored.manifest.config_owner,
         is_untied=is_untied,
     )
+    if any(tensor.name == METADATA for tensor in tensors):
+        raise UserError(
+            f"A file of safetensors has no tensor '{METADATA}', which is the name of its metadata: use --format dcp or "
+            "state-dict."
+        )
     shards = _shards(tensors, max_shard_bytes)
     with folder_written_whole(output, HUGGING_FACE) as folder:
         for index, shard in enumerate(shards, start=1):

@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from zeroir.checkpoint.manifest import Setting, StoredGroup, StoredScalar
+from zeroir.checkpoint.manifest import MASTER, Setting, StoredGroup, StoredScalar
 from zeroir.config.groups import DEFAULT_GROUP
 from zeroir.convert.imported import ImportedModel, ImportedParameter, ImportedTensor
 from zeroir.errors import UserError
@@ -103,7 +103,12 @@ def with_optimizer(model: ImportedModel, optimizer: OptimizerState, source: str)
             number = number_in(value)
             if name == STEP and number is not None:
                 steps.add(number)
-            elif isinstance(value, ImportedTensor) and value.numel == parameter.values.numel:
+            elif (
+                isinstance(value, ImportedTensor)
+                and value.numel == parameter.values.numel
+                and (name.isascii() and name.isidentifier())
+                and name != MASTER
+            ):
                 states[name] = value
             elif value is not None:
                 left_out.add(name)
@@ -117,7 +122,8 @@ def with_optimizer(model: ImportedModel, optimizer: OptimizerState, source: str)
     notes = list(optimizer.notes)
     if left_out:
         notes.append(
-            f"States without the shape of their parameter were left out: {', '.join(sorted(left_out))}."
+            "States without the shape of their parameter, or a plain name, were left out: "
+            f"{', '.join(sorted(left_out))}."
         )
     groups = tuple(_stored_groups(parameters, optimizer.groups))
     if len(groups) < len(optimizer.groups):

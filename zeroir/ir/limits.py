@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Final
+
+from zeroir.errors import OBEYED
 
 MOST_RANKS: Final = 1_048_576
 MOST_AXES: Final = 8
@@ -35,8 +36,6 @@ LONGEST_TEXT: Final = 100_000
 LARGEST_FILE_BYTES: Final = 2**30
 """The largest body of a compiled program."""
 
-_OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-
 
 def obeyed_character(text: str) -> str | None:
     """The first character that a terminal obeys instead of showing it, such as ``U+001B``; None where there is none.
@@ -45,5 +44,5 @@ def obeyed_character(text: str) -> str | None:
     """
     if text.isascii() and text.isprintable():
         return None
-    match = _OBEYED.search(text)
+    match = OBEYED.search(text)
     return None if match is None else f"U+{ord(match[0]):04X}"
