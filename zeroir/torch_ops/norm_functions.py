@@ -12,6 +12,7 @@ from typing import cast
 from torch import Tensor
 
 from zeroir.torch_ops.batch_norm import batch_norm
+from zeroir.torch_ops.layouts import settled_operand, settled_result
 from zeroir.torch_ops.types import widened
 
 
@@ -26,12 +27,13 @@ def batch_normed(
     eps: float = 1e-5,
 ) -> Tensor:
     """Batch norm by zeroir's operator, in FP32 for 16-bit x; the running statistics are updated in place."""
-    wide = [widened(x) for x in (input, weight, bias, running_mean, running_var)]
+    x = settled_operand(input)
+    wide = [widened(each) for each in (x, weight, bias, running_mean, running_var)]
     result, _, _, mean, var = batch_norm(*wide, training, momentum, eps)
     if training and running_mean is not None and running_var is not None:
         running_mean.copy_(mean)
         running_var.copy_(var)
-    return cast("Tensor", result.to(input.dtype))
+    return settled_result(cast("Tensor", result).to(input.dtype))
 
 
 def instance_normed(
