@@ -1,4 +1,4 @@
-"""Optimizers with their settings, for ``zeroir.compile(..., optimizer=zeroir.optim.Muon(lr=2e-2))``.
+"""Optimizers with their settings, for ``zeroir.compile(..., optimizer=zeroir.optim.AdamW(lr=1e-3))``.
 
 Each has the name of its class in ``torch.optim``, or its own where torch does not have it; ``dir(zeroir.optim)`` lists
 them. It takes the settings that have an effect with it, by the names of ``zeroir compile --help``, and the defaults of
