@@ -43,7 +43,7 @@ def set_random_states(states: RandomStates, device: torch.device | None = None) 
         torch.set_rng_state(cast("Tensor", states["torch"]))
         if device is not None and device.type == "cuda" and "cuda" in states:
             torch.cuda.set_rng_state(cast("Tensor", states["cuda"]), device)
-    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+    except (LookupError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"The states of random generators cannot be set here ({error}): they were saved by another version of "
             "Python, numpy or torch."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from tests.cli.conftest import Zeroir
+from tests.support.checkpoint_files import signed_manifest
 from tests.support.resuming import (
     GENERATOR,
     MODEL,
@@ -287,6 +289,16 @@ def test_options_that_contradict_each_other(
     code, out, err = run(zeroir, program, "--steps", "2", *arguments)
     assert (code, out) == (2, "")
     assert sentence in " ".join(err.split())
+
+
+def test_a_state_that_no_run_has_saved_is_refused(zeroir: Zeroir, program: Path, own: Path) -> None:
+    path = own / "step-00000005" / "manifest.json"
+    manifest = json.loads(path.read_bytes())["manifest"]
+    del manifest["ranks"][0]["state"]["random"]
+    path.write_bytes(signed_manifest(manifest))
+    code, out, err = run(zeroir, program, "--steps", "6", "--resume", own / "step-00000005")
+    assert (code, out) == (2, "")
+    assert "The states of random generators cannot be set here" in err
 
 
 def test_two_runs_do_not_share_a_folder(zeroir: Zeroir, program: Path, own: Path) -> None:

@@ -48,6 +48,9 @@ def test_settings_are_those_of_the_step_at_once() -> None:
     [
         ({"updates_done": 3, "lrs": [0.1]}, "is of 1 groups, but the optimizer has 2"),
         ({"last_epoch": 3}, "is not one that was saved"),
+        ({"updates_done": 3, "lrs": [0.1, "abc"]}, "is not one that was saved"),
+        ({"updates_done": 3, "lrs": [0.1, -1.0]}, "is not one that was saved"),
+        ({"updates_done": -3, "lrs": [0.1, 0.1]}, "is not one that was saved"),
     ],
 )
 def test_another_state_is_refused(state: dict[str, object], sentence: str) -> None:
