@@ -54,7 +54,16 @@ def test_seeds_decide_all_numbers() -> None:
 @pytest.mark.parametrize("name", ["python", "numpy", "torch"])
 def test_a_state_that_lacks_or_changes_a_generator(name: str) -> None:
     states = dict(random_states())
-    for other in (("MT1", np.zeros(3, np.uint32), 0), (), [], None, "MT19937", {}, 2**70):
+    others: tuple[object, ...] = (
+        ("MT1", np.zeros(3, np.uint32), 0),
+        (),
+        [],
+        None,
+        "MT19937",
+        {},
+        2**70,
+    )
+    for other in others:
         states[name] = other
         with pytest.raises(UserError, match="saved by another version"):
             set_random_states(states)
