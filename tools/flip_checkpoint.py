@@ -3,11 +3,12 @@
     python -m tools.flip_checkpoint --count 1000 --record docs/records/flip-checkpoint.json
 
 A job of three ranks saves two checkpoints. Then, again and again, one random bit of the newer one is flipped, in a
-tensor, a header, or the manifest. For every tenth flip a file is cut short, lengthened, removed, blanked for 4 kB, or
-exchanged for that of the older checkpoint. After each damage `zeroir checkpoint verify` must exit with 1 and name the
-file and, where a tensor's bytes have changed, the tensor; and `zeroir run --resume` must say the same, go on from the
-older checkpoint, and say that. This tool finds the tensor in the header of the file. The exit code is 1 where anything
-else happens.
+tensor, a header, or the manifest. For every tenth flip a file is cut short, lengthened by a few bytes or by holes of
+many GB, removed, blanked for 4 kB, or exchanged for that of the older checkpoint; or a value of the manifest is
+replaced by one that no training has, and its checksum made anew. After each damage `zeroir checkpoint verify` must
+exit with 1 and name the file and, where a tensor's bytes have changed, the tensor; and `zeroir run --resume` must say
+the same, go on from the older checkpoint, and say that. This tool finds the tensor in the header of the file. The
+exit code is 1 where anything else happens.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Final
 from rich.progress import track
 
 import zeroir
+from tests.support.checkpoint_files import signed_manifest
 from tools import record_file
 from tools.checkpoints import model as tiny_model
 from tools.checkpoints.saving_job import saved_checkpoints
@@ -37,7 +39,21 @@ from zeroir.checkpoint.manifest import MANIFEST_NAME
 from zeroir.cli.app import run_command
 
 _BLANKED_BYTES: Final = 4096
-OTHER_KINDS: Final = ("cut short", "lengthened", "removed", "blanked", "exchanged")
+OTHER_KINDS: Final = (
+    *("cut short", "lengthened", "made sparse", "removed", "blanked", "exchanged"),
+    "manifest edited",
+)
+_EDITS: Final[tuple[tuple[tuple[str | int, ...], object], ...]] = (
+    (("step",), -1),
+    (("step",), "2"),
+    (("origin", "world_size"), 0),
+    (("files", 0, "size_bytes"), 32 << 30),
+    (("flats", 0, "parameters", 0, "shape"), [-1]),
+    (("flats", 0, "quantities", 1, "pieces"), []),
+    (("flats", 0, "quantities", 0, "dtype"), "f33"),
+    (("ranks", 0, "rank"), 3),
+)
+"""Places in a manifest, and values that no training has there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +126,18 @@ def damage_otherwise(
         case "cut short":
             path = checkpoint / chance.choice(names)
             os.truncate(path, chance.randrange(path.stat().st_size))
+        case "made sparse":
+            path = checkpoint / chance.choice(names)
+            os.truncate(path, chance.randrange(1 << 30, 1 << 36))
+        case "manifest edited":
+            path = checkpoint / MANIFEST_NAME
+            manifest = json.loads(path.read_bytes())["manifest"]
+            (*place, last), value = chance.choice(_EDITS)
+            holder = manifest
+            for key in place:
+                holder = holder[key]
+            holder[last] = value
+            path.write_bytes(signed_manifest(manifest))
         case _:
             path = checkpoint / chance.choice(names)
             with path.open("ab") as file:
