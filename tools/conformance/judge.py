@@ -201,10 +201,10 @@ def _eager(sample: Sample, seeds: Tensor | None) -> dict[str, Tensor]:
     model = ThreeUnitModel(sample)
     torch.manual_seed(1)
     if seeds is None:
-        loss = model(*_batch(sample))
+        loss = model(*batch_of(sample))
     else:
         with neutral_ops(seeds):
-            loss = model(*_batch(sample))
+            loss = model(*batch_of(sample))
     loss.backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
     optimizer.step()
@@ -223,7 +223,7 @@ def _stepped(sample: Sample) -> tuple[dict[str, Tensor], Tensor]:
         raise InternalError(f"a program that was compiled does not run: {error}") from error
     try:
         engine.initialise(lambda: ThreeUnitModel(sample), 0)
-        loss = engine.step(_batch(sample)).loss
+        loss = engine.step(batch_of(sample)).loss
         values = {"the loss": torch.tensor(loss)}
         values.update(
             (f"the parameter {name}", value) for name, value in engine.full_parameters().items()
@@ -247,11 +247,11 @@ def _compiled(sample: Sample) -> Program:
     def build() -> nn.Module:
         return ThreeUnitModel(sample)
 
-    source = source_of(build, _batch(sample), None, None)
+    source = source_of(build, batch_of(sample), None, None)
     return lower_with_proof(trace_model(source, options).program, options).program
 
 
-def _batch(sample: Sample) -> tuple[Tensor, ...]:
+def batch_of(sample: Sample) -> tuple[Tensor, ...]:
     """The sample's tensors, dense; a batch has one at least."""
     return tuple(x.contiguous() for x in sample.tensors) or (torch.zeros(1),)
 
