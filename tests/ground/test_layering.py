@@ -31,6 +31,7 @@ DEFINITIONS = {
     "zeroir.ir.dtypes": "what an element type is",
     "zeroir.ir.effects": "what an op reads and writes, as its fields declare it",
     "zeroir.ir.eight_bit_states": "how many elements share a scale",
+    "zeroir.ir.fields": "which names a record declares and refers to",
     "zeroir.ir.limits": "how large a program may be",
     "zeroir.ir.mesh": "how many ranks an axis has",
     "zeroir.ir.op_lists": "where the list of pure operators stands",
@@ -58,7 +59,7 @@ SHARED_NAMES = {
     "zeroir.ir.copies": {"at_rest"},
     # For the sentences of findings.
     "zeroir.ir.text.names": {"Names"},
-    "zeroir.ir.text.print_ops": {"op_text"},
+    "zeroir.ir.text.op_lines": {"op_text"},
     # For Z301 alone: the budget is compared with what the memory model predicts, and tests compare that with a device.
     "zeroir.memory.footprint": {"footprint"},
 }

@@ -18,11 +18,11 @@ from zeroir.cost.durations import Durations
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, Space, View
 from zeroir.ir.effects import effects
+from zeroir.ir.fields import FieldUse
 from zeroir.ir.mesh import Communicator
 from zeroir.ir.op_fields import (
     Accumulated,
     Attribute,
-    FieldUse,
     Read,
     Signalled,
     StreamName,

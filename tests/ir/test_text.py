@@ -180,7 +180,7 @@ def edit(old: str, new: str) -> Callable[[str], str]:
         (edit("= 1.5", "= one"), "one", "a number"),
         (edit("stream=compute", "steam=compute"), "steam=compute", "'stream=…'"),
         (edit("stream=compute", "stream=compute on"), "on", "the end of the line"),
-        (edit("stream=compute", "stream="), "", "expected a name"),
+        (edit("stream=compute", "stream="), "", "expected the name of a stream"),
         (edit("  return ($1)\n", ""), "}", "or 'return'"),
         (edit("\n}\n", "\n"), "section", "'}'"),
     ],

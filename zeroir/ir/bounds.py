@@ -21,11 +21,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Annotated, ClassVar, Final
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Role, Space
 from zeroir.ir.effects import effects
+from zeroir.ir.fields import Declares, NameKind, Refers
 from zeroir.ir.ops import Op
 
 
@@ -65,7 +66,9 @@ _OF_FIRST_READER: Final = frozenset(
 class AheadBound:
     """At most ``ahead`` groups of the kind are live beyond those that the order of the ops has live."""
 
-    kind: BoundKind
+    syntax: ClassVar[str] = "{kind} ahead={ahead}"
+
+    kind: Annotated[BoundKind, Declares(NameKind.BOUND)]
     ahead: int
 
 
@@ -73,15 +76,19 @@ class AheadBound:
 class BehindBound:
     """A buffer of the kind begins only when the op of the stream ``behind`` above it is done."""
 
-    kind: BoundKind
-    behind: str
+    syntax: ClassVar[str] = "{kind} behind={behind}"
+
+    kind: Annotated[BoundKind, Declares(NameKind.BOUND)]
+    behind: Annotated[str, Refers(NameKind.STREAM, "the bound on {kind} names")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveBound:
     """At most ``live`` buffers of the kind are live at once."""
 
-    kind: BoundKind
+    syntax: ClassVar[str] = "{kind} live={live}"
+
+    kind: Annotated[BoundKind, Declares(NameKind.BOUND)]
     live: int
 
 

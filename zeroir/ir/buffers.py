@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Annotated, ClassVar
 
 from zeroir.ir.contents import Content, SnapshotContent
 from zeroir.ir.dtypes import DType
+from zeroir.ir.fields import Declares, Form, NameKind
 from zeroir.ir.mesh import Mesh
 
 
@@ -51,9 +53,11 @@ class Buffer:
     memory of its space that all of them share, in bytes, once a program is planned.
     """
 
-    name: str
+    syntax: ClassVar[str] = "{name} : {dtype}{numel} {space} {role} [offset={offset}] [= {holds}]"
+
+    name: Annotated[str, Declares(NameKind.BUFFER)]
     dtype: DType
-    numel: int
+    numel: Annotated[int, Form.BRACKETED]
     space: Space
     role: Role
     holds: Content | None = None

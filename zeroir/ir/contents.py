@@ -15,6 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated, ClassVar
+
+from zeroir.ir.fields import Flag, Form, NameKind, Refers
 
 PARAM = "param"
 MASTER = "master"
@@ -51,15 +54,20 @@ class FlatContent:
     ``guessed`` elements are those of a speculative step, which a ``commit_step`` makes final.
     """
 
-    quantity: str
-    flat: str
+    syntax: ClassVar[str] = (
+        "{quantity} {flat} [@{shard}] [offset={offset}] [stride={stride}] [version={version}]"
+        " [reduced=({reduced})] [micro={micro}] {guessed}"
+    )
+
+    quantity: Annotated[str, Form.QUANTITY]
+    flat: Annotated[str, Refers(NameKind.FLAT)]
     offset: int = 0
-    shard: str | None = None
+    shard: Annotated[str, Refers(NameKind.AXIS)] | None = None
     version: int = 0
-    reduced: tuple[str, ...] = ()
+    reduced: tuple[Annotated[str, Refers(NameKind.AXIS)], ...] = ()
     micro: Micro | None = None
     stride: int | None = None
-    guessed: bool = False
+    guessed: Annotated[bool, Flag("guessed")] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +77,17 @@ class NamedContent:
     ``version`` 0 is the value at the start of the step.
     """
 
-    name: str
+    syntax: ClassVar[str] = "value {name} [version={version}]"
+
+    name: Annotated[str, Refers(NameKind.VALUE)]
     version: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Zeros:
     """Every element is zero: a gradient to which nothing has contributed yet."""
+
+    syntax: ClassVar[str] = "zeros"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +98,10 @@ class WeightContent:
     contribution per micro-step, multiplied with its weight, so the sum of the same weights is its divisor.
     """
 
+    syntax: ClassVar[str] = "weight [reduced=({reduced})] micro={micro}"
+
     micro: Micro
-    reduced: tuple[str, ...] = ()
+    reduced: tuple[Annotated[str, Refers(NameKind.AXIS)], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +111,8 @@ class SnapshotContent:
     The fields are those of a ``Region``, which this module cannot name. With an ``event``, that event is pending
     between sections, and the copy is complete once it is done.
     """
+
+    syntax: ClassVar[str] = "snapshot"  # then the region and the event
 
     buffer: str
     offset: int

@@ -12,7 +12,8 @@ from typing import Any, Final, NamedTuple
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
-from zeroir.ir.op_fields import FieldUse, Operand, OpField, op_field, operands
+from zeroir.ir.fields import DeclaredField, FieldUse
+from zeroir.ir.op_fields import Operand, op_field, operands
 from zeroir.ir.ops import Mode
 
 
@@ -107,7 +108,7 @@ def _regions(operand: Operand, use: FieldUse) -> _Getter | None:
 _mode = attrgetter("mode")
 
 
-def _values(field: OpField) -> _Getter:
+def _values(field: DeclaredField) -> _Getter:
     """A function from an op to the values of a field, without those that are None."""
     value = attrgetter(field.name)
     if field.is_tuple:

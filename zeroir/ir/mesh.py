@@ -10,19 +10,26 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated, ClassVar
+
+from zeroir.ir.fields import Declares, NameKind, Refers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
     """One ordered dimension of the mesh."""
 
-    name: str
+    syntax: ClassVar[str] = "{name}={size}"
+
+    name: Annotated[str, Declares(NameKind.AXIS)]
     size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
     """Ordered axes; the product of their sizes is the world size."""
+
+    syntax: ClassVar[str] = "{axes}..."
 
     axes: tuple[Axis, ...]
 
@@ -76,8 +83,10 @@ SHARD_AXIS = "shard"
 class Communicator:
     """A named channel over one mesh axis. Collectives on one communicator run in host launch order."""
 
-    name: str
-    axis: str
+    syntax: ClassVar[str] = "{name} axis={axis}"
+
+    name: Annotated[str, Declares(NameKind.COMMUNICATOR)]
+    axis: Annotated[str, Refers(NameKind.AXIS, "communicator {name} runs over")]
 
 
 class Executor(StrEnum):
@@ -92,7 +101,9 @@ class Executor(StrEnum):
 class Stream:
     """A named queue: its ops run in program order; nothing orders two streams but a wait."""
 
-    name: str
+    syntax: ClassVar[str] = "{name}:{executor}"
+
+    name: Annotated[str, Declares(NameKind.STREAM)]
     executor: Executor
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, ClassVar, Final
 
+from zeroir.ir.fields import Declares, Form, NameKind
 from zeroir.ir.segment import Node, NodeArg
 
 TORCH_NAMESPACES: Final = frozenset(
@@ -36,9 +37,11 @@ class Operator:
     registered it; it is empty where the user's own script or model file did, or where torch does not know.
     """
 
-    name: str
-    schema: str
-    module: str = ""
+    syntax: ClassVar[str] = "{name} schema={schema} [module={module}]"
+
+    name: Annotated[str, Declares(NameKind.OPERATOR)]
+    schema: Annotated[str, Form.QUOTED]
+    module: Annotated[str, Declares(NameKind.MODULE)] = ""
 
 
 _NAME: Final = re.compile(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
+from typing import Annotated, ClassVar, Final
 
 from zeroir.ir.bounds import Bound
 from zeroir.ir.buffers import Buffer, Region
@@ -19,6 +19,7 @@ from zeroir.ir.contents import Content
 from zeroir.ir.copies import CopyOf, copies
 from zeroir.ir.dtypes import DType
 from zeroir.ir.effects import effects
+from zeroir.ir.fields import Declares, Flag, Form, NameKind, Refers, Word
 from zeroir.ir.mesh import STREAMS, Communicator, Executor, Mesh, Stream
 from zeroir.ir.operators import Operator
 from zeroir.ir.ops import Algorithm, Op
@@ -51,10 +52,12 @@ class Slot:
     ``aliases`` are the other fully-qualified names of a tied parameter.
     """
 
-    name: str
+    syntax: ClassVar[str] = "{name} : {shape} offset={offset} [alias={aliases}]..."
+
+    name: Annotated[str, Declares(NameKind.PARAMETER)]
     offset: int
     shape: tuple[int, ...]
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[Annotated[str, Declares(NameKind.PARAMETER)], ...] = ()
 
     @property
     def numel(self) -> int:
@@ -72,12 +75,14 @@ class Flat:
     ``dtype`` is what the segments compute with. ``padded_numel`` counts the zeros between and after parameters.
     """
 
-    name: str
-    unit: str
+    syntax: ClassVar[str] = "{name} : {dtype}{padded_numel} unit={unit} {is_trainable} {slots}"
+
+    name: Annotated[str, Declares(NameKind.FLAT)]
+    unit: Annotated[str, Declares(NameKind.UNIT)]
     dtype: DType
-    is_trainable: bool
-    padded_numel: int
-    slots: tuple[Slot, ...]
+    is_trainable: Annotated[bool, Flag("trainable", "frozen")]
+    padded_numel: Annotated[int, Form.BRACKETED]
+    slots: Annotated[tuple[Slot, ...], Form.LINES]
 
     @property
     def numel(self) -> int:
@@ -93,19 +98,23 @@ class OptimizerGroup:
     these values, from there or from a copy.
     """
 
-    name: str
+    syntax: ClassVar[str] = "{name} {algorithm} ({intervals}) lr={lr} hyper={hyper}"
+
+    name: Annotated[str, Declares(NameKind.GROUP)]
     algorithm: Algorithm
-    intervals: tuple[tuple[str, int, int], ...]
-    lr: str
-    hyper: str
+    intervals: tuple[Annotated[tuple[str, int, int], Form.INTERVAL], ...]
+    lr: Annotated[str, Refers(NameKind.BUFFER, "group {name} has its settings in")]
+    hyper: Annotated[str, Refers(NameKind.BUFFER, "group {name} has its settings in")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputBinding:
     """One tensor of a batch: where it stands in the user's tuple or dict, and the buffer that receives it."""
 
-    path: str
-    buffer: str
+    syntax: ClassVar[str] = "{path} : {dtype}{shape} -> {buffer}"
+
+    path: Annotated[str, Declares(NameKind.INPUT)]
+    buffer: Annotated[str, Refers(NameKind.BUFFER, "input {path} is bound to")]
     dtype: DType
     shape: tuple[int, ...]
 
@@ -121,8 +130,10 @@ class ConstantBinding:
     The program computes what the model does with this value, so a batch with another one is refused.
     """
 
-    path: str
-    value: Constant
+    syntax: ClassVar[str] = "{path} = {value}"
+
+    path: Annotated[str, Declares(NameKind.CONSTANT)]
+    value: Annotated[Constant, Form.CONSTANT]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +145,10 @@ class OutputBinding:
     attribute.
     """
 
-    path: str
-    buffer: str
+    syntax: ClassVar[str] = "{path} : {dtype}{shape} <- {buffer}"
+
+    path: Annotated[str, Declares(NameKind.OUTPUT), Form.QUOTED]
+    buffer: Annotated[str, Refers(NameKind.BUFFER, "output {path} is bound to")]
     dtype: DType
     shape: tuple[int, ...]
 
@@ -148,8 +161,10 @@ class ModuleBufferBinding:
     elements are ``data``.
     """
 
-    name: str
-    buffer: str
+    syntax: ClassVar[str] = "{name} : {shape} -> {buffer}  [data={data}]"
+
+    name: Annotated[str, Declares(NameKind.MODULE_BUFFER)]
+    buffer: Annotated[str, Refers(NameKind.BUFFER, "module buffer {name} is bound to")]
     shape: tuple[int, ...]
     data: bytes | None = None
 
@@ -158,7 +173,9 @@ class ModuleBufferBinding:
 class ScalarBinding:
     """The content of a scalar buffer before the first step, one number per element."""
 
-    buffer: str
+    syntax: ClassVar[str] = "{buffer} = ({values})"
+
+    buffer: Annotated[str, Refers(NameKind.BUFFER, "an initial value is bound to")]
     values: tuple[float, ...]
 
 
@@ -166,17 +183,21 @@ class ScalarBinding:
 class Holding:
     """A region and its content; with ``after``, only once that pending event is done."""
 
+    syntax: ClassVar[str] = "{region} = {content} [after {after}]"
+
     region: Region
     content: Content
-    after: str | None = None
+    after: Annotated[str, Refers(NameKind.EVENT)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
     """An event issued before a joint and awaited after it, and the stream of the op that signals it."""
 
-    event: str
-    stream: str
+    syntax: ClassVar[str] = "{event} stream={stream}"
+
+    event: Annotated[str, Refers(NameKind.EVENT)]
+    stream: Annotated[str, Refers(NameKind.STREAM)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +209,13 @@ class State:
     before it, except the ops that signal ``pending`` events.
     """
 
-    live: tuple[str, ...] = ()
+    syntax: ClassVar[str] = """
+        live {live}
+        {holdings}
+        pending {pending}
+    """
+
+    live: tuple[Annotated[str, Refers(NameKind.BUFFER)], ...] = ()
     holdings: tuple[Holding, ...] = ()
     pending: tuple[Pending, ...] = ()
 
@@ -208,7 +235,7 @@ class OpPosition:
 class Section:
     """A straight-line list of ops with its contract. Event names are unique within a section."""
 
-    name: str
+    name: Annotated[str, Declares(NameKind.SECTION)]
     entry: State = field(default_factory=State)
     body: tuple[Op, ...]
     exit: State = field(default_factory=State)
@@ -228,6 +255,29 @@ class Program:
     ``interleaved`` is the number of micro-batches that a micro-step section runs; see ``zeroir/ir/micro_batches.py``.
     """
 
+    syntax: ClassVar[str] = """
+        pass {passes}
+        [fingerprint {fingerprint}]
+        mesh {mesh}
+        comm {comms}
+        streams {streams}...
+        bound {bounds}
+        report {reports}
+        [weight {weight}]
+        [interleaved {interleaved}]
+        flat {flats}
+        buffer {buffers}
+        operator {operators}
+        input {inputs}
+        output {outputs}
+        batch_constant {batch_constants}
+        module_buffer {module_buffers}
+        scalar {scalars}
+        group {groups}
+        segment {segments}
+        section {sections}
+    """
+
     mesh: Mesh
     comms: tuple[Communicator, ...] = ()
     streams: tuple[Stream, ...] = STREAMS
@@ -244,11 +294,11 @@ class Program:
     scalars: tuple[ScalarBinding, ...] = ()
     groups: tuple[OptimizerGroup, ...] = ()
     reports: tuple[ReportBinding, ...] = ()
-    weight: str | None = None
+    weight: Annotated[str, Refers(NameKind.BUFFER, "the weight is bound to")] | None = None
     interleaved: int = 1
     options: tuple[tuple[str, str], ...] = ()
-    passes: tuple[str, ...] = ()
-    fingerprint: str = ""
+    passes: tuple[Annotated[str, Word("the spec of a pass")], ...] = ()
+    fingerprint: Annotated[str, Word("a fingerprint")] = ""
 
     def __repr__(self) -> str:
         name = f" {self.fingerprint[:12]}" if self.fingerprint else ""

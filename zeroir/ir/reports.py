@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated, ClassVar
+
+from zeroir.ir.fields import NameKind, Refers
 
 
 class Quantity(StrEnum):
@@ -58,8 +61,10 @@ class Quantity(StrEnum):
 class ReportBinding:
     """The scalar buffer in which the engine finds a quantity."""
 
+    syntax: ClassVar[str] = "{quantity} {buffer}"
+
     quantity: Quantity
-    buffer: str
+    buffer: Annotated[str, Refers(NameKind.BUFFER, "{quantity} is reported from")]
 
 
 def with_report(

@@ -12,9 +12,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Annotated
 
 from zeroir.ir.buffers import contiguous_stride
 from zeroir.ir.dtypes import DType
+from zeroir.ir.fields import Declares, NameKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,7 @@ class Node:
     beside its arguments and results. It is None where nothing is declared, and for all other operators.
     """
 
-    op: str
+    op: Annotated[str, Declares(NameKind.OPERATOR)]
     args: tuple[NodeArg, ...]
     kwargs: tuple[tuple[str, NodeArg], ...] = ()
     results: tuple[TensorType | None, ...]
@@ -121,7 +123,7 @@ class Segment:
     to. For ``eager`` it is that of a CPU with one thread; see ``zeroir.workspace``.
     """
 
-    name: str
+    name: Annotated[str, Declares(NameKind.SEGMENT)]
     inputs: tuple[TensorType, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[int, ...]

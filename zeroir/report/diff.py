@@ -17,8 +17,9 @@ from zeroir.ir.effects import effects
 from zeroir.ir.program import Program, Section, State
 from zeroir.ir.text.lexical import name
 from zeroir.ir.text.names import Names
-from zeroir.ir.text.print_ops import op_text
-from zeroir.ir.text.printer import header_lines, segment_lines, state_lines
+from zeroir.ir.text.op_lines import op_text
+from zeroir.ir.text.printer import header_lines, state_lines
+from zeroir.ir.text.segments import segment_lines
 from zeroir.ir.traffic import collective_bytes, on_the_wire
 from zeroir.memory.placement import unplanned
 from zeroir.memory.states import model_state_bytes

@@ -8,7 +8,7 @@ from typing import TypedDict
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.ops import Compute, op_name
 from zeroir.ir.program import EVALUATE, MICRO_STEP, STEP_SECTIONS, Program
-from zeroir.ir.text.printer import bound_text
+from zeroir.ir.text.printer import print_record
 from zeroir.ir.traffic import collective_bytes, transfer_bytes
 from zeroir.memory.curve import peak
 from zeroir.memory.placement import Placement, placements_with_bound
@@ -98,7 +98,7 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
         sections={section.name: len(section.body) for section in program.sections},
         interleaved=program.interleaved,
         distinct_segments=len({program.segment_by_name[name].digest() for name in called}),
-        bounds=[bound_text(bound) for bound in program.bounds],
+        bounds=[print_record(bound, program) for bound in program.bounds],
         collective_bytes=dict(collective_bytes(program)),
         collective_bytes_by_axis={
             axis.name: dict(collective_bytes(program, axis=axis.name)) for axis in program.mesh.axes

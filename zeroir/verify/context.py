@@ -93,7 +93,7 @@ def around(program: Program, section: Section, line: int) -> tuple[str, tuple[st
     An op that the program's names cannot spell has its ``repr`` as text.
     """
     from zeroir.ir.text.names import Names
-    from zeroir.ir.text.print_ops import op_text
+    from zeroir.ir.text.op_lines import op_text
 
     names = Names(program=program)
     low = max(0, min(line - 2, len(section.body) - 5))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Final
 
 from zeroir.ir.allowlist import refusal
-from zeroir.ir.bounds import AheadBound, BehindBound, LiveBound
+from zeroir.ir.bounds import AheadBound, LiveBound
 from zeroir.ir.buffers import Buffer, Role
 from zeroir.ir.contents import FlatContent, Micro, WeightContent
 from zeroir.ir.mesh import HOST
@@ -16,13 +15,13 @@ from zeroir.ir.operators import call_problem, declaration_problem
 from zeroir.ir.optimizers.forms import StateForm, form_of
 from zeroir.ir.program import (
     PARAMETER_ALIGNMENT_NUMEL,
-    SECTION_NAMES,
     Flat,
     OptimizerGroup,
     Program,
 )
 from zeroir.ir.views import mistyped
 from zeroir.verify.context import Findings
+from zeroir.verify.names import name_problems
 from zeroir.verify.provenance import Problems, provenance_problems
 from zeroir.verify.regions import content_problem
 from zeroir.verify.reports import report_problems
@@ -35,7 +34,7 @@ PLACE_ALIGNMENT_BYTES: Final = 64
 def check_declarations(program: Program, findings: Findings) -> None:
     """Check the header, the flats, the segments, the states and the joints."""
     for problems in (
-        _names(program),
+        name_problems(program),
         _mesh(program),
         _bounds(program),
         _flats(program),
@@ -52,39 +51,9 @@ def check_declarations(program: Program, findings: Findings) -> None:
             findings.add(code, sentence)
 
 
-def _names(program: Program) -> Problems:
-    names_by_kind: dict[str, list[str]] = {
-        "axis": [axis.name for axis in program.mesh.axes],
-        "stream": [stream.name for stream in program.streams],
-        "communicator": [comm.name for comm in program.comms],
-        "flat": [flat.name for flat in program.flats],
-        "buffer": [buffer.name for buffer in program.buffers],
-        "segment": [segment.name for segment in program.segments],
-        "section": [section.name for section in program.sections],
-        "group": [group.name for group in program.groups],
-        "bound on": [bound.kind.value for bound in program.bounds],
-        "parameter": [
-            name for flat in program.flats for s in flat.slots for name in (s.name, *s.aliases)
-        ],
-    }
-    for kind, names in names_by_kind.items():
-        for name, count in Counter(names).items():
-            if count > 1:
-                yield "Z002", f"{kind} {name} is declared twice"
-    for section in program.sections:
-        if section.name not in SECTION_NAMES:
-            yield "Z001", f"section {section.name} is none of {', '.join(SECTION_NAMES)}"
-
-
 def _bounds(program: Program) -> Problems:
-    streams = {stream.name for stream in program.streams}
     for bound in program.bounds:
         match bound:
-            case BehindBound() if bound.behind not in streams:
-                yield (
-                    "Z001",
-                    f"the bound on {bound.kind.value} names the undeclared stream {bound.behind}",
-                )
             case AheadBound() if bound.ahead < 0:
                 yield "Z008", f"the bound on {bound.kind.value} lets {bound.ahead} run ahead"
             case LiveBound() if bound.live < 1:
@@ -97,9 +66,6 @@ def _mesh(program: Program) -> Problems:
     for axis in program.mesh.axes:
         if axis.size < 1:
             yield "Z008", f"mesh axis {axis.name} has size {axis.size}"
-    for comm in program.comms:
-        if not program.mesh.has_axis(comm.axis):
-            yield "Z001", f"communicator {comm.name} runs over the undeclared axis {comm.axis}"
     if any(stream.name == HOST for stream in program.streams):
         yield "Z008", "a stream cannot be called host: that is the thread that issues the ops"
 
@@ -203,20 +169,9 @@ def _segments(program: Program) -> Problems:
 
 
 def _bindings(program: Program) -> Problems:
-    bound = [
-        *(("input " + b.path, b.buffer) for b in program.inputs),
-        *(("output " + b.path, b.buffer) for b in program.outputs),
-        *(("module buffer " + b.name, b.buffer) for b in program.module_buffers),
-        *(("an initial value", b.buffer) for b in program.scalars),
-    ]
-    if program.weight is not None:
-        bound.append(("the weight", program.weight))
-        weight = program.buffer_by_name.get(program.weight)
-        if weight is not None and weight.holds != WeightContent(micro=Micro.CURRENT):
-            yield "Z008", f"the weight is bound to %{weight.name}, which rests with another content"
-    for what, name in bound:
-        if name not in program.buffer_by_name:
-            yield "Z001", f"{what} is bound to the undeclared buffer %{name}"
+    weight = program.buffer_by_name.get(program.weight or "")
+    if weight is not None and weight.holds != WeightContent(micro=Micro.CURRENT):
+        yield "Z008", f"the weight is bound to %{weight.name}, which rests with another content"
     for binding in program.scalars:
         buffer = program.buffer_by_name.get(binding.buffer)
         if buffer is not None and len(binding.values) != buffer.numel:
@@ -231,9 +186,7 @@ def _groups(program: Program) -> Problems:
     for group in program.groups:
         for name in (group.lr, group.hyper):
             buffer = program.buffer_by_name.get(name)
-            if buffer is None:
-                yield "Z001", f"group {group.name} has its settings in the undeclared %{name}"
-            elif buffer.role is not Role.SCALAR:
+            if buffer is not None and buffer.role is not Role.SCALAR:
                 what = f"has its settings in %{name}, which is no scalar but {buffer.role}"
                 yield "Z008", f"group {group.name} {what}"
         for name, start, stop in group.intervals:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from zeroir.ir import limits, ops
 from zeroir.ir.bounds import AheadBound
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Segment, TensorType
 from zeroir.verify.context import Findings
+from zeroir.verify.names import too_long_names
 
 
 def check_limits(program: Program, findings: Findings) -> None:
     """Check everything that a program declares; all other checks rely on these limits."""
-    for sentence in (*_counts(program), *_names(program), *_sizes(program)):
+    for sentence in (*_counts(program), *too_long_names(program), *_sizes(program)):
         findings.add("Z011", sentence)
 
 
@@ -46,40 +47,6 @@ def _counts(program: Program) -> Iterator[str]:
         yield f"a section runs {program.interleaved:,} micro-batches, which is not between 1 and {limits.MOST_ITEMS:,}"
     if math.prod(max(axis.size, 1) for axis in program.mesh.axes[:20]) > limits.MOST_RANKS:
         yield f"the mesh has more than {limits.MOST_RANKS:,} ranks"
-
-
-def _names(program: Program) -> Iterator[str]:
-    kinds: tuple[tuple[str, Iterable[str]], ...] = (
-        ("an axis", (axis.name for axis in program.mesh.axes)),
-        ("a stream", (stream.name for stream in program.streams)),
-        ("a communicator", (comm.name for comm in program.comms)),
-        ("a flat", (flat.name for flat in program.flats)),
-        ("a unit", (flat.unit for flat in program.flats)),
-        (
-            "a parameter",
-            (
-                n
-                for flat in program.flats
-                for slot in flat.slots
-                for n in (slot.name, *slot.aliases)
-            ),
-        ),
-        ("a buffer", (buffer.name for buffer in program.buffers)),
-        ("a segment", (segment.name for segment in program.segments)),
-        ("an operator", (node.op for segment in program.segments for node in segment.nodes)),
-        ("an operator", (operator.name for operator in program.operators)),
-        ("a module", (operator.module for operator in program.operators)),
-        ("an input", (binding.path for binding in program.inputs)),
-        ("an output", (binding.path for binding in program.outputs)),
-        ("a constant", (binding.path for binding in program.batch_constants)),
-        ("a module buffer", (binding.name for binding in program.module_buffers)),
-        ("a group", (group.name for group in program.groups)),
-    )
-    for what, names in kinds:
-        for name in names:
-            if len(name) > limits.LONGEST_NAME:
-                yield f"the name of {what} has {len(name):,} characters, more than {limits.LONGEST_NAME:,}"
-                break
 
 
 def _sizes(program: Program) -> Iterator[str]:

@@ -33,10 +33,6 @@ def report_problems(program: Program) -> Iterator[tuple[str, str]]:
     for report in program.reports:
         buffer = program.buffer_by_name.get(report.buffer)
         if buffer is None:
-            yield (
-                "Z001",
-                f"{report.quantity} is reported from the undeclared buffer %{report.buffer}",
-            )
             continue
         numel = _numel(program, report.quantity)
         if (buffer.role, buffer.dtype, buffer.numel) != (Role.SCALAR, DType.F32, numel):

@@ -28,9 +28,6 @@ FLOAT: Final = (
 )
 """A float as ``repr`` spells it, or an integer where only a float can stand."""
 
-RESERVED_QUANTITIES: Final = frozenset({"snapshot", "value", "weight", "zeros"})
-"""Words that begin other contents than elements of a flat; such a quantity stands in quotes."""
-
 _IS_BARE_NAME = re.compile(BARE_NAME).fullmatch
 _IS_BARE_WORD = re.compile(BARE_WORD).fullmatch
 

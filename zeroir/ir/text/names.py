@@ -1,14 +1,24 @@
-"""The text of regions and views in ops, without facts that buffers and segments declare."""
+"""The text of regions and views, printed and read, without facts that buffers and segments declare."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
-from zeroir.ir.buffers import Region, View, contiguous_stride
+from zeroir.ir.buffers import Region, View
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Segment, TensorType
-from zeroir.ir.text.lexical import name
+from zeroir.ir.text.lexical import BARE_NAME, STRING, name
+from zeroir.ir.text.scanner import Scanner
+from zeroir.ir.text.segments import parse_strided, strided
+
+_REGION: Final = re.compile(
+    rf"[ \t]*%(?:({BARE_NAME})|({STRING}))"
+    rf"(?:\[(-?[0-9]{{1,30}}):(-?[0-9]{{1,30}})\](?:@(?:({BARE_NAME})|({STRING})))?"
+    rf"(?:\[(-?[0-9]{{1,30}}):(-?[0-9]{{1,30}})\])?)?"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +72,60 @@ def declared_outputs(segment: Segment) -> tuple[TensorType | None, ...]:
     return tuple(types[i] if 0 <= i < len(types) else None for i in segment.outputs)
 
 
-def strided(shape: tuple[int, ...], stride: tuple[int, ...]) -> str:
-    """``2,3``, and ``2,3;1,2`` where the strides are not row-major."""
-    text = ",".join(map(str, shape))
-    if stride == contiguous_stride(shape):
-        return text
-    return text + ";" + ",".join(map(str, stride))
+class TextReader:
+    """The cursor, and what has been declared so far: ``numels`` of buffers, ``inputs`` and ``outputs`` of segments.
+
+    ``called`` is the segment that was named last.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.scanner = Scanner(text)
+        self.numels: dict[str, int] = {}
+        self.inputs: dict[str, tuple[TensorType | None, ...]] = {}
+        self.outputs: dict[str, tuple[TensorType | None, ...]] = {}
+        self.called = ""
+
+    def called_segment(self) -> str:
+        """The segment of a call, whose operands follow."""
+        self.called = self.scanner.sigil_name("@", "a segment such as '@block.forward'")
+        return self.called
+
+    def region(self, what: str = "a region such as '%b' or '%b[0:64]'") -> Region:
+        """``%b``, ``%b[0:64]``, ``%b[0:64]@dp`` or ``%b[0:64]@dp[8:16]``."""
+        scan = self.scanner
+        match = _REGION.match(scan.text, scan.position)
+        if match is None:
+            scan.fail(f"expected {what}.")
+        buffer = match[1] or scan.unquote(match[2], match.start(2))
+        position = scan.here()
+        scan.position = match.end()
+        if match[3] is not None:
+            shard = match[5] or (scan.unquote(match[6], match.start(6)) if match[6] else None)
+            if shard is None and scan.text.startswith("@", match.end()):
+                scan.fail("expected a mesh axis right after '@'.", match.end() + 1)
+            start = int(match[3])
+            part = None if match[7] is None else (int(match[7]), int(match[8]))
+            numel = int(match[4]) - start
+            return Region(buffer=buffer, offset=start, numel=numel, shard=shard, part=part)
+        if scan.text.startswith("[", match.end()):
+            scan.fail("expected a range such as '[0:64]', without spaces.", match.end())
+        if buffer not in self.numels:
+            scan.fail(
+                f"expected a 'buffer %{buffer}' line above, since the whole of it is named here.",
+                position,
+            )
+        return Region(buffer=buffer, offset=0, numel=self.numels[buffer])
+
+    def view(self, declared: TensorType | None) -> View:
+        """A region and its shape, the declared one where none is given."""
+        region = self.region()
+        scan = self.scanner
+        if scan.text.startswith("{", scan.position):
+            shape, stride = parse_strided(scan, "{", "}")
+        elif declared is not None:
+            shape, stride = declared.shape, declared.stride
+        else:
+            is_known = self.called in self.inputs
+            what = "declares no such operand" if is_known else "is declared nowhere above"
+            scan.fail(f"expected a shape such as '{{2,3}}', since @{self.called} {what}.")
+        return View(region=region, shape=shape, stride=stride)

@@ -117,6 +117,14 @@ class Scanner:
             self.position = match.end()
 
     @property
+    def is_at_line_end(self) -> bool:
+        """Whether nothing but a comment is left of the line."""
+        position = self.here()
+        return self.text[position : position + 1] in ("", "\n") or self.text.startswith(
+            "//", position
+        )
+
+    @property
     def is_at_end(self) -> bool:
         """Whether nothing but a comment is left."""
         return _AT_END.match(self.text, self.position) is not None
@@ -128,11 +136,36 @@ class Scanner:
         self.expect(opening)
         if self.accept(closing):
             return ()
+        items = self._separated(read)
+        self.expect(closing, f"expected ',' or '{closing}'.")
+        return items
+
+    def separated(self, read: Callable[[], T], beginning: str) -> tuple[T, ...]:
+        """Items separated by commas, none where the next does not begin so."""
+        return self._separated(read) if self.text.startswith(beginning, self.here()) else ()
+
+    def _separated(self, read: Callable[[], T]) -> tuple[T, ...]:
         items = [read()]
         while self.accept(","):
             items.append(read())
-        self.expect(closing, f"expected ',' or '{closing}'.")
         return tuple(items)
+
+    def lines(self, read: Callable[[], T]) -> tuple[T, ...]:
+        """Items between braces, a line each."""
+        self.expect("{")
+        self.end_line()
+        items: list[T] = []
+        while not self.accept("}"):
+            items.append(read())
+            self.end_line()
+        return tuple(items)
+
+    def between(self, opening: str, closing: str, read: Callable[[], T]) -> T:
+        """An item between brackets."""
+        self.expect(opening)
+        item = read()
+        self.expect(closing)
+        return item
 
     def attribute(self, key: str, read: Callable[[], T]) -> T:
         """``key=value``."""
@@ -186,6 +219,12 @@ class Scanner:
             self.fail("expected an integer.")
         self.position = match.end()
         return int(match[1])
+
+    def range(self) -> tuple[int, int]:
+        """Two integers with a colon between them."""
+        start = self.integer()
+        self.expect(":")
+        return start, self.integer()
 
     def float(self) -> float:
         """A float, also ``inf``, ``-inf`` and ``nan``."""

@@ -1,7 +1,9 @@
-"""The syntax that an op declares, split into slots for the printer and the parser.
+"""The syntax that ops and records declare, split into slots for the printer and the parser.
 
 ``"{source} -> {destination}"`` is two slots: ``source`` after a space, ``destination`` after ``" -> "``.
-:class:`~zeroir.ir.operation.Operation` explains the rest of the notation.
+:class:`~zeroir.ir.operation.Operation` explains the rest of the notation. A record of a program's header may begin
+with a keyword of its own, ``"value {name}"``, and repeat items: ``{axes}...`` are items one after the other, and
+``[alias={aliases}]...`` items with words before each.
 """
 
 from __future__ import annotations
@@ -12,24 +14,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from zeroir.ir.op_fields import FieldUse, OpField, op_fields
+from zeroir.ir.fields import DeclaredField, FieldUse, declared_fields
 
 _SLOT: Final = re.compile(
     r"(?P<space> *)(?P<optional>\[)?(?P<words>[^][{}()|]*)(?P<open>\()?\{(?P<field>\w+)\}(?(open)\))(?(optional)\])"
+    r"(?P<repeated>\.\.\.)?"
 )
+_KEYWORD: Final = re.compile(r"([a-z_]+)(?: |$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntaxSlot:
     """A field's place in a line: ``words`` before it, as printed, with the spaces around them.
 
-    ``is_bracketed`` puts the items of a tuple in round brackets. ``is_left_out`` leaves words and value out where the
-    field has its default. ``is_attribute`` says that it stands in the column of attributes.
+    ``is_bracketed`` puts the items of a tuple in round brackets, ``is_repeated`` each of them after the words.
+    ``is_left_out`` leaves words and value out where the field has its default. ``is_attribute`` says that it stands in
+    the column of attributes.
     """
 
-    field: OpField
+    field: DeclaredField
     words: str
     is_bracketed: bool
+    is_repeated: bool
     is_left_out: bool
     is_attribute: bool
 
@@ -41,7 +47,7 @@ def slots(kind: type, syntax: str) -> tuple[SyntaxSlot, ...]:
         TypeError: where the syntax cannot be read, or does not name every field once.
     """
     head, _, attributes = syntax.partition(" | ")
-    fields = {field.name: field for field in op_fields(kind)}
+    fields = {field.name: field for field in declared_fields(kind)}
     parsed = [*_slots(kind, head, fields, False), *_slots(kind, attributes, fields, True)]
     names = [slot.field.name for slot in parsed]
     if len(set(names)) < len(names):
@@ -56,7 +62,7 @@ def slots(kind: type, syntax: str) -> tuple[SyntaxSlot, ...]:
 
 
 def _slots(
-    kind: type, column: str, fields: dict[str, OpField], is_attribute: bool
+    kind: type, column: str, fields: dict[str, DeclaredField], is_attribute: bool
 ) -> Iterator[SyntaxSlot]:
     column = f" {column}" if column else ""
     position = 0
@@ -66,21 +72,56 @@ def _slots(
             where = f"`{column[position:].strip()}`"
             raise TypeError(f"The syntax of {kind.__name__} cannot be read at {where}.")
         field = fields[match["field"]]
-        if match["optional"] and field.default is dataclasses.MISSING:
+        is_repeated = match["repeated"] is not None
+        is_optional = match["optional"] is not None and not is_repeated
+        if is_optional and field.default is dataclasses.MISSING:
             raise TypeError(f"{kind.__name__}.{field.name} has no default to be left out at.")
         yield SyntaxSlot(
             field=field,
             words=match["space"] + match["words"],
             is_bracketed=match["open"] is not None,
-            is_left_out=match["optional"] is not None,
+            is_repeated=is_repeated,
+            is_left_out=is_optional,
             is_attribute=is_attribute,
         )
         position = match.end()
 
 
-def own_syntax(kind: type) -> str:
-    """The syntax of a dataclass that stands in ops, such as the pairs of collectives; TypeError where it has none."""
+def own_syntax(kind: type) -> tuple[str, str]:
+    """The keyword with which a record begins, empty where it has none, and the rest of its syntax."""
     syntax = getattr(kind, "syntax", None)
     if not isinstance(syntax, str):
-        raise TypeError(f"{kind.__name__} stands in ops and has no syntax.")
-    return syntax
+        raise TypeError(f"{kind.__name__} stands in the text and has no syntax.")
+    keyword = _KEYWORD.match(syntax)
+    return ("", syntax) if keyword is None else (keyword[1], syntax[keyword.end() :])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyntaxLine:
+    """A kind of lines of a program or a state: the ``keyword`` before them, and the field that they are about.
+
+    A line ``is_one_item`` of the field's tuple, or else all of the field.
+    """
+
+    keyword: str
+    slot: SyntaxSlot
+    is_one_item: bool
+
+
+def syntax_lines(kind: type) -> tuple[SyntaxLine, ...]:
+    """The kinds of lines of a class whose syntax has several: ``buffer {buffers}``, one for each item of a tuple."""
+    fields = {field.name: field for field in declared_fields(kind)}
+    lines: list[SyntaxLine] = []
+    for line in own_syntax(kind)[1].split("\n"):
+        if not line.strip():
+            continue
+        (slot,) = _slots(kind, line.strip(), fields, False)
+        keyword = slot.words.strip()
+        lines.append(
+            SyntaxLine(
+                keyword=keyword,
+                slot=dataclasses.replace(slot, words=" "),
+                is_one_item=slot.field.is_tuple and not slot.is_repeated,
+            )
+        )
+    return tuple(lines)

@@ -1,15 +1,16 @@
-"""Parsing a segment: its nodes, their arguments and their types."""
+"""The text of a segment, printed and parsed: its nodes, their arguments and their types."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Final
 
 from zeroir.ir.buffers import contiguous_stride
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Constant
 from zeroir.ir.segment import Node, NodeArg, Ref, Segment, Symbol, TensorType
-from zeroir.ir.text.lexical import BARE_NAME, STRING
+from zeroir.ir.text.lexical import BARE_NAME, STRING, name, number, quote
 from zeroir.ir.text.scanner import Scanner
 
 _DTYPES: Final = {dtype.value: dtype for dtype in DType}
@@ -215,3 +216,73 @@ def _constant(scan: Scanner) -> Constant | DType:
             "an element type, a string, a #symbol or a [list]."
         )
     return scan.float()
+
+
+# --------------------------------------------------------------------------------------- printing
+
+
+def segment_lines(segment: Segment) -> Iterator[str]:
+    """A segment: its inputs, a node a line with its results' types, and the values it returns."""
+    inputs = ", ".join(f"${i}: {_type_text(kind)}" for i, kind in enumerate(segment.inputs))
+    workspace = "".join(f" {name(k)}={size}" for k, size in segment.workspace_bytes)
+    workspace = f" workspace{workspace}" if workspace else ""
+    yield f"segment @{name(segment.name)}({inputs}){workspace} {{"
+    number_of_values = len(segment.inputs)
+    for node in segment.nodes:
+        yield f"  {_node_text(node, number_of_values)}"
+        number_of_values += len(node.results)
+    yield "  return (" + ", ".join(f"${index}" for index in segment.outputs) + ")"
+    yield "}"
+
+
+def _node_text(node: Node, first: int) -> str:
+    args = [argument_text(arg) for arg in node.args]
+    args += [f"{name(key)}={argument_text(arg)}" for key, arg in node.kwargs]
+    results = ", ".join(f"${i}" for i in range(first, first + len(node.results)))
+    types = ", ".join("none" if kind is None else _type_text(kind) for kind in node.results)
+    if len(node.results) != 1:
+        types = f"({types})"
+    head = f"{results} = " if results else ""
+    text = f"{head}{name(node.op)}({', '.join(args)}) : {types}"
+    if node.flops:
+        text += f"  flops={node.flops}"
+    if node.workspace_bytes is not None:
+        text += f"  workspace={node.workspace_bytes}"
+    if node.source:
+        text += f"  at {quote(node.source)}"
+    return text
+
+
+def _type_text(kind: TensorType) -> str:
+    return kind.dtype.value + "[" + strided(kind.shape, kind.stride) + "]"
+
+
+def argument_text(arg: NodeArg) -> str:
+    """An argument of a node, or a constant of the batch."""
+    match arg:
+        case Ref():
+            return f"${arg.index}"
+        case Symbol():
+            return f"#{name(arg.name)}"
+        case DType():
+            return arg.value
+        case None:
+            return "none"
+        case bool():
+            return "true" if arg else "false"
+        case int():
+            return str(arg)
+        case float():
+            return number(arg)
+        case str():
+            return quote(arg)
+        case _:
+            return "[" + ", ".join([argument_text(item) for item in arg]) + "]"
+
+
+def strided(shape: tuple[int, ...], stride: tuple[int, ...]) -> str:
+    """``2,3``, and ``2,3;1,2`` where the strides are not row-major."""
+    text = ",".join(map(str, shape))
+    if stride == contiguous_stride(shape):
+        return text
+    return text + ";" + ",".join(map(str, stride))
