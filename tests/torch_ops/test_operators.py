@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend
 from tests.support.examples import examples
 from zeroir.torch_ops import attention, attention_backward, dropout, neutral_ops
 from zeroir.torch_ops.attention import _math_backward, _math_forward
+from zeroir.torch_ops.ctc import ctc_loss
 
 # The package's name for it is the operator.
 attention_module = sys.modules["zeroir.torch_ops.attention"]
@@ -324,3 +325,15 @@ def test_masks_are_laid_out_for_the_memory_efficient_kernel(mask: Tensor) -> Non
     assert (found.shape, found.dtype) == ((2, 4, 5, 21), torch.float32)
     assert found.stride(3) == 1
     assert all(step % 16 == 0 for step in found.stride()[:3])
+
+
+def test_the_ctc_loss_saves_equal_tensors_for_equal_inputs() -> None:
+    """Torch leaves what stands behind the end of a sequence, or of its target, undefined."""
+    log_probs = torch.randn(6, 3, 5).log_softmax(-1)
+    targets = torch.randint(1, 5, (3, 4))
+    lengths, target_lengths = torch.tensor([6, 4, 3]), torch.tensor([2, 1, 3])
+    _, alpha = ctc_loss(log_probs, targets, lengths, target_lengths, 0, False)
+    assert alpha.shape == (3, 6, 9)
+    for row, length, target in zip(alpha, lengths, target_lengths, strict=True):
+        assert (row[int(length) :] == -torch.inf).all()
+        assert (row[:, 2 * int(target) + 1 :] == -torch.inf).all()

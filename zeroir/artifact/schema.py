@@ -35,6 +35,8 @@ SCHEMA_VERSION: Final = (3, 0)
 _MAX_DEPTH: Final = 64
 """The largest depth of nested lists in a node's arguments."""
 
+_NESTED: Final = f"its values nest more than {_MAX_DEPTH} deep"
+
 T = TypeVar("T")
 
 
@@ -83,7 +85,7 @@ def unpack(kind: type[T], data: bytes) -> T:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SchemaError("the body is not msgpack") from error
     except RecursionError as error:
-        raise SchemaError("its values nest too deep") from error
+        raise SchemaError(_NESTED) from error
     try:
         value = form.value(wire)
     except TextError as error:
@@ -343,7 +345,7 @@ def _read_arg(value: _StoredArg, depth: int = 0) -> NodeArg:
             return int(value.digits, 16)
         case _StoredList():
             if depth == _MAX_DEPTH:
-                raise SchemaError(f"lists nest more than {_MAX_DEPTH} deep")
+                raise SchemaError(_NESTED)
             return tuple(_read_arg(item, depth + 1) for item in value.items)
         case str():
             return _read_text(value)

@@ -147,14 +147,17 @@ class DeclaredField:
     """One field of an op, of a record, or of a dataclass that one of these holds.
 
     ``kind`` is the type of the value, or of each item where ``is_tuple``; ``members`` are the classes of a union of
-    dataclasses. ``marks`` are the declarations beside the type. Where ``is_optional``, the value (or an item) may be
-    None. ``default`` is ``dataclasses.MISSING`` where the field has none.
+    dataclasses. ``marks`` are the declarations beside the type: ``use`` is what an op does with the field, ``named``
+    what the field declares or refers to by a name. Where ``is_optional``, the value (or an item) may be None.
+    ``default`` is ``dataclasses.MISSING`` where the field has none.
     """
 
     name: str
     kind: type
     members: tuple[type, ...]
     marks: tuple[object, ...]
+    use: FieldUse | None
+    named: NameKind | None
     is_tuple: bool
     is_optional: bool
     default: object
@@ -167,17 +170,6 @@ class DeclaredField:
     def records(self) -> tuple[type, ...]:
         """The dataclasses of which a value, or an item, is one."""
         return self.members or ((self.kind,) if dataclasses.is_dataclass(self.kind) else ())
-
-    @property
-    def use(self) -> FieldUse | None:
-        """The use of the field by its op; None in a record."""
-        return self.mark(FieldUse)
-
-    @property
-    def named(self) -> NameKind | None:
-        """What the field declares or refers to by a name."""
-        mark = self.mark(Declares) or self.mark(Refers)
-        return mark.kind if mark is not None else _NAMED.get(self.use) if self.use else None
 
 
 def declared_fields(kind: type) -> tuple[DeclaredField, ...]:
@@ -205,11 +197,16 @@ def _field(field: dataclasses.Field[object], hint: object) -> DeclaredField:
         for member in typing.get_args(hint)
         if isinstance(member, type) and hasattr(member, "__dataclass_fields__")
     )
+    marks += inner_marks
+    use = next((mark for mark in marks if isinstance(mark, FieldUse)), None)
+    names = [mark.kind for mark in marks if isinstance(mark, Declares | Refers)]
     return DeclaredField(
         name=field.name,
         kind=hint if isinstance(hint, type) else object,
         members=members,
-        marks=marks + inner_marks,
+        marks=marks,
+        use=use,
+        named=names[0] if names else None if use is None else _NAMED.get(use),
         is_tuple=is_tuple,
         is_optional=is_optional,
         default=field.default

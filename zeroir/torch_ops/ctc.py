@@ -26,11 +26,21 @@ def ctc(
     blank: int,
     zero_infinity: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each sequence (batch,), and the saved tensor alpha (batch, steps, 2 × longest + 1)."""
+    """The loss of each sequence (batch,), and the saved tensor alpha (batch, steps, 2 × longest + 1).
+
+    Torch leaves alpha undefined behind the end of a sequence and of its target. Here it is minus infinity there, so that
+    equal inputs save equal tensors.
+    """
     loss, alpha = aten._ctc_loss.Tensor(
         log_probs, targets, input_lengths, target_lengths, blank, zero_infinity
     )
-    return loss, F.pad(alpha, (0, 2 * targets.shape[-1] + 1 - alpha.shape[-1])).contiguous()
+    alpha = F.pad(alpha, (0, 2 * targets.shape[-1] + 1 - alpha.shape[-1]))
+    steps = torch.arange(alpha.shape[1], device=alpha.device)
+    states = torch.arange(alpha.shape[2], device=alpha.device)
+    is_behind_sequence = steps >= input_lengths.to(alpha.device)[:, None]
+    is_behind_target = states > 2 * target_lengths.to(alpha.device)[:, None]
+    is_undefined = is_behind_sequence[:, :, None] | is_behind_target[:, None, :]
+    return loss, alpha.masked_fill(is_undefined, -torch.inf)
 
 
 def ctc_backward(
