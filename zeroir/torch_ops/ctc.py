@@ -28,7 +28,7 @@ def ctc(
 ) -> tuple[Tensor, Tensor]:
     """The loss of each sequence (batch,), and the saved tensor alpha (batch, steps, 2 × longest + 1).
 
-    Torch leaves alpha undefined behind the end of a sequence and of its target. Here it is minus infinity there, so that
+    Torch leaves alpha undefined behind the end of a sequence and of its target. Here it is minus infinity, so that
     equal inputs save equal tensors.
     """
     loss, alpha = aten._ctc_loss.Tensor(
