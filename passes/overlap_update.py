@@ -8,8 +8,8 @@ and the last op that reads the old parameters. It runs on its own stream, so it 
 the next reduction. Only the reduction of the loss remains in the update section. The weights of the micro-batches, by
 which the decision divides, are known at the beginning of the last micro-step, so their sum over ranks moves there.
 
-At the joint, the states of parameters, master weights and optimizer states declare a version one above the version at
-rest, and the gradients are used. A program whose decision reads a norm, an overflow flag or a loss scale is
+At the boundary, the states of parameters, master weights and optimizer states declare a version one above the version
+at rest, and the gradients are used. A program whose decision reads a norm, an overflow flag or a loss scale is
 unchanged.
 
 Memory: the widened gradient of one flat at a time (16-bit, one micro-step) is now live during the backward. With one
@@ -40,9 +40,9 @@ from itertools import chain
 from typing import ClassVar
 
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Region, Role
 from zeroir.ir.contents import Content, FlatContent, NamedContent, Zeros
-from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Holding, Program, Section, State
@@ -93,7 +93,7 @@ class OverlapUpdate(Pass):
 
 
 def _is_free(update: Section) -> bool:
-    """Whether the only decision needs no gradient, and no buffer or event crosses the joint before the update."""
+    """Whether the only decision needs no gradient, and no buffer or event crosses the boundary before the update."""
     decisions = [op for op in update.body if isinstance(op, ops.Decide)]
     return (
         len(decisions) == 1
@@ -190,7 +190,7 @@ def _placed(last: Section, moved: Iterable[_Movable], program: Program) -> tuple
 
 
 def _state_after(state: State, moved: Iterable[Op], program: Program) -> State:
-    """The state at the joint after the moved ops: gradients and the weight are used up, versions advance."""
+    """The state at the boundary after the moved ops: gradients and the weight are used up, versions advance."""
     held: dict[str, list[Holding]] = {}
     used = [op.weight for op in moved if isinstance(op, ops.Decide)]
     for holding in state.holdings:

@@ -11,34 +11,34 @@ from zeroir.config import CompileOptions
 from zeroir.config.offload_places import OPTIMIZER
 from zeroir.errors import InternalError
 from zeroir.ir.program import Program
-from zeroir.passes.all_reduce_gradients import AllReduceGradients
 from zeroir.passes.base import Pass
-from zeroir.passes.bound_gradients import BoundGradients
-from zeroir.passes.bucket import Bucket
 from zeroir.passes.catalogue import PASSES, parse_spec
-from zeroir.passes.insert_gathers import InsertGathers
-from zeroir.passes.insert_releases import InsertReleases
+from zeroir.passes.communication.bound_gradients import BoundGradients
+from zeroir.passes.communication.bucket import Bucket
+from zeroir.passes.communication.order_by_layer import OrderByLayer
+from zeroir.passes.communication.prefetch import PrefetchGathers
+from zeroir.passes.communication.unshard import Unshard
 from zeroir.passes.manager import Proof, prove
-from zeroir.passes.offload_activations import OffloadActivations
-from zeroir.passes.offload_gradients import OffloadGradients
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.offload_parameters import OffloadParameters
-from zeroir.passes.offload_to_disk import OffloadToDisk
-from zeroir.passes.order_by_layer import OrderByLayer
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.memory.recompute import Recompute
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.memory.select_saved import SelectSaved
+from zeroir.passes.offload.offload_activations import OffloadActivations
+from zeroir.passes.offload.offload_gradients import OffloadGradients
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload.offload_parameters import OffloadParameters
+from zeroir.passes.offload.offload_to_disk import OffloadToDisk
+from zeroir.passes.offload.overlap_uploads import OverlapUploads
+from zeroir.passes.offload.page_optimizer import PageOptimizer
+from zeroir.passes.offload.speculate_update import SpeculateUpdate
 from zeroir.passes.overlap_update import OverlapUpdate
-from zeroir.passes.overlap_uploads import OverlapUploads
-from zeroir.passes.page_optimizer import PageOptimizer
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.passes.prefetch import PrefetchGathers
-from zeroir.passes.recompute import Recompute
-from zeroir.passes.replicate_shards import ReplicateShards
-from zeroir.passes.save_state import SaveState
-from zeroir.passes.select_saved import SelectSaved
-from zeroir.passes.shard_gradients import ShardGradients
-from zeroir.passes.shard_optimizer import ShardOptimizer
-from zeroir.passes.shard_parameters import ShardParameters
-from zeroir.passes.speculate_update import SpeculateUpdate
-from zeroir.passes.unshard import Unshard
+from zeroir.passes.stages.all_reduce_gradients import AllReduceGradients
+from zeroir.passes.stages.insert_gathers import InsertGathers
+from zeroir.passes.stages.insert_releases import InsertReleases
+from zeroir.passes.stages.replicate_shards import ReplicateShards
+from zeroir.passes.stages.shard_gradients import ShardGradients
+from zeroir.passes.stages.shard_optimizer import ShardOptimizer
+from zeroir.passes.stages.shard_parameters import ShardParameters
 
 __all__ = [
     "PASSES",

@@ -53,7 +53,7 @@ def _place(item: pytest.Item) -> tuple[int, str]:
 
 def pytest_collection_finish() -> None:
     """What was imported stays; a collection that looks at it again takes most of a second."""
-    if "zeroir.frontend.tracing" in sys.modules:
+    if "zeroir.frontend.lowering.tracing" in sys.modules:
         # Else no test of this run compiles a model itself, and the frontend takes seconds to import.
         from tests.support import captures
 

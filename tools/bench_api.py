@@ -18,11 +18,11 @@ import torch
 
 import zeroir
 from tools import record_file
-from zeroir.frontend.entry import load_model_file
+from zeroir.frontend.source.entry import load_model_file
 from zeroir.runtime.data.training_data import RankOfData, TrainingData, repeated
-from zeroir.runtime.engine import Engine
-from zeroir.runtime.train import train
-from zeroir.runtime.training_state import TrainingState
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.training.train import train
+from zeroir.runtime.training.training_state import TrainingState
 from zeroir.torch_ops.batches import Batch
 
 

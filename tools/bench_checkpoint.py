@@ -39,7 +39,7 @@ from tools.checkpoints import wide_model
 from zeroir.api import CompiledProgram
 from zeroir.checkpoint import checksums, reading
 from zeroir.checkpoint.reading import read_manifest
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.engine.engine import Engine
 
 _STEPS: Final = 6
 _BLOCK_BYTES: Final = 256 << 10

@@ -80,9 +80,9 @@ def phases(arguments: argparse.Namespace, depth: int) -> dict[str, float]:
         import zeroir
         from zeroir import artifact
         from zeroir.config import make_options
-        from zeroir.frontend.capture import capture
-        from zeroir.frontend.entry import load_model_file
-        from zeroir.frontend.tracing import program_of
+        from zeroir.frontend.capture.capture import capture
+        from zeroir.frontend.lowering.tracing import program_of
+        from zeroir.frontend.source.entry import load_model_file
         from zeroir.ir.text import print_program
         from zeroir.passes.manager import apply
         from zeroir.passes.pipelines import for_options

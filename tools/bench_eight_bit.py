@@ -23,7 +23,7 @@ import torch
 import zeroir
 from tools import record_file
 from zeroir.errors import UserError
-from zeroir.frontend.entry import load_model_file
+from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir.buffers import Role
 from zeroir.ir.eight_bit_states import blocks_numel
 from zeroir.ir.ops import Algorithm

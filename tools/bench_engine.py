@@ -19,21 +19,21 @@ import torch
 
 import zeroir
 from tools import record_file
-from zeroir.frontend.entry import load_model_file
+from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir import ops
-from zeroir.ir.bindings import Binding
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
-from zeroir.ir.segment import Segment
+from zeroir.ir.segments.bindings import Binding
+from zeroir.ir.segments.segment import Segment
 from zeroir.runtime.comm.local import LocalComm
-from zeroir.runtime.executor import StepExecutor
-from zeroir.runtime.handlers import LocalRanks
-from zeroir.runtime.initial import initialise
+from zeroir.runtime.execution.executor import StepExecutor
+from zeroir.runtime.execution.handlers import LocalRanks
+from zeroir.runtime.execution.prepared_op import PreparedOp
+from zeroir.runtime.execution.streams import ThreadStreams
 from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
-from zeroir.runtime.module_values import Factory
-from zeroir.runtime.prepared_op import PreparedOp
-from zeroir.runtime.rank_memory import RankMemory
-from zeroir.runtime.streams import ThreadStreams
+from zeroir.runtime.memory.rank_memory import RankMemory
+from zeroir.runtime.state.initial import initialise
+from zeroir.runtime.state.module_values import Factory
 from zeroir.torch_ops.batches import Batch
 
 

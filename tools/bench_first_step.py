@@ -39,7 +39,7 @@ def first_step_seconds(path: Path) -> float:
     """Seconds from a compiled program to the end of its first step, in this process."""
     import zeroir
     from zeroir.api.model_of_program import load_model
-    from zeroir.runtime.engine import Engine
+    from zeroir.runtime.engine.engine import Engine
     from zeroir.runtime.kernels.choice import KernelBackend
 
     compiled = zeroir.load(path)

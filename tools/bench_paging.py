@@ -22,7 +22,7 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.program import Program
 from zeroir.passes.manager import run as run_passes
-from zeroir.passes.page_optimizer import PageOptimizer
+from zeroir.passes.offload.page_optimizer import PageOptimizer
 
 MODEL: Final = Path(__file__).parents[1] / "examples" / "gpt.py"
 SHARES: Final = (0.1, 0.25, 0.5, 0.75, 0.9)

@@ -23,7 +23,7 @@ from zeroir.ir.program import LAST_MICRO_STEP, Program, Section
 from zeroir.memory.lifetimes import Lifetimes
 from zeroir.memory.placement import place_all
 from zeroir.passes.common.order import derive_waits
-from zeroir.passes.plan_memory import PlanMemory
+from zeroir.passes.memory.plan_memory import PlanMemory
 
 SAVED = 24
 PASSING = 70

@@ -147,9 +147,9 @@ def start(arguments: list[str]) -> str:
 
 def time_steps(path: Path, steps: int, kernels: str) -> None:
     """As a rank: the median of the seconds of a step, printed by rank 0."""
-    from zeroir.api.engines import open_data, open_engine
     from zeroir.api.model_of_program import load_model
-    from zeroir.runtime import rendezvous
+    from zeroir.api.running.engines import open_data, open_engine
+    from zeroir.runtime.distributed import rendezvous
 
     compiled = zeroir.load(path)
     place = rendezvous.join_job()

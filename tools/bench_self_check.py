@@ -22,9 +22,9 @@ def measure(layers: int, folder: Path) -> tuple[int, float, float]:
     """The number of kernels of a model with ``layers`` layers, the seconds to compare them and to end a first step."""
     import zeroir
     from zeroir.api.model_of_program import load_model
-    from zeroir.runtime.engine import Engine
+    from zeroir.runtime.engine.engine import Engine
     from zeroir.runtime.kernels.choice import KernelBackend
-    from zeroir.runtime.self_check import check_kernels
+    from zeroir.runtime.kernels.self_check import check_kernels
 
     compiled = zeroir.compile(model_file(layers, folder), stage=3, world_size=1)
     model = load_model(compiled)

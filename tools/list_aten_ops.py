@@ -1,9 +1,9 @@
-"""Write ``zeroir/ir/aten_ops.txt``, the ops that a segment may name, and ``filling_ops.txt``, see below.
+"""Write ``zeroir/ir/segments/aten_ops.txt``, the ops that a segment may name, and ``filling_ops.txt``, see below.
 
 A segment may name an op that can only compute, by the rules of ``zeroir.torch_ops.purity``. It may name a view where
-``zeroir.ir.views`` has a rule for it. Zeroir's own ops are in the list. Run the tool with the newest torch that zeroir
-supports; ops that only an older version has are kept. ``zeroir/ir/filling_ops.txt`` lists the ops that can write their
-result to given memory.
+``zeroir.ir.segments.views`` has a rule for it. Zeroir's own ops are in the list. Run the tool with the newest torch
+that zeroir supports; ops that only an older version has are kept. ``zeroir/ir/segments/filling_ops.txt`` lists the ops
+that can write their result to given memory.
 
     python -m tools.list_aten_ops            write the files
     python -m tools.list_aten_ops --check    exit with 1 where they lack an op of this torch
@@ -21,7 +21,7 @@ import torch
 import torch._prims  # registers the namespace prims
 
 import zeroir.torch_ops  # noqa: F401 - registers the namespace zeroir
-from zeroir.ir.op_lists import listed_ops
+from zeroir.ir.segments.op_lists import listed_ops
 from zeroir.runtime.kernels.calls import out_overload
 from zeroir.torch_ops.purity import breach
 

@@ -1,4 +1,4 @@
-"""Write ``zeroir/ir/counted_ops.txt`` and ``measured_ops.txt``: ops of torch by the memory that they take.
+"""Write ``zeroir/ir/segments/counted_ops.txt`` and ``measured_ops.txt``: ops of torch by the memory that they take.
 
 Torch's own tests have samples of its operators. The eager kernels run every op that these samples call, forward and
 backward, while torch's allocator is watched: with the operands as they are, and with their dimensions in reverse order
@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tests.memory.nodes import Argument, Case, segment_of, taken, unwanted
 from tools import torch_samples
 from tools.list_aten_ops import FOLDER, PATH, write
-from zeroir.ir.op_lists import listed_ops
-from zeroir.ir.views import is_view
+from zeroir.ir.segments.op_lists import listed_ops
+from zeroir.ir.segments.views import is_view
 from zeroir.workspace.scratch.allowance import ATTENTION, CONVOLUTIONS, PRODUCTS, copied_bytes
 from zeroir.workspace.segments import eager_workspace
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from zeroir.api import CompiledProgram
     from zeroir.api import compile_model as compile  # noqa: A004
     from zeroir.api import load_program as load
-    from zeroir.api.costs import estimate, simulate
-    from zeroir.api.plan import plan
+    from zeroir.api.search.costs import estimate, simulate
+    from zeroir.api.search.plan import plan
     from zeroir.config import CompileOptions
     from zeroir.config.communication import Communication, Prefetch, Unshard
     from zeroir.config.loss_scale import LossScale
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from zeroir.runtime.checkpoint.background import PendingSave
     from zeroir.runtime.checkpoint.loading import LoadedState
     from zeroir.runtime.data.loader import ResumableLoader
-    from zeroir.runtime.engine import Engine
-    from zeroir.runtime.operator_workspaces import measure_workspace
-    from zeroir.runtime.results import Evaluation, StepResult
+    from zeroir.runtime.engine.engine import Engine
+    from zeroir.runtime.engine.results import Evaluation, StepResult
+    from zeroir.runtime.memory.operator_workspaces import measure_workspace
     from zeroir.torch_ops.foreign_workspaces import register_workspace
 
 __all__ = [
@@ -92,24 +92,24 @@ _HOMES = {
     "Unshard": ("zeroir.config.communication", "Unshard"),
     "CompileOptions": ("zeroir.config", "CompileOptions"),
     "CompiledProgram": ("zeroir.api", "CompiledProgram"),
-    "Engine": ("zeroir.runtime.engine", "Engine"),
-    "Evaluation": ("zeroir.runtime.results", "Evaluation"),
+    "Engine": ("zeroir.runtime.engine.engine", "Engine"),
+    "Evaluation": ("zeroir.runtime.engine.results", "Evaluation"),
     "InternalError": ("zeroir.errors", "InternalError"),
     "LoadedState": ("zeroir.runtime.checkpoint.loading", "LoadedState"),
     "PendingSave": ("zeroir.runtime.checkpoint.background", "PendingSave"),
     "ResumableLoader": ("zeroir.runtime.data.loader", "ResumableLoader"),
-    "StepResult": ("zeroir.runtime.results", "StepResult"),
+    "StepResult": ("zeroir.runtime.engine.results", "StepResult"),
     "UserError": ("zeroir.errors", "UserError"),
     "ZeroirStrategy": ("zeroir.integrations.lightning", "ZeroirStrategy"),
     "ZeroirTrainer": ("zeroir.integrations.hugging_face", "ZeroirTrainer"),
     "compile": ("zeroir.api", "compile_model"),
-    "estimate": ("zeroir.api.costs", "estimate"),
+    "estimate": ("zeroir.api.search.costs", "estimate"),
     "load": ("zeroir.api", "load_program"),
-    "measure_workspace": ("zeroir.runtime.operator_workspaces", "measure_workspace"),
-    "plan": ("zeroir.api.plan", "plan"),
+    "measure_workspace": ("zeroir.runtime.memory.operator_workspaces", "measure_workspace"),
+    "plan": ("zeroir.api.search.plan", "plan"),
     "prepare": ("zeroir.integrations.accelerate", "prepare"),
     "register_workspace": ("zeroir.torch_ops.foreign_workspaces", "register_workspace"),
-    "simulate": ("zeroir.api.costs", "simulate"),
+    "simulate": ("zeroir.api.search.costs", "simulate"),
 }
 
 

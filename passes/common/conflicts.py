@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from zeroir.ir.effects import Effects, effects
+from zeroir.ir.analysis.effects import Effects, effects
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from zeroir.ir.segment import Node, NodeArg, Ref, TensorType
+from zeroir.ir.segments.segment import Node, NodeArg, Ref, TensorType
 
 DROPOUT: Final = "zeroir.dropout.default"
 

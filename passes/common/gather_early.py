@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from zeroir.ir import ops
+from zeroir.ir.analysis.happens_before import StreamClocks
 from zeroir.ir.buffers import Space
-from zeroir.ir.happens_before import StreamClocks
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Role
-from zeroir.ir.effects import effects
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
 from zeroir.passes.common import rewrite

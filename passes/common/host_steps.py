@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Region, Space, whole
 from zeroir.ir.contents import FlatContent
-from zeroir.ir.effects import effects
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import Program, Section, State
 from zeroir.passes.common import rewrite

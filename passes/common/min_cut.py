@@ -16,7 +16,7 @@ from typing import Final
 import networkx
 
 from zeroir.ir.buffers import contiguous_stride
-from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
+from zeroir.ir.segments.segment import Node, NodeArg, Ref, Segment, TensorType
 from zeroir.passes.common.prune import Pruned, measured, prune, renumbered
 from zeroir.passes.common.storages import (
     PRODUCT,

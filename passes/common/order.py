@@ -26,6 +26,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, assert_never
 
+from zeroir.ir.analysis.effects import Effects, effects
+from zeroir.ir.analysis.happens_before import Clock, StreamClocks
 from zeroir.ir.bounds import (
     AheadBound,
     BehindBound,
@@ -34,8 +36,6 @@ from zeroir.ir.bounds import (
     bounded_buffers,
     groups,
 )
-from zeroir.ir.effects import Effects, effects
-from zeroir.ir.happens_before import Clock, StreamClocks
 from zeroir.ir.mesh import HOST
 from zeroir.ir.ops import Alloc, Op, Release, Wait
 from zeroir.ir.program import Program, Section
@@ -44,7 +44,7 @@ from zeroir.passes.common.conflicts import Touch, touches
 
 
 def without_waits(program: Program) -> Program:
-    """The program without the waits and events of its sections, but for events, and waits, that cross a joint.
+    """The program without the waits and events of its sections, but for events, and waits, that cross a boundary.
 
     Of these, the waits for events that ops of the program signal are left out, too.
     """
@@ -81,7 +81,7 @@ def derive_waits(program: Program) -> Program:
 
 
 def _crossing_touches(program: Program) -> Mapping[str, Sequence[Touch]]:
-    """The elements that the ops touch which signal each event that is pending at a joint."""
+    """The elements that the ops touch which signal each event that is pending at a boundary."""
     crossing: dict[str, list[Touch]] = {
         pending.event: [] for section in program.sections for pending in section.entry.pending
     }

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Region
-from zeroir.ir.effects import effects
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
 from zeroir.passes.common import rewrite

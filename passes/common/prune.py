@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from zeroir.ir.segment import Node, NodeArg, Ref, Segment
+from zeroir.ir.segments.segment import Node, NodeArg, Ref, Segment
 from zeroir.workspace.segments import eager_workspace
 
 

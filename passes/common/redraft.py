@@ -14,7 +14,7 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
-from zeroir.ir.segment import Segment
+from zeroir.ir.segments.segment import Segment
 from zeroir.passes.common.min_cut import RecutPair, choose
 from zeroir.passes.common.section_draft import SectionDraft
 from zeroir.passes.common.storages import SegmentPair

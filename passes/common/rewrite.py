@@ -14,9 +14,9 @@ import networkx
 
 from zeroir.errors import InternalError
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Buffer, Region, Role, View
 from zeroir.ir.contents import PARAM, FlatContent, Micro
-from zeroir.ir.effects import effects
 from zeroir.ir.mesh import STREAMS, Stream
 from zeroir.ir.op_fields import op_fields, operands
 from zeroir.ir.ops import Op

@@ -12,11 +12,11 @@ from itertools import chain, count
 from typing import NamedTuple, assert_never
 
 from zeroir.ir import ops
+from zeroir.ir.analysis.section_view import SectionView
 from zeroir.ir.buffers import Buffer, Region, Role, Space, View, span_numel, whole
 from zeroir.ir.ops import Argument, Compute, Destination, Mode, Op
 from zeroir.ir.program import Program, Section
-from zeroir.ir.section_view import SectionView
-from zeroir.ir.segment import Segment, TensorType
+from zeroir.ir.segments.segment import Segment, TensorType
 from zeroir.passes.common.min_cut import (
     FromBackward,
     FromInput,

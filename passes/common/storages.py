@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
 
-from zeroir.ir.segment import Node, Ref, Segment, TensorType
-from zeroir.ir.views import parts
+from zeroir.ir.segments.segment import Node, Ref, Segment, TensorType
+from zeroir.ir.segments.views import parts
 from zeroir.passes.common.definitions import dropout_applied
 
 CHEAP: Final = frozenset(

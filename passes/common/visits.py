@@ -23,9 +23,9 @@ from itertools import accumulate, count
 from typing import Final
 
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.bounds import AheadBound, BoundKind, with_bound
 from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
-from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COPY_IN, COPY_OUT, IO
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section

@@ -44,13 +44,13 @@ from zeroir.runtime.checkpoint.mapping import StoredParameters
 from zeroir.runtime.checkpoint.model_facts import ModelFacts
 from zeroir.runtime.checkpoint.rounds import Rounds, RoundsAlone, open_rounds
 from zeroir.runtime.checkpoint.saving import SAVING, Leader, RankSave, save_in_rounds
-from zeroir.runtime.checkpoint.snapshots import Taker, with_unread
+from zeroir.runtime.checkpoint.snapshots import SnapshotMaker, with_unread
 from zeroir.runtime.checkpoint.torch_trees import TorchTensors
 from zeroir.runtime.comm.job import Backend, Job, digest
-from zeroir.runtime.executor import StepExecutor
-from zeroir.runtime.live_optimizer import LiveOptimizer
-from zeroir.runtime.rank_memory import RankMemory
-from zeroir.runtime.saved_state import SavedState
+from zeroir.runtime.engine.live_optimizer import LiveOptimizer
+from zeroir.runtime.execution.executor import StepExecutor
+from zeroir.runtime.memory.rank_memory import RankMemory
+from zeroir.runtime.state.host_snapshot import SavedState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class Checkpointer:
                 raise UserError(why_not_save(running.program))
         self._writer.join()
         rounds = self._open_rounds()
-        takers: list[Taker] = []
+        makers: list[SnapshotMaker] = []
         save: Callable[[], str]
         try:
             # Only what rank 0 has of the shared state counts.
@@ -116,12 +116,12 @@ class Checkpointer:
             )
             own_states = [encode(state, codec=TorchTensors()) for state in states]
             leader = self._leader(running, path, metrics, shared_json)
-            takers += _takers(running, is_copied=not wait)
+            makers += _snapshot_makers(running, is_copied=not wait)
             save = partial(
                 self._write,
                 rounds,
                 leader,
-                takers,
+                makers,
                 own_states,
                 shared_arrays,
                 read_back=read_back,
@@ -129,7 +129,7 @@ class Checkpointer:
             )
         except Exception as error:  # noqa: BLE001 - the other ranks learn of it in the first round
             save = partial(_fail, rounds, error)
-        pending = self._writer.begin(path, partial(_releasing, takers, save))
+        pending = self._writer.begin(path, partial(_releasing, makers, save))
         if wait:
             pending.wait()
         return pending
@@ -163,7 +163,7 @@ class Checkpointer:
         self,
         rounds: Rounds,
         leader: Leader,
-        takers: Sequence[Taker],
+        makers: Sequence[SnapshotMaker],
         states: Sequence[tuple[JsonValue, Mapping[str, StoredArray]]],
         shared: Mapping[str, StoredArray],
         *,
@@ -175,14 +175,14 @@ class Checkpointer:
         def take() -> list[RankSave]:
             return [
                 RankSave(
-                    rank=taker.rank,
+                    rank=maker.rank,
                     # Rank 0 alone knows the model, and writes what its program does not hold.
-                    snapshot=with_unread(taker.snapshot(), leader.unread),
+                    snapshot=with_unread(maker.snapshot(), leader.unread),
                     state=state,
-                    arrays={**arrays, **shared} if taker.rank == 0 else arrays,
+                    arrays={**arrays, **shared} if maker.rank == 0 else arrays,
                     is_awaited=is_awaited,
                 )
-                for taker, (state, arrays) in zip(takers, states, strict=True)
+                for maker, (state, arrays) in zip(makers, states, strict=True)
             ]
 
         path = save_in_rounds(rounds, take, leader)
@@ -362,7 +362,7 @@ def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
     return numbers
 
 
-def _takers(running: Running, *, is_copied: bool) -> list[Taker]:
+def _snapshot_makers(running: Running, *, is_copied: bool) -> list[SnapshotMaker]:
     """Take the state of the ranks of this process: with ``is_copied`` training may go on while it is written."""
     executor, memories = running.executor, running.memories
     weight_sums: Sequence[float | None] = [None] * len(memories)
@@ -377,7 +377,7 @@ def _takers(running: Running, *, is_copied: bool) -> list[Taker]:
                 # The thread that writes knows nothing of streams.
                 executor.finish()
             return [
-                Taker(running.program, memory, saved=copies, weight_sum=weight_sum)
+                SnapshotMaker(running.program, memory, saved=copies, weight_sum=weight_sum)
                 for memory, copies, weight_sum in zip(memories, saved, weight_sums, strict=True)
             ]
     except BaseException:
@@ -387,12 +387,12 @@ def _takers(running: Running, *, is_copied: bool) -> list[Taker]:
         raise
 
 
-def _releasing(takers: Sequence[Taker], save: Callable[[], str]) -> str:
+def _releasing(makers: Sequence[SnapshotMaker], save: Callable[[], str]) -> str:
     try:
         return save()
     finally:
-        for taker in takers:
-            taker.release()
+        for maker in makers:
+            maker.release()
 
 
 def _fail(rounds: Rounds, error: Exception) -> str:

@@ -8,8 +8,8 @@ from difflib import get_close_matches
 from zeroir.checkpoint.manifest import MASTER as TRAINED
 from zeroir.checkpoint.manifest import StoredBuffer
 from zeroir.errors import UserError
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.contents import EMA
-from zeroir.ir.effects import effects
 from zeroir.ir.optimizers.forms import state_of
 from zeroir.ir.program import ModuleBufferBinding, Program, Slot
 from zeroir.ir.reports import Quantity

@@ -8,7 +8,7 @@ from typing import Final
 
 from zeroir.checkpoint.manifest import PlainSetting, Setting, StoredGroup
 from zeroir.errors import UserError
-from zeroir.runtime.live_optimizer import LiveOptimizer
+from zeroir.runtime.engine.live_optimizer import LiveOptimizer
 
 _NO_SETTINGS: Final = frozenset({"params", "param_names", "name"})
 

@@ -30,8 +30,8 @@ from zeroir.runtime.checkpoint.rounds import Rounds
 from zeroir.runtime.checkpoint.snapshots import WEIGHT_SUM, open_buffers
 from zeroir.runtime.checkpoint.torch_trees import TorchTensors
 from zeroir.runtime.eight_bit.checkpoints import fill_states_of_other_bits
-from zeroir.runtime.rank_memory import RankMemory
-from zeroir.runtime.state import fill_scalars
+from zeroir.runtime.memory.rank_memory import RankMemory
+from zeroir.runtime.state.state import fill_scalars
 from zeroir.torch_ops.types import TORCH_DTYPE
 
 _UNTOUCHED: Final = (Role.INPUT, Role.OUTPUT, Role.SNAPSHOT)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pydantic import JsonValue
 from torch import Tensor, nn
 
-from zeroir.runtime.named_tensors import NamedTensors
+from zeroir.runtime.state.named_tensors import NamedTensors
 from zeroir.torch_ops.types import IR_DTYPE
 
 

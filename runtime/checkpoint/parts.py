@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from zeroir.checkpoint.manifest import MASTER as TRAINED
+from zeroir.ir.analysis.held_elements import held_by_all, held_elements, is_within, save_order
 from zeroir.ir.buffers import Buffer
 from zeroir.ir.contents import DIRECTION, EMA, GRAD, MASTER, PARAM, FlatContent
 from zeroir.ir.dtypes import DType
-from zeroir.ir.held_elements import held_by_all, held_elements, is_within, save_order
 from zeroir.ir.layout import round_up, used_numel
 from zeroir.ir.own_coordinates import OWN_COORDINATES, own_numel
 from zeroir.ir.program import PARAMETER_ALIGNMENT_NUMEL, Flat, Program

@@ -47,7 +47,7 @@ _BUFFER: Final = "buffer"
 _SUM: Final = "sum"
 
 
-class Offer(Record):
+class OwnTensors(Record):
     """The tensors that a rank has for itself, each with its checksum."""
 
     buffers: tuple[tuple[str, str], ...]
@@ -76,7 +76,7 @@ class Written(Record):
     state: JsonValue
 
 
-_Offers: Final = TypeAdapter(list[Offer])
+_TensorsOfRanks: Final = TypeAdapter(list[OwnTensors])
 _AllWritten: Final = TypeAdapter(list[Written])
 
 
@@ -93,14 +93,14 @@ class RankSave:
     arrays: Mapping[str, StoredArray]
     is_awaited: bool
 
-    def offer(self) -> Offer:
+    def own_tensors(self) -> OwnTensors:
         """The tensors that this rank has for itself."""
-        return Offer(
+        return OwnTensors(
             buffers=tuple(_checked(each) for each in self.snapshot.buffers),
             sums=tuple(_checked(each) for each in self.snapshot.sums),
         )
 
-    def write(self, assignment: Assignment, offer: Offer) -> Written:
+    def write(self, assignment: Assignment, own_tensors: OwnTensors) -> Written:
         """Write this rank's file.
 
         Raises:
@@ -115,8 +115,8 @@ class RankSave:
         for part, values in self.snapshot.parts:
             add(part.tensor, part.dtype.value, values)
         for kind, own, writers, offered in (
-            (_BUFFER, self.snapshot.buffers, assignment.buffers, offer.buffers),
-            (_SUM, self.snapshot.sums, assignment.sums, offer.sums),
+            (_BUFFER, self.snapshot.buffers, assignment.buffers, own_tensors.buffers),
+            (_SUM, self.snapshot.sums, assignment.sums, own_tensors.sums),
         ):
             for each, (name, checksum) in zip(own, offered, strict=True):
                 if writers[name][checksum] == self.rank:
@@ -152,7 +152,7 @@ class Leader:
     unread: Mapping[str, Tensor]
     micro_steps: int | None
 
-    def assign(self, offers: Sequence[Offer]) -> Assignment:
+    def assign(self, tensors_of_ranks: Sequence[OwnTensors]) -> Assignment:
         """Begin the checkpoint, and let the first rank with some bits of a tensor write them.
 
         Raises:
@@ -163,15 +163,15 @@ class Leader:
             target=draft.target,
             folder=draft.folder,
             token=draft.token,
-            buffers=_writers([offer.buffers for offer in offers]),
-            sums=_writers([offer.sums for offer in offers]),
+            buffers=_writers([own_tensors.buffers for own_tensors in tensors_of_ranks]),
+            sums=_writers([own_tensors.sums for own_tensors in tensors_of_ranks]),
         )
 
     def publish(
         self,
         draft: Draft,
         assignment: Assignment,
-        offers: Sequence[Offer],
+        tensors_of_ranks: Sequence[OwnTensors],
         written: Sequence[Written],
         scalars: Sequence[StoredScalar],
     ) -> str:
@@ -183,9 +183,13 @@ class Leader:
         names = {rank: each.file.name for rank, each in enumerate(written) if each.file is not None}
         open_step = None
         if self.micro_steps is not None:
-            sums = _stored(_SUM, assignment.sums, [o.sums for o in offers], names, written)
+            sums = _stored(
+                _SUM, assignment.sums, [o.sums for o in tensors_of_ranks], names, written
+            )
             open_step = OpenStep(micro_steps=self.micro_steps, pieces=tuple(sums))
-        buffers = _stored(_BUFFER, assignment.buffers, [o.buffers for o in offers], names, written)
+        buffers = _stored(
+            _BUFFER, assignment.buffers, [o.buffers for o in tensors_of_ranks], names, written
+        )
         shapes = {name: tuple(value.shape) for name, value in self.unread.items()}
         shapes |= {b.name: b.shape for b in self.program.module_buffers}
         manifest = self.base.model_copy(
@@ -221,32 +225,37 @@ def save_in_rounds(rounds: Rounds, take: Callable[[], Sequence[RankSave]], leade
         UserError: where it cannot be saved; then nothing of it is left.
     """
     ranks: list[RankSave] = []
-    own_offers: list[Offer] = []
-    offers: list[Offer] = []
+    local_tensors: list[OwnTensors] = []
+    tensors_of_ranks: list[OwnTensors] = []
 
     def assign(answers: Sequence[bytes]) -> bytes:
-        offers.extend(each for answer in answers for each in _Offers.validate_json(answer))
-        return leader.assign(offers).model_dump_json().encode()
+        tensors_of_ranks.extend(
+            each for answer in answers for each in _TensorsOfRanks.validate_json(answer)
+        )
+        return leader.assign(tensors_of_ranks).model_dump_json().encode()
 
-    def offer() -> bytes:
+    def own_tensors() -> bytes:
         ranks.extend(take())
-        own_offers.extend(rank.offer() for rank in ranks)
-        return _Offers.dump_json(own_offers)
+        local_tensors.extend(rank.own_tensors() for rank in ranks)
+        return _TensorsOfRanks.dump_json(local_tensors)
 
-    outcome = rounds.hold(SAVING, offer, assign)
+    outcome = rounds.hold(SAVING, own_tensors, assign)
     assignment = Assignment.model_validate_json(outcome)
     # It remembers whether its manifest was sent, after which nothing is removed from a store.
     draft = assignment.draft
 
     def write() -> bytes:
         return _AllWritten.dump_json(
-            [rank.write(assignment, offer) for rank, offer in zip(ranks, own_offers, strict=True)]
+            [
+                rank.write(assignment, own_tensors)
+                for rank, own_tensors in zip(ranks, local_tensors, strict=True)
+            ]
         )
 
     def publish(answers: Sequence[bytes]) -> bytes:
         written = [each for answer in answers for each in _AllWritten.validate_json(answer)]
         scalars = ranks[0].snapshot.scalars
-        return leader.publish(draft, assignment, offers, written, scalars).encode()
+        return leader.publish(draft, assignment, tensors_of_ranks, written, scalars).encode()
 
     try:
         return rounds.hold(SAVING, write, publish).decode()
@@ -291,10 +300,10 @@ def _tensor_name(kind: str, name: str, rank: int) -> str:
     return f"{kind}.{name}" if rank == 0 else f"{kind}.{name}@{rank}"
 
 
-def _writers(offers: Sequence[Sequence[tuple[str, str]]]) -> dict[str, dict[str, int]]:
+def _writers(tensors_of_ranks: Sequence[Sequence[tuple[str, str]]]) -> dict[str, dict[str, int]]:
     writers: dict[str, dict[str, int]] = {}
-    for rank, offer in enumerate(offers):
-        for name, checksum in offer:
+    for rank, own_tensors in enumerate(tensors_of_ranks):
+        for name, checksum in own_tensors:
             writers.setdefault(name, {}).setdefault(checksum, rank)
     return writers
 
@@ -302,12 +311,12 @@ def _writers(offers: Sequence[Sequence[tuple[str, str]]]) -> dict[str, dict[str,
 def _stored(
     kind: str,
     writers: Mapping[str, Mapping[str, int]],
-    offers: Sequence[Sequence[tuple[str, str]]],
+    tensors_of_ranks: Sequence[Sequence[tuple[str, str]]],
     files: Mapping[int, str],
     written: Sequence[Written],
 ) -> Iterator[StoredBuffer]:
     """The tensors that ranks have for themselves, each with the ranks that have its bits."""
-    checksums = [dict(offer) for offer in offers]
+    checksums = [dict(own_tensors) for own_tensors in tensors_of_ranks]
     for name, of_bits in writers.items():
         for checksum, writer in of_bits.items():
             file = written[writer].file

@@ -3,7 +3,7 @@
 Of buffers on disk there are no copies, so training waits until they are written to the checkpoint.
 
 The copies of section ``save`` are complete some time after it was issued, so a snapshot is made of two calls:
-``Taker.__init__`` while no section runs, and ``Taker.snapshot`` in the thread that writes.
+``SnapshotMaker.__init__`` while no section runs, and ``SnapshotMaker.snapshot`` in the thread that writes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from zeroir.ir.contents import GRAD, FlatContent, WeightContent
 from zeroir.ir.program import MICRO_STEP, Program
 from zeroir.runtime.checkpoint.parts import SavedPart, saved_parts, saved_quantities
 from zeroir.runtime.disk.elements import ElementsOnDisk
-from zeroir.runtime.rank_memory import RankMemory
-from zeroir.runtime.saved_state import SavedState
+from zeroir.runtime.memory.rank_memory import RankMemory
+from zeroir.runtime.state.host_snapshot import SavedState
 from zeroir.torch_ops.types import IR_DTYPE
 
 WEIGHT_SUM: Final = "sum of weights"
@@ -64,7 +64,7 @@ def with_unread(snapshot: Snapshot, unread: Mapping[str, Tensor]) -> Snapshot:
     return replace(snapshot, buffers=[*snapshot.buffers, *added])
 
 
-class Taker:
+class SnapshotMaker:
     """Takes the state of a rank between two sections. ``weight_sum`` is given within a step.
 
     With ``saved`` the state is in its copies, and otherwise in the buffers, which then must not change before the

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zeroir.ir.ops import Reduction
-from zeroir.runtime.tensors import accumulation_dtype
+from zeroir.runtime.memory.tensors import accumulation_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from zeroir.errors import UserError
 from zeroir.runtime.data.sample_order import SampleOrder
-from zeroir.runtime.random_states import host_generators_kept, seed_host_generators
+from zeroir.runtime.training.random_states import host_generators_kept, seed_host_generators
 from zeroir.torch_ops.batches import Batch
 
 IS_GLOBAL: Final = "is_global"

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroir.runtime.seeds import drawn
+from zeroir.runtime.execution.seeds import drawn
 
 _ROUNDS: Final = 8
 _ORDER: Final = 1

@@ -12,7 +12,7 @@ from torch.utils.data import RandomSampler
 
 from zeroir.errors import UserError
 from zeroir.runtime.data.loader import IS_GLOBAL
-from zeroir.runtime.users_code import in_users_code
+from zeroir.runtime.training.users_code import in_users_code
 from zeroir.torch_ops.batches import Batch
 
 BatchFunction = Callable[..., Iterable[Batch]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from zeroir.runtime.rank_memory import RankMemory
+from zeroir.runtime.memory.rank_memory import RankMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

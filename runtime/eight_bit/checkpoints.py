@@ -26,8 +26,8 @@ from zeroir.ir.program import Program, Slot
 from zeroir.runtime.checkpoint.mapping import StoredElements, StoredParameters
 from zeroir.runtime.checkpoint.parts import elements_on
 from zeroir.runtime.eight_bit.rounding import Scratch, narrow, widened
-from zeroir.runtime.rank_memory import RankMemory
-from zeroir.runtime.tensors import common
+from zeroir.runtime.memory.rank_memory import RankMemory
+from zeroir.runtime.memory.tensors import common
 
 Fill = Callable[[Iterable[StoredElements], Tensor], None]
 """Fills a flat tensor with stored elements, each at its ``offset``."""

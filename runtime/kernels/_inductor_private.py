@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from zeroir.errors import InternalError
-from zeroir.ir.segment import TensorType
+from zeroir.ir.segments.segment import TensorType
 from zeroir.torch_ops.types import TORCH_DTYPE
 
 if TYPE_CHECKING:

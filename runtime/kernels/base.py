@@ -7,8 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from zeroir.ir.bindings import Binding
-from zeroir.ir.segment import Segment
+from zeroir.ir.segments.bindings import Binding
+from zeroir.ir.segments.segment import Segment
 
 
 class Kernel(Protocol):

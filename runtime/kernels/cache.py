@@ -21,8 +21,8 @@ import torch
 from filelock import FileLock, Timeout
 
 from zeroir import __version__
-from zeroir.ir.bindings import Binding
-from zeroir.ir.segment import Segment
+from zeroir.ir.segments.bindings import Binding
+from zeroir.ir.segments.segment import Segment
 
 FORMAT: Final = 3
 """The version of the entries' contents and of the way they are compiled."""

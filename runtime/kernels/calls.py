@@ -10,7 +10,7 @@ from torch import Tensor
 import zeroir.torch_ops  # noqa: F401 - it registers zeroir's own operators, which segments call
 from zeroir.errors import UserError
 from zeroir.ir.dtypes import DType
-from zeroir.ir.segment import NodeArg, Ref, Symbol
+from zeroir.ir.segments.segment import NodeArg, Ref, Symbol
 from zeroir.torch_ops.types import TORCH_DTYPE
 
 Value = (

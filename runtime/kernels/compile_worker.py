@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import IO
 
 from zeroir.artifact import schema
-from zeroir.ir.bindings import Binding
-from zeroir.ir.operators import Operator
-from zeroir.ir.segment import Segment
+from zeroir.ir.segments.bindings import Binding
+from zeroir.ir.segments.operators import Operator
+from zeroir.ir.segments.segment import Segment
 from zeroir.runtime.kernels.stand_ins import StandIns
 
 _LENGTH_BYTES = 8

@@ -1,8 +1,8 @@
 """Checks that the nodes of segments have the results that they declare, by running every operator on meta tensors.
 
 Buffers, offsets and proofs rest on the types that a program declares, and a program is a file. Views are checked
-wherever a program is read (``zeroir.ir.views``); here torch's own meta kernels give the results of the other operators.
-Dtypes and shapes are compared. Strides are not: they differ between devices, and no value depends on them.
+wherever a program is read (``zeroir.ir.segments.views``); here torch's own meta kernels give the results of the other
+operators. Dtypes and shapes are compared. Strides are not: they differ between devices, and no value depends on them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Final, cast
 import torch
 from torch import Tensor
 
-from zeroir.ir.segment import Node, Ref, Segment, TensorType
-from zeroir.ir.views import is_view
+from zeroir.ir.segments.segment import Node, Ref, Segment, TensorType
+from zeroir.ir.segments.views import is_view
 from zeroir.runtime.kernels.calls import operator, resolver
 from zeroir.runtime.kernels.compiler_import import compiler_not_imported
 from zeroir.torch_ops.types import TORCH_DTYPE

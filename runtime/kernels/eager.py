@@ -18,9 +18,9 @@ from typing import Final, assert_never, cast
 import torch
 from torch import Tensor
 
-from zeroir.ir.bindings import Binding, Bindings
 from zeroir.ir.ops import Mode
-from zeroir.ir.segment import Node, NodeArg, Segment
+from zeroir.ir.segments.bindings import Binding, Bindings
+from zeroir.ir.segments.segment import Node, NodeArg, Segment
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.calls import Resolve, is_multiple, operator, out_overload, resolver
 from zeroir.workspace import eager_plan as planning

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zeroir.errors import UserError
-from zeroir.ir.allowlist import is_allowed
-from zeroir.ir.operators import Operator
 from zeroir.ir.program import Program
-from zeroir.ir.segment import Node, Segment
+from zeroir.ir.segments.allowlist import is_allowed
+from zeroir.ir.segments.operators import Operator
+from zeroir.ir.segments.segment import Node, Segment
 from zeroir.runtime.kernels.calls import operator
-from zeroir.runtime.operator_workspaces import device_of, measured
+from zeroir.runtime.memory.operator_workspaces import device_of, measured
 from zeroir.torch_ops.purity import breach, schema_text
 from zeroir.torch_ops.types import TORCH_DTYPE
 

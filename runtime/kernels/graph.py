@@ -16,10 +16,10 @@ from typing import Final
 import torch
 from torch import fx
 
-from zeroir.ir.bindings import Binding
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode
-from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
+from zeroir.ir.segments.bindings import Binding
+from zeroir.ir.segments.segment import Node, NodeArg, Ref, Segment, TensorType
 from zeroir.runtime.kernels.calls import constant, has_ref, is_multiple, operator
 from zeroir.runtime.kernels.eager import Undo, in_place
 

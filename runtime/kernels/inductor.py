@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from zeroir.errors import KernelWarning
-from zeroir.ir.bindings import Binding
 from zeroir.ir.ops import Mode
-from zeroir.ir.segment import Segment
+from zeroir.ir.segments.bindings import Binding
+from zeroir.ir.segments.segment import Segment
 from zeroir.runtime.kernels import graph
 from zeroir.runtime.kernels._inductor_private import Library, load_library
 from zeroir.runtime.kernels.base import Kernel

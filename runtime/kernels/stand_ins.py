@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zeroir.errors import InternalError
-from zeroir.ir.operators import Operator
-from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
+from zeroir.ir.segments.operators import Operator
+from zeroir.ir.segments.segment import Node, NodeArg, Ref, Segment, TensorType
 from zeroir.runtime.kernels.calls import operator as known
 from zeroir.torch_ops.types import TORCH_DTYPE
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from zeroir.ir.segment import Segment
+from zeroir.ir.segments.segment import Segment
 from zeroir.torch_ops.types import TORCH_DTYPE
 
 

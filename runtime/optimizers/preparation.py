@@ -8,20 +8,20 @@ from typing import assert_never
 from torch import Tensor
 
 from zeroir.ir import ops
+from zeroir.ir.analysis.copies import at_rest
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import FlatContent
-from zeroir.ir.copies import at_rest
 from zeroir.ir.optimizers.forms import is_signed
 from zeroir.ir.program import Program
 from zeroir.runtime.eight_bit.compiled_rounding import CompiledRounding
 from zeroir.runtime.eight_bit.update import CodedState, CodedUpdate
+from zeroir.runtime.execution.prepared_op import PreparedOp, one_after_the_other
+from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.optimizers.catalogue import element_update, whole_update
 from zeroir.runtime.optimizers.chunked_update import GroupPieces, SpeculativeUpdate
 from zeroir.runtime.optimizers.operands import Operands
-from zeroir.runtime.optimizers.whole_operands import prepare_whole_step
-from zeroir.runtime.prepared_op import PreparedOp, one_after_the_other
-from zeroir.runtime.rank_memory import RankMemory
-from zeroir.runtime.state import flat_start
+from zeroir.runtime.optimizers.whole_parameter_operands import prepare_whole_step
+from zeroir.runtime.state.state import flat_start
 
 
 def prepare_update(

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tests.support.lowering import applied
 from tests.support.programs import mlp
-from zeroir.api.adaptive import (
+from zeroir.api.compiled import load_program
+from zeroir.api.search.adaptive import (
     Measure,
     chosen_in_words,
     least_offload,
@@ -21,15 +22,14 @@ from zeroir.api.adaptive import (
     offload_settings,
     settled,
 )
-from zeroir.api.candidates import Candidate, CandidateMeasurer
-from zeroir.api.compiled import load_program
-from zeroir.api.search_space import Value
+from zeroir.api.search.candidates import Candidate, CandidateMeasurer
+from zeroir.api.search.search_space import Value
 from zeroir.artifact import Artifact, save
 from zeroir.config import CompileOptions, make_options, replaced
 from zeroir.config.offload_places import OFFLOADED
 from zeroir.cost.machine import load_machine
 from zeroir.cost.search import SearchOutcome
-from zeroir.ir.amounts import parse_bytes
+from zeroir.ir.byte_sizes import parse_bytes
 from zeroir.memory.footprint import footprint
 from zeroir.passes.pipelines import for_options, lower
 

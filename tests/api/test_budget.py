@@ -11,8 +11,8 @@ import zeroir
 from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir import artifact as artifacts
-from zeroir.api.budget import advice, alternatives
 from zeroir.api.compiled import load_program, load_unverified
+from zeroir.api.search.budget import advice, alternatives
 from zeroir.artifact import Artifact
 from zeroir.config import CompileOptions, changed, make_options
 from zeroir.config.offload_places import OFFLOADED

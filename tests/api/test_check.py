@@ -9,9 +9,9 @@ import pytest
 from torch import Tensor
 
 from tests.support.captures import ROOT
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
-from zeroir.runtime import numerics
+from zeroir.runtime.execution import numerics
 
 
 @pytest.mark.slow

@@ -13,11 +13,11 @@ import torch
 import zeroir
 from zeroir import artifact
 from zeroir.api.config_file import ResolvedOptions, resolve_options
-from zeroir.api.plan import plan
+from zeroir.api.search.plan import plan
 from zeroir.config import CompileOptions, GivenOptions, make_given_options, make_options
 from zeroir.errors import UserError
-from zeroir.frontend.entry import load_model_file
-from zeroir.frontend.source import ModelSource
+from zeroir.frontend.source.entry import load_model_file
+from zeroir.frontend.source.source import ModelSource
 from zeroir.ir.buffers import Role, Space
 
 DATA = Path(__file__).parents[1] / "data"

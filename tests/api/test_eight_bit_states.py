@@ -16,7 +16,7 @@ from zeroir.errors import UserError
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel
 from zeroir.ir.optimizers.forms import ABSMAX, CODES
 from zeroir.ir.program import Program
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.engine.engine import Engine
 
 
 class Net(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroir.api.compiled import CompiledProgram, compile_model, specialised
-from zeroir.api.idle_offload import idle_offload
+from zeroir.api.search.idle_offload import idle_offload
 from zeroir.config.offload import Offload
 from zeroir.errors import OffloadWarning
 

@@ -13,13 +13,13 @@ import zeroir
 from tests.support.programs import mlp
 from zeroir import artifact as artifacts
 from zeroir.api import CompiledProgram, load_program
-from zeroir.api.engines import lowered_again_note
 from zeroir.api.model_of_program import find_model
+from zeroir.api.running.engines import lowered_again_note
 from zeroir.artifact import Artifact
 from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.passes.pipelines import lower
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.engine.engine import Engine
 
 SOURCE = b"# a model\n"
 

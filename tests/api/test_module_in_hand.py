@@ -18,7 +18,7 @@ import zeroir
 from tests.api import in_hand_workers as workers
 from tests.api.small_net import BATCH, Net, compiled, made, unchanged
 from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
 from zeroir.errors import UserError
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.lowering import applied
 from tests.support.programs import mlp
-from zeroir.api.outside_memory import (
+from zeroir.api.running.outside_memory import (
     host_memory_bytes,
     outside_bytes,
     outside_note,

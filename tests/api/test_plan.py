@@ -15,8 +15,8 @@ from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.api.capture import capture
 from zeroir.api.keywords import CompileKeywords
-from zeroir.api.plan import Planner
-from zeroir.api.search_space import (
+from zeroir.api.search.plan import Planner
+from zeroir.api.search.search_space import (
     Dimension,
     Value,
     regions,
@@ -24,7 +24,7 @@ from zeroir.api.search_space import (
     with_offload,
     words,
 )
-from zeroir.api.unit_classes import UnitClass, to_unshard, unit_classes
+from zeroir.api.search.unit_classes import UnitClass, to_unshard, unit_classes
 from zeroir.config import CompileOptions, make_options
 from zeroir.config.communication import Communication
 from zeroir.cost.machine import Machine

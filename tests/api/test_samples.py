@@ -8,7 +8,7 @@ import pytest
 
 from tools.conformance.judge import SampleOutcome, judge
 from tools.conformance.samples import chosen, subjects
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
 
 HEAD = """

@@ -7,8 +7,8 @@ from typing import Final
 
 from tests.support.programs import mlp
 from zeroir.api.compiled import CompiledProgram
-from zeroir.api.costs import simulate
-from zeroir.api.speculation import choose
+from zeroir.api.search.costs import simulate
+from zeroir.api.search.speculation import choose
 from zeroir.artifact import Artifact
 from zeroir.config import CompileOptions, make_options, replaced
 from zeroir.cost.machine import Machine, load_machine

@@ -14,12 +14,12 @@ from torch.optim.lr_scheduler import StepLR
 
 import zeroir.optim
 from zeroir.api.compiled import CompiledProgram, compile_model
-from zeroir.api.plan import plan
+from zeroir.api.search.plan import plan
 from zeroir.api.torch_optimizers import translated
 from zeroir.config.groups import parse_groups
 from zeroir.errors import UserError
 from zeroir.ir.ops import Algorithm
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution.lockstep import Lockstep
 
 WORLD_SIZE = 3
 

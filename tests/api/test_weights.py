@@ -13,7 +13,7 @@ from torch import Tensor
 
 import zeroir
 from tests.support.models import unlabelled
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
 from zeroir.errors import UserError
 

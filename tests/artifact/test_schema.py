@@ -20,7 +20,7 @@ from zeroir.artifact.schema import pack, unpack
 from zeroir.errors import InternalError
 from zeroir.ir.limits import obeyed_character
 from zeroir.ir.program import Program, Section
-from zeroir.ir.segment import Node, Segment
+from zeroir.ir.segments.segment import Node, Segment
 
 LOCK = Path(__file__).parents[1] / "data" / "schema_lock.json"
 

@@ -372,7 +372,7 @@ def test_ranks_get_the_command_that_was_given(
         launched.append((nproc, arguments))
         return 7
 
-    monkeypatch.setattr("zeroir.api.job.launch", launch)
+    monkeypatch.setattr("zeroir.api.running.job.launch", launch)
     given = ["run", str(programs[3]), "--steps", "5", "--seed", "2", "--log-every", "3"]
     given += ["--eval-every", "4", "--save", "runs", "--save-every", "4", "--keep", "3"]
     given += ["--keep-best", "eval_loss", "--resume", "none"]

@@ -16,9 +16,9 @@ from zeroir.api.compiled import load_program
 from zeroir.cli.app import run_command
 from zeroir.errors import BatchError, UserError
 from zeroir.ir.program import Program
-from zeroir.runtime import evaluations
-from zeroir.runtime.evaluations import Evaluations
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution.lockstep import Lockstep
+from zeroir.runtime.training import evaluations
+from zeroir.runtime.training.evaluations import Evaluations
 from zeroir.torch_ops.batches import Batch
 
 FILE = str(source.__file__)

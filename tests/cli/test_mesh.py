@@ -10,7 +10,7 @@ import zeroir as package
 from tests.cli.conftest import Zeroir
 from tests.cli.test_bad_input import LINE
 from tests.cli.test_run import run
-from zeroir.api.engines import lowered_again_note
+from zeroir.api.running.engines import lowered_again_note
 from zeroir.errors import UserError
 
 MESH = ("--mesh", "replicate=2,shard=2")

@@ -14,8 +14,8 @@ import zeroir as package
 from tests.cli.conftest import Zeroir
 from tests.cli.test_bad_input import assert_refused
 from zeroir.api import CompiledProgram
-from zeroir.api.candidates import Candidate
-from zeroir.api.plan import Alternative, Plan
+from zeroir.api.search.candidates import Candidate
+from zeroir.api.search.plan import Alternative, Plan
 from zeroir.cli.render_plan import render_plan
 from zeroir.cost.simulate import Measured
 

@@ -18,7 +18,7 @@ from zeroir.convert.stored_tensors import StoredTensors
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL, code_values
 from zeroir.ir.optimizers.forms import ABSMAX, CODES, is_signed
 from zeroir.ir.program import Program
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution.lockstep import Lockstep
 
 States = dict[str, dict[str, Tensor]]
 pytestmark = pytest.mark.filterwarnings(

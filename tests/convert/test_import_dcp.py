@@ -28,7 +28,7 @@ from zeroir.checkpoint.reading import read_manifest
 from zeroir.config import make_options
 from zeroir.convert.import_checkpoint import import_checkpoint
 from zeroir.errors import UserError
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution.lockstep import Lockstep
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning"

@@ -19,8 +19,8 @@ from zeroir.convert.import_checkpoint import import_checkpoint
 from zeroir.convert.import_deepspeed import loss_scale_steps
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
-from zeroir.runtime.lockstep import Lockstep
-from zeroir.runtime.numerics import update_scale
+from zeroir.runtime.execution.lockstep import Lockstep
+from zeroir.runtime.execution.numerics import update_scale
 
 DATA = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints"
 RANKS = {"stage1-bf16": 2, "stage2-fp16": 3, "stage3-fp32": 3}

@@ -12,9 +12,9 @@ from zeroir.cost.durations import Durations, node_bytes, segment_cost
 from zeroir.cost.wires import Wire, host_rates
 from zeroir.ir import ops
 from zeroir.ir.dtypes import DType
-from zeroir.ir.segment import Node, Ref, Segment, TensorType
+from zeroir.ir.segments.segment import Node, Ref, Segment, TensorType
 from zeroir.passes.manager import apply
-from zeroir.passes.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
 
 
 def product() -> Segment:

@@ -29,17 +29,17 @@ from zeroir.cost.estimate_options import (
     states_per_parameter,
 )
 from zeroir.errors import UserError
+from zeroir.ir.analysis.traffic import collective_bytes, transfer_bytes
 from zeroir.ir.buffers import Role, Space
-from zeroir.ir.traffic import collective_bytes, transfer_bytes
 from zeroir.memory.staging import staging_bytes
 from zeroir.memory.states import MODEL_STATE_ROLES, model_state_bytes
 from zeroir.passes.base import Pass
 from zeroir.passes.manager import apply
-from zeroir.passes.offload_gradients import OffloadGradients
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.offload_parameters import OffloadParameters
-from zeroir.passes.offload_to_disk import OffloadToDisk
-from zeroir.passes.page_optimizer import PageOptimizer
+from zeroir.passes.offload.offload_gradients import OffloadGradients
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload.offload_parameters import OffloadParameters
+from zeroir.passes.offload.offload_to_disk import OffloadToDisk
+from zeroir.passes.offload.page_optimizer import PageOptimizer
 
 PAPER = json.loads(
     (Path(__file__).parents[1] / "data" / "zero_memory.json").read_text(), parse_float=Decimal

@@ -22,7 +22,7 @@ from zeroir.cost.simulate import Simulation, simulate, simulate_evaluation
 from zeroir.cost.wires import Wire
 from zeroir.errors import UserError
 from zeroir.ir import ops
-from zeroir.ir.effects import effects
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.mesh import COMPUTE, HOST
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program
 from zeroir.passes.manager import apply
@@ -88,7 +88,7 @@ def test_streams_keep_the_programs_order_and_waits_are_respected(
 @examples(10)
 @given(case=cases(), on=MACHINES)
 def test_a_span_begins_after_all_that_it_depends_on(case: Case, on: Machine) -> None:
-    """By the text of the rules: stream, event, communicator, joint; over several micro-steps."""
+    """By the text of the rules: stream, event, communicator, boundary; over several micro-steps."""
     program = case.scheduled()
     count = int(program.option["micro_steps"])
     simulation = simulate(program, on)
@@ -96,17 +96,17 @@ def test_a_span_begins_after_all_that_it_depends_on(case: Case, on: Machine) -> 
     spans = iter(rank_class.spans)
     stream_end: dict[str, int] = defaultdict(int)
     comm_end: dict[str, int] = defaultdict(int)
-    host_end = joint_end = 0
+    host_end = boundary_end = 0
     for name in sections_of(program, count):
         section = program.section_by_name[name]
         assert not section.exit.pending
         event_end: dict[str, int] = {}
-        latest = joint_end
+        latest = boundary_end
         for index, op in enumerate(section.body):
             span = next(spans)
             assert (span.section, span.index) == (name, index)
             effect = effects(op)
-            before = max(stream_end[effect.stream], comm_end[effect.comm or ""], joint_end)
+            before = max(stream_end[effect.stream], comm_end[effect.comm or ""], boundary_end)
             if isinstance(op, ops.Wait):
                 assert span.end_ns >= max(event_end.get(op.waited, 0), before, host_end)
             else:
@@ -118,9 +118,9 @@ def test_a_span_begins_after_all_that_it_depends_on(case: Case, on: Machine) -> 
                 comm_end[effect.comm] = span.end_ns
             event_end.update(dict.fromkeys(effect.signals, span.end_ns))
             latest = max(latest, span.end_ns)
-        joint_end = latest
+        boundary_end = latest
     assert next(spans, None) is None
-    assert simulation.step_ns == joint_end
+    assert simulation.step_ns == boundary_end
 
 
 @examples(10)

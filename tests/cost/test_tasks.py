@@ -1,4 +1,4 @@
-"""The predecessors of tasks: streams, events, communicators, joints, events that cross them, and the host."""
+"""The predecessors of tasks: streams, events, communicators, boundaries, events that cross them, and the host."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tasks_of(
     is_issuing: bool = False,
     host_computes: bool = False,
 ) -> list[Task]:
-    """The tasks of a step; the pending events cross its first joint."""
+    """The tasks of a step; the pending events cross its first boundary."""
     names = (LAST_MICRO_STEP, UPDATE)
     states = (State(), State(pending=pending), State())
     sections = tuple(
@@ -81,11 +81,11 @@ def test_an_event_without_a_signal_belongs_to_the_step_before() -> None:
     assert after(tasks_of([wait("a", COMPUTE), fill()]), 1) == {0}
 
 
-def test_a_joint_orders_all_streams_except_pending_events() -> None:
+def test_a_boundary_orders_all_streams_except_pending_events() -> None:
     body = [fill(), fill(GATHER), fill(GATHER, "a"), fill(GATHER)]
     update = [fill("reduce"), wait("a", "reduce"), fill("reduce"), fill(GATHER), wait("a", COMPUTE)]
     plain = tasks_of(body, [fill("reduce")])
-    assert [task.kind for task in plain[4:]] == [TaskKind.JOINT, TaskKind.RUN]
+    assert [task.kind for task in plain[4:]] == [TaskKind.BOUNDARY, TaskKind.RUN]
     assert after(plain, 5) == {0, 1, 2, 3, 4}
     crossing = tasks_of(body, update, pending=(Pending(event="a", stream=GATHER),))
     assert after(crossing, 5) == {0, 1, 4}  # the first of the update, on another stream
@@ -95,8 +95,8 @@ def test_a_joint_orders_all_streams_except_pending_events() -> None:
 
 def test_an_event_of_a_section_before_is_another_one() -> None:
     tasks = tasks_of([fill(event="a")], [fill(GATHER), wait("a", "reduce"), fill(COMPUTE, "a")])
-    (joint,) = (number for number, task in enumerate(tasks) if task.kind is TaskKind.JOINT)
-    assert tasks[joint + 2].after == (joint,)
+    (boundary,) = (number for number, task in enumerate(tasks) if task.kind is TaskKind.BOUNDARY)
+    assert tasks[boundary + 2].after == (boundary,)
 
 
 def test_the_host_issues_in_order_and_a_device_lets_it_run_ahead() -> None:
@@ -127,7 +127,7 @@ def test_every_micro_step_has_its_own_tasks() -> None:
         [MICRO_STEP] * 4 + [LAST_MICRO_STEP] * 2 + [UPDATE] * 2
     )
     for number, task in enumerate(tasks):
-        if task.kind is TaskKind.JOINT:
+        if task.kind is TaskKind.BOUNDARY:
             assert after(tasks, number) == set(range(number))
 
 

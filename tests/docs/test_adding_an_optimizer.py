@@ -26,7 +26,7 @@ NAMED = re.compile(rf"\b{NAME}\b", re.IGNORECASE)
 
 WITHOUT = f"""
 from pathlib import Path
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.ir.optimizers.catalogue import Algorithm
@@ -43,7 +43,7 @@ except UserError as error:
 
 WITH = f"""
 import torch
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
 from zeroir.deepspeed import translate
 

@@ -1,4 +1,4 @@
-"""What ``weigh`` and ``accumulate`` change in a logical program, and what they leave alone."""
+"""What ``add_micro_batch_weights`` and ``accumulate`` change in a logical program, and what they leave alone."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 
 from tests.support.programs import mlp
 from zeroir.errors import InternalError
-from zeroir.frontend.accumulate import accumulate
-from zeroir.frontend.weigh import weigh
+from zeroir.frontend.lowering.accumulate import accumulate
+from zeroir.frontend.lowering.micro_batch_weights import add_micro_batch_weights
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Region
-from zeroir.ir.effects import effects
 from zeroir.ir.op_fields import op_fields
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program
 from zeroir.verify import verify
@@ -26,27 +26,27 @@ def lines(program: Program, section: str) -> list[ops.Op]:
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_what_they_make_is_proved(precision: str, is_weighted: bool) -> None:
     lean = mlp(precision=precision, clip=1.0, tied=True, keep_fp32=True)
-    weighted = weigh(lean) if is_weighted else lean
+    weighted = add_micro_batch_weights(lean) if is_weighted else lean
     for program in (weighted, accumulate(weighted)):
         report = verify(program, program)
         assert report.is_valid, report.render()
 
 
 def test_each_is_for_programs_of_one_micro_step() -> None:
-    for change in (weigh, accumulate):
+    for change in (add_micro_batch_weights, accumulate):
         with pytest.raises(InternalError, match="for one micro-step"):
             change(accumulate(LEAN))
-    assert accumulate(weigh(LEAN)).weight == "batch_weight"
+    assert accumulate(add_micro_batch_weights(LEAN)).weight == "batch_weight"
 
 
 def test_micro_steps_differ_from_one_another_in_nothing() -> None:
-    program = accumulate(weigh(LEAN))
+    program = accumulate(add_micro_batch_weights(LEAN))
     assert lines(program, MICRO_STEP) == lines(program, LAST_MICRO_STEP)
 
 
 def test_every_sum_begins_at_zero_and_is_cleared() -> None:
     """The FP32 sums, the loss and the weight: what a micro-step adds to, the update fills with 0."""
-    for lean in (LEAN, weigh(LEAN)):
+    for lean in (LEAN, add_micro_batch_weights(LEAN)):
         program = accumulate(lean)
         persistent = {b.name for b in program.buffers if b.is_persistent}
         added = {
@@ -67,7 +67,11 @@ def test_every_sum_begins_at_zero_and_is_cleared() -> None:
 def test_calls_keep_their_order_and_operands() -> None:
     """Segments are called as before, but for the loss scale and the loss."""
     before = [op for op in lines(LEAN, LAST_MICRO_STEP) if isinstance(op, ops.Compute)]
-    after = [op for op in lines(accumulate(weigh(LEAN)), MICRO_STEP) if isinstance(op, ops.Compute)]
+    after = [
+        op
+        for op in lines(accumulate(add_micro_batch_weights(LEAN)), MICRO_STEP)
+        if isinstance(op, ops.Compute)
+    ]
     assert [op.segment for op in before] == [op.segment for op in after]
     others = {"loss_scale": "tangent", "loss": "batch_loss"}
     for old, new in zip(before, after, strict=True):
@@ -81,7 +85,7 @@ def test_a_step_without_data_is_skipped_by_every_op_that_can() -> None:
     skip = Region(buffer="skip", offset=0, numel=1)
     able = [
         op
-        for op in lines(weigh(LEAN), UPDATE)
+        for op in lines(add_micro_batch_weights(LEAN), UPDATE)
         if any(field.name == "skip" for field in op_fields(type(op)))
     ]
     assert {type(op) for op in able} >= {ops.Decide, ops.OptimizerStep, ops.Average}

@@ -13,14 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroir.config import make_options
-from zeroir.frontend import block_reuse, segments
-from zeroir.frontend.block_graph import make_block_graph
-from zeroir.frontend.capture import capture
-from zeroir.frontend.entry import load_model_file
-from zeroir.frontend.in_hand import source_of
-from zeroir.frontend.source import ModelSource
-from zeroir.frontend.tracing import program_of
-from zeroir.ir.segment import Segment
+from zeroir.frontend.capture import block_reuse
+from zeroir.frontend.capture.block_graph import make_block_graph
+from zeroir.frontend.capture.capture import capture
+from zeroir.frontend.lowering import segments
+from zeroir.frontend.lowering.tracing import program_of
+from zeroir.frontend.source.entry import load_model_file
+from zeroir.frontend.source.module_source import source_of
+from zeroir.frontend.source.source import ModelSource
+from zeroir.ir.segments.segment import Segment
 from zeroir.ir.text import print_program
 from zeroir.workspace import segments as workspace
 

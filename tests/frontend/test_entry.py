@@ -14,7 +14,7 @@ from tests.support.zygote import run_forked
 from zeroir.config.model_spec import ModelSpec
 from zeroir.errors import UserError
 from zeroir.frontend import load_model_file
-from zeroir.frontend.entry import importing_from
+from zeroir.frontend.source.entry import importing_from
 
 GOOD = """
 import torch

@@ -18,9 +18,9 @@ import zeroir
 from tests.support.captures import ROOT
 from tests.support.evaluating import model as source
 from zeroir.errors import ModelWarning, UserError
-from zeroir.frontend.capture import capture
-from zeroir.frontend.entry import load_model_file
-from zeroir.frontend.joint_graph import InputKind, JointGraph
+from zeroir.frontend.capture.capture import capture
+from zeroir.frontend.capture.joint_graph import InputKind, JointGraph
+from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, SAVE, UPDATE
 
 BATCH = torch.arange(8.0).view(2, 4)

@@ -8,10 +8,10 @@ import pytest
 
 from tests.support.eager import traced
 from tests.support.lowering import proved_for
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
 from zeroir.frontend import load_model_file
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution.lockstep import Lockstep
 
 MODEL = Path(__file__).parents[1] / "support" / "models" / "experts.py"
 FAMILIES = ["mixtral", "deepseek_v3", "qwen3_moe", "gpt_oss", "olmoe"]

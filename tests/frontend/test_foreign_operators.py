@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from tests.support.eager import traced
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.api.compiled import CompiledProgram, compile_model
 from zeroir.artifact import from_bytes, to_bytes
 from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.ir.dtypes import DType
-from zeroir.ir.operators import Operator, declaration_problem
 from zeroir.ir.program import Program
-from zeroir.ir.segment import Node, Ref, Segment, TensorType
+from zeroir.ir.segments.operators import Operator, declaration_problem
+from zeroir.ir.segments.segment import Node, Ref, Segment, TensorType
 from zeroir.ir.text import parse, print_program
-from zeroir.runtime.engine import Engine
-from zeroir.runtime.handlers import LocalRanks
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.handlers import LocalRanks
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.kernels.foreign import require_registered
+from zeroir.runtime.kernels.self_check import check_kernels
 from zeroir.runtime.kernels.stand_ins import call_key, node_key
-from zeroir.runtime.self_check import check_kernels
 from zeroir.torch_ops.purity import ImpureOperatorError, Rule, breach, declarations, pure_call
 from zeroir.verify import verify
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroir.frontend.imports import hashes_of_imports, hashes_of_modules
+from zeroir.frontend.source.imports import hashes_of_imports, hashes_of_modules
 
 FILES = {
     "top.py": "import deep.inner.leaf\n",

@@ -6,11 +6,11 @@ import pytest
 
 from tests.support.eager import assert_equals_eager, traced
 from tests.support.lowering import proved_for
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.config import CompileOptions, make_options
 from zeroir.frontend import load_model_file
-from zeroir.ir.segment import Ref, Segment
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.ir.segments.segment import Ref, Segment
+from zeroir.runtime.execution.lockstep import Lockstep
 
 MODELS = Path(__file__).parents[1] / "support" / "models"
 NAMES = ["bert", "convnet", "gpt2", "llama", "t5", "translator", "vit"]

@@ -6,7 +6,7 @@ import pytest
 
 from zeroir.config import CompileOptions, make_options, options_from_pairs
 from zeroir.errors import UserError
-from zeroir.frontend.parameter_groups import parameter_groups
+from zeroir.frontend.lowering.parameter_groups import parameter_groups
 from zeroir.ir.layout import Parameter
 
 PARAMETERS = (

@@ -19,9 +19,9 @@ import zeroir
 from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.frontend import trace
-from zeroir.frontend.in_hand import source_of
-from zeroir.frontend.results import evaluated
-from zeroir.frontend.source import LossFunction, WeightFunction
+from zeroir.frontend.capture.loss_and_outputs import evaluated
+from zeroir.frontend.source.module_source import source_of
+from zeroir.frontend.source.source import LossFunction, WeightFunction
 
 FRONTEND = Path(zeroir.__file__).parent / "frontend"
 NOT_OF_A_MODEL = {

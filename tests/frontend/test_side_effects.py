@@ -13,10 +13,10 @@ from torch import nn
 
 import zeroir
 from tests.support.zygote import run_forked
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
 from zeroir.errors import ModelWarning, UserError
-from zeroir.frontend.python_state import PythonState, UsersCode
+from zeroir.frontend.capture.python_state import PythonState, UsersCode
 
 MODEL = """
 import itertools

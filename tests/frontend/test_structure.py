@@ -8,12 +8,13 @@ import pytest
 
 from tests.support.eager import traced
 from zeroir.config import make_options
-from zeroir.frontend import load_model_file, tracing
-from zeroir.frontend.capture import capture
+from zeroir.frontend import load_model_file
+from zeroir.frontend.capture.capture import capture
+from zeroir.frontend.lowering import tracing
 from zeroir.ir.buffers import Role, contiguous_stride
 from zeroir.ir.ops import Alloc, Compute, Mode, OptimizerStep, Release
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
-from zeroir.ir.segment import Segment, TensorType
+from zeroir.ir.segments.segment import Segment, TensorType
 from zeroir.ir.text import parse, print_program
 from zeroir.verify import verify
 

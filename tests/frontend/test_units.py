@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tests.support.eager import assert_equals_eager, traced
 from zeroir.errors import UserError
-from zeroir.frontend.units import find_units
+from zeroir.frontend.lowering.units import find_units
 from zeroir.ir.program import Program
 
 MODELS = Path(__file__).parents[1] / "support" / "models"

@@ -16,13 +16,13 @@ from torch import Tensor
 from examples import gpt
 from zeroir.api import compile_with
 from zeroir.config import make_options
-from zeroir.frontend.entry import load_model_file
-from zeroir.frontend.source import ModelSource
+from zeroir.frontend.source.entry import load_model_file
+from zeroir.frontend.source.source import ModelSource
 from zeroir.ir.buffers import Buffer, Space
 from zeroir.ir.program import Program
 from zeroir.memory.placement import places_to_run
-from zeroir.runtime.engine import Engine
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.torch_ops.batches import Batch
 
 ROOT = Path(__file__).parents[2]

@@ -21,12 +21,12 @@ from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.support.lockstep import run_lockstep
 from tests.support.programs import mlp
 from zeroir.ir import ops
-from zeroir.ir.labels import labels
+from zeroir.ir.analysis.labels import labels
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE
 from zeroir.runtime.comm.job import Backend
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.runtime.kernels.choice import KernelBackend
-from zeroir.runtime.lockstep import Lockstep
 from zeroir.torch_ops import attention, attention_backward, dropout
 from zeroir.torch_ops.attention import _math_backward, _math_forward
 

@@ -12,7 +12,7 @@ from tests.gpu.support import held_bytes
 from tests.runtime.constructors import Mlp
 from tests.runtime.support import lowered, random_batches, require_parameters
 from tests.support.programs import mlp
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.engine.engine import Engine
 
 pytestmark = pytest.mark.gpu
 
@@ -33,9 +33,9 @@ def test_a_module_on_the_device_is_never_held_twice(device: torch.device) -> Non
     peak = torch.cuda.max_memory_allocated(device) - before
     assert peak < sum(held_bytes(program)) - 0.8 * model_bytes
     assert all(p.is_meta for p in module.parameters())
-    with engine.gathered() as lent:
-        assert all(p.device == device for p in lent.parameters())
-        require_parameters(lent.cpu(), "", expected, torch.float32)
+    with engine.gathered() as gathered:
+        assert all(p.device == device for p in gathered.parameters())
+        require_parameters(gathered.cpu(), "", expected, torch.float32)
     engine.close()
 
 
@@ -46,6 +46,6 @@ def test_loans_see_the_steps_before_them(device: torch.device) -> None:
     for (batch,) in (step[0] for step in random_batches(3, 1)):
         engine.step(batch)
         expected = {name: value.cpu() for name, value in engine.full_parameters().items()}
-        with torch.cuda.stream(NEW_STREAM(device)), engine.gathered() as lent:
-            require_parameters(lent.cpu(), "", expected, torch.bfloat16)
+        with torch.cuda.stream(NEW_STREAM(device)), engine.gathered() as gathered:
+            require_parameters(gathered.cpu(), "", expected, torch.bfloat16)
     engine.close()

@@ -23,8 +23,8 @@ from tests.support.programs import mlp
 from zeroir.errors import GraphWarning
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.runtime.comm.job import Backend
-from zeroir.runtime.cuda_graphs import WARM_UP
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.cuda_graphs import WARM_UP
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.torch_ops.batches import Batch
 
@@ -187,7 +187,7 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(
     program = lowered(mlp(clip=0.5), 3, 1)
     batches = batches_of(device, STEPS)
     expected = run(opened(program, device, cuda_graphs=False), batches)
-    from zeroir.runtime import numerics
+    from zeroir.runtime.execution import numerics
 
     plain = numerics.sum_of_squares
 
@@ -245,7 +245,7 @@ def test_little_is_reserved_that_is_not_allocated(device: torch.device, cuda_gra
     "name", ["_cuda_clearCublasWorkspaces", "_cuda_endAllocateToPool", "_cuda_releasePool"]
 )
 def test_torch_still_has_what_captures_are_cleaned_up_with(name: str) -> None:
-    """Private functions of torch, there in 2.11 to 2.13; another version may need ``runtime/cuda.py`` to change."""
+    """Torch has had these private functions from 2.11 to 2.13; see ``runtime/execution/cuda.py`` where one is gone."""
     assert hasattr(torch._C, name), torch.__version__
 
 

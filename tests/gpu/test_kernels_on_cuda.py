@@ -18,7 +18,7 @@ from tests.gpu.support import (
 )
 from tests.runtime.support import initial_flats, lowered
 from tests.support.programs import mlp
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.kernels.choice import KernelBackend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -38,8 +38,8 @@ from zeroir.memory.footprint import footprint
 from zeroir.memory.states import MODEL_STATE_ROLES, model_state_bytes
 from zeroir.runtime.comm.fake import join_fake_world
 from zeroir.runtime.comm.job import Backend
-from zeroir.runtime.engine import Engine
-from zeroir.runtime.rank_memory import RankMemory
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.memory.rank_memory import RankMemory
 
 pytestmark = pytest.mark.gpu
 

@@ -23,17 +23,17 @@ from zeroir.ir.buffers import Role, Space
 from zeroir.ir.mesh import OPTIMIZER, Executor
 from zeroir.ir.program import Program
 from zeroir.passes.base import Pass
-from zeroir.passes.offload_gradients import OffloadGradients
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.offload_parameters import OffloadParameters
-from zeroir.passes.order_by_layer import OrderByLayer
-from zeroir.passes.page_optimizer import PageOptimizer
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.passes.save_state import SaveState
-from zeroir.runtime.cuda import CudaStreams
-from zeroir.runtime.cuda_graphs import WARM_UP
-from zeroir.runtime.engine import Engine
-from zeroir.runtime.host_threads import update_threads
+from zeroir.passes.communication.order_by_layer import OrderByLayer
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.offload.offload_gradients import OffloadGradients
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload.offload_parameters import OffloadParameters
+from zeroir.passes.offload.page_optimizer import PageOptimizer
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.cuda import CudaStreams
+from zeroir.runtime.execution.cuda_graphs import WARM_UP
+from zeroir.runtime.execution.host_threads import update_threads
 
 pytestmark = pytest.mark.gpu
 

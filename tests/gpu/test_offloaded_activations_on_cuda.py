@@ -18,11 +18,11 @@ from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Space
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, Program
-from zeroir.passes.offload_activations import OffloadActivations
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.runtime.cuda_graphs import WARM_UP
-from zeroir.runtime.engine import Engine
-from zeroir.runtime.rank_memory import RankMemory
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.offload.offload_activations import OffloadActivations
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.cuda_graphs import WARM_UP
+from zeroir.runtime.memory.rank_memory import RankMemory
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeroir.runtime.random_states import random_states, seed_generators, set_random_states
+from zeroir.runtime.training.random_states import random_states, seed_generators, set_random_states
 
 pytestmark = pytest.mark.gpu
 

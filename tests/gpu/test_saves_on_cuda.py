@@ -1,4 +1,4 @@
-"""Saves beside training on a GPU: the bits of the joint, with and without graphs, and no wait of the host."""
+"""Saves beside training on a GPU: the bits of the boundary, with and without graphs, and no wait of the host."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.support.programs import mlp
 from zeroir.ir.buffers import Role
 from zeroir.ir.mesh import COPY_OUT
 from zeroir.ir.program import Program
-from zeroir.passes.save_state import SaveState
-from zeroir.runtime.cuda import CudaStreams
-from zeroir.runtime.cuda_graphs import WARM_UP
-from zeroir.runtime.engine import Engine
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.cuda import CudaStreams
+from zeroir.runtime.execution.cuda_graphs import WARM_UP
 from zeroir.torch_ops.batches import Batch
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +48,7 @@ def states(engine: Engine) -> dict[str, Tensor]:
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 @pytest.mark.parametrize("overlap_update", [False, True])
 @pytest.mark.parametrize("stage", range(4))
-def test_late_copies_have_the_bits_of_the_joint(
+def test_late_copies_have_the_bits_of_the_boundary(
     device: torch.device, stage: int, overlap_update: bool, cuda_graphs: bool
 ) -> None:
     passes = for_stage(stage, 1, overlap_update=overlap_update)

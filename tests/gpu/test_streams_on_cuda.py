@@ -17,8 +17,8 @@ from zeroir.ir.buffers import Region
 from zeroir.ir.mesh import COMPUTE, GATHER, HOST, REDUCE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Pending, Program, Section, State
-from zeroir.runtime.cuda import CudaStreams
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.cuda import CudaStreams
 
 pytestmark = pytest.mark.gpu
 
@@ -97,13 +97,13 @@ def test_streams_run_side_by_side_until_a_wait(cells: Cells) -> None:
     assert cells.cells[:2].tolist() == [1.0, 2.0]  # read on compute, after the wait
 
 
-def test_a_joint_orders_all_streams(cells: Cells) -> None:
+def test_a_boundary_orders_all_streams(cells: Cells) -> None:
     streams = run(program_of(fill(0, 1.0, GATHER), fill(1, 1.0, REDUCE)), cells)
     streams.join([])
     assert cells.cells[:2].tolist() == [1.0, 1.0]
 
 
-def test_a_joint_orders_what_stands_before_an_op_that_crosses_it(cells: Cells) -> None:
+def test_a_boundary_orders_what_stands_before_an_op_that_crosses_it(cells: Cells) -> None:
     crossing = State(pending=(Pending(event="0", stream=GATHER),))
     program = program_of(fill(0, 1.0, GATHER), fill(1, 1.0, GATHER, "0"), exit_state=crossing)
     streams = run(program, cells)
@@ -152,13 +152,13 @@ def test_events_and_waits_map_one_to_one(
     engine.step(example_batches(1)[0])
     engine.close()
     body = list(program.step_ops())
-    # A joint has all streams, also those that only saves and evaluations use.
+    # A boundary has all streams, also those that only saves and evaluations use.
     streams = {op.stream for op in program.ops() if not isinstance(op, ops.Wait)}
-    joints = 2 * 2
+    boundaries = 2 * 2
     signals = [op for op in body if not isinstance(op, ops.Wait) and op.event is not None]
     waits = [op for op in body if isinstance(op, ops.Wait)]
-    assert counts["record"] == len(signals) + joints * len(streams)
-    assert counts["wait"] == len(waits) + joints * len(streams) * (len(streams) - 1)
+    assert counts["record"] == len(signals) + boundaries * len(streams)
+    assert counts["wait"] == len(waits) + boundaries * len(streams) * (len(streams) - 1)
 
 
 def test_only_streams_that_ops_name_exist(device: torch.device) -> None:

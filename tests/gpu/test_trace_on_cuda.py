@@ -9,7 +9,7 @@ from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.engine.engine import Engine
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.support.programs import mlp
 from zeroir.runtime.comm.job import Backend
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.engine.engine import Engine
 
 FOLDER = Path(os.environ["TEST_FOLDER"])
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

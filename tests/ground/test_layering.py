@@ -25,26 +25,26 @@ def test_imports_follow_the_layers() -> None:
 
 
 DEFINITIONS = {
-    "zeroir.ir.allowlist": "which operators are pure",
+    "zeroir.ir.segments.allowlist": "which operators are pure",
     "zeroir.ir.buffers": "which elements a region names",
     "zeroir.ir.contents": "what a region can hold",
     "zeroir.ir.dtypes": "what an element type is",
-    "zeroir.ir.effects": "what an op reads and writes, as its fields declare it",
+    "zeroir.ir.analysis.effects": "what an op reads and writes, as its fields declare it",
     "zeroir.ir.eight_bit_states": "how many elements share a scale",
     "zeroir.ir.fields": "which names a record declares and refers to",
     "zeroir.ir.limits": "how large a program may be",
     "zeroir.ir.mesh": "how many ranks an axis has",
-    "zeroir.ir.op_lists": "where the list of pure operators stands",
-    "zeroir.ir.operators": "which operators of libraries a segment may call",
+    "zeroir.ir.segments.op_lists": "where the list of pure operators stands",
+    "zeroir.ir.segments.operators": "which operators of libraries a segment may call",
     "zeroir.ir.ops": "which ops there are",
     "zeroir.ir.optimizers": "which states and settings an optimizer has",
     "zeroir.ir.own_coordinates": "how many elements a state of whole parameters has",
     "zeroir.ir.output_paths": "what the path of an output means",
     "zeroir.ir.program": "which names a program declares",
     "zeroir.ir.reports": "what the engine reads",
-    "zeroir.ir.segment": "which values a segment has",
+    "zeroir.ir.segments.segment": "which values a segment has",
     "zeroir.ir.update_ops": "which states and settings an optimizer step names",
-    "zeroir.ir.views": "which elements the result of a view has",
+    "zeroir.ir.segments.views": "which elements the result of a view has",
 }
 """The meaning of a program, which passes, verifier and engine share: a fault there makes all of them err alike.
 
@@ -56,7 +56,7 @@ SHARED_NAMES = {
     "zeroir.errors": {"UserError"},
     "zeroir.ir.bounds": {"AheadBound", "BehindBound", "Bound", "BoundKind", "LiveBound"},
     # A claim about the engine, which takes elements of a copy for those at rest: Z403 compares them with the values.
-    "zeroir.ir.copies": {"at_rest"},
+    "zeroir.ir.analysis.copies": {"at_rest"},
     # For the sentences of findings.
     "zeroir.ir.text.names": {"Names"},
     "zeroir.ir.text.op_lines": {"op_text"},
@@ -127,6 +127,6 @@ def test_a_proof_calls_nothing_else_that_passes_or_engine_have_derived() -> None
         for module, names_of in called(lambda: verify(fresh, logical)).items():  # noqa: B023
             functions.setdefault(module, set()).update(names_of)
     others = {module for module in functions if not is_definition(module)}
-    assert others == {"zeroir.ir.copies"}
+    assert others == {"zeroir.ir.analysis.copies"}
     # Properties of a program, but passes and engine derive them.
     assert not functions["zeroir.ir.program"] & {"Program.counters", "Program.streams_off_device"}

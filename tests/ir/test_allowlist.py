@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.programs import mlp
-from zeroir.ir.allowlist import allowed_ops, is_allowed, refusal
+from zeroir.ir.segments.allowlist import allowed_ops, is_allowed, refusal
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from zeroir.ir.analysis.copies import at_rest
 from zeroir.ir.buffers import Region
-from zeroir.ir.copies import at_rest
 from zeroir.ir.text import parse
 
 HEADER = """zeroir 1

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tests.support.clocks import Clocks
 from tests.support.examples import examples
 from zeroir.ir import ops
+from zeroir.ir.analysis.happens_before import StreamClocks
 from zeroir.ir.buffers import Region
-from zeroir.ir.happens_before import StreamClocks
 from zeroir.ir.mesh import HOST
 from zeroir.ir.program import Pending
 
@@ -74,7 +74,7 @@ def test_a_pending_op_is_known_by_its_event_alone() -> None:
     assert clocks.wait("2", "c") == []
 
 
-def test_a_joint_says_the_last_op_of_each_stream_that_it_comes_after() -> None:
+def test_a_boundary_says_the_last_op_of_each_stream_that_it_comes_after() -> None:
     clocks = StreamClocks(STREAMS)
     for stream, event in ((0, None), (0, "0"), (0, None), (1, None)):
         clocks.issue(stream, event)

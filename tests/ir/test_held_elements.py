@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
+from zeroir.ir.analysis.held_elements import held_by_all, held_elements, is_within
 from zeroir.ir.contents import FlatContent
-from zeroir.ir.held_elements import held_by_all, held_elements, is_within
 from zeroir.ir.mesh import Axis, Mesh
 
 

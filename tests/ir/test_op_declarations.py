@@ -16,8 +16,8 @@ from tests.support.programs import mlp
 from zeroir.cost.collectives import ring_of
 from zeroir.cost.durations import Durations
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Region, Space, View
-from zeroir.ir.effects import effects
 from zeroir.ir.fields import FieldUse
 from zeroir.ir.mesh import Communicator
 from zeroir.ir.op_fields import (
@@ -37,7 +37,7 @@ from zeroir.report.page.facts import ShownKind, op_kind
 from zeroir.report.schedule import schedule
 from zeroir.verify import verify
 from zeroir.verify.context import Findings, title
-from zeroir.verify.structure import check_structure
+from zeroir.verify.structure.ops import check_structure
 from zeroir.workspace.op_scratch import scratch_bytes
 
 AXIS = mlp(blocks=1).mesh.axes[0].name

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from zeroir.ir import ops
+from zeroir.ir.analysis.section_view import SectionView
 from zeroir.ir.buffers import Region
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
-from zeroir.ir.section_view import SectionView
 from zeroir.ir.text import parse
 
 TEXT = (Path(__file__).parents[1] / "passes" / "kept.zir").read_text()

@@ -22,7 +22,7 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import Axis, Mesh
 from zeroir.ir.ops import Argument, Compute, Destination, Fill, Mode, Op
 from zeroir.ir.program import Program, Section
-from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
+from zeroir.ir.segments.segment import Node, NodeArg, Ref, Segment, TensorType
 from zeroir.ir.text import ParseError, parse, print_op, print_program
 
 MESH = Mesh(axes=(Axis(name="dp", size=4),))

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from tests.support.examples import examples
 from tests.support.programs import mlp
-from zeroir.ir.allowlist import allowed_ops
 from zeroir.ir.dtypes import DType
-from zeroir.ir.segment import Node, NodeArg, Ref, TensorType
+from zeroir.ir.segments.allowlist import allowed_ops
+from zeroir.ir.segments.segment import Node, NodeArg, Ref, TensorType
+from zeroir.ir.segments.views import BITCAST, ViewError, is_same_type, is_view, mistyped, parts
 from zeroir.ir.text import parse, print_program
-from zeroir.ir.views import BITCAST, ViewError, is_same_type, is_view, mistyped, parts
 from zeroir.torch_ops.types import TORCH_DTYPE
 from zeroir.verify import verify
 

@@ -16,21 +16,27 @@ from torch import nn
 
 from tests.memory.library import library_calls, without_scratch
 from zeroir.ir import ops
-from zeroir.ir.bindings import bindings
-from zeroir.ir.labels import labels
+from zeroir.ir.analysis.labels import labels
 from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import Program
-from zeroir.runtime import state
-from zeroir.runtime.allocations import AllocatorEvent, allocations, by_range, left_bytes, peak_bytes
+from zeroir.ir.segments.bindings import bindings
 from zeroir.runtime.comm import gloo
 from zeroir.runtime.comm.base import Comm
 from zeroir.runtime.comm.local import LocalComm
-from zeroir.runtime.executor import StepExecutor
-from zeroir.runtime.handlers import LocalRanks
-from zeroir.runtime.initial import initialise
+from zeroir.runtime.execution.executor import StepExecutor
+from zeroir.runtime.execution.handlers import LocalRanks
+from zeroir.runtime.execution.streams import ThreadStreams
 from zeroir.runtime.kernels.eager import EagerKernels
-from zeroir.runtime.rank_memory import RankMemory
-from zeroir.runtime.streams import ThreadStreams
+from zeroir.runtime.memory.allocations import (
+    AllocatorEvent,
+    allocations,
+    by_range,
+    left_bytes,
+    peak_bytes,
+)
+from zeroir.runtime.memory.rank_memory import RankMemory
+from zeroir.runtime.state import state
+from zeroir.runtime.state.initial import initialise
 from zeroir.torch_ops.batches import Batch
 from zeroir.workspace.op_scratch import SCALAR_BYTES, scratch_bytes
 from zeroir.workspace.segments import Workspace, eager_workspace

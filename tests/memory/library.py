@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from zeroir.ir.segment import Node, Segment
-from zeroir.runtime.allocations import AllocatorEvent
+from zeroir.ir.segments.segment import Node, Segment
+from zeroir.runtime.memory.allocations import AllocatorEvent
 from zeroir.workspace.scratch.allowance import ATTENTION, allowance_bytes
 from zeroir.workspace.scratch.attention import is_fused
 

@@ -42,7 +42,7 @@ def test_what_an_op_takes_counts_while_it_runs() -> None:
         assert any(curve.workspace)
 
 
-def test_a_joint_loses_nothing() -> None:
+def test_a_boundary_loses_nothing() -> None:
     """What is live after a section is live on entry to the next."""
     program = Case(stage=3, ranks=3, overlap_update=True).scheduled
     curves = [live_bytes(program, section, kernels="none") for section in program.sections]

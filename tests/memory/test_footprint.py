@@ -15,8 +15,8 @@ from zeroir.ir.text import parse
 from zeroir.memory.curve import live_bytes, peak
 from zeroir.memory.footprint import WORKSPACE, footprint
 from zeroir.memory.placement import place_all, unplaced
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.plan_memory import PlanMemory
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
 from zeroir.workspace.op_scratch import SCALAR_BYTES, scratch_bytes
 
 TEXT = """zeroir 1

@@ -16,9 +16,9 @@ from tests.memory.judge import judge
 from zeroir.api.compiled import CompiledProgram
 from zeroir.artifact import from_bytes, to_bytes
 from zeroir.ir.program import Program
-from zeroir.ir.segment import Node
+from zeroir.ir.segments.segment import Node
 from zeroir.ir.text import parse, print_program
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.engine.engine import Engine
 from zeroir.torch_ops import foreign_workspaces
 from zeroir.verify import verify
 

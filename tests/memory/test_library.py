@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from tests.memory.library import without_scratch
-from zeroir.runtime.allocations import allocations, left_bytes, peak_bytes
+from zeroir.runtime.memory.allocations import allocations, left_bytes, peak_bytes
 
 ROOT = Path(__file__).parents[2]
 

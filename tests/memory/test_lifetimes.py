@@ -1,4 +1,4 @@
-"""A stream comes after what it, or the host, waited for, and after every joint; and after nothing else."""
+"""A stream comes after what it, or the host, waited for, and after every boundary; and after nothing else."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_wait_of_the_host_orders_every_stream() -> None:
     assert clocks.is_after("never seen", {"a": 1})
 
 
-def test_a_joint_orders_all_but_what_crosses_it() -> None:
+def test_a_boundary_orders_all_but_what_crosses_it() -> None:
     clocks = Clocks()
     for op in (fill("a"), fill("a", "0"), fill("b")):
         clocks.issue(op)

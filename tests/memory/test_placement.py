@@ -32,9 +32,9 @@ from zeroir.memory.placement import (
     unplaced,
 )
 from zeroir.passes import manager
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.verify.arenas import check_arenas
+from zeroir.passes.memory.plan_memory import PlanMemory
 from zeroir.verify.context import Findings
+from zeroir.verify.order.arenas import check_arenas
 
 
 def lives(section: Section) -> dict[str, list[tuple[int | None, int | None]]]:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from zeroir.ir.dtypes import DType
-from zeroir.ir.segment import TensorType
-from zeroir.ir.views import view_stride
+from zeroir.ir.segments.segment import TensorType
+from zeroir.ir.segments.views import view_stride
 from zeroir.torch_ops.types import IR_DTYPE, TORCH_DTYPE
 from zeroir.workspace.promotion import Operand, common_dtype, promoted
 

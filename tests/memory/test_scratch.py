@@ -16,9 +16,9 @@ from torch import Tensor
 from tests.memory.nodes import Argument, Case, bound, segment_of, taken, unwanted
 from tools.list_aten_ops import PATH
 from zeroir.errors import UserError
-from zeroir.ir.op_lists import listed_ops
 from zeroir.ir.ops import Mode
-from zeroir.ir.segment import Node
+from zeroir.ir.segments.op_lists import listed_ops
+from zeroir.ir.segments.segment import Node
 from zeroir.runtime.kernels.calls import operator, out_overload
 from zeroir.workspace.segments import can_fill, eager_workspace
 

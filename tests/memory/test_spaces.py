@@ -22,11 +22,11 @@ from zeroir.ir.buffers import Role, Space, whole
 from zeroir.ir.program import Program
 from zeroir.memory.footprint import footprint
 from zeroir.memory.states import snapshot_bytes
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.passes.save_state import SaveState
-from zeroir.runtime.allocations import AllocatorEvent, allocations, by_range, left_bytes
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.memory.save_state import SaveState
 from zeroir.runtime.disk.scratch_file import PAGE_BYTES
-from zeroir.runtime.rank_memory import RankMemory, allocation_range
+from zeroir.runtime.memory.allocations import AllocatorEvent, allocations, by_range, left_bytes
+from zeroir.runtime.memory.rank_memory import RankMemory, allocation_range
 from zeroir.workspace.op_scratch import scratch_space
 from zeroir.workspace.segments import declared
 

@@ -13,7 +13,7 @@ from zeroir.ir.buffers import Role, Space
 from zeroir.ir.program import Program
 from zeroir.memory.placement import placements_with_bound, rounded
 from zeroir.memory.staging import staging_bytes
-from zeroir.passes.plan_memory import PlanMemory
+from zeroir.passes.memory.plan_memory import PlanMemory
 
 
 def program_with(offload: str) -> Program:

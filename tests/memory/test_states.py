@@ -10,10 +10,11 @@ import pytest
 from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.config import make_options
+from zeroir.ir.analysis.effects import effects
+from zeroir.ir.analysis.traffic import collective_bytes
 from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
 from zeroir.ir.contents import NamedContent
 from zeroir.ir.dtypes import DType
-from zeroir.ir.effects import effects
 from zeroir.ir.mesh import Axis, Mesh
 from zeroir.ir.ops import (
     AllGather,
@@ -27,7 +28,6 @@ from zeroir.ir.ops import (
     Release,
 )
 from zeroir.ir.program import Program, Section, State
-from zeroir.ir.traffic import collective_bytes
 from zeroir.memory.curve import peak
 from zeroir.memory.states import model_state_bytes
 from zeroir.passes.pipelines import for_options

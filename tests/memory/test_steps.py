@@ -24,13 +24,13 @@ from zeroir.config import make_options
 from zeroir.cost.machine import MeasuredSegment, load_machine
 from zeroir.cost.measured_workspaces import with_measured_workspaces
 from zeroir.frontend import load_model_file, trace
-from zeroir.frontend.source import ModelSource
+from zeroir.frontend.source.source import ModelSource
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import Program
 from zeroir.memory.footprint import footprint
-from zeroir.runtime import numerics
-from zeroir.runtime.measured_workspaces import on_host
+from zeroir.runtime.execution import numerics
+from zeroir.runtime.memory.measured_workspaces import on_host
 from zeroir.workspace.segments import declared
 
 ROOT = Path(__file__).parents[2]

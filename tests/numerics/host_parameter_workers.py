@@ -15,9 +15,9 @@ from tests.runtime.workers_cases import CASES
 from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
-from zeroir.runtime import rendezvous
 from zeroir.runtime.comm.job import Backend
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.distributed import rendezvous
+from zeroir.runtime.engine.engine import Engine
 from zeroir.torch_ops.batches import Batch
 
 STEPS = 6

@@ -11,11 +11,11 @@ from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
-from zeroir.passes.page_optimizer import PageOptimizer
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.passes.save_state import SaveState
-from zeroir.runtime import rendezvous
-from zeroir.runtime.engine import Engine
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.offload.page_optimizer import PageOptimizer
+from zeroir.runtime.distributed import rendezvous
+from zeroir.runtime.engine.engine import Engine
 
 STEPS: Final = 4
 SAVED_AT: Final = 2

@@ -16,8 +16,8 @@ from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.program import LAST_MICRO_STEP, Program
-from zeroir.runtime import numerics
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution import numerics
+from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.workspace import op_scratch
 
 AVERAGED_MODEL: Callable[..., AveragedModel] = AveragedModel

@@ -21,7 +21,7 @@ from zeroir.ir.contents import EMA, FlatContent
 from zeroir.ir.optimizers.forms import ABSMAX, CODES
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, Program
 from zeroir.memory.states import model_state_bytes
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.workspace import op_scratch
 
 FEATURES = 20

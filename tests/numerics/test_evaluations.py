@@ -18,16 +18,16 @@ from tests.runtime.support import Ranks, require_success
 from tests.support.captures import captured
 from tests.support.evaluating import model as source
 from tests.support.lowering import applied
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.config import CompileOptions, make_options
-from zeroir.frontend.capture import CapturedModel
-from zeroir.frontend.entry import load_model_file
-from zeroir.frontend.tracing import program_of
+from zeroir.frontend.capture.capture import CapturedModel
+from zeroir.frontend.lowering.tracing import program_of
+from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir.program import Program
 from zeroir.ir.text import print_program
 from zeroir.passes.pipelines import for_options
-from zeroir.runtime.lockstep import Lockstep
-from zeroir.runtime.rank_results import RankEvaluation
+from zeroir.runtime.engine.read_results import RankEvaluation
+from zeroir.runtime.execution.lockstep import Lockstep
 
 FILE = Path(source.__file__)
 STEPS = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.captures import ROOT
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.api.compiled import compile_with
 from zeroir.config import make_options
 from zeroir.ir.contents import FlatContent

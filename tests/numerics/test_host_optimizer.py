@@ -14,11 +14,11 @@ from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
 from zeroir.passes.base import Pass
-from zeroir.passes.offload_gradients import OffloadGradients
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.passes.save_state import SaveState
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.offload.offload_gradients import OffloadGradients
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
+from zeroir.runtime.execution.lockstep import Lockstep
 
 RANKS = 3
 OFFLOAD: tuple[Pass, ...] = (OffloadOptimizer(), OffloadGradients())
@@ -75,7 +75,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
         assert torch.equal(states[key], value), key
 
 
-def test_what_is_saved_beside_the_next_step_is_the_state_of_the_joint() -> None:
+def test_what_is_saved_beside_the_next_step_is_the_state_of_the_boundary() -> None:
     for late_streams in ((), ("optimizer",)):
         offloaded = program(3, "fp32", is_offloaded=True)
         batches = inputs(offloaded, RANKS, 2)

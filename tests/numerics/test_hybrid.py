@@ -19,11 +19,11 @@ from tests.runtime.workers_cases import CASES, MODEL_STEPS
 from tests.support.captures import ROOT
 from tests.support.lockstep import run_lockstep
 from tests.support.programs import mlp
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.api.compiled import compile_model
 from zeroir.api.model_of_program import load_model
 from zeroir.config import make_options
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution.lockstep import Lockstep
 
 MODEL = str(ROOT / "tests" / "support" / "models" / "two_blocks.py")
 

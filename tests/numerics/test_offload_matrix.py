@@ -23,10 +23,10 @@ from tests.support.programs import mlp
 from zeroir.config import CompileOptions, make_options
 from zeroir.ir.program import Program
 from zeroir.passes.base import Pass
-from zeroir.passes.offload_activations import OffloadActivations
-from zeroir.passes.page_optimizer import PageOptimizer
+from zeroir.passes.offload.offload_activations import OffloadActivations
+from zeroir.passes.offload.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import for_options
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.torch_ops.batches import Batch
 
 ELSEWHERE: Final[Mapping[str, Mapping[str, object]]] = {

@@ -19,16 +19,16 @@ from tests.support.lowering import applied
 from tests.support.offloads import OFFLOADS
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
 from zeroir.errors import UserError
+from zeroir.ir.analysis.traffic import collective_bytes, transfer_bytes
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program
-from zeroir.ir.traffic import collective_bytes, transfer_bytes
 from zeroir.passes.base import Pass
-from zeroir.passes.offload_parameters import OffloadParameters
-from zeroir.passes.order_by_layer import OrderByLayer
-from zeroir.runtime.engine import Engine
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.passes.communication.order_by_layer import OrderByLayer
+from zeroir.passes.offload.offload_parameters import OffloadParameters
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.lockstep import Lockstep
 
 GROUPS = OrderByLayer(micro_batches=2)
 LOGICAL = {

@@ -7,7 +7,7 @@ import torch
 
 from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.support.programs import mlp
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution.lockstep import Lockstep
 
 WORLD_SIZE = 3
 

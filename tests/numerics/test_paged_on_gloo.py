@@ -12,7 +12,7 @@ from tests.numerics.paged_workers import LARGE, SMALL, STAGE, logical, scheduled
 from tests.numerics.trainings import RANKS, assert_ranks_compute_the_same
 from tests.runtime.support import Ranks, require_success
 from zeroir.ir.contents import FlatContent
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution.lockstep import Lockstep
 
 
 @pytest.mark.slow

@@ -15,10 +15,10 @@ from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.passes.base import Pass
-from zeroir.passes.offload_parameters import OffloadParameters
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.passes.save_state import SaveState
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.offload.offload_parameters import OffloadParameters
+from zeroir.runtime.execution.lockstep import Lockstep
 
 
 def passes(stage: int, world_size: int) -> tuple[Pass, ...]:

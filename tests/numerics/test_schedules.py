@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.api.test_config_file import MODEL
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
 from zeroir.errors import UserError
 

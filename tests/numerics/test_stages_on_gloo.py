@@ -29,9 +29,9 @@ from tests.runtime.workers_cases import (
 from tests.support.lockstep import run_lockstep
 from tests.support.programs import mlp
 from zeroir.frontend import trace
-from zeroir.frontend.entry import load_model_file
+from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir.text import print_program
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution.lockstep import Lockstep
 
 
 @pytest.mark.dist

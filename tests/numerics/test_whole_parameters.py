@@ -11,15 +11,15 @@ import torch
 from tests.memory.judge import judge
 from tests.support.captures import ROOT
 from tests.support.covering import covering
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.api.compiled import compile_with
 from zeroir.config import make_options
 from zeroir.cost.update_flops import update_flops
-from zeroir.frontend.entry import load_model_file
+from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir import ops
 from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import Program
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.verify import verify
 
 MODEL = str(ROOT / "tests" / "support" / "models" / "odd_shapes.py")

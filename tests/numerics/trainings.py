@@ -26,12 +26,12 @@ from tests.support.programs import mlp
 from zeroir.ir.program import Program
 from zeroir.ir.text import print_program
 from zeroir.passes.base import Pass
-from zeroir.passes.offload_gradients import OffloadGradients
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.order_by_layer import OrderByLayer
-from zeroir.passes.page_optimizer import PageOptimizer
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.passes.save_state import SaveState
+from zeroir.passes.communication.order_by_layer import OrderByLayer
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.offload.offload_gradients import OffloadGradients
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload.page_optimizer import PageOptimizer
 from zeroir.torch_ops.batches import Batch
 
 RANKS: Final = 3

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from tests.numerics.trainings import TRAININGS
 from tests.runtime.support import initial_flats
 from zeroir.ir.text import parse
-from zeroir.runtime import rendezvous
 from zeroir.runtime.comm.job import Backend
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.distributed import rendezvous
+from zeroir.runtime.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from zeroir.frontend.accumulate import accumulate
+from zeroir.frontend.lowering.accumulate import accumulate
 from zeroir.ir.text import parse
 
 _FOLDER: Final = Path(__file__).parent

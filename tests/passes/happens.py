@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Region, Role
-from zeroir.ir.effects import effects
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
 

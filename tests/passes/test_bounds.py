@@ -24,13 +24,13 @@ from zeroir.ir.program import LAST_MICRO_STEP, Program, Section
 from zeroir.ir.text import parse, print_program
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
-from zeroir.passes.bound_gradients import BoundGradients
-from zeroir.passes.bucket import Bucket
-from zeroir.passes.offload_activations import OffloadActivations
+from zeroir.passes.communication.bound_gradients import BoundGradients
+from zeroir.passes.communication.bucket import Bucket
+from zeroir.passes.communication.prefetch import PrefetchGathers
+from zeroir.passes.communication.unshard import Unshard
+from zeroir.passes.offload.offload_activations import OffloadActivations
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.pipelines import parse_spec
-from zeroir.passes.prefetch import PrefetchGathers
-from zeroir.passes.unshard import Unshard
 from zeroir.verify import verify
 
 GRADIENTS = AheadBound(kind=BoundKind.FULL_GRADIENTS, ahead=0)

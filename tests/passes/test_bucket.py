@@ -20,12 +20,12 @@ from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.ir import ops
+from zeroir.ir.analysis.traffic import collective_bytes
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
-from zeroir.ir.traffic import collective_bytes
 from zeroir.passes import manager
-from zeroir.passes.bound_gradients import BoundGradients
-from zeroir.passes.bucket import Bucket
+from zeroir.passes.communication.bound_gradients import BoundGradients
+from zeroir.passes.communication.bucket import Bucket
 from zeroir.passes.manager import apply
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.pipelines import for_options

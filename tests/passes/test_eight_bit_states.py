@@ -20,12 +20,12 @@ from zeroir.ir.optimizers.forms import ABSMAX, CODES
 from zeroir.ir.program import Program
 from zeroir.passes.base import Pass
 from zeroir.passes.manager import apply
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.offload_parameters import OffloadParameters
-from zeroir.passes.page_optimizer import PageOptimizer
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.passes.save_state import SaveState
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload.offload_parameters import OffloadParameters
+from zeroir.passes.offload.page_optimizer import PageOptimizer
+from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.verify import verify
 
 SHAPE = (4, 20)

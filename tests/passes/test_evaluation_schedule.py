@@ -11,12 +11,12 @@ import pytest
 from tests.support.captures import ROOT, captured
 from tests.support.lowering import applied
 from zeroir.config import CompileOptions, make_options
-from zeroir.frontend.entry import load_model_file
-from zeroir.frontend.tracing import program_of
+from zeroir.frontend.lowering.tracing import program_of
+from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir import ops
+from zeroir.ir.analysis.traffic import collective_bytes
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, STEP_SECTIONS, Program, Section
-from zeroir.ir.traffic import collective_bytes
 from zeroir.memory.curve import peak
 from zeroir.memory.footprint import footprint
 from zeroir.passes import manager

@@ -23,7 +23,7 @@ from zeroir.ir.buffers import Role, Space
 from zeroir.ir.program import Program
 from zeroir.ir.text import parse, print_program
 from zeroir.passes import manager
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.verify import verify
 
 GATES = Path(__file__).parents[1] / "data" / "gates"

@@ -32,23 +32,23 @@ from zeroir.ir.program import Program
 from zeroir.ir.text import parse, print_program
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
-from zeroir.passes.bucket import Bucket
-from zeroir.passes.offload_activations import OffloadActivations
-from zeroir.passes.offload_gradients import OffloadGradients
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.offload_parameters import OffloadParameters
-from zeroir.passes.offload_to_disk import OffloadToDisk
-from zeroir.passes.order_by_layer import OrderByLayer
+from zeroir.passes.communication.bucket import Bucket
+from zeroir.passes.communication.order_by_layer import OrderByLayer
+from zeroir.passes.communication.unshard import Unshard
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.memory.recompute import Recompute
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.memory.select_saved import SelectSaved
+from zeroir.passes.offload.offload_activations import OffloadActivations
+from zeroir.passes.offload.offload_gradients import OffloadGradients
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload.offload_parameters import OffloadParameters
+from zeroir.passes.offload.offload_to_disk import OffloadToDisk
+from zeroir.passes.offload.overlap_uploads import OverlapUploads
+from zeroir.passes.offload.page_optimizer import PageOptimizer
+from zeroir.passes.offload.speculate_update import SpeculateUpdate
 from zeroir.passes.overlap_update import OverlapUpdate
-from zeroir.passes.overlap_uploads import OverlapUploads
-from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import PASSES, parse_spec
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.passes.recompute import Recompute
-from zeroir.passes.save_state import SaveState
-from zeroir.passes.select_saved import SelectSaved
-from zeroir.passes.speculate_update import SpeculateUpdate
-from zeroir.passes.unshard import Unshard
 
 GOLDEN: Final = Path(__file__).parent / "golden"
 # One live gradient, so that two units are enough to see the bound.

@@ -27,20 +27,20 @@ from zeroir.cost.simulate import simulate
 from zeroir.errors import UserError
 from zeroir.frontend import load_model_file
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.bounds import AheadBound, BoundKind
 from zeroir.ir.buffers import Role, Space
-from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COMPUTE, COPY_IN, COPY_OUT
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, Program, Section
 from zeroir.ir.text import parse, print_program
 from zeroir.memory.footprint import footprint
 from zeroir.passes.base import Pass
 from zeroir.passes.common.order import derive_waits
-from zeroir.passes.offload_activations import OffloadActivations
+from zeroir.passes.memory.recompute import Recompute
+from zeroir.passes.memory.select_saved import SelectSaved
+from zeroir.passes.offload.offload_activations import OffloadActivations
 from zeroir.passes.pipelines import for_options, parse_spec
-from zeroir.passes.recompute import Recompute
-from zeroir.passes.select_saved import SelectSaved
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.torch_ops.batches import Batch
 
 ROOT = Path(__file__).parents[2]

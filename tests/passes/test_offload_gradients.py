@@ -28,10 +28,10 @@ from zeroir.passes import manager
 from zeroir.passes.base import Pass
 from zeroir.passes.common.order import derive_waits, without_waits
 from zeroir.passes.common.update_streams import UPDATE_IN, UPDATE_OUT
-from zeroir.passes.offload_gradients import OffloadGradients
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.passes.save_state import SaveState
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.offload.offload_gradients import OffloadGradients
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
 from zeroir.verify import verify
 
 ALONE: tuple[Pass, ...] = (OffloadGradients(),)

@@ -33,10 +33,10 @@ from zeroir.passes.base import Pass
 from zeroir.passes.common.order import derive_waits, without_waits
 from zeroir.passes.common.update_streams import UPDATE_IN, UPDATE_OUT
 from zeroir.passes.manager import apply
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.passes.save_state import SaveState
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
+from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.verify import verify
 
 OFFLOAD = OffloadOptimizer()

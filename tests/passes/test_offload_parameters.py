@@ -24,24 +24,25 @@ from tests.support.subjects import CAPTURED, subject
 from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import Effects, effects
 from zeroir.ir.bounds import AheadBound, BoundKind
 from zeroir.ir.buffers import Role, Space
-from zeroir.ir.effects import Effects, effects
 from zeroir.ir.mesh import COPY_IN
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.memory.footprint import footprint
 from zeroir.memory.placement import rounded
-from zeroir.passes import manager, offload_parameters
+from zeroir.passes import manager
 from zeroir.passes.base import Pass
 from zeroir.passes.common import rewrite
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.offload_parameters import OffloadParameters
+from zeroir.passes.communication.unshard import Unshard
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.offload import offload_parameters
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload.offload_parameters import OffloadParameters
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.pipelines import for_options, parse_spec
-from zeroir.passes.save_state import SaveState
-from zeroir.passes.unshard import Unshard
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.verify import verify
 
 STAGES = range(4)

@@ -17,11 +17,11 @@ from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.memory.footprint import footprint
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.offload_parameters import OffloadParameters
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload.offload_parameters import OffloadParameters
 from zeroir.passes.overlap_update import OverlapUpdate
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.passes.save_state import SaveState
 
 
 @pytest.mark.slow

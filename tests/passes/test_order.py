@@ -16,10 +16,10 @@ from tests.support.examples import examples
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Buffer, Region, Role, Space
 from zeroir.ir.contents import NamedContent
 from zeroir.ir.dtypes import DType
-from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COMPUTE, GATHER, REDUCE, Axis, Mesh
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Holding, Pending, Program, Section, State

@@ -29,7 +29,7 @@ from zeroir.passes.common.update_streams import BESIDE
 from zeroir.passes.manager import apply
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.pipelines import for_options
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.verify import verify
 
 
@@ -303,15 +303,15 @@ def test_a_second_step_or_decision_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("kind", [ops.Decide, ops.OptimizerStep, ops.AllGather])
-def test_what_the_joint_says_must_have_happened(kind: type) -> None:
-    """Without the op, on both sides of the joint what is said to be new is old."""
+def test_what_the_boundary_says_must_have_happened(kind: type) -> None:
+    """Without the op, on both sides of the boundary what is said to be new is old."""
     program = _overlapped(1)
     body = list(without_waits(program).section_by_name[LAST_MICRO_STEP].body)
     body.remove(next(op for op in body if isinstance(op, kind)))
     assert not verify(_edited(program, LAST_MICRO_STEP, tuple(body))).is_valid
 
 
-def test_a_joint_must_say_what_is_new() -> None:
+def test_a_boundary_must_say_what_is_new() -> None:
     program = _overlapped(3)
     (last, update) = program.sections
     for holding in last.exit.holdings:

@@ -21,11 +21,11 @@ from zeroir.ir.buffers import Space
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.memory.footprint import footprint
 from zeroir.passes import manager
-from zeroir.passes.offload_gradients import OffloadGradients
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.overlap_uploads import OverlapUploads
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.passes.save_state import SaveState
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.offload.offload_gradients import OffloadGradients
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload.overlap_uploads import OverlapUploads
 from zeroir.verify import verify
 
 

@@ -22,7 +22,7 @@ from tools.page_replacement import belady, lru
 from zeroir.api.compiled import compile_with
 from zeroir.config import make_options
 from zeroir.errors import UserError
-from zeroir.frontend.entry import load_model_file
+from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
 from zeroir.ir.contents import FlatContent
@@ -34,14 +34,14 @@ from zeroir.memory.footprint import footprint
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
 from zeroir.passes.common.order import derive_waits
-from zeroir.passes.offload_activations import OffloadActivations
-from zeroir.passes.offload_gradients import OffloadGradients
-from zeroir.passes.offload_parameters import OffloadParameters
-from zeroir.passes.offload_to_disk import OffloadToDisk
-from zeroir.passes.page_optimizer import PageOptimizer
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.passes.save_state import SaveState
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.offload.offload_activations import OffloadActivations
+from zeroir.passes.offload.offload_gradients import OffloadGradients
+from zeroir.passes.offload.offload_parameters import OffloadParameters
+from zeroir.passes.offload.offload_to_disk import OffloadToDisk
+from zeroir.passes.offload.page_optimizer import PageOptimizer
+from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.torch_ops.batches import flatten
 from zeroir.verify import verify
 

@@ -7,10 +7,10 @@ import pytest
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.config import make_options, options_from_pairs
-from zeroir.passes.bound_gradients import BoundGradients
+from zeroir.passes.communication.bound_gradients import BoundGradients
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.memory.save_state import SaveState
 from zeroir.passes.pipelines import for_options, lower
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.passes.save_state import SaveState
 from zeroir.verify import verify
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.memory.test_placement import meetings
 from tests.support.programs import mlp
 from zeroir.api.capture import capture
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
 from zeroir.ir.buffers import Space
 from zeroir.ir.program import Program

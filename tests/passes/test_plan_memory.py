@@ -17,8 +17,8 @@ from zeroir.ir.program import Program
 from zeroir.ir.text import parse, print_program
 from zeroir.memory.placement import place_all, places_to_run, planned, unplanned
 from zeroir.passes import manager
+from zeroir.passes.memory.plan_memory import PlanMemory
 from zeroir.passes.overlap_update import OverlapUpdate
-from zeroir.passes.plan_memory import PlanMemory
 from zeroir.verify import verify
 
 

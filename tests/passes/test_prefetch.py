@@ -14,8 +14,8 @@ from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.program import LAST_MICRO_STEP, Program
+from zeroir.passes.communication.prefetch import PrefetchGathers
 from zeroir.passes.manager import apply
-from zeroir.passes.prefetch import PrefetchGathers
 
 
 def _lower(program: Program, distance: int, *, elide: bool = True) -> Program:

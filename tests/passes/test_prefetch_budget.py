@@ -19,16 +19,16 @@ from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.ir import ops
+from zeroir.ir.analysis.traffic import collective_bytes
 from zeroir.ir.buffers import Space
 from zeroir.ir.mesh import GATHER
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
-from zeroir.ir.traffic import collective_bytes
 from zeroir.memory.curve import peak
 from zeroir.memory.lifetimes import Lifetimes
 from zeroir.memory.most_live import most_live
+from zeroir.passes.communication.prefetch import PrefetchGathers
 from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_options, parse_spec
-from zeroir.passes.prefetch import PrefetchGathers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

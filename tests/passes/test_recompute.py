@@ -24,18 +24,18 @@ from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.frontend import load_model_file
 from zeroir.ir import ops
+from zeroir.ir.analysis.traffic import collective_bytes
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.ir.text import parse, print_program
-from zeroir.ir.traffic import collective_bytes
 from zeroir.memory.curve import peak
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
 from zeroir.passes.common.min_cut import choose
 from zeroir.passes.common.storages import Need, SegmentPair, Use
+from zeroir.passes.memory.recompute import Recompute
+from zeroir.passes.memory.select_saved import SelectSaved
 from zeroir.passes.pipelines import lower
-from zeroir.passes.recompute import Recompute
-from zeroir.passes.select_saved import SelectSaved
 from zeroir.verify import verify
 
 ROOT = Path(__file__).parents[2]

@@ -19,16 +19,16 @@ from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.ir import ops
+from zeroir.ir.analysis.traffic import collective_bytes
 from zeroir.ir.buffers import Region
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program
 from zeroir.ir.text import parse, print_program
-from zeroir.ir.traffic import collective_bytes
 from zeroir.passes import manager
 from zeroir.passes.common.order import derive_waits
 from zeroir.passes.manager import apply
-from zeroir.passes.replicate_shards import ReplicateShards
+from zeroir.passes.stages.replicate_shards import ReplicateShards
 from zeroir.verify import verify
 
 STAGES = range(4)

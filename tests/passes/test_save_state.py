@@ -1,4 +1,4 @@
-"""What ``save`` copies is the whole state at a joint, whatever the steps beside it do; and it holds them up little."""
+"""What ``save`` copies is the whole state at a boundary, whatever the steps beside it do; and hardly delays them."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from tests.support.subjects import CAPTURED, SAVING, subject
 from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Role, Space, copied_region
 from zeroir.ir.contents import SnapshotContent
-from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COPY_OUT
 from zeroir.ir.program import SAVE, Program, Section
 from zeroir.memory.footprint import footprint
 from zeroir.memory.states import model_state_bytes
 from zeroir.passes import manager
 from zeroir.passes.common.order import derive_waits, without_waits
+from zeroir.passes.memory.save_state import SAVE_OUT, SaveState
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.pipelines import for_options, lower
-from zeroir.passes.save_state import SAVE_OUT, SaveState
 from zeroir.runtime.checkpoint.parts import saved_parts, saved_quantities
-from zeroir.runtime.lockstep import Lockstep
-from zeroir.runtime.saved_state import SavedState
+from zeroir.runtime.execution.lockstep import Lockstep
+from zeroir.runtime.state.host_snapshot import SavedState
 from zeroir.verify import verify
 
 STAGES = range(4)
@@ -164,7 +164,7 @@ def assert_saved(saved: Sequence[SavedState], expected: Sequence[dict[str, Tenso
     list(product((False, True), (1, 2), (None, 2))),
 )
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_saved_bits_are_those_of_the_joint_however_late_the_copies_run(
+def test_the_saved_bits_are_those_of_the_boundary_however_late_the_copies_run(
     stage: int, overlap_update: bool, micro_steps: int, replicas: int | None
 ) -> None:
     program = saving(
@@ -185,7 +185,7 @@ def test_the_saved_bits_are_those_of_the_joint_however_late_the_copies_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAVING)
-def test_the_saved_bits_of_a_subject_are_those_of_the_joint(name: str) -> None:
+def test_the_saved_bits_of_a_subject_are_those_of_the_boundary(name: str) -> None:
     """Paged and offloaded states, hybrid meshes, prefetches that cross the update, loss scales, averages."""
     made = subject(name)
     ranks = made.scheduled.mesh.world_size

@@ -20,7 +20,7 @@ from tests.support.eager import traced
 from tests.support.examples import examples
 from tests.support.lowering import applied, proved
 from tests.support.pipelines import for_stage
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.frontend import load_model_file
@@ -29,8 +29,8 @@ from zeroir.ir.buffers import Role
 from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.ir.text import parse, print_program
 from zeroir.passes import manager
+from zeroir.passes.memory.select_saved import SelectSaved
 from zeroir.passes.pipelines import for_options
-from zeroir.passes.select_saved import SelectSaved
 from zeroir.verify import verify
 
 ROOT = Path(__file__).parents[2]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tests.support.pipelines import for_stage
 from zeroir.errors import UserError
 from zeroir.passes.base import LOGICAL_FACTS, Fact, OptionValue, Pass
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.order_by_layer import OrderByLayer
+from zeroir.passes.communication.order_by_layer import OrderByLayer
+from zeroir.passes.communication.prefetch import PrefetchGathers
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
 from zeroir.passes.pipelines import PASSES, parse_spec
-from zeroir.passes.prefetch import PrefetchGathers
 
 _NAMES = st.from_regex(r"[a-z*][a-z0-9_.*]{0,9}", fullmatch=True)
 _VALUES: Mapping[object, st.SearchStrategy[OptionValue | None]] = {

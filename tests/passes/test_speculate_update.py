@@ -22,12 +22,12 @@ from zeroir.ir.contents import FlatContent
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
-from zeroir.passes.offload_gradients import OffloadGradients
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.passes.save_state import SaveState
-from zeroir.passes.speculate_update import SpeculateUpdate
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.offload.offload_gradients import OffloadGradients
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload.speculate_update import SpeculateUpdate
+from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.torch_ops.batches import Batch
 
 RANKS = 3

@@ -11,10 +11,10 @@ from tests.support.examples import examples
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
+from zeroir.ir.analysis.traffic import collective_bytes
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.ir.text import parse, print_program
-from zeroir.ir.traffic import collective_bytes
 from zeroir.passes.manager import apply
 
 

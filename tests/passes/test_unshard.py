@@ -15,12 +15,12 @@ from tests.support.lowering import applied, proved
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.errors import UserError
+from zeroir.ir.analysis.traffic import collective_bytes
 from zeroir.ir.program import LAST_MICRO_STEP, Program
-from zeroir.ir.traffic import collective_bytes
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
+from zeroir.passes.communication.unshard import Unshard
 from zeroir.passes.manager import apply
-from zeroir.passes.unshard import Unshard
 
 ALL = ("*", "root.*")
 

@@ -14,10 +14,10 @@ from tests.passes.variants import called_twice, frozen
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from zeroir.ir import ops
+from zeroir.ir.analysis.traffic import collective_bytes
 from zeroir.ir.layout import padded_numel
 from zeroir.ir.mesh import Axis
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
-from zeroir.ir.traffic import collective_bytes
 from zeroir.passes import manager
 from zeroir.passes.common.resize import resize
 from zeroir.verify import verify

@@ -24,7 +24,7 @@ from zeroir.passes.common.visits import (
     place_visits,
     with_visits,
 )
-from zeroir.passes.offload_parameters import OffloadParameters
+from zeroir.passes.offload.offload_parameters import OffloadParameters
 from zeroir.verify import verify
 
 HOMES = frozenset({"a", "b"})

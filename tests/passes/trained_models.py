@@ -7,7 +7,7 @@ import torch
 from zeroir.frontend import ModelSource
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import Program
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution.lockstep import Lockstep
 
 RANKS = 3
 STEPS = 2

@@ -63,7 +63,7 @@ def test_an_inserted_op_is_one_line_among_numbered_events() -> None:
     assert counted.ops_removed == {}
 
 
-def test_an_event_across_a_joint_has_one_name_on_both_sides() -> None:
+def test_an_event_across_a_boundary_has_one_name_on_both_sides() -> None:
     def crossing(event: str) -> Program:
         pending = State(pending=(Pending(event=event, stream="gather"),))
         signals = Release(buffer="h.0", stream="gather", event=event)

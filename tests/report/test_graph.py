@@ -9,7 +9,7 @@ import pydot
 import pytest
 
 from tests.support.schedules import Case
-from zeroir.ir.effects import effects
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.report.graph import dot
 

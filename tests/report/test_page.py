@@ -19,7 +19,7 @@ from zeroir.ir.buffers import Role
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.memory.curve import peak
-from zeroir.passes.recompute import Recompute
+from zeroir.passes.memory.recompute import Recompute
 from zeroir.report.diff import aligned_ops
 from zeroir.report.names import format_bytes
 from zeroir.report.page.charts import KIND_COLOURS, ROLE_COLOURS
@@ -61,7 +61,7 @@ def test_every_op_of_the_step_has_its_time_and_memory(micro_steps: int) -> None:
     assert any(any(op.is_critical) for op in shown_ops)
     curve = memory_curve(made)
     assert curve.peak_bytes == max(op.used_bytes for op in shown_ops) >= peak(made).total_bytes
-    assert [name for _, name in curve.joints] == [s.name for s in step_sections(made)]
+    assert [name for _, name in curve.boundaries] == [s.name for s in step_sections(made)]
 
 
 def test_every_role_and_every_kind_has_a_colour_of_its_own() -> None:

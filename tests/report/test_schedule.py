@@ -13,8 +13,8 @@ from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.ir import ops
+from zeroir.ir.analysis.traffic import collective_bytes
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
-from zeroir.ir.traffic import collective_bytes
 from zeroir.passes.pipelines import for_options
 from zeroir.report.schedule import Fold, Row, fold, schedule
 

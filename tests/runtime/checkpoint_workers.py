@@ -23,8 +23,8 @@ from tests.support.resident import peak_resident_bytes
 from zeroir.checkpoint.local_storage import LocalStorage
 from zeroir.errors import UserError, ZeroirError
 from zeroir.ir.program import Program
-from zeroir.passes.save_state import SaveState
-from zeroir.runtime.engine import Engine
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.runtime.engine.engine import Engine
 
 FOLDER = Path(os.environ["TEST_FOLDER"])
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

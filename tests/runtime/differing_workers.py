@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zeroir
 from zeroir.errors import ZeroirError
 from zeroir.runtime.comm.job import Backend
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.engine.engine import Engine
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 BATCH = torch.ones(4, 8)

@@ -16,12 +16,12 @@ from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.offload_parameters import OffloadParameters
-from zeroir.passes.offload_to_disk import OffloadToDisk
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.passes.save_state import SaveState
-from zeroir.runtime.engine import Engine
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload.offload_parameters import OffloadParameters
+from zeroir.passes.offload.offload_to_disk import OffloadToDisk
+from zeroir.runtime.engine.engine import Engine
 
 STEPS = 4
 TO_DISK = (OffloadOptimizer(), OffloadParameters(), OffloadToDisk(piece_numel=4096))

@@ -22,14 +22,14 @@ from tests.support.programs import mlp
 from tests.support.resident import peak_resident_bytes
 from zeroir.config.precision import FloatName
 from zeroir.errors import UserError
-from zeroir.frontend.entry import load_model_file
-from zeroir.frontend.precision import compute_dtype
+from zeroir.frontend.capture.precision import compute_dtype
+from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir.text import parse
 from zeroir.memory.placement import places_to_run
-from zeroir.runtime import initial
 from zeroir.runtime.comm.job import Backend, PeerError
-from zeroir.runtime.engine import Engine
-from zeroir.runtime.whole_parameters import whole_parameters
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.state import initial
+from zeroir.runtime.state.full_parameters import whole_parameters
 
 FOLDER = Path(os.environ["TEST_FOLDER"])
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -81,8 +81,8 @@ def values() -> None:
             assert torch.equal(value, expected[name]), name
         assert all(p.is_meta for p in module.parameters())
         assert module.mask[0, 0] == RANK
-        with engine.gathered() as lent:
-            assert lent.get_buffer("mask").eq(0).all()
+        with engine.gathered() as gathered:
+            assert gathered.get_buffer("mask").eq(0).all()
         engine.close()
 
 
@@ -153,24 +153,24 @@ def generate(name: str, precision: FloatName) -> None:
         for parameter in eager.parameters():
             parameter.data = parameter.data.to(compute_dtype(precision))
         tokens = torch.arange(6).view(2, 3) + RANK
-        with engine.gathered() as lent, torch.no_grad():
-            assert type(lent) is type(eager)
-            lent.eval()
-            assert torch.equal(lent(tokens).logits, eager(tokens).logits)
+        with engine.gathered() as gathered, torch.no_grad():
+            assert type(gathered) is type(eager)
+            gathered.eval()
+            assert torch.equal(gathered(tokens).logits, eager(tokens).logits)
             generated = [
                 attrgetter("generate")(model)(
                     tokens, max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0
                 )
-                for model in (lent, eager)
+                for model in (gathered, eager)
             ]
         assert generated[0].shape == (2, 11)
         assert torch.equal(*generated)
         folder = FOLDER / f"saved-{stage}"
-        with engine.gathered(masters=True) as lent:
-            attrgetter("save_pretrained")(lent)(folder)  # transformers writes on rank 0 alone
+        with engine.gathered(masters=True) as gathered:
+            attrgetter("save_pretrained")(gathered)(folder)  # transformers writes on rank 0 alone
         expected = engine.full_parameters()
         if RANK == 0:
-            loaded = attrgetter("from_pretrained")(type(lent))(folder)
+            loaded = attrgetter("from_pretrained")(type(gathered))(folder)
             require_parameters(loaded, "", expected, torch.float32)
         engine.close()
 

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import NoReturn
 
 from zeroir.errors import UserError
-from zeroir.runtime import heartbeat, rendezvous
+from zeroir.runtime.distributed import heartbeat, rendezvous
 
 
 def give_up(why: str) -> NoReturn:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.support.lowering import applied
 from tests.support.programs import mlp
-from zeroir.passes.save_state import SaveState
-from zeroir.runtime.engine import Engine
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.runtime.engine.engine import Engine
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 

@@ -14,12 +14,12 @@ from tests.support.examples import IS_THOROUGH
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.zygote import Forked, Zygote, compiling_zygote, zygote
-from zeroir.ir.bindings import Binding
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Flat, Program
-from zeroir.ir.segment import Node, Ref, Segment, TensorType
-from zeroir.runtime.engine import Engine
+from zeroir.ir.segments.bindings import Binding
+from zeroir.ir.segments.segment import Node, Ref, Segment, TensorType
+from zeroir.runtime.engine.engine import Engine
 from zeroir.torch_ops.batches import Batch
 
 ROOT = Path(__file__).parents[2]

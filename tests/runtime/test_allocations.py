@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from zeroir.runtime.allocations import allocations, by_range, left_bytes, peak_bytes
+from zeroir.runtime.memory.allocations import allocations, by_range, left_bytes, peak_bytes
 
 
 def test_events_are_told_by_the_ranges_around_them() -> None:

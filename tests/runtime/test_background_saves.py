@@ -24,9 +24,9 @@ from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.checkpoint.reading import read_manifest
 from zeroir.errors import UserError
-from zeroir.passes.save_state import SaveState
+from zeroir.passes.memory.save_state import SaveState
 from zeroir.runtime.checkpoint import saving
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.engine.engine import Engine
 
 
 @contextmanager
@@ -36,10 +36,10 @@ def slow_writes() -> Iterator[threading.Event]:
     write = saving.RankSave.write
 
     def slow(
-        self: saving.RankSave, assignment: saving.Assignment, offer: saving.Offer
+        self: saving.RankSave, assignment: saving.Assignment, own_tensors: saving.OwnTensors
     ) -> saving.Written:
         assert go_on.wait(30)
-        return write(self, assignment, offer)
+        return write(self, assignment, own_tensors)
 
     with patch.object(saving.RankSave, "write", slow):
         yield go_on

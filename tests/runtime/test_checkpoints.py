@@ -30,15 +30,15 @@ from zeroir.checkpoint.manifest import MASTER
 from zeroir.checkpoint.reading import read_manifest
 from zeroir.config import make_options
 from zeroir.errors import CheckpointWarning
-from zeroir.frontend.entry import load_model_file
+from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
 from zeroir.ir.contents import EMA, PARAM, FlatContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import EVALUATE, Holding, Program, Section, State
 from zeroir.ir.reports import Quantity, with_report
-from zeroir.runtime.engine import Engine
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.lockstep import Lockstep
 
 LAYOUTS = st.sampled_from(
     [(stage, world, None) for stage in range(4) for world in (1, 2, 3, 4, 5, 7)]
@@ -218,7 +218,7 @@ def test_every_element_is_written_once(tmp_path: Path, layout: tuple[int, int, i
 
 
 def test_what_steps_hand_on_comes_from_the_checkpoint(tmp_path: Path) -> None:
-    """A gathered copy that crosses the joint between steps has the values of the last load, not of the last step."""
+    """A gathered copy that crosses the boundary between steps has the values of the last load, not of the last step."""
     program = lowered(mlp(), 3, 2)
     numel = program.flat_by_name["blocks.0"].padded_numel
     gathered = Buffer(

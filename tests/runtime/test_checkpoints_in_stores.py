@@ -12,7 +12,7 @@ from tests.runtime.support import Ranks, initial_flats, lowered, require_success
 from tests.support.programs import mlp
 from zeroir.checkpoint.folder import CheckpointFolder
 from zeroir.checkpoint.reading import read_manifest, verify_all
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution.lockstep import Lockstep
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.runtime.support import Ranks, lowered, random_batches, require_success
 from tests.support.programs import mlp
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution.lockstep import Lockstep
 
 MODULE = "tests.runtime.checkpoint_workers"
 

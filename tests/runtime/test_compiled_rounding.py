@@ -21,8 +21,7 @@ from zeroir.errors import InternalError, KernelWarning
 from zeroir.ir.buffers import Role
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL
 from zeroir.ir.ops import Algorithm
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.runtime.allocations import allocations, peak_bytes
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
 from zeroir.runtime.comm.job import open_job
 from zeroir.runtime.eight_bit import compiled_rounding
 from zeroir.runtime.eight_bit import update as eight_bit_update
@@ -32,11 +31,12 @@ from zeroir.runtime.eight_bit.compiled_rounding import (
     open_rounding,
 )
 from zeroir.runtime.eight_bit.rounding import Scratch, code_map, narrow, widen
+from zeroir.runtime.engine.opened_program import EngineSettings, open_program
+from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.runtime.kernels import cpp_library
 from zeroir.runtime.kernels.choice import KernelBackend
-from zeroir.runtime.lockstep import Lockstep
-from zeroir.runtime.opened_program import EngineSettings, open_program
-from zeroir.runtime.state import initialise_flats
+from zeroir.runtime.memory.allocations import allocations, peak_bytes
+from zeroir.runtime.state.state import initialise_flats
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(cpp_library.cpp_compiler() is None, reason="no C++ compiler here")

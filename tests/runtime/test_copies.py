@@ -16,19 +16,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.stages import scheduled
-from zeroir.frontend.entry import load_model_file
-from zeroir.ir.bindings import Binding
+from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import Program
-from zeroir.ir.segment import Segment
+from zeroir.ir.segments.bindings import Binding
+from zeroir.ir.segments.segment import Segment
 from zeroir.runtime.comm.local import LocalComm
-from zeroir.runtime.executor import StepExecutor
-from zeroir.runtime.handlers import LocalRanks
-from zeroir.runtime.initial import initialise
+from zeroir.runtime.execution.executor import StepExecutor
+from zeroir.runtime.execution.handlers import LocalRanks
+from zeroir.runtime.execution.streams import ThreadStreams
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.eager import EagerKernels
-from zeroir.runtime.rank_memory import RankMemory
-from zeroir.runtime.streams import ThreadStreams
+from zeroir.runtime.memory.rank_memory import RankMemory
+from zeroir.runtime.state.initial import initialise
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

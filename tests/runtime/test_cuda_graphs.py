@@ -29,17 +29,17 @@ from zeroir.ir.program import (
     Section,
     State,
 )
-from zeroir.passes.offload_activations import OffloadActivations
-from zeroir.passes.save_state import SaveState
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.offload.offload_activations import OffloadActivations
 from zeroir.runtime.comm.job import Backend, Job, open_job
-from zeroir.runtime.cuda_graphs import WARM_UP, SectionGraphs, why_not
-from zeroir.runtime.engine import Engine
-from zeroir.runtime.executor import StepExecutor
-from zeroir.runtime.handlers import LocalRanks
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.cuda_graphs import WARM_UP, SectionGraphs, why_not
+from zeroir.runtime.execution.executor import StepExecutor
+from zeroir.runtime.execution.handlers import LocalRanks
+from zeroir.runtime.execution.streams import ThreadStreams
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
-from zeroir.runtime.rank_memory import RankMemory
-from zeroir.runtime.state import initialise_flats
-from zeroir.runtime.streams import ThreadStreams
+from zeroir.runtime.memory.rank_memory import RankMemory
+from zeroir.runtime.state.state import initialise_flats
 from zeroir.torch_ops.batches import Batch
 
 CPU = torch.device("cpu")

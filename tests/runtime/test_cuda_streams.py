@@ -20,10 +20,10 @@ from zeroir.ir.buffers import Region
 from zeroir.ir.mesh import COMPUTE, COPY_OUT, GATHER, HOST, REDUCE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Pending, Program, Section, State
-from zeroir.passes.offload_activations import OffloadActivations
-from zeroir.passes.save_state import SAVE_OUT, SaveState
-from zeroir.runtime.cuda import CudaGraph, CudaStreams
-from zeroir.runtime.trace import HostClock, Mark, SpanRecorder
+from zeroir.passes.memory.save_state import SAVE_OUT, SaveState
+from zeroir.passes.offload.offload_activations import OffloadActivations
+from zeroir.runtime.execution.cuda import CudaGraph, CudaStreams
+from zeroir.runtime.execution.trace import HostClock, Mark, SpanRecorder
 
 
 @dataclass(eq=False)
@@ -168,7 +168,7 @@ def fill(stream: str, event: str | None = None, value: float = 0.0) -> ops.Fill:
     return ops.Fill(destination=region, value=value, stream=stream, event=event)
 
 
-def test_what_crosses_a_joint_holds_nobody_back_but_all_before_it_does() -> None:
+def test_what_crosses_a_boundary_holds_nobody_back_but_all_before_it_does() -> None:
     crossing = State(pending=(Pending(event="0", stream=GATHER),))
     first = Section(
         name="last_micro_step", body=(fill(GATHER), fill(GATHER, "0"), fill(REDUCE)), exit=crossing
@@ -185,7 +185,7 @@ def test_what_crosses_a_joint_holds_nobody_back_but_all_before_it_does() -> None
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_name_may_cross_one_joint_and_be_another_ops_within_a_section(again: bool) -> None:
+def test_a_name_may_cross_one_boundary_and_be_another_ops_within_a_section(again: bool) -> None:
     def crossing(event: str) -> State:
         return State(pending=(Pending(event=event, stream=GATHER),))
 

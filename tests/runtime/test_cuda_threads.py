@@ -17,17 +17,17 @@ from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
-from zeroir.ir.issuing import issued_apart
+from zeroir.ir.analysis.issuing_threads import issued_apart
 from zeroir.ir.mesh import HOST, OPTIMIZER
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.passes.base import Pass
 from zeroir.passes.common.update_streams import UPDATE_IN, UPDATE_OUT
-from zeroir.passes.offload_gradients import OffloadGradients
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.save_state import SaveState
-from zeroir.passes.speculate_update import SpeculateUpdate
-from zeroir.runtime.cuda import CudaStreams
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.offload.offload_gradients import OffloadGradients
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload.speculate_update import SpeculateUpdate
+from zeroir.runtime.execution.cuda import CudaStreams
 
 CUDA = torch.device("cuda")
 PATIENCE_S = 20.0

@@ -13,11 +13,11 @@ from tools.conformance.judge import ThreeUnitModel, batch_of
 from tools.conformance.samples import chosen, subjects
 from zeroir.config import make_options
 from zeroir.errors import UserError
-from zeroir.frontend.in_hand import source_of
-from zeroir.frontend.tracing import trace_model
+from zeroir.frontend.lowering.tracing import trace_model
+from zeroir.frontend.source.module_source import source_of
 from zeroir.ir.text import parse, print_program
+from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.runtime.kernels.declared import misdeclared
-from zeroir.runtime.lockstep import Lockstep
 
 PROGRAM = mlp(blocks=1, dim=4, features=4, batch=2, precision="bf16", keep_fp32=True)
 TEXT = print_program(PROGRAM)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, inf, nan
 
-from zeroir.runtime.differences import difference, is_beyond_noise
+from zeroir.runtime.kernels.differences import difference, is_beyond_noise
 
 MIXED = (1.0, -2.0, inf, -inf, nan)
 ROUNDED = (1.0 + 2e-7, -2.0, inf, -inf, nan)

@@ -23,9 +23,9 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Space
 from zeroir.passes import manager
 from zeroir.passes.manager import apply
-from zeroir.runtime import rank_memory
-from zeroir.runtime.engine import Engine
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.lockstep import Lockstep
+from zeroir.runtime.memory import rank_memory
 
 MODULE = "tests.runtime.disk_workers"
 DIM = 96

@@ -25,7 +25,7 @@ import zeroir
 from tests.support.checkpoint_files import signed_manifest
 from tests.support.examples import examples
 from zeroir.errors import UserError
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.engine.engine import Engine
 
 Tree: TypeAlias = Any
 """Whatever JSON has."""

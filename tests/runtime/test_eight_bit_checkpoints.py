@@ -22,8 +22,8 @@ from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel, code_values
 from zeroir.ir.optimizers.forms import ABSMAX, CODES, is_signed
 from zeroir.ir.program import Program
 from zeroir.runtime.eight_bit.rounding import Scratch, narrow
-from zeroir.runtime.engine import Engine
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.lockstep import Lockstep
 
 SHAPE = (4, 20)
 LAYOUTS = st.sampled_from(

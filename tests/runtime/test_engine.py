@@ -35,9 +35,9 @@ from zeroir.ir.program import (
     State,
 )
 from zeroir.ir.reports import Quantity
-from zeroir.ir.segment import Node, Ref, Segment
-from zeroir.runtime.engine import Engine
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.ir.segments.segment import Node, Ref, Segment
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.torch_ops.batches import Batch, flatten
 
 
@@ -315,7 +315,7 @@ def test_a_job_may_begin_with_an_evaluation(content: Content, expected: float | 
         assert [float(found.loss) for found in lockstep.evaluate([batch, other])] == [wanted] * 2
 
 
-def test_what_is_read_back_waits_for_ops_that_cross_the_joint() -> None:
+def test_what_is_read_back_waits_for_ops_that_cross_the_boundary() -> None:
     logical = mlp()
     crossing = State(pending=(Pending(event="0", stream="gather"),))
     region = whole(logical.buffer_by_name["root.pre.param"])
@@ -393,7 +393,7 @@ from tests.support.pieces import dense, tensor
 from tests.support.programs import mlp
 from zeroir.runtime.comm.fake import join_fake_world
 from zeroir.runtime.comm.job import Backend
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.engine.engine import Engine
 
 join_fake_world(5, 64)
 logical = mlp(precision="bf16", clip=1.0, dim=64)

@@ -31,11 +31,11 @@ from zeroir.memory.placement import places_to_run
 from zeroir.runtime.comm.base import CollectiveTensors, Comm
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.comm.lockstep import LockstepComm
-from zeroir.runtime.engine import Engine
-from zeroir.runtime.lockstep import Lockstep
-from zeroir.runtime.rank_memory import RankMemory
-from zeroir.runtime.state import initialise_flats
-from zeroir.runtime.whole_parameters import flat_buffers, flat_part, whole_parameters
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.lockstep import Lockstep
+from zeroir.runtime.memory.rank_memory import RankMemory
+from zeroir.runtime.state.full_parameters import flat_buffers, flat_part, whole_parameters
+from zeroir.runtime.state.state import initialise_flats
 
 MODULE = "tests.runtime.gathered_workers"
 
@@ -198,10 +198,10 @@ def test_a_module_in_hand_is_lent_in_the_mode_that_the_user_left_it_in() -> None
     engine.initialise(module)
     for is_training in (False, True):
         module.train(is_training)
-        with engine.gathered() as lent:
-            assert lent is not module
-            assert lent.training is is_training
-            assert lent.get_submodule("blocks.0").training is is_training
+        with engine.gathered() as gathered:
+            assert gathered is not module
+            assert gathered.training is is_training
+            assert gathered.get_submodule("blocks.0").training is is_training
 
 
 def test_loans_follow_the_engine_to_another_program() -> None:

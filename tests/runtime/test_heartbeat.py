@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from zeroir.runtime.heartbeat import Heartbeat, HeartbeatTiming
+from zeroir.runtime.distributed.heartbeat import Heartbeat, HeartbeatTiming
 
 BEAT = HeartbeatTiming(interval_s=0.02, silence_s=0.3)
 

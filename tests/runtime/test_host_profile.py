@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from zeroir.runtime.host_profile import measure_host
+from zeroir.runtime.execution.host_profile import measure_host
 
 
 @pytest.mark.slow

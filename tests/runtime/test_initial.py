@@ -17,12 +17,12 @@ import zeroir
 from tests.runtime.constructors import CONSTRUCTORS, DIM, Mlp, plain
 from tests.runtime.support import Ranks, lowered, require_success
 from tests.support.programs import mlp
-from zeroir.api.run_lowering import construction_note
+from zeroir.api.running.run_lowering import construction_note
 from zeroir.errors import UserError
-from zeroir.runtime import initial
-from zeroir.runtime.digests import Digester
-from zeroir.runtime.engine import Engine
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.lockstep import Lockstep
+from zeroir.runtime.state import initial
+from zeroir.runtime.state.digests import Digester
 
 SEED = 11
 

@@ -20,7 +20,7 @@ from tests.runtime.support import (
 )
 from tests.runtime.workers_cases import MODEL_STEPS, one_cycle
 from tests.support.programs import mlp
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution.lockstep import Lockstep
 
 WORLD_SIZE = 3
 SOON_S = 40

@@ -15,11 +15,11 @@ from tests.runtime.support import ROOT
 from tests.support.programs import mlp
 from tests.support.stages import scheduled
 from zeroir.errors import UserError
-from zeroir.ir.bindings import Binding, bindings
 from zeroir.ir.buffers import Role, contiguous_stride
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Compute, Mode
-from zeroir.ir.segment import Node, Ref, Segment, Symbol, TensorType
+from zeroir.ir.segments.bindings import Binding, bindings
+from zeroir.ir.segments.segment import Node, Ref, Segment, Symbol, TensorType
 from zeroir.runtime.kernels.eager import CopyToDestination, EagerKernels, compile_eager
 
 CPU = torch.device("cpu")

@@ -17,10 +17,10 @@ import torch
 
 import zeroir
 from tests.runtime.support import ROOT
-from zeroir.ir.bindings import bindings
 from zeroir.ir.buffers import Role, View
 from zeroir.ir.ops import Compute
 from zeroir.ir.program import Program
+from zeroir.ir.segments.bindings import bindings
 from zeroir.runtime.kernels import _inductor_private as private
 from zeroir.runtime.kernels import graph
 from zeroir.runtime.kernels.decompositions import decompositions

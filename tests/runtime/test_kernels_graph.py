@@ -11,11 +11,11 @@ from torch import Tensor
 
 from tests.runtime.support import embedding_gradient
 from tests.support.programs import mlp
-from zeroir.ir.bindings import Binding, bindings
 from zeroir.ir.buffers import contiguous_stride
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Compute, Mode
-from zeroir.ir.segment import Node, Ref, Segment, TensorType
+from zeroir.ir.segments.bindings import Binding, bindings
+from zeroir.ir.segments.segment import Node, Ref, Segment, TensorType
 from zeroir.runtime.kernels import graph
 from zeroir.runtime.kernels.eager import EagerKernels
 

@@ -32,15 +32,15 @@ from tests.runtime.support import (
 from tests.support.lockstep import run_lockstep
 from tests.support.models import operators
 from tests.support.programs import mlp
-from zeroir.api.engines import kernel_backend
 from zeroir.api.model_of_program import load_model
+from zeroir.api.running.engines import kernel_backend
 from zeroir.config import FloatName
 from zeroir.errors import KernelWarning, UserError
-from zeroir.ir.bindings import Binding
 from zeroir.ir.ops import Mode
-from zeroir.ir.segment import Segment
-from zeroir.runtime import opened_program
-from zeroir.runtime.engine import Engine
+from zeroir.ir.segments.bindings import Binding
+from zeroir.ir.segments.segment import Segment
+from zeroir.runtime.engine import opened_program
+from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.kernels import compile_pool
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.cache import KernelCache, cache_folder, kernel_key

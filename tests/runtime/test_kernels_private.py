@@ -17,8 +17,8 @@ import torch
 
 from tests.runtime.support import ROOT, embedding_gradient
 from tests.support.programs import mlp
-from zeroir.ir.bindings import bindings
 from zeroir.ir.ops import Compute, Mode
+from zeroir.ir.segments.bindings import bindings
 from zeroir.runtime.kernels import _inductor_private as private
 from zeroir.runtime.kernels import graph
 from zeroir.runtime.kernels.decompositions import decompositions

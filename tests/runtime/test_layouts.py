@@ -6,7 +6,7 @@ import torch
 
 from tests.runtime.test_kernels import called, flipped, kind, to
 from zeroir.ir.ops import Mode
-from zeroir.ir.segment import Node, Ref, Segment, Symbol
+from zeroir.ir.segments.segment import Node, Ref, Segment, Symbol
 from zeroir.runtime.kernels.eager import EagerKernels
 
 CPU = torch.device("cpu")

@@ -19,8 +19,8 @@ from zeroir.config import CompileOptions, make_options
 from zeroir.errors import UserError
 from zeroir.frontend import load_model_file, trace
 from zeroir.ir.program import Program
-from zeroir.runtime.engine import Engine
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.lockstep import Lockstep
 
 # All sizes are multiples of the widest vectors, so that torch's kernels round every element in one way.
 MODEL = """

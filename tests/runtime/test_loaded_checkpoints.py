@@ -22,7 +22,7 @@ from zeroir.checkpoint.reading import read_manifest
 from zeroir.errors import CheckpointWarning, UserError
 from zeroir.ir.program import Program
 from zeroir.runtime.checkpoint import loading
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.engine.engine import Engine
 
 
 def saved_by(program: Program, folder: Path) -> Path:

@@ -33,7 +33,7 @@ from zeroir.ir.program import (
     Slot,
     State,
 )
-from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.execution.lockstep import Lockstep
 
 WORLD_SIZE = 3
 LOGICAL = mlp()
@@ -189,7 +189,7 @@ def test_collectives_stay_within_the_groups_of_their_axis(schedule_seed: int) ->
         assert buffers["root"].tolist() == [b, 10 * b]
 
 
-def test_an_event_may_cross_a_joint() -> None:
+def test_an_event_may_cross_a_boundary() -> None:
     """The last micro-step begins a gather whose destination only the update may read."""
     mesh = _collectives_on_a_mesh()
     gather = next(op for op in mesh.sections[0].body if isinstance(op, ops.AllGather))
@@ -243,7 +243,7 @@ def _gather_across_steps() -> Program:
     shard = Region(buffer="param", offset=0, numel=128)
     first = Region(buffer="full", offset=0, numel=1)
     content = FlatContent(quantity="param", flat="f")
-    at_joint = State(
+    at_boundary = State(
         live=("full",),
         holdings=(Holding(region=full, content=content, after="0"),),
         pending=(Pending(event="0", stream="gather"),),
@@ -276,7 +276,7 @@ def _gather_across_steps() -> Program:
         sections=(
             Section(
                 name=LAST_MICRO_STEP,
-                entry=at_joint,
+                entry=at_boundary,
                 body=(
                     ops.Wait(waited="0", on="compute"),
                     ops.Cast(source=first, destination=loss, stream="compute"),
@@ -296,7 +296,7 @@ def _gather_across_steps() -> Program:
                         event="0",
                     ),
                 ),
-                exit=at_joint,
+                exit=at_boundary,
             ),
         ),
         reports=losses_in("loss"),
@@ -304,7 +304,7 @@ def _gather_across_steps() -> Program:
 
 
 @pytest.mark.parametrize("schedule_seed", range(6))
-def test_a_gather_may_cross_the_joint_between_two_steps(schedule_seed: int) -> None:
+def test_a_gather_may_cross_the_boundary_between_two_steps(schedule_seed: int) -> None:
     lockstep = Lockstep(_gather_across_steps(), schedule_seed=schedule_seed)
     lockstep.initialise_flats({"param": torch.full((200,), 3.0)})
     losses = [[float(one.loss) for one in lockstep.step([[{}], [{}]])] for _ in range(3)]

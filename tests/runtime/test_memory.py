@@ -19,10 +19,10 @@ from zeroir.ir.buffers import Role, Space
 from zeroir.memory.footprint import footprint
 from zeroir.memory.placement import places_to_run
 from zeroir.memory.states import MODEL_STATE_ROLES, model_state_bytes
-from zeroir.passes.offload_parameters import OffloadParameters
-from zeroir.passes.page_optimizer import PageOptimizer
-from zeroir.runtime.lockstep import Lockstep
-from zeroir.runtime.rank_memory import RankMemory
+from zeroir.passes.offload.offload_parameters import OffloadParameters
+from zeroir.passes.offload.page_optimizer import PageOptimizer
+from zeroir.runtime.execution.lockstep import Lockstep
+from zeroir.runtime.memory.rank_memory import RankMemory
 
 
 def allocated_bytes(action: Callable[[], object]) -> int:

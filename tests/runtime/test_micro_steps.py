@@ -11,9 +11,9 @@ import torch
 from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.support.programs import mlp
 from zeroir.errors import UserError
-from zeroir.frontend.accumulate import accumulate
+from zeroir.frontend.lowering.accumulate import accumulate
 from zeroir.ir.program import Program
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.engine.engine import Engine
 from zeroir.torch_ops.batches import Batch
 
 ACCUMULATING = mlp(micro_steps=2)

@@ -16,8 +16,8 @@ from tests.runtime.constructors import Mlp
 from tests.runtime.support import Ranks, lowered, random_batches, require_success
 from tests.support.programs import mlp
 from zeroir.errors import ModelWarning, UserError
-from zeroir.runtime import initial
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.state import initial
 
 MODULE = "tests.runtime.gathered_workers"
 DIM = 16

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import zeroir
 from zeroir.errors import UserError
 from zeroir.runtime.data.training_data import RankOfData, TrainingData
-from zeroir.runtime.train import train
-from zeroir.runtime.training_state import TrainingState
+from zeroir.runtime.training.train import train
+from zeroir.runtime.training.training_state import TrainingState
 from zeroir.torch_ops.batches import Batch
 
 

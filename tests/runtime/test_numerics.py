@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from zeroir.ir.ops import Refill
-from zeroir.runtime import numerics
-from zeroir.runtime.allocations import allocations, peak_bytes
+from zeroir.runtime.execution import numerics
+from zeroir.runtime.memory.allocations import allocations, peak_bytes
 from zeroir.workspace.op_scratch import CONVERTED_CHUNK_NUMEL
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

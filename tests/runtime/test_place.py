@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroir.errors import UserError
-from zeroir.runtime import rendezvous
+from zeroir.runtime.distributed import rendezvous
 
 
 @pytest.fixture(autouse=True)

@@ -12,17 +12,17 @@ from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.support.programs import mlp
 from zeroir.cost.machine import load_machine
 from zeroir.cost.simulate import simulate
-from zeroir.ir.effects import effects
-from zeroir.ir.labels import labels
+from zeroir.ir.analysis.effects import effects
+from zeroir.ir.analysis.labels import labels
 from zeroir.ir.ops import Compute, Op
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, OpPosition, Program
 from zeroir.report.flight_recorder import flight_recorder_dumps
 from zeroir.report.graph import dot
 from zeroir.report.page.facts import step_ops
 from zeroir.report.trace import chrome_trace, simulated_trace
-from zeroir.runtime.engine import Engine
-from zeroir.runtime.handlers import LocalRanks
-from zeroir.runtime.trace import Task
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.handlers import LocalRanks
+from zeroir.runtime.execution.trace import Task
 
 MICRO_STEPS = 3
 STEP = (*[MICRO_STEP] * (MICRO_STEPS - 1), LAST_MICRO_STEP, UPDATE)

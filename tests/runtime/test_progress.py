@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from zeroir.runtime.evaluations import EvaluationReport
-from zeroir.runtime.progress import reporter
-from zeroir.runtime.saves import SaveReport
-from zeroir.runtime.train import AnyReport, StepReport
+from zeroir.runtime.training.checkpoint_schedule import SaveReport
+from zeroir.runtime.training.evaluations import EvaluationReport
+from zeroir.runtime.training.progress import reporter
+from zeroir.runtime.training.train import AnyReport, StepReport
 
 STEP = StepReport(
     step=20,

@@ -11,7 +11,7 @@ import torch
 from zeroir.checkpoint.state_tree import decode, encode
 from zeroir.errors import UserError
 from zeroir.runtime.checkpoint.torch_trees import TorchTensors
-from zeroir.runtime.random_states import (
+from zeroir.runtime.training.random_states import (
     RandomStates,
     random_states,
     seed_generators,

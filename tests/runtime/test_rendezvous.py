@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.zygote import Forked, zygote
 from zeroir.errors import UserError
-from zeroir.runtime import rendezvous
-from zeroir.runtime.interfaces import interface_towards
-from zeroir.runtime.rendezvous import (
+from zeroir.runtime.distributed import rendezvous
+from zeroir.runtime.distributed.interfaces import interface_towards
+from zeroir.runtime.distributed.rendezvous import (
     LaunchEnvironment,
     join_job,
     open_store,

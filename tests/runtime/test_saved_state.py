@@ -20,15 +20,15 @@ from zeroir.ir.buffers import Role
 from zeroir.ir.mesh import COPY_OUT
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
-from zeroir.passes.save_state import SaveState
+from zeroir.passes.memory.save_state import SaveState
 from zeroir.runtime.comm.job import open_job
-from zeroir.runtime.executor import StepExecutor
-from zeroir.runtime.handlers import LocalRanks
+from zeroir.runtime.execution.executor import StepExecutor
+from zeroir.runtime.execution.handlers import LocalRanks
+from zeroir.runtime.execution.streams import ThreadStreams
+from zeroir.runtime.execution.trace import Task, WatchOp
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
-from zeroir.runtime.rank_memory import RankMemory
-from zeroir.runtime.state import initialise_flats
-from zeroir.runtime.streams import ThreadStreams
-from zeroir.runtime.trace import Task, WatchOp
+from zeroir.runtime.memory.rank_memory import RankMemory
+from zeroir.runtime.state.state import initialise_flats
 from zeroir.torch_ops.batches import Batch
 
 CPU = torch.device("cpu")

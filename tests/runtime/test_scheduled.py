@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroir.errors import UserError
-from zeroir.runtime.scheduled import Scheduler
+from zeroir.runtime.training.lr_schedule import Scheduler
 
 COSINE = "cosine{warmup=2}"
 

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from tests.runtime.support import COMPILING_SOURCES, Ranks
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, SAVE, UPDATE
-from zeroir.runtime.section_history import SectionEntry, SectionHistory, decoded, difference
+from zeroir.runtime.distributed.section_history import (
+    SectionEntry,
+    SectionHistory,
+    decoded,
+    difference,
+)
 
 TAKEN = "took micro-step 2 of step 3"
 MORE = f"{TAKEN}, with more to follow"

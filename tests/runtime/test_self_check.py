@@ -14,11 +14,11 @@ from zeroir.api.compiled import CompiledProgram, compile_model
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import Program
-from zeroir.ir.segment import Node, Segment
-from zeroir.runtime.engine import Engine
-from zeroir.runtime.handlers import LocalRanks
+from zeroir.ir.segments.segment import Node, Segment
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.handlers import LocalRanks
 from zeroir.runtime.kernels.choice import KernelBackend
-from zeroir.runtime.self_check import SelfCheckResult, check_kernels
+from zeroir.runtime.kernels.self_check import SelfCheckResult, check_kernels
 
 MODELS = Path(__file__).parents[1] / "support" / "models"
 MODEL = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroir.errors import UserError
-from zeroir.runtime.slurm import become_rank_of_step
+from zeroir.runtime.distributed.slurm import become_rank_of_step
 
 TASK = {
     "SLURM_NTASKS": "7",

@@ -22,7 +22,7 @@ from tests.runtime.support import (
 )
 from tests.support.programs import mlp
 from zeroir.errors import UserError
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.engine.engine import Engine
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 
-from zeroir.runtime.stop_signal import StopSignal, stop_signal
+from zeroir.runtime.training.stop_signal import StopSignal, stop_signal
 
 PATIENCE_S = 30.0
 

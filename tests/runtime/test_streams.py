@@ -13,8 +13,8 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.mesh import HOST
 from zeroir.ir.program import LAST_MICRO_STEP, OpPosition
-from zeroir.runtime.streams import ThreadStreams
-from zeroir.runtime.trace import Task
+from zeroir.runtime.execution.streams import ThreadStreams
+from zeroir.runtime.execution.trace import Task
 
 
 class Recorder:
@@ -67,7 +67,7 @@ def test_a_wait_orders_two_streams() -> None:
     assert recorder.seen == [3.0, 1.0, 2.0, 4.0]
 
 
-def test_a_joint_leaves_pending_events_alone() -> None:
+def test_a_boundary_leaves_pending_events_alone() -> None:
     gate = threading.Event()
     recorder = Recorder({2.0: lambda: gate.wait(10)})
     streams = Streams(recorder)

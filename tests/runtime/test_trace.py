@@ -14,10 +14,10 @@ from zeroir.ir import ops
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE
 from zeroir.ir.spans import Span
 from zeroir.report.trace import chrome_trace
-from zeroir.runtime.engine import Engine
-from zeroir.runtime.handlers import LocalRanks
-from zeroir.runtime.prepared_op import PreparedOp
-from zeroir.runtime.trace import aligned, to_bytes
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.handlers import LocalRanks
+from zeroir.runtime.execution.prepared_op import PreparedOp
+from zeroir.runtime.execution.trace import aligned, to_bytes
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from zeroir.errors import UserError
-from zeroir.runtime.users_code import in_users_code, naming_lost_workers
+from zeroir.runtime.training.users_code import in_users_code, naming_lost_workers
 
 
 class Samples(Dataset[Tensor]):

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from zeroir.ir import ops
-from zeroir.ir.effects import effects
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
 

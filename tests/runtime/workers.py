@@ -34,17 +34,19 @@ from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.errors import ZeroirError
-from zeroir.frontend.entry import load_model_file
+from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir.text import parse
 from zeroir.passes.pipelines import for_options
-from zeroir.runtime import initial, rendezvous, train
-from zeroir.runtime.comm.handout import Handout
 from zeroir.runtime.comm.job import Backend
+from zeroir.runtime.comm.rank_zero_values import RankZeroValues
 from zeroir.runtime.data.training_data import RankOfData, TrainingData
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.distributed import rendezvous
+from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.kernels.choice import KernelBackend
-from zeroir.runtime.rank_memory import RankMemory
-from zeroir.runtime.training_state import TrainingState
+from zeroir.runtime.memory.rank_memory import RankMemory
+from zeroir.runtime.state import initial
+from zeroir.runtime.training import train
+from zeroir.runtime.training.training_state import TrainingState
 
 FOLDER = Path(os.environ["TEST_FOLDER"])
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -181,21 +183,21 @@ def bad_starts() -> None:
     """Print how a job ends whose messages are damaged on their way to rank 1, and one whose rank 0 cannot build."""
     program = lowered(mlp(dim=DIM), 2, WORLD_SIZE)
     engine = Engine(program)
-    sound = Handout(rank=RANK, device=engine.device)
+    sound = RankZeroValues(rank=RANK, device=engine.device)
     memory = RankMemory(program, RANK, engine.device)
-    for handout, factory in (
-        (_FaultyHandout(rank=RANK, device=engine.device), CONSTRUCTORS["plain"]),
+    for from_rank_zero, factory in (
+        (_FaultyRankZeroValues(rank=RANK, device=engine.device), CONSTRUCTORS["plain"]),
         (sound, partial(Mlp, dim=DIM, blocks=2)),
     ):
         try:
-            initial.initialise(program, [memory], factory, 0, handout)
+            initial.initialise(program, [memory], factory, 0, from_rank_zero)
         except ZeroirError as error:
             print(f"{type(error).__name__}: {error}")
     engine.close()
 
 
-class _FaultyHandout(Handout):
-    """A handout that damages one bit of each long message on its way to rank 1."""
+class _FaultyRankZeroValues(RankZeroValues):
+    """A from_rank_zero that damages one bit of each long message on its way to rank 1."""
 
     def send(self, message: Tensor) -> None:
         super().send(message)
@@ -211,9 +213,9 @@ def build_slowly(seconds: str) -> None:
         return Mlp()
 
     program = lowered(mlp(), 3, WORLD_SIZE)
-    handout = Handout(rank=RANK, device=torch.device("cpu"), interval_s=0.5)
+    from_rank_zero = RankZeroValues(rank=RANK, device=torch.device("cpu"), interval_s=0.5)
     initial.initialise(
-        program, [RankMemory(program, RANK, torch.device("cpu"))], factory, 0, handout
+        program, [RankMemory(program, RANK, torch.device("cpu"))], factory, 0, from_rank_zero
     )
 
 

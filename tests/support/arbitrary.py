@@ -16,9 +16,10 @@ from enum import Enum
 
 from hypothesis import strategies as st
 
-from zeroir.ir import ops, segment
+from zeroir.ir import ops
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
+from zeroir.ir.segments import segment
 
 NAMES = st.one_of(
     st.sampled_from(

@@ -12,10 +12,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from zeroir.config.precision import FloatName
-from zeroir.frontend import tracing
-from zeroir.frontend.capture import CapturedModel, capture
-from zeroir.frontend.entry import load_model_file
-from zeroir.frontend.source import ModelSource
+from zeroir.frontend.capture.capture import CapturedModel, capture
+from zeroir.frontend.lowering import tracing
+from zeroir.frontend.source.entry import load_model_file
+from zeroir.frontend.source.source import ModelSource
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (ROOT / "examples", ROOT / "tests" / "support" / "models")

@@ -36,7 +36,7 @@ class Clocks:
                     self._at[op.event] = (op.stream, dict(clock))
 
     def join(self, pending: Collection[str]) -> None:
-        """A joint was issued: everything later comes after everything before, but for the ops of ``pending`` events."""
+        """A boundary was issued: what is later comes after what is before, but for the ops of ``pending`` events."""
         counts = {stream: clock.get(stream, 0) for stream, clock in self._clocks.items()}
         for event in pending:
             if event in self._at:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from zeroir.frontend import entry
-from zeroir.frontend.results import call_with
+from zeroir.frontend.capture.loss_and_outputs import call_with
+from zeroir.frontend.source import entry
 
 
 def saved_bytes(path: Path) -> int:

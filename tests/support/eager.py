@@ -11,9 +11,9 @@ from tests.support.captures import captured
 from tests.support.evaluate import at_rest, fill_from, run_section
 from zeroir.config import make_options
 from zeroir.frontend import load_model_file
-from zeroir.frontend.precision import apply_precision, compute_dtype, with_floats_cast
-from zeroir.frontend.results import loss_of
-from zeroir.frontend.tracing import program_of
+from zeroir.frontend.capture.loss_and_outputs import loss_of
+from zeroir.frontend.capture.precision import apply_precision, compute_dtype, with_floats_cast
+from zeroir.frontend.lowering.tracing import program_of
 from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.torch_ops import neutral_ops
 from zeroir.torch_ops.batches import flatten

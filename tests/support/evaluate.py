@@ -13,7 +13,7 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Region, View
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
-from zeroir.ir.segment import NodeArg, Ref, Segment, Symbol
+from zeroir.ir.segments.segment import NodeArg, Ref, Segment, Symbol
 from zeroir.torch_ops.types import TORCH_DTYPE
 
 Memory = dict[str, Tensor]

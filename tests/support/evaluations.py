@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.contents import NamedContent
-from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, Program, ScalarBinding, Section

@@ -28,10 +28,10 @@ from tests.support.programs import mlp
 from zeroir.checkpoint.damage import verify_checkpoint
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.offload_parameters import OffloadParameters
-from zeroir.passes.offload_to_disk import OffloadToDisk
-from zeroir.runtime.engine import Engine
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload.offload_parameters import OffloadParameters
+from zeroir.passes.offload.offload_to_disk import OffloadToDisk
+from zeroir.runtime.engine.engine import Engine
 from zeroir.torch_ops.batches import Batch
 
 STEPS: Final = 2

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from zeroir.errors import InternalError
 from zeroir.ir.program import Program
+from zeroir.runtime.engine.read_results import RankResult
+from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.runtime.kernels.choice import KernelBackend
-from zeroir.runtime.lockstep import Lockstep
-from zeroir.runtime.rank_results import RankResult
-from zeroir.runtime.weights import WeightFunction
+from zeroir.runtime.training.micro_batch_weights import WeightFunction
 from zeroir.torch_ops.batches import Batch
 
 

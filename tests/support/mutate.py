@@ -28,7 +28,7 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import HOST
 from zeroir.ir.ops import Mode, Op, Reduction
 from zeroir.ir.program import Program, State
-from zeroir.ir.segment import Segment
+from zeroir.ir.segments.segment import Segment
 from zeroir.passes.common.rewrite import map_regions
 
 COLLECTIVES = (ops.AllGather, ops.Prefetch, ops.ReduceScatter, ops.AllReduce, ops.Broadcast)
@@ -299,7 +299,7 @@ def _fill_part(op: Op, program: Program, chance: Random) -> tuple[Op, ...] | Non
 
 
 def _state(program: Program, chance: Random) -> Program | None:
-    """A holding says something else, on both sides of its joint."""
+    """A holding says something else, on both sides of its boundary."""
     holdings = [h for s in program.sections for h in (*s.entry.holdings, *s.exit.holdings)]
     if not holdings:
         return None

@@ -26,10 +26,10 @@ from zeroir.ir.program import (
     Section,
     State,
 )
-from zeroir.ir.segment import Node, Ref, Segment
-from zeroir.ir.views import is_view
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.verify.crossing import JOINTS
+from zeroir.ir.segments.segment import Node, Ref, Segment
+from zeroir.ir.segments.views import is_view
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.verify.order.pending_events import SECTION_BOUNDARIES
 
 # ---------------------------------------------------------------------------------------------------------- segments
 
@@ -159,7 +159,7 @@ def _twin(program: Program, chance: Random) -> Program | None:
 
 
 def _claimed(program: Program, chance: Random) -> Program | None:
-    """A temporary buffer that is said to hold a content over the joint between two steps; an op reads it there."""
+    """A temporary buffer that is said to hold a content over the boundary between two steps; an op reads it there."""
     old = chance.choice([b for b in program.buffers if b.holds is not None])
     assert old.holds is not None
     new = replace(old, name=f"{old.name}.claimed", holds=None, role=Role.ACTIVATION)
@@ -236,7 +236,7 @@ def _header(program: Program, chance: Random) -> Program | None:
             )
 
 
-# ------------------------------------------------------------------------------------------------------------- joints
+# ----------------------------------------------------------------------------------------------------------- boundaries
 
 
 def _deferred(program: Program, chance: Random) -> Program | None:
@@ -257,7 +257,7 @@ def _deferred(program: Program, chance: Random) -> Program | None:
     )
     streams = [s.name for s in program.streams]
     passes_on = chance.random() < 0.4
-    followers = {second for first, second in JOINTS if first == section.name}
+    followers = {second for first, second in SECTION_BOUNDARIES if first == section.name}
     written = _written(op)
 
     def after(state: State) -> State:
@@ -288,7 +288,7 @@ def _deferred(program: Program, chance: Random) -> Program | None:
 
 
 def _written(op: Op) -> set[str]:
-    from zeroir.ir.effects import effects
+    from zeroir.ir.analysis.effects import effects
 
     seen = effects(op)
     return {region.buffer for region in (*seen.writes, *seen.accumulates)}

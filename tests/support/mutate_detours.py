@@ -12,9 +12,9 @@ from random import Random
 
 from tests.support.edits import Mutation, at, pick, put, retyped, with_buffers
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
 from zeroir.ir.dtypes import DType
-from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program

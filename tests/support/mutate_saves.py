@@ -8,9 +8,9 @@ from random import Random
 
 from tests.support.edits import Mutation, edit, pick
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Buffer, Role, copied_region, whole
 from zeroir.ir.contents import FlatContent, SnapshotContent
-from zeroir.ir.effects import effects
 from zeroir.ir.ops import Op
 from zeroir.ir.program import SAVE, Program, State
 

@@ -8,9 +8,9 @@ from random import Random
 
 from tests.support.edits import Mutation, at, edit, on_one, pick, put
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
+from zeroir.ir.analysis.micro_batches import is_sliced, slice_numel
 from zeroir.ir.buffers import Region
-from zeroir.ir.effects import effects
-from zeroir.ir.micro_batches import is_sliced, slice_numel
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
 from zeroir.passes.common.rewrite import map_regions, used_buffers

@@ -8,7 +8,7 @@ from random import Random
 
 from tests.support.edits import Mutation, at, edit, is_of, on_one, pick, places, put
 from zeroir.ir import ops
-from zeroir.ir.effects import effects
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
 

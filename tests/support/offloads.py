@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Final
 
 from zeroir.passes.base import Pass
-from zeroir.passes.offload_activations import OffloadActivations
-from zeroir.passes.offload_gradients import OffloadGradients
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.offload_parameters import OffloadParameters
-from zeroir.passes.offload_to_disk import OffloadToDisk
-from zeroir.passes.page_optimizer import PageOptimizer
-from zeroir.passes.speculate_update import SpeculateUpdate
+from zeroir.passes.offload.offload_activations import OffloadActivations
+from zeroir.passes.offload.offload_gradients import OffloadGradients
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload.offload_parameters import OffloadParameters
+from zeroir.passes.offload.offload_to_disk import OffloadToDisk
+from zeroir.passes.offload.page_optimizer import PageOptimizer
+from zeroir.passes.offload.speculate_update import SpeculateUpdate
 
 PAGED: Final = PageOptimizer(device_bytes=6144, page_bytes=2048)
 """Room for three pages of the small programs' states."""

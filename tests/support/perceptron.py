@@ -14,7 +14,7 @@ from zeroir.ir.ops import Algorithm
 from zeroir.ir.optimizers.forms import ABSMAX, CODES
 from zeroir.ir.own_coordinates import own_numel
 from zeroir.ir.program import Flat
-from zeroir.ir.segment import Ref, Segment
+from zeroir.ir.segments.segment import Ref, Segment
 
 
 def _in_blocks(home: Flat) -> Flat:

@@ -15,7 +15,7 @@ from zeroir.ir.program import (
     Flat,
     Slot,
 )
-from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
+from zeroir.ir.segments.segment import Node, NodeArg, Ref, Segment, TensorType
 
 
 def tensor(dtype: DType, *shape: int) -> TensorType:

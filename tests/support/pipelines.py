@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zeroir.config import CompileOptions
 from zeroir.passes.base import Pass
-from zeroir.passes.order_by_layer import OrderByLayer
+from zeroir.passes.communication.order_by_layer import OrderByLayer
 from zeroir.passes.pipelines import stage_passes
 
 

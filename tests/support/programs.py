@@ -14,8 +14,8 @@ from functools import cache
 
 from tests.support.perceptron import Perceptron
 from tests.support.perceptron_sections import micro_body, update_body
-from zeroir.frontend.accumulate import accumulate
-from zeroir.frontend.weigh import weigh
+from zeroir.frontend.lowering.accumulate import accumulate
+from zeroir.frontend.lowering.micro_batch_weights import add_micro_batch_weights
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import FlatContent, Micro
 from zeroir.ir.dtypes import DType
@@ -82,7 +82,7 @@ def mlp(
             ema=ema,
             has_codes=has_codes,
         )
-        program = weigh(program) if is_weighted else program
+        program = add_micro_batch_weights(program) if is_weighted else program
         program = accumulate(program) if micro_steps > 1 else program
         options = {**program.option, "micro_steps": str(micro_steps)}
         return corrected(replace(program, options=tuple(sorted(options.items()))))

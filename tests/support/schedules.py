@@ -15,10 +15,10 @@ from tests.support.programs import mlp
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
 from zeroir.passes.base import Pass
+from zeroir.passes.communication.order_by_layer import OrderByLayer
 from zeroir.passes.manager import apply
-from zeroir.passes.offload_parameters import OffloadParameters
-from zeroir.passes.order_by_layer import OrderByLayer
-from zeroir.passes.page_optimizer import PageOptimizer
+from zeroir.passes.offload.offload_parameters import OffloadParameters
+from zeroir.passes.offload.page_optimizer import PageOptimizer
 
 TORCH_DTYPES = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}
 

@@ -18,20 +18,20 @@ from tests.support.schedules import Case
 from tests.verify.test_crossing import carried, crossing_micro_steps
 from zeroir.api.compiled import compile_with
 from zeroir.config import make_options
-from zeroir.frontend.entry import load_model_file
+from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir.program import EVALUATE, SAVE, Program
+from zeroir.passes.communication.order_by_layer import OrderByLayer
 from zeroir.passes.manager import apply
-from zeroir.passes.offload_activations import OffloadActivations
-from zeroir.passes.offload_gradients import OffloadGradients
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.offload_parameters import OffloadParameters
-from zeroir.passes.order_by_layer import OrderByLayer
-from zeroir.passes.page_optimizer import PageOptimizer
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.passes.save_state import SaveState
-from zeroir.passes.speculate_update import SpeculateUpdate
-from zeroir.runtime.lockstep import Lockstep
-from zeroir.runtime.saved_state import SavedState
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.offload.offload_activations import OffloadActivations
+from zeroir.passes.offload.offload_gradients import OffloadGradients
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload.offload_parameters import OffloadParameters
+from zeroir.passes.offload.page_optimizer import PageOptimizer
+from zeroir.passes.offload.speculate_update import SpeculateUpdate
+from zeroir.runtime.execution.lockstep import Lockstep
+from zeroir.runtime.state.host_snapshot import SavedState
 from zeroir.torch_ops.batches import Batch, flatten
 
 STEPS = 2

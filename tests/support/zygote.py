@@ -231,18 +231,18 @@ EARLY = (
     "tests.support.programs",
     "torch.distributed",
     "zeroir.frontend",
-    "zeroir.runtime.engine",
-    "zeroir.runtime.lockstep",
-    "zeroir.runtime.train",
+    "zeroir.runtime.engine.engine",
+    "zeroir.runtime.execution.lockstep",
+    "zeroir.runtime.training.train",
 )
 """What ranks import, without what looks at a rank's environment."""
 
 COMPILING = (
     "torch.distributed.launcher.api",
-    "zeroir.api.run",
+    "zeroir.api.running.run",
     "zeroir.cli.app",
     "zeroir.convert.dcp_reader",
-    "zeroir.frontend.tracing",
+    "zeroir.frontend.lowering.tracing",
     "zeroir.passes.pipelines",
 )
 """What command lines import besides, and the agents and readers of checkpoints among them."""

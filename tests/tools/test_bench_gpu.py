@@ -17,7 +17,7 @@ from tools import bench_gpu
 from tools.bench_gpu import BenchWorld, GpuRecord
 from tools.peers import gpu_gpt
 from tools.peers.gpu import Measurement
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.engine.engine import Engine
 
 ROOT = Path(__file__).parents[2]
 LAYERS, WIDTH, HEADS, LENGTH, BATCH = 2, 64, 4, 32, 2

@@ -13,11 +13,11 @@ from tools.bench_offload import beside_segments, copied_bytes, update_bytes_per_
 from zeroir.cost.machine import load_machine, machine_names
 from zeroir.cost.simulate import simulate
 from zeroir.ir import ops
-from zeroir.ir.effects import effects
+from zeroir.ir.analysis.effects import effects
+from zeroir.ir.analysis.traffic import transfer_bytes
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
-from zeroir.ir.traffic import transfer_bytes
 
 PROGRAM = gate("offload")
 

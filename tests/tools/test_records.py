@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tools.bench_offload import OFFLOADS
 from tools.bench_predict import MODELS, MOST_ERROR, STAGES
-from zeroir.ir.amounts import parse_bytes
+from zeroir.ir.byte_sizes import parse_bytes
 
 RECORDS = Path(__file__).parents[2] / "docs" / "records"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zeroir
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.torch_ops.globals import torch_globals_kept

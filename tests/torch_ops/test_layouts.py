@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
 from zeroir.torch_ops import neutral_ops
 

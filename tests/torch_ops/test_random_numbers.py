@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.eager import traced
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
 from zeroir.torch_ops import neutral_ops
 

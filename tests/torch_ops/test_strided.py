@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.examples import examples
-from zeroir.api.check import check_model
+from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.torch_ops.strided import (

@@ -15,8 +15,8 @@ from tests.support.programs import mlp
 from zeroir.ir.buffers import Buffer, Region, Role, Space
 from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import Axis, Mesh
-from zeroir.verify.abstract_memory import AbstractMemory
-from zeroir.verify.domain import (
+from zeroir.verify.interpreter.abstract_memory import AbstractMemory
+from zeroir.verify.interpreter.domain import (
     ZERO,
     Elements,
     NamedKey,
@@ -30,8 +30,8 @@ from zeroir.verify.domain import (
     spread,
     unpack,
 )
-from zeroir.verify.flat_layout import FlatLayout
-from zeroir.verify.intervals import IntervalMap
+from zeroir.verify.interpreter.flat_layout import FlatLayout
+from zeroir.verify.interpreter.intervals import IntervalMap
 
 NUMEL = 12
 NAMES = ("a", "b", "c")

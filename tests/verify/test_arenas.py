@@ -16,7 +16,7 @@ from zeroir.ir.buffers import Space
 from zeroir.ir.program import Program
 from zeroir.ir.text import parse
 from zeroir.memory.placement import Placement, place_all
-from zeroir.passes.plan_memory import PlanMemory
+from zeroir.passes.memory.plan_memory import PlanMemory
 from zeroir.verify import verify
 
 SCHEDULED = applied(mlp(blocks=3), (*for_stage(3, 2), PlanMemory()))
@@ -73,7 +73,7 @@ def test_an_event_makes_room() -> None:
     assert codes(apart.replace("offset=256", "offset=512")) == []
 
 
-JOINT = """zeroir 1
+BOUNDARY = """zeroir 1
 mesh dp=1
 streams compute:device gather:device
 buffer %x : f32[1] device scalar = value x
@@ -95,12 +95,12 @@ section update {
 """
 
 
-def test_a_release_that_is_pending_at_a_joint_still_holds_its_bytes() -> None:
+def test_a_release_that_is_pending_at_a_boundary_still_holds_its_bytes() -> None:
     def found(text: str) -> list[str]:
         return [f.code for f in verify(parse(text)).findings if f.code != "Z403"]
 
-    assert found(JOINT) == []
-    early = JOINT.replace("  wait !0  on=compute\n  alloc %z", "  alloc %z")
+    assert found(BOUNDARY) == []
+    early = BOUNDARY.replace("  wait !0  on=compute\n  alloc %z", "  alloc %z")
     late = early.replace(
         "  release %z  stream=compute\n", "  release %z  stream=compute\n  wait !0  on=compute\n"
     )
@@ -133,7 +133,7 @@ section update {
 """
 
 
-def test_what_crosses_a_joint_on_one_stream_may_have_shared_its_bytes() -> None:
+def test_what_crosses_a_boundary_on_one_stream_may_have_shared_its_bytes() -> None:
     def found(text: str) -> list[str]:
         return [f.code for f in verify(parse(text)).findings if f.code != "Z403"]
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.subjects import CASES, WRITTEN, subject
 from zeroir.ir.bounds import bounded_buffers, groups
-from zeroir.verify.bounded_buffers import groups_of_releases, kinds_of_buffers
+from zeroir.verify.order.bounded_buffers import groups_of_releases, kinds_of_buffers
 
 
 @pytest.mark.parametrize("name", [*CASES, *WRITTEN])

@@ -1,4 +1,4 @@
-"""The verifier rejects false claims of programs: contents, roles, operands, orders of sums, events at joints.
+"""The verifier rejects false claims of programs: contents, roles, operands, orders of sums, events at boundaries.
 
 Each case would pass every law that goes by what is declared, and compute something else.
 """
@@ -285,7 +285,7 @@ def test_a_step_has_the_logical_programs_micro_steps() -> None:
     assert codes(changed(case, ("micro_steps=2", "micro_steps=5"))) == {"Z406"}
 
 
-# ------------------------------------------------------------------------------------------------------------- joints
+# ----------------------------------------------------------------------------------------------------------- boundaries
 
 
 def test_one_name_may_stand_for_two_collectives() -> None:
@@ -362,7 +362,7 @@ def test_one_name_may_stand_for_two_releases() -> None:
 
 
 def passed_on(case: Case, op: str, stream: str = "copy_in") -> list[str]:
-    """The case's schedule with an op that is under way over every joint of a step."""
+    """The case's schedule with an op that is under way over every boundary of a step."""
     found: list[str] = []
     section = ""
     for line in lines_of(case.scheduled):

@@ -1,4 +1,4 @@
-"""Gathers, releases and writes that cross a joint between two sections, and the host's reads and writes there."""
+"""Gathers, releases and writes that cross a boundary between two sections, and the host's reads and writes there."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def carried(program: Program, *, says_after: bool = True, gathers_early: bool = 
 CASE = Case(stage=3, precision="bf16")
 
 
-def test_a_gather_may_cross_a_joint() -> None:
+def test_a_gather_may_cross_a_boundary() -> None:
     program = carried(CASE.scheduled)
     report = verify(program, CASE.logical)
     assert report.is_valid, report.render()
@@ -225,7 +225,7 @@ MICRO = Case(stage=3, precision="bf16", micro_steps=2, clip=1.0)
 
 
 @pytest.mark.slow
-def test_a_gather_may_cross_every_joint_of_a_step() -> None:
+def test_a_gather_may_cross_every_boundary_of_a_step() -> None:
     """One event is pending at the entry and signalled again for the exit."""
     program = crossing_micro_steps(MICRO.scheduled)
     report = verify(program, MICRO.logical)
@@ -236,13 +236,13 @@ def test_a_gather_may_cross_every_joint_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("section", [MICRO_STEP, LAST_MICRO_STEP])
-def test_what_crosses_every_joint_is_awaited_behind_each(section: str) -> None:
+def test_what_crosses_every_boundary_is_awaited_behind_each(section: str) -> None:
     program = crossing_micro_steps(MICRO.scheduled)
     place = find(program, section, lambda op: isinstance(op, ops.Wait) and op.waited == CROSSING)
     assert verify(put(program, place)).findings[0].code in {"Z101", "Z103"}
 
 
-# ---------------------------------------------------------------------------------------- other ops that cross a joint
+# -------------------------------------------------------------------------------------- other ops that cross a boundary
 
 
 def crossing_op(
@@ -346,7 +346,7 @@ CROSSING_OPS = {
 
 
 @pytest.mark.parametrize("name", CROSSING_OPS)
-def test_whatever_crosses_a_joint_is_awaited(name: str) -> None:
+def test_whatever_crosses_a_boundary_is_awaited(name: str) -> None:
     ending, beginning, pending, live = CROSSING_OPS[name]
 
     def crossing(waits: Sequence[Op], listed: Sequence[Pending] = pending) -> Program:
@@ -368,7 +368,7 @@ def test_whatever_crosses_a_joint_is_awaited(name: str) -> None:
         )
 
 
-def test_the_host_reads_scalars_at_a_joint() -> None:
+def test_the_host_reads_scalars_at_a_boundary() -> None:
     """No op may write the loss while the engine reads it, or read a batch while the next one is written."""
     program = CASE.scheduled
     fill = ops.Fill(destination=_one("gradient_divisor"), value=1.0, stream="copy_in", event="p")

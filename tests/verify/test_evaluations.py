@@ -12,8 +12,8 @@ from tests.support.captures import captured
 from tests.support.edits import with_report_of, without_save
 from tests.support.evaluating import model as source
 from zeroir.config import make_options
-from zeroir.frontend.entry import load_model_file
-from zeroir.frontend.tracing import program_of
+from zeroir.frontend.lowering.tracing import program_of
+from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, whole
 from zeroir.ir.mesh import COMPUTE

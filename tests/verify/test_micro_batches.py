@@ -17,8 +17,8 @@ from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.passes.common.order import derive_waits, without_waits
 from zeroir.passes.common.rewrite import map_regions
+from zeroir.passes.communication.order_by_layer import OrderByLayer
 from zeroir.passes.manager import apply
-from zeroir.passes.order_by_layer import OrderByLayer
 from zeroir.verify import verify
 
 WHOLE = Case(

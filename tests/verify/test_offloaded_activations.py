@@ -17,12 +17,12 @@ from tests.support.mutate import MUTATIONS
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Region
-from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COPY_IN, COPY_OUT
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, Program
-from zeroir.passes.offload_activations import OffloadActivations
+from zeroir.passes.offload.offload_activations import OffloadActivations
 from zeroir.verify import verify
 
 ALL = OffloadActivations(smallest=0)

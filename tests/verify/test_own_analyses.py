@@ -9,25 +9,27 @@ import pytest
 
 from tests.support.schedules import Case
 from tests.support.subjects import subject
+from zeroir.ir.analysis.copies import at_rest
+from zeroir.ir.analysis.held_elements import held_by_all
 from zeroir.ir.bounds import BoundKind, bounded_buffers
 from zeroir.ir.buffers import Buffer, Region, Role
 from zeroir.ir.contents import FlatContent
-from zeroir.ir.copies import at_rest
-from zeroir.ir.held_elements import held_by_all
 from zeroir.ir.mesh import Mesh
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
-from zeroir.ir.segment import Node, NodeArg, Ref
-from zeroir.passes import order_by_layer, save_state
+from zeroir.ir.segments.segment import Node, NodeArg, Ref
 from zeroir.passes.common import order, storages
 from zeroir.passes.common.definitions import dropout_applied
 from zeroir.passes.common.order import derive_waits, without_waits
+from zeroir.passes.communication import order_by_layer
+from zeroir.passes.communication.order_by_layer import OrderByLayer
 from zeroir.passes.manager import apply
-from zeroir.passes.order_by_layer import OrderByLayer
-from zeroir.passes.save_state import SaveState
-from zeroir.passes.select_saved import SelectSaved
-from zeroir.verify import step_operands, verify
-from zeroir.verify.value_numbers import dropout_as_products
+from zeroir.passes.memory import save_state
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.memory.select_saved import SelectSaved
+from zeroir.verify import verify
+from zeroir.verify.interpreter import step_operands
+from zeroir.verify.interpreter.value_numbers import dropout_as_products
 
 
 def codes(program: Program, logical: Program | None = None) -> set[str]:

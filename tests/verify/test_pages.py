@@ -11,8 +11,8 @@ import pytest
 from tests.support.mutate_pages import OF_CODE
 from tests.support.subjects import subject
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Role
-from zeroir.ir.effects import effects
 from zeroir.ir.program import UPDATE, Program
 from zeroir.ir.text import parse
 from zeroir.passes.common.order import derive_waits

@@ -13,15 +13,15 @@ from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.ir import ops
+from zeroir.ir.analysis.held_elements import held_by_all, held_elements, is_within
 from zeroir.ir.buffers import Region, part_of
 from zeroir.ir.contents import FlatContent
-from zeroir.ir.held_elements import held_by_all, held_elements, is_within
 from zeroir.ir.mesh import Axis, Mesh
 from zeroir.ir.program import SAVE, UPDATE, Holding, Program, State
 from zeroir.ir.text import parse, print_program
 from zeroir.passes.manager import apply
-from zeroir.passes.page_optimizer import PageOptimizer
-from zeroir.passes.save_state import SaveState
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.offload.page_optimizer import PageOptimizer
 from zeroir.verify import verify
 
 

@@ -8,12 +8,12 @@ import torch
 import zeroir.torch_ops  # noqa: F401 - registers our operators
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
-from zeroir.ir.segment import Node, Ref, TensorType
+from zeroir.ir.segments.segment import Node, Ref, TensorType
 from zeroir.ir.text import parse
 from zeroir.passes.common.definitions import dropout_applied
 from zeroir.torch_ops.types import TORCH_DTYPE
-from zeroir.verify.domain import NamedKey, Numbering
-from zeroir.verify.value_numbers import CallOperand, Segments
+from zeroir.verify.interpreter.domain import NamedKey, Numbering
+from zeroir.verify.interpreter.value_numbers import CallOperand, Segments
 
 X = CallOperand(NamedKey("x", 0))
 SEED = CallOperand(NamedKey("rng", 0))

@@ -8,14 +8,14 @@ import pytest
 from tests.support.edits import at, edit, places, put
 from tests.support.schedules import Case
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Region, Space
-from zeroir.ir.effects import effects
 from zeroir.ir.mesh import GATHER
 from zeroir.ir.ops import Mode, Op, Reduction
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program, State
 from zeroir.passes.manager import apply
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.passes.save_state import SaveState
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.memory.save_state import SaveState
 from zeroir.verify import LAWS, PROVED, Report, VerificationError, check, verify, verify_job
 
 ZERO3 = Case(stage=3, precision="bf16", clip=1.0)
@@ -428,7 +428,7 @@ def test_scaling_this_ranks_slice_of_a_gradient_is_found() -> None:
 # --------------------------------------------------------------------------------------------------- contracts
 
 
-def test_joints_must_agree() -> None:
+def test_boundaries_must_agree() -> None:
     program = ZERO3.scheduled
     sections = tuple(
         replace(section, entry=State()) if section.name == UPDATE else section

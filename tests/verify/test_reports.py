@@ -12,7 +12,7 @@ from tests.support.edits import at, edit, put, with_buffers, with_report_of
 from tests.support.schedules import Case, is_same, run
 from tests.support.subjects import subject
 from tests.verify.test_rejects import codes, find
-from zeroir.frontend.weigh import one_number
+from zeroir.frontend.lowering.micro_batch_weights import one_number
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, whole
 from zeroir.ir.mesh import COMPUTE

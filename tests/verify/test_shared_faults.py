@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.subjects import subject
 from zeroir.errors import ZeroirError
-from zeroir.ir import effects as effects_module
 from zeroir.ir import ops
-from zeroir.ir.effects import Effects
+from zeroir.ir.analysis import effects as effects_module
+from zeroir.ir.analysis.effects import Effects
 from zeroir.ir.program import Program
 from zeroir.passes.common.order import derive_waits, without_waits
 from zeroir.verify import verify

@@ -19,9 +19,9 @@ from zeroir.ir.program import Program, ScalarBinding, Section, State
 from zeroir.ir.text import parse, print_program
 from zeroir.passes.common.order import derive_waits, without_waits
 from zeroir.passes.common.rewrite import map_sections
-from zeroir.passes.offload_gradients import OffloadGradients
-from zeroir.passes.offload_optimizer import OffloadOptimizer
-from zeroir.passes.speculate_update import SpeculateUpdate
+from zeroir.passes.offload.offload_gradients import OffloadGradients
+from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload.speculate_update import SpeculateUpdate
 from zeroir.verify import verify
 
 CASE = Case(
@@ -102,7 +102,7 @@ def other_settings() -> Program:
 
 
 def said_to_be_final() -> Program:
-    """The states at the joint do not say that elements are guessed."""
+    """The states at the boundary do not say that elements are guessed."""
 
     def final(state: State) -> State:
         holdings = (

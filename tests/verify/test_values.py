@@ -12,7 +12,7 @@ from tests.support.edits import at, edit, put
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.schedules import Case
-from tests.verify.test_joints import hybrid
+from tests.verify.test_boundaries import hybrid
 from tests.verify.test_rejects import codes, find
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, whole

@@ -154,8 +154,8 @@ def test_the_host_writes_one_weight() -> None:
     assert "Z001" in codes(verify(replace(program, weight="nowhere")))
 
 
-def test_no_buffer_keeps_the_weight_of_a_micro_batch_over_a_joint() -> None:
-    """The host writes the next weight at a joint, so a copy of this one is another number then."""
+def test_no_buffer_keeps_the_weight_of_a_micro_batch_over_a_boundary() -> None:
+    """The host writes the next weight at a boundary, so a copy of this one is another number then."""
     program = WEIGHTED.scheduled
     section = program.section_by_name[MICRO_STEP]
     claim = replace(
@@ -241,7 +241,7 @@ _LATE = Pending(event="late", stream=COMPUTE)
 
 
 def test_no_op_reads_a_weight_while_the_host_writes_the_next() -> None:
-    """The host writes it at the joint before each micro-step, and waits for no op that is under way there."""
+    """The host writes it at the boundary before each micro-step, and waits for no op that is under way there."""
     program = without_waits(WEIGHTED.scheduled)
     by_name = program.section_by_name
     sections = (

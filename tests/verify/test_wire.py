@@ -16,7 +16,7 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Pair
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.passes.common.order import derive_waits, without_waits
-from zeroir.passes.order_by_layer import OrderByLayer
+from zeroir.passes.communication.order_by_layer import OrderByLayer
 from zeroir.verify import verify
 
 

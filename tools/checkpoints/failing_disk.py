@@ -23,7 +23,7 @@ from tools.checkpoints.recorder import Recorder
 from zeroir.checkpoint.damage import verify_checkpoint
 from zeroir.checkpoint.folder import CheckpointFolder
 from zeroir.errors import UserError
-from zeroir.runtime.engine import Engine
+from zeroir.runtime.engine.engine import Engine
 
 ERRORS: Final = (errno.ENOSPC, errno.EACCES, errno.EIO)
 

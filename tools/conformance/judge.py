@@ -24,12 +24,12 @@ from torch.utils import _pytree as pytree
 from tools.conformance.samples import OTHERWISE_DERIVED, UNDEFINED, Sample
 from zeroir.config import make_options
 from zeroir.errors import InternalError, UserError
-from zeroir.frontend.in_hand import source_of
-from zeroir.frontend.tracing import trace_model
+from zeroir.frontend.lowering.tracing import trace_model
+from zeroir.frontend.source.module_source import source_of
 from zeroir.ir.program import Program
 from zeroir.passes.pipelines import lower_with_proof
-from zeroir.runtime.engine import Engine
-from zeroir.runtime.seeds import site_seed
+from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.seeds import site_seed
 from zeroir.torch_ops import neutral_ops
 from zeroir.verify import VerificationError
 

@@ -159,7 +159,7 @@ def _zeroir(task: MeasurementTask, device: torch.device, options: list[str]) -> 
     import zeroir
     from zeroir.api.model_of_program import load_model
     from zeroir.runtime.comm.job import Backend
-    from zeroir.runtime.engine import Engine
+    from zeroir.runtime.engine.engine import Engine
     from zeroir.runtime.kernels.choice import KernelBackend
 
     compiled = zeroir.load(task.program)

@@ -17,8 +17,8 @@ from zeroir.api.keywords import CompileKeywords
 from zeroir.api.model_of_program import load_model
 from zeroir.config.communication import Communication
 from zeroir.config.steps import Recompute
-from zeroir.runtime import engine as engines
 from zeroir.runtime.comm.job import Backend
+from zeroir.runtime.engine import engine as engines
 from zeroir.runtime.kernels.choice import KernelBackend
 
 SEED = 0

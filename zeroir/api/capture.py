@@ -11,7 +11,7 @@ from zeroir.config import CompileOptions
 from zeroir.errors import UserError
 
 if TYPE_CHECKING:
-    from zeroir.frontend.source import LossFunction, Model, ModelSource, WeightFunction
+    from zeroir.frontend.source.source import LossFunction, Model, ModelSource, WeightFunction
     from zeroir.torch_ops.batches import Batch
 
 
@@ -55,7 +55,7 @@ def capture_source(source: ModelSource, options: CompileOptions) -> Captured:
 
 def file_source(model: str | Path) -> ModelSource:
     """The source of a model file, which is executed."""
-    from zeroir.frontend import entry
+    from zeroir.frontend.source import entry
     from zeroir.torch_ops.globals import torch_globals_kept
 
     with torch_globals_kept():
@@ -87,7 +87,7 @@ def given_source(
         raise UserError(
             "A module is traced with an example batch of one rank, and none is given: pass it as batch=."
         )
-    from zeroir.frontend.in_hand import source_of
+    from zeroir.frontend.source.module_source import source_of
 
     return source_of(model, batch, loss, weight)
 

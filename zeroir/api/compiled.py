@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Unpack
 from zeroir import artifact as artifacts
 from zeroir.api.capture import capture_source, file_source, given_source
 from zeroir.api.config_file import Config, resolve_options
-from zeroir.api.idle_offload import warn_of_idle_offload
 from zeroir.api.keywords import CompileKeywords, flat_values, is_torchs
 from zeroir.api.lowering import Lowered, lower, verified
+from zeroir.api.search.idle_offload import warn_of_idle_offload
 from zeroir.artifact import Artifact, ConfigRecord
 from zeroir.config import CompileOptions, changed, for_world_size, options_from_pairs
 from zeroir.errors import InternalError, UserError
@@ -25,13 +25,13 @@ from zeroir.report.summary import Summary, summarise
 from zeroir.verify import Report, VerificationError
 
 if TYPE_CHECKING:
-    from zeroir.api.speculation import SpeculationChoice
+    from zeroir.api.search.speculation import SpeculationChoice
     from zeroir.config.offload import Offload
     from zeroir.config.steps import MicroSteps
     from zeroir.cost.machine import Machine
-    from zeroir.frontend.source import LossFunction, Model, ModelSource, WeightFunction
-    from zeroir.runtime.engine import Engine
-    from zeroir.runtime.module_values import StateSource
+    from zeroir.frontend.source.source import LossFunction, Model, ModelSource, WeightFunction
+    from zeroir.runtime.engine.engine import Engine
+    from zeroir.runtime.state.module_values import StateSource
     from zeroir.torch_ops.batches import Batch
 
 
@@ -212,11 +212,11 @@ class CompiledProgram:
             UserError: where the model file is missing, is not the one that was compiled, or is another one than that of
                 rank 0, or where a kernel and its operators compute different results.
         """
-        from zeroir.api.agreement import require_same_model
-        from zeroir.api.engines import open_engine
         from zeroir.api.model_of_program import source_for_engine
-        from zeroir.runtime import rendezvous
+        from zeroir.api.running.agreement import require_same_model
+        from zeroir.api.running.engines import open_engine
         from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
+        from zeroir.runtime.distributed import rendezvous
 
         source = source_for_engine(self, model, allow_model_change=allow_model_change)
         if weight is not None:
@@ -321,7 +321,7 @@ def specialised(
     updates_last: bool = False,
 ) -> CompiledProgram:
     """As ``CompiledProgram.specialise``, with options by flat name."""
-    from zeroir.frontend.accumulate import accumulate
+    from zeroir.frontend.lowering.accumulate import accumulate
     from zeroir.workspace.segments import declared
 
     options = compiled.requested

@@ -17,7 +17,7 @@ from zeroir.config import CompileOptions, default_world_size, make_given_options
 from zeroir.errors import UserError
 
 if TYPE_CHECKING:
-    from zeroir.frontend.source import ModelSource
+    from zeroir.frontend.source.source import ModelSource
 
 Config = str | Path | Mapping[str, object]
 """A file, or DeepSpeed's configuration itself."""

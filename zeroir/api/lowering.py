@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from zeroir.artifact import Artifact
 from zeroir.config import CompileOptions, replaced
-from zeroir.ir.amounts import parse_bytes
+from zeroir.ir.byte_sizes import parse_bytes
 from zeroir.ir.program import Program
 from zeroir.verify import Report
 from zeroir.verify import verify as verify_program
 
 if TYPE_CHECKING:
-    from zeroir.api.speculation import SpeculationChoice
+    from zeroir.api.search.speculation import SpeculationChoice
     from zeroir.cost.machine import Machine
     from zeroir.passes.manager import Proof
 
@@ -29,8 +29,8 @@ class Lowered:
 
 def lower(logical: Program, options: CompileOptions, machine: Machine | None = None) -> Lowered:
     """The scheduled program; what options leave open is chosen first: ``--offload adaptive``, and speculation."""
-    from zeroir.api.adaptive import settled
-    from zeroir.api.speculation import choose
+    from zeroir.api.search.adaptive import settled
+    from zeroir.api.search.speculation import choose
     from zeroir.passes.pipelines import lower_with_proof
 
     options = settled(logical, options, machine)
@@ -63,7 +63,7 @@ def verified(
         artifact.scheduled, reference=artifact.logical, budget_bytes=budget_bytes
     )
     if budget_bytes is not None and any(f.code == "Z301" for f in report.findings):
-        from zeroir.api.budget import advice
+        from zeroir.api.search.budget import advice
 
         remedy = advice(artifact.logical, options, budget_bytes, machine)
         findings = (replace(f, advice=remedy) if f.code == "Z301" else f for f in report.findings)

@@ -12,8 +12,8 @@ from zeroir.config.model_spec import Factory
 from zeroir.errors import UserError
 
 if TYPE_CHECKING:
-    from zeroir.frontend.entry import ModelText
-    from zeroir.frontend.source import Model, ModelSource
+    from zeroir.frontend.source.entry import ModelText
+    from zeroir.frontend.source.source import Model, ModelSource
 
 
 def source_for_engine(
@@ -24,7 +24,7 @@ def source_for_engine(
     Raises:
         UserError: as ``load_model`` does.
     """
-    from zeroir.frontend.in_hand import source_of
+    from zeroir.frontend.source.module_source import source_of
 
     if model is None and compiled.source is not None:
         return compiled.source
@@ -45,7 +45,7 @@ def load_model(
         UserError: where the file is missing, or where it or a module that it imports has changed and
             ``allow_model_change`` is False. Nothing is executed then.
     """
-    from zeroir.frontend.entry import read_model_file, run_model_file
+    from zeroir.frontend.source.entry import read_model_file, run_model_file
 
     artifact = compiled.artifact
     if not artifact.has_model_file:

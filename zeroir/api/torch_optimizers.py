@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zeroir.config.groups import DEFAULT_GROUP, GroupError, group_text, parse_groups
 from zeroir.config.optimizer import GROUP_KEYS
 from zeroir.errors import UserError
-from zeroir.frontend.source import ModelSource
+from zeroir.frontend.source.source import ModelSource
 from zeroir.ir.optimizers.catalogue import OPTIONS, Algorithm, with_settings
 
 if TYPE_CHECKING:

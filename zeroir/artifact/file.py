@@ -20,10 +20,10 @@ from typing import Final
 from zeroir.artifact.outputs import MAGIC, PROGRAM, write_whole
 from zeroir.artifact.schema import SCHEMA_VERSION, SchemaError, TextError, pack, unpack
 from zeroir.errors import InternalError, UserError
-from zeroir.ir.allowlist import refusal
 from zeroir.ir.limits import LARGEST_FILE_BYTES
-from zeroir.ir.operators import call_problem, declaration_problem
 from zeroir.ir.program import Program
+from zeroir.ir.segments.allowlist import refusal
+from zeroir.ir.segments.operators import call_problem, declaration_problem
 
 _HEAD: Final = struct.Struct(">8sHHQ")
 _DIGEST_BYTES: Final = 32

@@ -27,7 +27,7 @@ from zeroir.errors import InternalError, UserError
 from zeroir.ir.dtypes import DType
 from zeroir.ir.limits import LONGEST_TEXT, obeyed_character
 from zeroir.ir.program import Program
-from zeroir.ir.segment import NodeArg, Ref, Symbol
+from zeroir.ir.segments.segment import NodeArg, Ref, Symbol
 
 SCHEMA_VERSION: Final = (3, 0)
 """(major, minor). A minor version adds fields with defaults, or classes; a major one changes what files mean."""

@@ -7,7 +7,7 @@ import os
 import sys
 
 from zeroir.cli.standard_streams import open_standard_streams
-from zeroir.runtime.orphans import end_with_agent
+from zeroir.runtime.distributed.parent_process import end_with_agent
 
 __all__ = ["main"]
 

@@ -192,7 +192,7 @@ def verify(
     Example: zeroir verify gpt.zir
     """
     from zeroir.api import load_unverified
-    from zeroir.ir.amounts import parse_bytes
+    from zeroir.ir.byte_sizes import parse_bytes
     from zeroir.report.render import render_report, report_json
 
     budget_bytes = None if budget is None else parse_bytes(budget)

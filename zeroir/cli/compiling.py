@@ -18,7 +18,7 @@ from zeroir.config.offload_places import ADAPTIVE
 from zeroir.config.table import FlatOptions
 
 if TYPE_CHECKING:
-    from zeroir.frontend.source import ModelSource
+    from zeroir.frontend.source.source import ModelSource
 
 CompileOptions = Annotated[Options | None, Parameter(name="*")]
 Config = Annotated[
@@ -66,9 +66,9 @@ def compile(  # noqa: A001 - the command's name is the field's word
 
     Example: zeroir compile examples/gpt.py --stage 3 --world-size 4 -o gpt.zir
     """
-    from zeroir.api.adaptive import chosen_in_words
     from zeroir.api.capture import file_source
     from zeroir.api.compiled import compile_source
+    from zeroir.api.search.adaptive import chosen_in_words
     from zeroir.api.sentences import warnings_as_sentences
     from zeroir.artifact.outputs import PROGRAM, require_writable
     from zeroir.report.config import config_json, render_config
@@ -114,7 +114,7 @@ def check(
     Example: zeroir check examples/gpt.py --stage 3 --world-size 4
     """
     from zeroir.api.capture import file_source
-    from zeroir.api.check import check_model
+    from zeroir.api.checks.check import check_model
     from zeroir.api.sentences import warnings_as_sentences
 
     with progress(f"Checking {model}"), warnings_as_sentences():

@@ -37,7 +37,7 @@ def simulate(
     Example: zeroir simulate gpt.zir --machine dgx-a100-80g --straggler 1.2
     """
     from zeroir.api import load_program
-    from zeroir.api.costs import simulate as simulate_program
+    from zeroir.api.search.costs import simulate as simulate_program
     from zeroir.artifact.outputs import TIMELINE, require_writable, write_whole
     from zeroir.report.costs import render_simulation, simulation_json
     from zeroir.report.trace import simulated_trace

@@ -141,7 +141,7 @@ def _export_checkpoint(
     as_json: bool,
 ) -> int:
     from zeroir.convert.export import export_checkpoint, is_checkpoint
-    from zeroir.ir.amounts import parse_bytes
+    from zeroir.ir.byte_sizes import parse_bytes
 
     if not is_checkpoint(source):
         if format_ is None and Path(source).is_file():

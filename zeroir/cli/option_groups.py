@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cyclopts import Group, Parameter
 from pydantic import create_model
 
-from zeroir.api.run_options import LOWERING_ROWS, RunOptions
+from zeroir.api.running.run_options import LOWERING_ROWS, RunOptions
 from zeroir.config.options import CompileOptions
 from zeroir.config.table import FlatOptions, OptionRow
 from zeroir.config.texts import text_of

@@ -58,7 +58,7 @@ def report(
     from zeroir.api import load_program
     from zeroir.artifact.outputs import PAGE, require_writable, write_whole
     from zeroir.cost.machine import load_machine
-    from zeroir.ir.amounts import parse_bytes
+    from zeroir.ir.byte_sizes import parse_bytes
     from zeroir.report.measured import read_measured_step
     from zeroir.report.page.charts import require_bokeh
     from zeroir.report.page.html import report_html
@@ -111,7 +111,7 @@ def _reported(
     """A loaded program on a machine, with its own budget unless one is given, else with the machine's memory."""
     from zeroir.cost.measured_workspaces import with_measured_workspaces
     from zeroir.cost.simulate import simulate
-    from zeroir.ir.amounts import parse_bytes
+    from zeroir.ir.byte_sizes import parse_bytes
     from zeroir.report.page.sides import ReportedProgram
 
     if budget_bytes is None and (own := compiled.program.option.get("memory_budget")) is not None:

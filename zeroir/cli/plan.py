@@ -45,7 +45,7 @@ def plan(
     Example: zeroir plan examples/gpt.py --machine dgx-h100 --world-size 64 --memory 80GB -o gpt.zir
     """
     from zeroir.api.capture import file_source
-    from zeroir.api.plan import plan_with
+    from zeroir.api.search.plan import plan_with
     from zeroir.api.sentences import warnings_as_sentences
     from zeroir.artifact.outputs import PROGRAM, require_writable
     from zeroir.cli.render_plan import plan_json, render_plan

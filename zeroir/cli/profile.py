@@ -53,8 +53,8 @@ def profile(
 
     Example: zeroir profile gpt.zir --nproc 2 -o here.toml
     """
-    from zeroir.api.job import is_rank_of_job, launch
-    from zeroir.api.profile import profile_program
+    from zeroir.api.running.job import is_rank_of_job, launch
+    from zeroir.api.search.profile import profile_program
     from zeroir.artifact.outputs import MACHINE, require_writable
     from zeroir.report.costs import format_seconds
     from zeroir.report.names import format_bytes

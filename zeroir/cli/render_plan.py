@@ -7,9 +7,9 @@ from dataclasses import asdict
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from zeroir.api.candidates import Candidate
-from zeroir.api.plan import Plan
-from zeroir.api.search_space import words
+from zeroir.api.search.candidates import Candidate
+from zeroir.api.search.plan import Plan
+from zeroir.api.search.search_space import words
 from zeroir.report.costs import format_seconds, measured_counts
 from zeroir.report.names import counted, format_bytes
 from zeroir.report.tables import Lines, columns_table, facts_table

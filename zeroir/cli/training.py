@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from zeroir.api.run_options import LOWERING_ROWS, RunOptions, make_run_options
+from zeroir.api.running.run_options import LOWERING_ROWS, RunOptions, make_run_options
 from zeroir.api.sentences import LogLevel, show_log
 from zeroir.cli.arguments import ProgramFile, Ranks
 from zeroir.cli.option_groups import RUN_ROWS, RunParameters, arguments_of, group
@@ -32,8 +32,8 @@ def run(
 
     Example: torchrun --nproc-per-node 2 -m zeroir run gpt.zir --steps 100 --save checkpoints
     """
-    from zeroir.api.job import is_rank_of_job, launch
-    from zeroir.api.run import require_outputs, run_program
+    from zeroir.api.running.job import is_rank_of_job, launch
+    from zeroir.api.running.run import require_outputs, run_program
     from zeroir.artifact import require_program
 
     given = {} if options is None else options.given

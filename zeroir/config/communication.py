@@ -8,7 +8,7 @@ from pydantic import Field
 
 from zeroir.config.field_types import Names, OptionalAmount
 from zeroir.config.table import Option, OptionObject
-from zeroir.ir.amounts import parse_bytes
+from zeroir.ir.byte_sizes import parse_bytes
 from zeroir.ir.limits import MOST_BYTES, MOST_COUNT
 
 _GROUP = "Communication"

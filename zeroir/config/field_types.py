@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from zeroir.config.groups import SEPARATOR, GroupError, group_text
 from zeroir.config.meshes import parse_mesh
 from zeroir.errors import UserError
-from zeroir.ir.amounts import parse_bytes
+from zeroir.ir.byte_sizes import parse_bytes
 from zeroir.ir.limits import MOST_COUNT
 from zeroir.schedules import parse_schedule
 

@@ -20,7 +20,7 @@ from zeroir.config.offload_places import (
     place_of,
 )
 from zeroir.config.table import Option, OptionObject
-from zeroir.ir.amounts import parse_bytes
+from zeroir.ir.byte_sizes import parse_bytes
 
 _GROUP = "Offloading"
 

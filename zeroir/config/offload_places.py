@@ -11,7 +11,7 @@ from typing import Final
 
 from pydantic_core import PydanticCustomError
 
-from zeroir.ir.amounts import parse_bytes
+from zeroir.ir.byte_sizes import parse_bytes
 
 OPTIMIZER: Final = "optimizer"
 GRADIENTS: Final = "gradients"

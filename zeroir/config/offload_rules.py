@@ -15,7 +15,7 @@ from zeroir.config.offload_places import (
 )
 from zeroir.config.optimizer import OptimizerOptions
 from zeroir.config.options import CompileOptions
-from zeroir.ir.amounts import parse_bytes
+from zeroir.ir.byte_sizes import parse_bytes
 from zeroir.ir.optimizers.catalogue import WITH_STATES_OF_ELEMENTS, Algorithm
 
 

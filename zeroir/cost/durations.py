@@ -23,15 +23,15 @@ from zeroir.cost.rounded_states import (
 from zeroir.cost.update_flops import update_flops
 from zeroir.cost.wires import FlowCost, host_rates
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
+from zeroir.ir.analysis.traffic import payload_bytes
 from zeroir.ir.buffers import Region
 from zeroir.ir.dtypes import DType
-from zeroir.ir.effects import effects
 from zeroir.ir.mesh import Executor
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Program
-from zeroir.ir.segment import Node, Segment, TensorType
-from zeroir.ir.traffic import payload_bytes
-from zeroir.ir.views import is_view
+from zeroir.ir.segments.segment import Node, Segment, TensorType
+from zeroir.ir.segments.views import is_view
 
 _PICKING: Final = frozenset(
     {

@@ -20,7 +20,7 @@ from zeroir.config.optimizer import as_number
 from zeroir.config.precision import FloatName
 from zeroir.config.table import Option, OptionObject, OptionRow
 from zeroir.errors import UserError
-from zeroir.ir.amounts import parse_bytes
+from zeroir.ir.byte_sizes import parse_bytes
 from zeroir.ir.limits import MOST_BYTES, MOST_COUNT, MOST_RANKS
 from zeroir.ir.optimizers.catalogue import WITH_STATES_OF_ELEMENTS, Algorithm, OptimizerName
 from zeroir.ir.optimizers.declaration import Declaration

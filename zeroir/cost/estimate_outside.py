@@ -22,8 +22,8 @@ from zeroir.cost.estimate_options import (
     optimizer_bytes_per_parameter,
     paged_numbers,
 )
-from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.buffers import Space
+from zeroir.ir.byte_sizes import parse_bytes
 
 UNITS_HELD: Final = 2
 """Units with gathered parameters, and units with full gradients, at once: the defaults of the compiler."""

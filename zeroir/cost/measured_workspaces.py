@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from zeroir.cost.machine import Machine
 from zeroir.ir.program import Program
-from zeroir.ir.segment import Segment
+from zeroir.ir.segments.segment import Segment
 from zeroir.workspace.segments import EAGER
 
 

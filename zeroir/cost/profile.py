@@ -29,11 +29,11 @@ from zeroir.cost.machine import (
     MeasuredSegment,
 )
 from zeroir.ir import ops
-from zeroir.ir.effects import effects
+from zeroir.ir.analysis.effects import effects
+from zeroir.ir.analysis.traffic import payload_bytes
 from zeroir.ir.mesh import COMPUTE, HOST
 from zeroir.ir.program import Program, Section
 from zeroir.ir.spans import Span
-from zeroir.ir.traffic import payload_bytes
 
 Step = Sequence[Sequence[Span]]
 """The spans of a step by rank, on one clock."""

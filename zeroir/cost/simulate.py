@@ -226,19 +226,19 @@ class _StepTime:
 class _SimulatedSteps:
     """The tasks to simulate, of which the last step's begin with the task ``first``.
 
-    ``joints`` are the ends of the two steps. They are None for one step, which ends with its last task.
+    ``boundaries`` are the ends of the two steps. They are None for one step, which ends with its last task.
     """
 
     tasks: Sequence[Task]
     first: int = 0
-    joints: tuple[int, int] | None = None
+    boundaries: tuple[int, int] | None = None
 
     def window(self, timelines: Sequence[Timeline]) -> _StepTime:
         """The time of the last step."""
-        if self.joints is None:
+        if self.boundaries is None:
             ends = (end_ns for timeline in timelines for end_ns in timeline.end_ns)
             return _StepTime(start_ns=0, end_ns=max(ends, default=0))
-        start, end = self.joints
+        start, end = self.boundaries
         return _StepTime(
             start_ns=max(timeline.end_ns[start] for timeline in timelines),
             end_ns=max(timeline.end_ns[end] for timeline in timelines),
@@ -251,10 +251,10 @@ def _simulated_steps(program: Program, machine: Machine, micro_steps: int) -> _S
     if not is_next_step_overlapped(program):
         tasks = step_tasks(program, micro_steps, is_issuing=is_issuing, host_computes=host_computes)
         return _SimulatedSteps(tasks=tasks)
-    tasks, joints = two_steps_tasks(
+    tasks, boundaries = two_steps_tasks(
         program, micro_steps, is_issuing=is_issuing, host_computes=host_computes
     )
-    return _SimulatedSteps(tasks=tasks, first=joints[0] + 1, joints=joints)
+    return _SimulatedSteps(tasks=tasks, first=boundaries[0] + 1, boundaries=boundaries)
 
 
 def _ns(seconds: float) -> int:
@@ -394,7 +394,7 @@ def _critical_path(
 ) -> tuple[PathItem, ...]:
     """The chain of causes, within the step, that ends with its end; tasks without a duration are left out."""
     tasks = steps.tasks
-    ends = range(len(tasks)) if steps.joints is None else steps.joints[1:]
+    ends = range(len(tasks)) if steps.boundaries is None else steps.boundaries[1:]
     latest = [
         (timeline.end_ns[number], rank_class, number)
         for rank_class, timeline in enumerate(timelines)

@@ -1,8 +1,8 @@
 """A step of a program as a graph of tasks, which is the same for every rank.
 
-A task is an op, the issue of an op by the host, or a joint between two sections. The predecessors of an op are the op
-before it on its stream, the ops that signal its events, the collective before it on its communicator, its own issue,
-and the joint before it. The issuing thread itself waits where a device stream waits for a host or disk stream.
+A task is an op, the issue of an op by the host, or a boundary between two sections. The predecessors of an op are the
+op before it on its stream, the ops that signal its events, the collective before it on its communicator, its own issue,
+and the boundary before it. The issuing thread itself waits where a device stream waits for a host or disk stream.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from enum import Enum, auto
 
 from zeroir.errors import UserError
 from zeroir.ir import ops
-from zeroir.ir.effects import effects
-from zeroir.ir.happens_before import Position, StreamClocks
-from zeroir.ir.issuing import issued_apart
+from zeroir.ir.analysis.effects import effects
+from zeroir.ir.analysis.happens_before import Position, StreamClocks
+from zeroir.ir.analysis.issuing_threads import issued_apart
 from zeroir.ir.limits import MOST_SIMULATED_OPS
 from zeroir.ir.mesh import COMPUTE, HOST, Executor
 from zeroir.ir.ops import Op
@@ -23,18 +23,18 @@ from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program, Sect
 
 
 class TaskKind(Enum):
-    """The kind of a task: an op, its issue by the host, or a joint between two sections."""
+    """The kind of a task: an op, its issue by the host, or a boundary between two sections."""
 
     RUN = auto()
     ISSUE = auto()
-    JOINT = auto()
+    BOUNDARY = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One task. ``after`` are its predecessors, and ``stream_before`` is the op before it on its stream.
 
-    A joint has no op; its index is the number of ops of the section before it.
+    A boundary has no op; its index is the number of ops of the section before it.
     """
 
     kind: TaskKind
@@ -102,10 +102,10 @@ def step_tasks(
 def two_steps_tasks(
     program: Program, micro_steps: int, *, is_issuing: bool, host_computes: bool
 ) -> tuple[list[Task], tuple[int, int]]:
-    """The tasks of two training steps, and the numbers of the joints that end them.
+    """The tasks of two training steps, and the numbers of the boundaries that end them.
 
-    What is pending when a step ends runs beside the next one, so the time between the joints is that of every step but
-    the first.
+    What is pending when a step ends runs beside the next one, so the time between the boundaries is that of every step
+    but the first.
     """
     sections = step_sections(program, micro_steps)
     tasks = section_tasks(
@@ -115,8 +115,8 @@ def two_steps_tasks(
         host_computes=host_computes,
         is_joined=True,
     )
-    joints = [number for number, task in enumerate(tasks) if task.kind is TaskKind.JOINT]
-    return tasks, (joints[len(sections) - 1], joints[-1])
+    boundaries = [number for number, task in enumerate(tasks) if task.kind is TaskKind.BOUNDARY]
+    return tasks, (boundaries[len(sections) - 1], boundaries[-1])
 
 
 def is_next_step_overlapped(program: Program) -> bool:
@@ -134,13 +134,13 @@ def section_tasks(
     host_computes: bool,
     is_joined: bool = False,
 ) -> list[Task]:
-    """The tasks of sections that follow each other, each after its predecessors; last a joint if ``is_joined``.
+    """The tasks of sections that follow each other, each after its predecessors; last a boundary if ``is_joined``.
 
     With ``is_issuing`` the host takes time to issue an op. With ``host_computes`` it issues nothing while it carries
-    out an op of the stream ``compute``, or while it waits at a joint. Without it the issuing thread waits where a
-    device stream, or a joint, waits for a stream of the host or a disk, because a device cannot wait for a thread.
-    Copies that wait for one are issued by threads (``zeroir.ir.issuing``), so the issuing thread waits only where
-    another stream waits for such a copy, and until it is issued.
+    out an op of the stream ``compute``, or while it waits at a boundary. Without it the issuing thread waits where a
+    device stream, or a boundary, waits for a stream of the host or a disk, because a device cannot wait for a thread.
+    Copies that wait for one are issued by threads (``zeroir.ir.analysis.issuing_threads``), so the issuing thread waits
+    only where another stream waits for such a copy, and until it is issued.
     """
     tasks = _TaskList(program, is_issuing=is_issuing, host_computes=host_computes)
     for number, section in enumerate(sections):
@@ -174,7 +174,7 @@ class _TaskList:
         self._issued_after: dict[int, tuple[int, ...]] = {}
         """The same for each of its tasks so far."""
         self._host: tuple[int, ...] = ()
-        self._joint: int | None = None
+        self._boundary: int | None = None
         self._joined: set[int] = set()
 
     def add(self, section: str, index: int, op: Op) -> None:
@@ -196,7 +196,7 @@ class _TaskList:
         after = [before, *self._host]
         if stream not in self._joined:
             # Later ops of the stream follow this one anyway.
-            after.append(self._joint)
+            after.append(self._boundary)
             self._joined.add(stream)
         signallers = [self._clocks.signaller(event) for event in effect.waits]
         after += map(self._task_at, signallers)
@@ -227,20 +227,20 @@ class _TaskList:
             self._wait_for_threads(signallers)
 
     def join(self, section: Section) -> None:
-        """Add the joint after a section: all later tasks follow all earlier ones but those whose events are pending."""
+        """Add the boundary after a section: later tasks follow all earlier ones but those whose events are pending."""
         last = self._clocks.join([pending.event for pending in section.exit.pending])
         task = Task(
-            kind=TaskKind.JOINT,
+            kind=TaskKind.BOUNDARY,
             section=section.name,
             index=len(section.body),
             op=None,
             stream=HOST,
-            after=_present(*map(self._task_at, last), self._joint),
+            after=_present(*map(self._task_at, last), self._boundary),
         )
-        self._joint = self._append(task)
+        self._boundary = self._append(task)
         self._joined = set()
         if self._host_computes:
-            self._host = (self._joint,)
+            self._host = (self._boundary,)
         else:
             self._wait_for_threads(last)
 

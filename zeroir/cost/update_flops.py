@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from zeroir.ir import ops
+from zeroir.ir.analysis.copies import at_rest
 from zeroir.ir.contents import FlatContent
-from zeroir.ir.copies import at_rest
 from zeroir.ir.hyper_parameters import first_hyper
 from zeroir.ir.program import Flat, Program
 

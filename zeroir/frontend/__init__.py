@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroir.config import CompileOptions
-from zeroir.frontend.entry import load_model_file
-from zeroir.frontend.source import ModelSource
+from zeroir.frontend.source.entry import load_model_file
+from zeroir.frontend.source.source import ModelSource
 from zeroir.ir.program import Program
 
 __all__ = ["ModelSource", "TracedModel", "load_model_file", "trace"]
@@ -29,6 +29,6 @@ def trace(source: ModelSource, options: CompileOptions) -> TracedModel:
     Raises:
         UserError: where the model cannot be built, traced or cut as the options demand; it names the line.
     """
-    from zeroir.frontend.tracing import trace_model
+    from zeroir.frontend.lowering.tracing import trace_model
 
     return trace_model(source, options)

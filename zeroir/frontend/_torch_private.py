@@ -39,7 +39,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules import module as nn_module
 from torch.nn.utils import stateless
 
-from zeroir.frontend.storage_views import rewrite_storage_views
+from zeroir.frontend.capture.storage_views import rewrite_storage_views
 
 Function = Callable[..., object]
 GradientHook = Callable[[Tensor], Tensor | None]

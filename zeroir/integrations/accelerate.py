@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from zeroir.api.keywords import CompileKeywords
     from zeroir.config import FloatName
-    from zeroir.frontend.source import LossFunction
-    from zeroir.runtime.engine import Engine
+    from zeroir.frontend.source.source import LossFunction
+    from zeroir.runtime.engine.engine import Engine
 
 _STATE: Final = "zeroir"
 """The folder of the engine's state in what ``Accelerator.save_state`` saves."""

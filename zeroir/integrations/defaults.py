@@ -11,7 +11,7 @@ from torch import nn
 
 from zeroir.api.keywords import CompileKeywords, flat_values
 from zeroir.errors import UserError
-from zeroir.runtime.random_states import host_generators_kept
+from zeroir.runtime.training.random_states import host_generators_kept
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader

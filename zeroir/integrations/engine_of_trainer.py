@@ -15,13 +15,13 @@ from torch.utils.hooks import RemovableHandle
 from zeroir.api import CompiledProgram, compile_model
 from zeroir.errors import UserError
 from zeroir.integrations.fitted_batches import BatchShape, Inputs, largest, padded
-from zeroir.runtime.named_tensors import NamedTensors
+from zeroir.runtime.state.named_tensors import NamedTensors
 
 if TYPE_CHECKING:
     from zeroir.api.keywords import CompileKeywords
-    from zeroir.runtime.accumulation import MicroStepResult
-    from zeroir.runtime.engine import Engine
-    from zeroir.runtime.results import Evaluation
+    from zeroir.runtime.engine.accumulation import MicroStepResult
+    from zeroir.runtime.engine.engine import Engine
+    from zeroir.runtime.engine.results import Evaluation
 
 _INPUTS = "inputs"
 _NUM_ITEMS = "num_items"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from zeroir.api.keywords import CompileKeywords
     from zeroir.config import FloatName
-    from zeroir.runtime.accumulation import MicroStepResult
+    from zeroir.runtime.engine.accumulation import MicroStepResult
 
 _STATE: Final = "zeroir"
 """The folder of the engine's state in a checkpoint of the trainer."""

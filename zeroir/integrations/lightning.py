@@ -42,7 +42,7 @@ from zeroir.integrations.lightning_steps import (
     returned_value,
 )
 from zeroir.integrations.torch_schedulers import move_scheduler, without_schedule
-from zeroir.runtime.random_states import host_generators_kept
+from zeroir.runtime.training.random_states import host_generators_kept
 from zeroir.torch_ops.batches import flatten, with_tensors
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from zeroir.api.keywords import CompileKeywords
     from zeroir.config import FloatName
-    from zeroir.runtime.engine import Engine
+    from zeroir.runtime.engine.engine import Engine
 
 _PRECISIONS: Final[Mapping[str, FloatName]] = {
     "32-true": "fp32",

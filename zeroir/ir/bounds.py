@@ -24,8 +24,8 @@ from enum import StrEnum
 from typing import Annotated, ClassVar, Final
 
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Buffer, Role, Space
-from zeroir.ir.effects import effects
 from zeroir.ir.fields import Declares, NameKind, Refers
 from zeroir.ir.ops import Op
 

@@ -47,7 +47,7 @@ class Role(StrEnum):
 class Buffer:
     """A one-dimensional array on every rank. ``numel`` counts this rank's elements.
 
-    A buffer with a resting content (``holds``) is persistent: it is live outside every section, and at each joint
+    A buffer with a resting content (``holds``) is persistent: it is live outside every section, and at each boundary
     between sections holds that content unless the section's state says otherwise. A buffer without one is
     temporary: an ``alloc`` begins and a ``release`` ends it. ``offset`` is where a temporary buffer stands in the
     memory of its space that all of them share, in bytes, once a program is planned.

@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, ClassVar, Final
 
+from zeroir.ir.analysis.copies import CopyOf, copies
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.bounds import Bound
 from zeroir.ir.buffers import Buffer, Region
 from zeroir.ir.contents import Content
-from zeroir.ir.copies import CopyOf, copies
 from zeroir.ir.dtypes import DType
-from zeroir.ir.effects import effects
 from zeroir.ir.fields import Declares, Flag, Form, NameKind, Refers, Word
 from zeroir.ir.mesh import STREAMS, Communicator, Executor, Mesh, Stream
-from zeroir.ir.operators import Operator
 from zeroir.ir.ops import Algorithm, Op
 from zeroir.ir.reports import Quantity, ReportBinding
-from zeroir.ir.segment import Segment
+from zeroir.ir.segments.operators import Operator
+from zeroir.ir.segments.segment import Segment
 
 MICRO_STEP: Final = "micro_step"
 LAST_MICRO_STEP: Final = "last_micro_step"
@@ -192,7 +192,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
-    """An event issued before a joint and awaited after it, and the stream of the op that signals it."""
+    """An event issued before a boundary and awaited after it, and the stream of the op that signals it."""
 
     syntax: ClassVar[str] = "{event} stream={stream}"
 
@@ -205,7 +205,7 @@ class State:
     """The state of memory at one end of a section.
 
     Persistent buffers hold their resting content unless a holding says otherwise. ``live`` names the temporary
-    buffers that are live; what no holding covers is undefined. At a joint every stream is ordered after everything
+    buffers that are live; what no holding covers is undefined. At a boundary every stream is ordered after everything
     before it, except the ops that signal ``pending`` events.
     """
 
@@ -252,7 +252,8 @@ class Program:
 
     ``operators`` are the foreign operators that the nodes of segments call. ``reports`` are the values that the engine
     reads. ``weight`` names the buffer that receives the weight of each micro-batch; without it each has the weight 1.
-    ``interleaved`` is the number of micro-batches that a micro-step section runs; see ``zeroir/ir/micro_batches.py``.
+    ``interleaved`` is the number of micro-batches that a micro-step section runs, as
+    ``zeroir/ir/analysis/micro_batches.py`` describes it.
     """
 
     syntax: ClassVar[str] = """

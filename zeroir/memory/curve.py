@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Role, Space
-from zeroir.ir.effects import effects
 from zeroir.ir.program import SECTION_NAMES, Program, Section
 from zeroir.workspace.op_scratch import scratch_bytes
 

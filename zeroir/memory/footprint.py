@@ -15,7 +15,7 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Space
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
-from zeroir.ir.segment import Segment
+from zeroir.ir.segments.segment import Segment
 from zeroir.memory.lifetimes import Lifetimes
 from zeroir.memory.most_live import most_live
 from zeroir.memory.placement import Placement, placements

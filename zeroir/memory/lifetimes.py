@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zeroir.ir import ops
-from zeroir.ir.happens_before import StreamClocks
+from zeroir.ir.analysis.happens_before import StreamClocks
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
 
@@ -63,7 +63,7 @@ class Lifetimes:
 
 
 def _pending_releases(program: Program) -> Mapping[str, Sequence[str]]:
-    """The buffers whose release signals an event that is pending at a joint: they live on until it is awaited."""
+    """The buffers whose release signals an event that is pending at a boundary: they live on until it is awaited."""
     pending = {p.event for section in program.sections for p in section.exit.pending}
     buffers: dict[str, list[str]] = {}
     for op in program.ops() if pending else ():

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
 from zeroir.ir import ops
-from zeroir.ir.effects import effects
+from zeroir.ir.analysis.effects import effects
+from zeroir.ir.analysis.traffic import collective_bytes, on_the_wire
 from zeroir.ir.program import Program, Section, State
 from zeroir.ir.text.lexical import name
 from zeroir.ir.text.names import Names
 from zeroir.ir.text.op_lines import op_text
 from zeroir.ir.text.printer import header_lines, state_lines
 from zeroir.ir.text.segments import segment_lines
-from zeroir.ir.traffic import collective_bytes, on_the_wire
 from zeroir.memory.placement import unplanned
 from zeroir.memory.states import model_state_bytes
 
@@ -176,12 +176,12 @@ def _blocks(program: Program, compared: Program) -> dict[str, list[str]]:
 
 def _relabelled_sections(program: Program) -> list[Section]:
     """The sections with their events named after the ops that signal them."""
-    joints = _joint_labels(program)
-    return [_relabelled_section(section, joints) for section in program.sections]
+    boundaries = _boundary_labels(program)
+    return [_relabelled_section(section, boundaries) for section in program.sections]
 
 
-def _relabelled_section(section: Section, joints: Mapping[str, str]) -> Section:
-    labels = _labels(section, joints)
+def _relabelled_section(section: Section, boundaries: Mapping[str, str]) -> Section:
+    labels = _labels(section, boundaries)
     return replace(
         section,
         entry=_relabelled_state(section.entry, labels),
@@ -207,8 +207,8 @@ def _relabelled_state(state: State, labels: Mapping[str, str]) -> State:
     )
 
 
-def _joint_labels(program: Program) -> dict[str, str]:
-    """Labels of the events that cross a joint, the same on both of its sides."""
+def _boundary_labels(program: Program) -> dict[str, str]:
+    """Labels of the events that cross a boundary, the same on both of its sides."""
     labels: dict[str, str] = {}
     for section in program.sections:
         crossing = {pending.event for pending in section.exit.pending}
@@ -219,10 +219,10 @@ def _joint_labels(program: Program) -> dict[str, str]:
     return labels
 
 
-def _labels(section: Section, joints: Mapping[str, str]) -> dict[str, str]:
+def _labels(section: Section, boundaries: Mapping[str, str]) -> dict[str, str]:
     """A label for each event of a section, by the event."""
     crossing = [pending.event for pending in (*section.entry.pending, *section.exit.pending)]
-    labels = {event: joints.get(event, event) for event in crossing}
+    labels = {event: boundaries.get(event, event) for event in crossing}
     used = set(labels.values())
     for op in section.body:
         if isinstance(op, ops.Wait) or op.event is None or op.event in labels:

@@ -13,8 +13,8 @@ from typing import Final, assert_never
 
 from zeroir.cost.tasks import step_sections
 from zeroir.ir import ops
+from zeroir.ir.analysis.labels import labels
 from zeroir.ir.dtypes import DType
-from zeroir.ir.labels import labels
 from zeroir.ir.program import Program
 from zeroir.report.plain_pickle import Plain
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import assert_never
 
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
+from zeroir.ir.analysis.labels import labels
 from zeroir.ir.buffers import Region
-from zeroir.ir.effects import effects
-from zeroir.ir.labels import labels
 from zeroir.ir.program import OpPosition, Program, Section
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zeroir.ir import ops
 from zeroir.ir.program import Program
-from zeroir.ir.segment import Segment
+from zeroir.ir.segments.segment import Segment
 
 
 def buffer_sources(program: Program) -> dict[str, str]:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zeroir.errors import UserError
+from zeroir.ir.analysis.traffic import collective_bytes, on_the_wire
 from zeroir.ir.ops import op_name
 from zeroir.ir.program import STEP_SECTIONS, Program
-from zeroir.ir.traffic import collective_bytes, on_the_wire
 from zeroir.memory.curve import peak
 from zeroir.passes.catalogue import parse_spec
 from zeroir.passes.manager import apply

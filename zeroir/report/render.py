@@ -11,9 +11,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from zeroir.ir.analysis.traffic import COLLECTIVE_KEYS, on_the_wire
 from zeroir.ir.buffers import Space
 from zeroir.ir.program import Program, Section
-from zeroir.ir.traffic import COLLECTIVE_KEYS, on_the_wire
 from zeroir.report.names import counted, format_bytes, format_flops, shortened
 from zeroir.report.schedule import Fold, Row, fold, schedule
 from zeroir.report.summary import Summary, TemporaryBytes, counted_step

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
+from zeroir.ir.analysis.traffic import payload_bytes
 from zeroir.ir.buffers import Role
 from zeroir.ir.contents import FlatContent
-from zeroir.ir.effects import effects
 from zeroir.ir.program import Program, Section
-from zeroir.ir.traffic import payload_bytes
 from zeroir.report.names import counted
 
 _LONGEST_PERIOD = 64

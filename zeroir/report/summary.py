@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import TypedDict
 
+from zeroir.ir.analysis.traffic import collective_bytes, transfer_bytes
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.ops import Compute, op_name
 from zeroir.ir.program import EVALUATE, MICRO_STEP, STEP_SECTIONS, Program
 from zeroir.ir.text.printer import print_record
-from zeroir.ir.traffic import collective_bytes, transfer_bytes
 from zeroir.memory.curve import peak
 from zeroir.memory.placement import Placement, placements_with_bound
 from zeroir.memory.staging import staging_bytes

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from zeroir.artifact.schema import program_digest
 from zeroir.cost.simulate import Simulation
 from zeroir.ir import ops
-from zeroir.ir.effects import effects
-from zeroir.ir.labels import labels
+from zeroir.ir.analysis.effects import effects
+from zeroir.ir.analysis.labels import labels
+from zeroir.ir.analysis.traffic import payload_bytes
 from zeroir.ir.mesh import HOST
 from zeroir.ir.program import OpPosition, Program
 from zeroir.ir.spans import Span
-from zeroir.ir.traffic import payload_bytes
 from zeroir.report.names import format_bytes
 
 Event = Mapping[str, object]

@@ -22,9 +22,9 @@ from torch._library.custom_ops import OPDEFS
 from torch._library.simple_registry import singleton as fake_kernels
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from zeroir.ir.allowlist import is_allowed
-from zeroir.ir.operators import TORCH_NAMESPACES, Operator
-from zeroir.ir.views import BITCAST, is_view
+from zeroir.ir.segments.allowlist import is_allowed
+from zeroir.ir.segments.operators import TORCH_NAMESPACES, Operator
+from zeroir.ir.segments.views import BITCAST, is_view
 
 
 class Rule(StrEnum):

@@ -20,28 +20,28 @@ from zeroir.ir.program import (
     UPDATE,
     Program,
 )
-from zeroir.verify.arenas import check_arenas
-from zeroir.verify.bounds import check_bounds
-from zeroir.verify.budget import check_budget
-from zeroir.verify.collectives import check_collectives, compare_jobs
 from zeroir.verify.context import Findings, last_touch
-from zeroir.verify.declarations import check_declarations
-from zeroir.verify.domain import Numbering
-from zeroir.verify.exits import check_exit
-from zeroir.verify.interpreter import SectionRun, Shared
-from zeroir.verify.laws import CODES, LAWS, Law, Stage
-from zeroir.verify.limits import check_limits
-from zeroir.verify.ordering import check_ordering
-from zeroir.verify.reference import content, contributor, mismatches
-from zeroir.verify.repeated import (
+from zeroir.verify.equivalence.reference import content, contributor, mismatches
+from zeroir.verify.equivalence.repeated import (
     Repetition,
     grouped,
     repeated_runs,
     repetition_problem,
 )
+from zeroir.verify.interpreter.domain import Numbering
+from zeroir.verify.interpreter.exits import check_exit
+from zeroir.verify.interpreter.interpreter import SectionRun, Shared
+from zeroir.verify.interpreter.snapshots import check_snapshots
+from zeroir.verify.laws import CODES, LAWS, Law, Stage
+from zeroir.verify.order.arenas import check_arenas
+from zeroir.verify.order.bounds import check_bounds
+from zeroir.verify.order.budget import check_budget
+from zeroir.verify.order.collectives import check_collectives, compare_jobs
+from zeroir.verify.order.races import check_ordering
 from zeroir.verify.report import PROVED, Finding, Report, VerificationError
-from zeroir.verify.snapshots import check_snapshots
-from zeroir.verify.structure import check_structure
+from zeroir.verify.structure.declarations import check_declarations
+from zeroir.verify.structure.limits import check_limits
+from zeroir.verify.structure.ops import check_structure
 
 __all__ = [
     "CODES",

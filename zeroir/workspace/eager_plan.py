@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, assert_never
 
-from zeroir.ir.bindings import Bindings
 from zeroir.ir.ops import Mode
-from zeroir.ir.segment import Node, Ref, Segment, TensorType
-from zeroir.ir.views import view_stride
+from zeroir.ir.segments.bindings import Bindings
+from zeroir.ir.segments.segment import Node, Ref, Segment, TensorType
+from zeroir.ir.segments.views import view_stride
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Final, assert_never
 
 from zeroir.ir import ops
+from zeroir.ir.analysis.copies import at_rest
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Region, Space
 from zeroir.ir.contents import FlatContent
-from zeroir.ir.copies import at_rest
 from zeroir.ir.dtypes import DType
-from zeroir.ir.effects import effects
 from zeroir.ir.eight_bit_states import blocks_numel
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.optimizers.declaration import StepScratch

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import reduce
 
 from zeroir.ir.dtypes import DType
-from zeroir.ir.segment import TensorType
+from zeroir.ir.segments.segment import TensorType
 
 Operand = TensorType | DType
 """A tensor, or the dtype of a Python number: bool, i64 or f64."""

@@ -8,12 +8,12 @@ from functools import lru_cache
 from typing import Final, assert_never
 
 from zeroir.ir import ops
-from zeroir.ir.bindings import Binding, bindings, plain_bindings
-from zeroir.ir.op_lists import listed_ops
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Program
-from zeroir.ir.segment import Node, Segment
-from zeroir.ir.views import is_view
+from zeroir.ir.segments.bindings import Binding, bindings, plain_bindings
+from zeroir.ir.segments.op_lists import listed_ops
+from zeroir.ir.segments.segment import Node, Segment
+from zeroir.ir.segments.views import is_view
 from zeroir.workspace.eager_plan import FillTarget, RunNode, eager_plan
 from zeroir.workspace.scratch import call_bytes, copy_bytes, made_bytes
 from zeroir.workspace.scratch.allowance import allowance_bytes

@@ -13,7 +13,7 @@ from zeroir.ir import ops
 from zeroir.ir.fields import FieldUse
 from zeroir.ir.op_fields import op_field
 from zeroir.ir.ops import Mode, Op
-from zeroir.ir.segment import TensorType
+from zeroir.ir.segments.segment import TensorType
 from zeroir.ir.text.lexical import BARE_NAME, STRING, name
 from zeroir.ir.text.names import Names, TextReader
 from zeroir.ir.text.notation import Notation, slot_notation

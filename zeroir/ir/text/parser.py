@@ -9,7 +9,7 @@ from typing import Any, Final
 from zeroir.ir.buffers import Buffer
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section, State
-from zeroir.ir.segment import Segment
+from zeroir.ir.segments.segment import Segment
 from zeroir.ir.text.lexical import VERSION
 from zeroir.ir.text.names import TextReader, declared_outputs
 from zeroir.ir.text.notation import slot_notation, value_notation

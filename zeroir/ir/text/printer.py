@@ -13,7 +13,7 @@ from zeroir.ir.buffers import Buffer
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Flat, Program, Section, State
-from zeroir.ir.segment import Segment
+from zeroir.ir.segments.segment import Segment
 from zeroir.ir.text.lexical import VERSION, name, word
 from zeroir.ir.text.names import Names
 from zeroir.ir.text.notation import record_notation, slot_notation, value_notation

@@ -9,7 +9,7 @@ from typing import Final
 from zeroir.ir.buffers import contiguous_stride
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Constant
-from zeroir.ir.segment import Node, NodeArg, Ref, Segment, Symbol, TensorType
+from zeroir.ir.segments.segment import Node, NodeArg, Ref, Segment, Symbol, TensorType
 from zeroir.ir.text.lexical import BARE_NAME, STRING, name, number, quote
 from zeroir.ir.text.scanner import Scanner
 

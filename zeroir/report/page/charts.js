@@ -142,10 +142,10 @@ function placeJoints(side) {
   const chart = models.memory[side];
   const named = (name) => chart.center.filter((item) => item.name === name);
   const end = memoryX(sides[side], sides[side].count);
-  const [borders, labels] = [named("joint"), named("joint-label")];
+  const [borders, labels] = [named("boundary"), named("boundary-label")];
   const [, , pixel] = view(chart);
   let free = -Infinity;
-  sides[side].joints.forEach((number, i) => {
+  sides[side].boundaries.forEach((number, i) => {
     const x = memoryX(sides[side], number);
     const width = (widthOf(labels[i].text) + 4) * pixel;
     const isLast = x > 0.85 * end;
@@ -231,8 +231,8 @@ function paint() {
     }
     for (const grid of chart.center.filter((item) => "grid_line_color" in item.attributes)) grid.grid_line_color = line;
     for (const item of chart.center) {
-      if (item.name === "joint") item.line_color = faint;
-      if (item.name === "joint-label") item.text_color = faint;
+      if (item.name === "boundary") item.line_color = faint;
+      if (item.name === "boundary-label") item.text_color = faint;
       if (item.name === "budget") item.line_color = bad;
       if (item.name === "band") item.setv({ fill_color: ink, fill_alpha: 0.05 });
     }

@@ -204,8 +204,8 @@ def memory(
             fill_alpha=0.85,
             source=source,
         )
-    for _, section in curve.joints:
-        chart.add_layout(Span(location=0, dimension="height", line_dash="dotted", name="joint"))
+    for _, section in curve.boundaries:
+        chart.add_layout(Span(location=0, dimension="height", line_dash="dotted", name="boundary"))
         chart.add_layout(
             Label(
                 x=0,
@@ -213,7 +213,7 @@ def memory(
                 text=f" {section} ",
                 text_baseline="top",
                 text_font_size="11px",
-                name="joint-label",
+                name="boundary-label",
             )
         )
     if budget_bytes is not None and budget_bytes <= top:

@@ -56,7 +56,7 @@ def page_data(
                 "at": side.curve.at,
                 "roles": list(side.curve.roles.values()),
                 "role_names": list(side.curve.roles),
-                "joints": [at for at, _ in side.curve.joints],
+                "boundaries": [at for at, _ in side.curve.boundaries],
                 "memory": charts.memory(
                     side.curve,
                     title=side.letter,

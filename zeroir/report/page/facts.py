@@ -11,14 +11,14 @@ from typing import assert_never
 from zeroir.cost.simulate import ClassResult, Simulation
 from zeroir.cost.tasks import step_sections
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
+from zeroir.ir.analysis.labels import labels
+from zeroir.ir.analysis.traffic import payload_bytes
 from zeroir.ir.buffers import Role
-from zeroir.ir.effects import effects
-from zeroir.ir.labels import labels
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import op_name
 from zeroir.ir.program import EVALUATE, OpPosition, Program
 from zeroir.ir.spans import Span
-from zeroir.ir.traffic import payload_bytes
 from zeroir.memory.curve import live_bytes
 from zeroir.report.names import shortened
 from zeroir.report.origins import op_source
@@ -71,12 +71,13 @@ class MemoryCurve:
     """Bytes on one rank's device over a step, at the ops where they change.
 
     ``roles[r][i]`` are live from op number ``at[i]`` until op number ``at[i + 1]``; the role ``workspace`` includes the
-    workspaces of segments while they run. ``joints`` are the numbers of the first ops of sections, with their names.
+    workspaces of segments while they run. ``boundaries`` are the numbers of the first ops of sections, with their
+    names.
     """
 
     at: Sequence[int]
     roles: Mapping[str, Sequence[int]]
-    joints: Sequence[tuple[int, str]]
+    boundaries: Sequence[tuple[int, str]]
 
     @property
     def peak_bytes(self) -> int:
@@ -168,10 +169,10 @@ def memory_curve(program: Program, micro_steps: int | None = None) -> MemoryCurv
     """The memory of a step in program order; by default of as many micro-steps as it was compiled for."""
     at: list[int] = []
     columns: list[Counter[str]] = []
-    joints: list[tuple[int, str]] = []
+    boundaries: list[tuple[int, str]] = []
     number = 0
     for section in step_sections(program, micro_steps):
-        joints.append((number, section.name))
+        boundaries.append((number, section.name))
         curve = live_bytes(program, section)
         for index in range(len(section.body)):
             column = Counter({role.value: curve.roles[role][index + 1] for role in curve.roles})
@@ -187,7 +188,7 @@ def memory_curve(program: Program, micro_steps: int | None = None) -> MemoryCurv
     return MemoryCurve(
         at=at,
         roles={role: [column[role] for column in columns] for role in used},
-        joints=joints,
+        boundaries=boundaries,
     )
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from enum import StrEnum
 
 from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Role
-from zeroir.ir.effects import effects
 from zeroir.ir.program import Program, Section
 
 

@@ -9,7 +9,7 @@ from difflib import SequenceMatcher
 from html import escape
 from typing import Final
 
-from zeroir.ir.traffic import on_the_wire
+from zeroir.ir.analysis.traffic import on_the_wire
 from zeroir.report.costs import wire_label
 from zeroir.report.diff import diff, summary
 from zeroir.report.measured import MeasuredStep

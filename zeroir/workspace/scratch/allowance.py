@@ -22,8 +22,8 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from zeroir.ir.dtypes import DType
-from zeroir.ir.op_lists import listed_ops
-from zeroir.ir.segment import Node, TensorType
+from zeroir.ir.segments.op_lists import listed_ops
+from zeroir.ir.segments.segment import Node, TensorType
 from zeroir.workspace.scratch import is_counted
 from zeroir.workspace.scratch.arguments import Types, is_contiguous, tensor_of
 from zeroir.workspace.scratch.attention import is_fused, operands

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from zeroir.ir.buffers import contiguous_stride
 from zeroir.ir.dtypes import DType
-from zeroir.ir.segment import Node, NodeArg, Ref, TensorType
+from zeroir.ir.segments.segment import Node, NodeArg, Ref, TensorType
 from zeroir.workspace.promotion import Operand
 
 Types = Sequence[TensorType | None]

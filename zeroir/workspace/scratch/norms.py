@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from zeroir.ir.dtypes import DType
-from zeroir.ir.segment import Node, TensorType
-from zeroir.ir.views import view_stride
+from zeroir.ir.segments.segment import Node, TensorType
+from zeroir.ir.segments.views import view_stride
 from zeroir.workspace.scratch.arguments import (
     Types,
     converted_bytes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroir.ir.segment import Node, TensorType
+from zeroir.ir.segments.segment import Node, TensorType
 from zeroir.workspace.scratch.arguments import Types, numbers_of, result_of, tensor_of
 
 

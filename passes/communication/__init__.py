@@ -1,0 +1,1 @@
+"""The passes that merge, move and limit collectives."""

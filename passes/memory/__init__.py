@@ -1,0 +1,1 @@
+"""The passes that decide what is saved, computed again, and where it stands in memory."""

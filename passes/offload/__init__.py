@@ -1,0 +1,1 @@
+"""The passes that keep buffers in host memory or on disk."""

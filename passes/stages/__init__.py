@@ -1,0 +1,1 @@
+"""The passes that make the ZeRO stages and hybrid sharding."""

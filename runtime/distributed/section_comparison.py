@@ -1,0 +1,119 @@
+"""Ranks that wait for each other compare the sections that they have run.
+
+Ranks that take different numbers of micro-steps come to wait for each other in different collectives, until the
+timeout. So each rank keeps a short history of its sections. Where it has begun none for some seconds, a thread shows
+the history in the job's store, and compares it with that of the next rank. Where nobody waits, nothing is sent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Final, NoReturn, cast
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from zeroir.errors import UserError, leave_reason
+from zeroir.runtime.comm.job import Job, PeerError, exchanged_texts
+from zeroir.runtime.distributed.rank_discovery import KeyValueStore
+from zeroir.runtime.distributed.section_history import (
+    SectionEntry,
+    SectionHistory,
+    decoded,
+    difference,
+)
+
+GRACE_S: Final = 5.0
+"""Seconds without a new section after which a rank compares its history."""
+
+SHOWN_S: Final = GRACE_S + 3.0
+"""Seconds in which every rank that waits has shown its history."""
+
+_INTERVAL_S: Final = 1.0
+_POLL_S: Final = 0.2
+_END_S: Final = 10.0
+"""Seconds in which an agent ends the other ranks of the one that has said why."""
+
+
+class SectionsOfRanks:
+    """The histories of all ranks of a job; all of them make one together, and close it."""
+
+    def __init__(self, job: Job) -> None:
+        self._rank, self._world_size = job.rank, dist.get_world_size()
+        self._history = SectionHistory()
+        # Keys of an earlier engine, or of the job before a restart, may be in the same store.
+        token = exchanged_texts(uuid.uuid4().hex, job.device)[0]
+        # A connection of its own, because the job's may be blocked in a wait.
+        store = cast("Any", distributed_c10d._get_default_store()).clone()
+        self._store: KeyValueStore = dist.PrefixStore(f"zeroir/sections/{token}", store)  # type: ignore[attr-defined]
+        self._is_over = threading.Event()
+        # At the interpreter's end the thread must not be inside torch's store.
+        atexit.register(self._is_over.set)
+        threading.Thread(target=self._watch, name="zeroir-sections", daemon=True).start()
+
+    def begin(self, section: str, step: int, micro_steps: int) -> None:
+        """Note a section in which ranks meet; see ``SectionEntry``."""
+        self._history.add(SectionEntry(section, step, micro_steps))
+
+    def show(self) -> None:
+        """Let the other ranks see this rank's history as it is now."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            self._store.set(str(self._rank), self._history.encoded())
+
+    def error(self, patience_s: float) -> UserError | None:
+        """The error that the ranks do different things, if their histories tell so within ``patience_s``."""
+        self.show()
+        deadline = time.monotonic() + patience_s
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            while True:
+                sentence = self._difference(range(self._world_size))
+                if sentence is not None:
+                    return (UserError if self._is_first() else PeerError)(sentence)
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_POLL_S)
+        return None
+
+    def close(self) -> None:
+        """End the comparison."""
+        self._is_over.set()
+        atexit.unregister(self._is_over.set)
+
+    def _watch(self) -> None:
+        seen, seen_s, following = 0, 0.0, (self._rank + 1) % self._world_size
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            while not self._is_over.wait(_INTERVAL_S):
+                if self._history.count != seen:
+                    seen, seen_s = self._history.count, time.monotonic()
+                if time.monotonic() - seen_s < GRACE_S:
+                    continue
+                self.show()
+                # Each compares with one, because thousands of ranks may wait.
+                if self._difference([self._rank, following]) is not None:
+                    self._end()
+
+    def _end(self) -> NoReturn:
+        """Say what the ranks do, and end the process, whose main thread is waiting in a collective."""
+        time.sleep(2 * _INTERVAL_S)  # The other ranks have shown their histories then, too.
+        sentence = self._difference(range(self._world_size))
+        if not self._is_first():
+            time.sleep(_END_S)
+        sentence = f"Error: {sentence}"
+        sys.stderr.write(f"{sentence}\n")
+        leave_reason(sentence)
+        sys.stderr.flush()
+        os._exit(UserError.exit_code)
+
+    def _difference(self, ranks: Sequence[int]) -> str | None:
+        shown = [rank for rank in ranks if self._store.check([str(rank)])]
+        return difference({rank: decoded(self._store.get(str(rank)).decode()) for rank in shown})
+
+    def _is_first(self) -> bool:
+        return self._store.add("said", 1) == 1

@@ -1,0 +1,125 @@
+"""A program made ready to run on one rank: its memory, compiled kernels, streams and CUDA graphs."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from zeroir.errors import ZeroirError
+from zeroir.ir.program import Program
+from zeroir.runtime.comm.job import Backend, Job
+from zeroir.runtime.eight_bit.compiled_rounding import open_rounding
+from zeroir.runtime.execution.executor import StepExecutor
+from zeroir.runtime.execution.handlers import LocalRanks
+from zeroir.runtime.execution.streams import Streams, ThreadStreams
+from zeroir.runtime.execution.trace import HostClock, StreamClock
+from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
+from zeroir.runtime.kernels.self_check import check_kernels
+from zeroir.runtime.memory.rank_memory import RankMemory
+from zeroir.runtime.state import state as state_of_buffers
+from zeroir.runtime.training.micro_batch_weights import WeightFunction
+
+if TYPE_CHECKING:
+    from zeroir.runtime.execution.cuda_graphs import SectionGraphs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """The arguments of an engine that do not depend on its program. Buffers on disk are in ``disk_folder``."""
+
+    backend: Backend | None
+    kernels: KernelBackend
+    seed: int
+    timeout: timedelta
+    cuda_graphs: bool
+    self_check: bool
+    weight: WeightFunction | None
+    disk_folder: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedProgram:
+    """Everything that runs a program on this process's device. ``graphs`` is None where ops are issued one by one."""
+
+    memory: RankMemory
+    executor: StepExecutor
+    graphs: SectionGraphs | None
+
+    def close(self, job: Job) -> None:
+        """Stop the streams and destroy the process groups, once the device has done all submitted work.
+
+        See ``Engine.close`` for what happens after a failure.
+        """
+        is_stuck = self.memory.device.type == "cuda" and self.executor.has_failed
+        if is_stuck and not job.is_alone:
+            self.executor.close()
+            return
+        with suppress(ZeroirError):
+            self.executor.finish()
+        if self.graphs is not None:
+            self.graphs.close()
+        self.executor.close()
+        job.comm.close()
+
+
+def open_program(
+    program: Program,
+    job: Job,
+    device: torch.device,
+    settings: EngineSettings,
+    kept: RankMemory | None = None,
+) -> OpenedProgram:
+    """Make everything that runs a program, with the contents of the memory ``kept`` of another one."""
+    memory = RankMemory(
+        program, job.rank, device, disk_folder=settings.disk_folder, is_deferred=True
+    )
+    local_ranks = LocalRanks(
+        program=program,
+        memories=[memory],
+        comm=job.comm,
+        kernels=open_kernels(settings.kernels, device),
+        rounding=open_rounding(program, device),
+    )
+    local_ranks.compile()
+    if settings.self_check:
+        check_kernels(local_ranks, settings.kernels)
+    if kept is not None:  # only now, because the self-check overwrites the buffers
+        state_of_buffers.take_over(program, memory, kept)
+    streams, graphs = _open_streams(program, memory, job, cuda_graphs=settings.cuda_graphs)
+    executor = StepExecutor(
+        local_ranks,
+        streams,
+        seed=settings.seed,
+        run_section=None if graphs is None else graphs.run,
+        weight=settings.weight,
+    )
+    return OpenedProgram(memory=memory, executor=executor, graphs=graphs)
+
+
+def _open_streams(
+    program: Program, memory: RankMemory, job: Job, *, cuda_graphs: bool
+) -> tuple[Streams, SectionGraphs | None]:
+    if memory.device.type != "cuda":
+        return ThreadStreams(), None
+    from zeroir.runtime.execution.cuda import CudaStreams
+
+    streams = CudaStreams(program, memory.device)
+    if not cuda_graphs:
+        return streams, None
+    from zeroir.runtime.execution.cuda_graphs import SectionGraphs
+
+    return streams, SectionGraphs(program, streams, memory, job)
+
+
+def open_clock(program: Program, device: torch.device) -> StreamClock:
+    """The clock by which ops of the device's streams are recorded."""
+    if device.type != "cuda":
+        return HostClock()
+    from zeroir.runtime.execution.cuda import CudaClock
+
+    return CudaClock(program, device)

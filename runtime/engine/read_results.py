@@ -1,0 +1,123 @@
+"""The results of steps and evaluations on one rank, computed from its buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from zeroir.errors import UserError
+from zeroir.ir.output_paths import structured
+from zeroir.ir.program import Program
+from zeroir.ir.reports import Quantity
+from zeroir.runtime.memory.rank_memory import RankMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResult:
+    """The results of a step on one rank.
+
+    ``loss`` is f32[]: the mean over the step's micro-batches of this rank, weighted where they have weights;
+    ``mean_loss`` that over all ranks, or None where the program does not report it. ``weight`` is the sum of this
+    rank's weights, f32[] or the number of micro-batches. ``is_skipped`` and ``grad_norm`` are f32[], or None where the
+    program reports neither; the norm is of the averaged, unscaled gradient, before clipping. ``is_redone`` is f32[]:
+    whether the host undid its speculative update, or None where the update waits. Reading a value waits for the device.
+    """
+
+    loss: Tensor
+    weight: Tensor | float
+    mean_loss: Tensor | None
+    is_skipped: Tensor | None
+    grad_norm: Tensor | None
+    is_redone: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEvaluation:
+    """The results of an evaluation on one rank: the loss of its batch, f32[], and the declared outputs.
+
+    The tensors of the outputs are copies, which later evaluations leave as they are.
+    """
+
+    loss: Tensor
+    outputs: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeforeUpdate:
+    """Values of a rank that the update may change: its mean loss and its loss scale, f32[], None without scaling."""
+
+    loss: Tensor
+    weight: Tensor | float
+    loss_scale: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResults:
+    """Reads the results of a program from the buffers of a rank that its reports name."""
+
+    program: Program
+
+    def batch_losses(self, memory: RankMemory) -> Tensor:
+        """The losses of the micro-batches of the section that has just run, copied: f32[Program.interleaved].
+
+        Raises:
+            UserError: where the program reports none.
+        """
+        return self._required(memory, Quantity.BATCH_LOSS).clone()
+
+    def before_update(self, memory: RankMemory, weight: Tensor | float) -> BeforeUpdate:
+        """What the update may change, copied; ``weight`` is the sum of the weights of the rank's micro-batches."""
+        return BeforeUpdate(
+            loss=self._required(memory, Quantity.LOSS)[0].clone() / weight,
+            weight=weight,
+            loss_scale=self.loss_scale(memory),
+        )
+
+    def after_update(self, memory: RankMemory, before: BeforeUpdate) -> RankResult:
+        """The results of the step that the update ended."""
+        # Without weights of the host's, each micro-batch has the weight 1, and ranks have the same number of them.
+        total: Tensor | float = self.program.mesh.world_size * before.weight
+        if self.program.weight is not None:
+            total = self._required(memory, Quantity.SUMMED_WEIGHT)[0]
+        summed_loss = self._reported(memory, Quantity.SUMMED_LOSS)
+        squared_norm = self._reported(memory, Quantity.SQUARED_NORM)
+        norm = None
+        if squared_norm is not None:
+            scale = before.loss_scale
+            norm = squared_norm[0].sqrt() / (total if scale is None else total * scale)
+        skip = self._reported(memory, Quantity.SKIP)
+        redo = self._reported(memory, Quantity.REDO)
+        return RankResult(
+            loss=before.loss,
+            weight=before.weight,
+            mean_loss=None if summed_loss is None else summed_loss[0] / total,
+            is_skipped=None if skip is None else skip[0].clone(),
+            grad_norm=norm,
+            is_redone=None if redo is None else redo[0].clone(),
+        )
+
+    def evaluation(self, memory: RankMemory) -> RankEvaluation:
+        """The results of the section ``evaluate``, which has just run."""
+        values = [
+            (output.path, memory.buffer(output.buffer).clone().view(output.shape))
+            for output in self.program.outputs
+        ]
+        return RankEvaluation(
+            loss=self._required(memory, Quantity.EVAL_LOSS)[0].clone(), outputs=structured(values)
+        )
+
+    def loss_scale(self, memory: RankMemory) -> Tensor | None:
+        """A copy of the loss scale, f32[]; None where the program has none."""
+        scale = self._reported(memory, Quantity.LOSS_SCALE)
+        return None if scale is None else scale[0].clone()
+
+    def _reported(self, memory: RankMemory, quantity: Quantity) -> Tensor | None:
+        report = self.program.report_of.get(quantity)
+        return None if report is None else memory.buffer(report.buffer)
+
+    def _required(self, memory: RankMemory, quantity: Quantity) -> Tensor:
+        values = self._reported(memory, quantity)
+        if values is None:
+            raise UserError(f"The program does not report its {quantity}: compile it again.")
+        return values

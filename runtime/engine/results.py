@@ -1,0 +1,84 @@
+"""The results of an engine's methods; see ``Engine``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroir.errors import UserError
+from zeroir.runtime.engine.read_results import RankEvaluation, RankResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class StepResult:
+    """The results of ``Engine.step`` on this rank; see ``RankResult``. Reading a value waits for the device."""
+
+    rank: RankResult
+
+    def __repr__(self) -> str:
+        values = {
+            "loss": self.loss,
+            "mean_loss": None if self.rank.mean_loss is None else self.mean_loss,
+            "weight": self.weight,
+            "grad_norm": self.grad_norm,
+            "is_skipped": None if self.rank.is_skipped is None else self.is_skipped,
+            "is_redone": None if self.rank.is_redone is None else self.is_redone,
+        }
+        known = ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
+        return f"{type(self).__name__}({known})"
+
+    @property
+    def loss(self) -> float:
+        """Mean over the step's micro-batches of this rank, weighted by their weights; NaN where all of them are 0."""
+        return float(self.rank.loss)
+
+    @property
+    def weight(self) -> float:
+        """The sum of the weights of this rank's micro-batches, or their number where they have no weights."""
+        return float(self.rank.weight)
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean over the step's micro-batches of all ranks, weighted as ``loss`` is, the same on every rank.
+
+        Raises:
+            UserError: where the program reports no sum of losses, which compiled ones do.
+        """
+        if self.rank.mean_loss is None:
+            raise UserError("The program does not report the loss of all ranks: compile it again.")
+        return float(self.rank.mean_loss)
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether an overflow on any rank, or a weight of 0 on all ranks, left everything as it was."""
+        return self.rank.is_skipped is not None and bool(self.rank.is_skipped > 0)
+
+    @property
+    def is_redone(self) -> bool:
+        """Whether clipping or an overflow undid the speculative update of a host; False where updates wait."""
+        return self.rank.is_redone is not None and bool(self.rank.is_redone > 0)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global L2 norm of the averaged gradient before clipping; None where the program computes none."""
+        return None if self.rank.grad_norm is None else float(self.rank.grad_norm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Evaluation:
+    """The results of ``Engine.evaluate`` on this rank; see ``RankEvaluation``. Reading the loss waits for it."""
+
+    rank: RankEvaluation
+
+    def __repr__(self) -> str:
+        outputs = "" if self.outputs is None else f", outputs={self.outputs}"
+        return f"{type(self).__name__}(loss={self.loss}{outputs})"
+
+    @property
+    def loss(self) -> float:
+        """The loss of this rank's batch (``Engine.average`` gives the mean over ranks)."""
+        return float(self.rank.loss)
+
+    @property
+    def outputs(self) -> object:
+        """The declared outputs in the user's structure, tensors on the engine's device; None where there are none."""
+        return self.rank.outputs

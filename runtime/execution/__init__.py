@@ -1,0 +1,1 @@
+"""Issue the ops of sections on streams, and execute them on real or virtual ranks."""

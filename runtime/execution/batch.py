@@ -1,0 +1,106 @@
+"""Checks a user's batch against the inputs of a program, and copies it into the input buffers."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from zeroir.errors import BatchError
+from zeroir.ir.analysis.micro_batches import slice_region
+from zeroir.ir.program import ConstantBinding, InputBinding, Program
+from zeroir.runtime.memory.rank_memory import RankMemory
+from zeroir.torch_ops.batches import Batch, BatchLeaves, flatten, is_same_constant
+from zeroir.torch_ops.types import TORCH_DTYPE
+
+
+def write_inputs(program: Program, memory: RankMemory, batch: Batch, micro_batch: int) -> None:
+    """Copy a batch to a micro-batch's slices of the program's input buffers; see :func:`inputs_of`."""
+    for binding, tensor in inputs_of(program, batch):
+        numel = math.prod(binding.shape)
+        region = slice_region(program, binding.buffer, micro_batch, numel)
+        memory.region(region).view(binding.shape).copy_(tensor, non_blocking=True)
+
+
+def inputs_of(program: Program, batch: Batch) -> list[tuple[InputBinding, Tensor]]:
+    """The tensor of a batch for each input of the program.
+
+    Raises:
+        BatchError: where the structure, a shape, a dtype or a constant of the batch is not the compiled one, or a
+            tensor has no values to copy.
+    """
+    leaves = flatten(batch)
+    for constant in program.batch_constants:
+        _check_constant(constant, leaves)
+    inputs = [(binding, _checked(binding, leaves)) for binding in program.inputs]
+    if len(leaves.tensors) > len(inputs) or len(leaves.constants) > len(program.batch_constants):
+        raise _unknown(program, leaves)
+    return inputs
+
+
+def _checked(binding: InputBinding, leaves: BatchLeaves) -> Tensor:
+    tensor = leaves.tensors.get(binding.path)
+    expected = _describe(str(TORCH_DTYPE[binding.dtype]), binding.shape)
+    if tensor is None:
+        found = (
+            f"has the constant {leaves.constants[binding.path]!r} at '{binding.path}'"
+            if binding.path in leaves.constants
+            else f"has no '{binding.path}'"
+        )
+        raise BatchError(
+            f"The batch {found}; the program was compiled for {expected} there: {_REMEDY}."
+        )
+    if tuple(tensor.shape) != binding.shape or tensor.dtype is not TORCH_DTYPE[binding.dtype]:
+        actual = _describe(str(tensor.dtype), tuple(tensor.shape))
+        remedy = _DROP_LAST if _is_shorter(tuple(tensor.shape), binding.shape) else _REMEDY
+        raise BatchError(
+            f"The batch's '{binding.path}' is {actual}, but the program was compiled for {expected}: {remedy}, or "
+            "compile for the new ones."
+        )
+    return tensor
+
+
+def _is_shorter(shape: tuple[int, ...], compiled: tuple[int, ...]) -> bool:
+    """Whether a tensor has fewer samples than the program was compiled for, and is otherwise of the compiled shape."""
+    return bool(shape and compiled) and shape[0] < compiled[0] and shape[1:] == compiled[1:]
+
+
+def _check_constant(binding: ConstantBinding, leaves: BatchLeaves) -> None:
+    path = binding.path
+    if path in leaves.tensors:
+        tensor = leaves.tensors[path]
+        actual = _describe(str(tensor.dtype), tuple(tensor.shape))
+    elif path not in leaves.constants:
+        raise BatchError(
+            f"The batch has no '{path}'; the program was compiled for the constant {binding.value!r} there: {_REMEDY}."
+        )
+    elif is_same_constant(leaves.constants[path], binding.value):
+        return
+    else:
+        actual = f"{leaves.constants[path]!r:.80}"
+    raise BatchError(
+        f"The batch's '{path}' is {actual}, but the program was compiled for the constant {binding.value!r:.80} there: "
+        "compile for the new value, or make it a tensor."
+    )
+
+
+def _unknown(program: Program, leaves: BatchLeaves) -> BatchError:
+    """The error on a tensor or constant for which the program has no place."""
+    bound = {binding.path for binding in program.inputs}
+    bound |= {binding.path for binding in program.batch_constants}
+    path = next(path for path in (*leaves.tensors, *leaves.constants) if path not in bound)
+    return BatchError(
+        f"The batch has a '{path}', which the program was not compiled for and would ignore: {_REMEDY}, or compile for "
+        "the new ones."
+    )
+
+
+_DROP_LAST = (
+    "the last batch of an epoch is shorter where the number of samples is no multiple of the batch size, so pass "
+    "drop_last=True to the DataLoader"
+)
+_REMEDY = "give batches like the example that it was compiled with"
+
+
+def _describe(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype.removeprefix('torch.')}{list(shape)}"

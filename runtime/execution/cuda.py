@@ -1,0 +1,420 @@
+"""The streams and events of a program on a CUDA device: each is one of CUDA's own.
+
+Streams that the host or a disk executes keep a worker thread. CUDA cannot wait for a thread, so whoever issues ops of
+a device stream that must wait for such a thread waits itself. Streams of copies have threads of their own for that:
+these wait for the host's ops, issue the copies and record their events, while the issuing thread goes on. It waits
+itself only where a stream that computes or communicates needs what such a copy brings: until the copy is issued.
+
+Submitted ops can be captured as a CUDA graph instead of carried out (``CudaStreams.capture``). Torch has no public
+interface for cleaning up after a capture, least of all after one that failed; all private interfaces used are here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import assert_never
+
+import torch
+
+from zeroir.ir.analysis.effects import effects
+from zeroir.ir.analysis.issuing_threads import issued_apart
+from zeroir.ir.mesh import COMPUTE, HOST, Executor
+from zeroir.ir.ops import IssuedOp, Op, Wait
+from zeroir.ir.program import Program
+from zeroir.runtime.execution.cuda_events import (
+    Event,
+    LateEvent,
+    PendingSignal,
+    recorded,
+    synchronize,
+    under_way,
+)
+from zeroir.runtime.execution.host_threads import use_update_threads
+from zeroir.runtime.execution.streams import ThreadStreams
+from zeroir.runtime.execution.trace import HostClock, Mark, Task, WatchOp
+
+
+class CudaClock:
+    """Marks moments of a device stream by CUDA events on the current stream, and of others by the host's clock."""
+
+    def __init__(self, program: Program, device: torch.device) -> None:
+        self._on_device = frozenset(
+            stream.name for stream in program.streams if stream.executor is Executor.DEVICE
+        )
+        self._host = HostClock()
+        self._first = _timed_event()
+        torch.cuda.synchronize(device)
+        self._first.record()
+        self._first.synchronize()
+        self._first_ns = time.perf_counter_ns()
+
+    def mark(self, stream: str) -> Mark:
+        """See ``StreamClock.mark``."""
+        if stream not in self._on_device:
+            return self._host.mark(stream)
+        event = _timed_event()
+        event.record()
+
+        def when() -> int:
+            event.synchronize()
+            elapsed_ms: float = self._first.elapsed_time(event)
+            return self._first_ns + round(elapsed_ms * 1e6)
+
+        return when
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CudaGraph:
+    """A captured graph, the stream on which it is launched, and ``wait``, which orders that stream after other work."""
+
+    graph: torch.cuda.CUDAGraph
+    stream: torch.cuda.Stream
+    wait: Task
+
+    def replay(self) -> None:
+        """Launch the captured ops on the stream."""
+        self.wait()
+        with torch.cuda.stream(self.stream):
+            self.graph.replay()
+
+    def reset(self) -> None:
+        """Release the graph, once the device has finished it."""
+        self.stream.synchronize()
+        self.graph.reset()
+
+
+class CudaStreams:
+    """Streams of one process on one CUDA device."""
+
+    def __init__(self, program: Program, device: torch.device) -> None:
+        self._device = device
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        on_host: set[str] = set()
+        used = {COMPUTE, *(effects(op).stream for op in program.ops())}
+        for stream in program.streams:
+            match stream.executor:
+                case Executor.DEVICE if stream.name == COMPUTE:
+                    # The user's own work is on it, too, unless the user changes the current stream.
+                    self._streams[stream.name] = torch.cuda.current_stream(device)
+                case Executor.DEVICE:
+                    if stream.name in used:
+                        self._streams[stream.name] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                case Executor.HOST | Executor.DISK:
+                    on_host.add(stream.name)
+                case _:
+                    assert_never(stream.executor)
+        self._host_streams = frozenset(on_host)
+        self._threads = ThreadStreams(inline=())
+        self._thread = threading.local()
+        self._apart = issued_apart(program)
+        self._tails: dict[str, LateEvent] = {}
+        """For each stream that a thread issues, the event of its last op that crosses no boundary."""
+        self._events: dict[str, Event] = {}
+        self._crossing = frozenset(p.event for s in program.sections for p in s.exit.pending)
+        self._last: dict[str, list[PendingSignal]] = {name: [] for name in self._streams}
+        self._before_capture: Mapping[str, Event] = {}
+        """While ops are captured: the events that were signalled before."""
+        self._awaited: list[str] = []
+        """The ones among them for which the captured ops wait."""
+        self._capture_stream: torch.cuda.Stream | None = None
+        self._pool: torch.cuda._POOL_HANDLE | None = None
+
+    def stream(self, name: str) -> torch.cuda.Stream:
+        """The CUDA stream of that name."""
+        return self._streams[name]
+
+    def bind(self, op: Op, run: Task, watch: WatchOp | None = None) -> Task:
+        """See ``Streams.bind``."""
+        match op:
+            case Wait():
+                return self._waiting(op, watch)
+            case _ if op.stream in self._host_streams:
+                enqueue = self._threads.bind(op, partial(self._on_host, run), watch)
+                return lambda: self._hand_over(op.event, enqueue)
+            case _ if op.stream in self._apart:
+                return self._issued_by_thread(op, run if watch is None else watch(run))
+            case _:
+                task = run if watch is None else watch(run)
+                return lambda: self._on_device(op.stream, op.event, task)
+
+    def join(self, pending: Collection[str]) -> None:
+        """See ``Streams.join``. The host itself does not wait for the device."""
+        self._threads.join([name for name in pending if self._is_of_thread(name)])
+        signals: dict[str, torch.cuda.Event] = {}
+        for name, stream in self._streams.items():
+            crossing = self._last[name] = under_way(self._last[name], pending)
+            before = recorded(crossing[0].before) if crossing else stream.record_event()
+            if before is not None:
+                signals[name] = before
+        for name, stream in self._streams.items():
+            for signalling, signal in signals.items():
+                if signalling == name:
+                    continue
+                if name in self._apart:
+                    wait = partial(stream.wait_event, signal)
+                    self._threads.call(name, partial(self._in_thread, wait))
+                else:
+                    stream.wait_event(signal)
+
+    def finish(self) -> None:
+        """See ``Streams.finish``. Copies to and from pinned memory are under way until the device has done them."""
+        self._threads.join(())
+        torch.cuda.synchronize(self._device)
+
+    def signal(self, event: str) -> None:
+        """See ``Streams.signal``."""
+        self._events[event] = self._streams[COMPUTE].record_event()
+
+    def waiting_for(self, events: Collection[str]) -> Task:
+        """See ``Streams.waiting_for``."""
+        of_device = [self._events[name] for name in events if name in self._events]
+        of_device.append(self._streams[COMPUTE].record_event())
+        wait_for_threads = self._threads.waiting_for(
+            [name for name in events if self._is_of_thread(name)]
+        )
+
+        def wait() -> None:
+            wait_for_threads()
+            for event in of_device:
+                if (arrived := recorded(event)) is not None:
+                    arrived.synchronize()
+
+        return wait
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """See ``Streams.entered``: the current stream may be another one than compute's."""
+        own, callers = self._streams[COMPUTE], torch.cuda.current_stream(self._device)
+        if own == callers:
+            yield
+            return
+        own.wait_event(callers.record_event())
+        with torch.cuda.stream(own):
+            yield
+        callers.wait_event(own.record_event())
+
+    def close(self) -> None:
+        """See ``Streams.close``."""
+        self._threads.close()
+
+    def capture(self, issue: Callable[[], None]) -> CudaGraph:
+        """Capture the ops that ``issue`` submits, on all streams, instead of carrying them out.
+
+        The caller joins the streams before and after. Where the ops wait for events that were pending before, the whole
+        graph waits for them, each time that it is launched. All graphs of this object take their memory from one pool,
+        so no two may run at once, and each overwrites the results that another left there.
+
+        Raises:
+            RuntimeError: where something cannot be captured; then nothing was carried out.
+        """
+        if self._capture_stream is None:
+            # CUDA cannot capture a default stream, and compute may be one, so another stream replaces it.
+            self._capture_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._pool = torch.cuda.graph_pool_handle()
+        # The graph has its own memory and cannot use memory that was freed before.
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        graph = torch.cuda.CUDAGraph()
+        own, events = self._streams, dict(self._events)
+        last = {name: list(ops) for name, ops in self._last.items()}
+        self._streams = {**own, COMPUTE: self._capture_stream}
+        self._before_capture, self._awaited = events, []
+        try:
+            with torch.cuda.stream(self._capture_stream):
+                # Other threads, such as NCCL's own, may go on calling CUDA.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                self._fork()
+                issue()
+                self._rejoin()
+                with warnings.catch_warnings():
+                    # A section may have no work for the device, such as an all-reduce of one rank.
+                    warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                    graph.capture_end()
+        except BaseException:
+            self._abandon(graph)
+            raise
+        finally:
+            # Events that were recorded in a capture are invalid outside it.
+            self._streams, self._events, self._last = own, events, last
+            self._before_capture = {}
+            # The scratch memory of matrix products belongs to the graph; torch would keep it until the process ends.
+            torch._C._cuda_clearCublasWorkspaces()
+
+        awaited = self._awaited
+
+        def wait() -> None:
+            for name in awaited:
+                self._order(own[COMPUTE], name)
+
+        return CudaGraph(graph=graph, stream=own[COMPUTE], wait=wait)
+
+    def _fork(self) -> None:
+        """Let every stream join the capture, but those of threads: they copy to or from the host, as no graph does."""
+        begin = self._streams[COMPUTE].record_event()
+        for name, stream in self._streams.items():
+            if name != COMPUTE and name not in self._apart:
+                stream.wait_event(begin)
+
+    def _rejoin(self) -> None:
+        """Order the capture's first stream after all others, as CUDA requires at its end."""
+        for name, stream in self._streams.items():
+            if name != COMPUTE and name not in self._apart:
+                self._streams[COMPUTE].wait_event(stream.record_event())
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed, whatever its state."""
+        assert self._capture_stream is not None
+        with torch.cuda.stream(self._capture_stream):
+            with contextlib.suppress(RuntimeError):
+                self._rejoin()
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            index = torch.cuda.current_device()
+        graph.reset()
+        # torch refuses a pool without graphs, so later captures use a new one.
+        pool, self._pool = self._pool, torch.cuda.graph_pool_handle()
+        assert pool is not None
+        try:
+            torch._C._cuda_endAllocateToPool(index, pool)
+        except RuntimeError:
+            return  # torch has already ended it
+        torch._C._cuda_releasePool(index, pool)
+
+    def _on_device(self, name: str, event: str | None, run: Task) -> None:
+        stream = self._streams[name]
+        if event in self._crossing:
+            # A join leaves out an op that may still be pending, but not the earlier ops of its stream.
+            self._last[name].append(PendingSignal(event=event, before=stream.record_event()))
+        else:
+            self._last[name].clear()
+        with torch.cuda.stream(stream):
+            run()
+        if event is not None:
+            self._events[event] = stream.record_event()
+
+    def _hand_over(self, event: str | None, enqueue: Task) -> None:
+        # Another section may have used the name for an event of the device.
+        self._events.pop(event or "", None)
+        enqueue()
+
+    def _issued_by_thread(self, op: IssuedOp, task: Task) -> Task:
+        """Hand the op to the stream's thread, which issues it and records its event."""
+        events: deque[LateEvent] = deque()
+
+        def issue() -> None:
+            stream = self._streams[op.stream]
+            with torch.cuda.stream(stream):
+                task()
+            events.popleft().recorded = stream.record_event()
+
+        enqueue = self._threads.bind(op, partial(self._in_thread, issue))
+
+        def hand_over() -> None:
+            event = LateEvent()
+            events.append(event)
+            if op.event in self._crossing:
+                before = self._tails.get(op.stream, LateEvent())
+                self._last[op.stream].append(PendingSignal(event=op.event, before=before))
+            else:
+                self._last[op.stream].clear()
+                self._tails[op.stream] = event
+            if op.event is not None:
+                self._events[op.event] = event
+            enqueue()
+
+        return hand_over
+
+    def _is_of_thread(self, name: str) -> bool:
+        """Whether a thread carries out or issues the op that signals the event."""
+        return isinstance(self._events.get(name, LateEvent()), LateEvent)
+
+    def _waiting(self, op: Wait, watch: WatchOp | None) -> Task:
+        if op.on in self._apart:
+            return lambda: self._wait_in_thread(op, watch)
+        on = op.on if op.on in self._host_streams else HOST
+        of_threads = self._threads.bind(
+            Wait(waited=op.waited, on=on),
+            _nothing,
+            watch,
+        )
+
+        def wait() -> None:
+            event = self._events.get(op.waited)
+            if event is not None and event is self._before_capture.get(op.waited):
+                # CUDA cannot capture a wait for work outside the graph.
+                self._awaited.append(op.waited)
+                return
+            if self._is_of_thread(op.waited):  # carried out or issued by it
+                # The watch marks moments on the current stream.
+                with torch.cuda.stream(self._streams.get(op.on)):
+                    of_threads()
+            if event is None:
+                return
+            if op.on in self._host_streams:
+                # The worker waits for the device when its turn comes; the issuing thread continues.
+                self._threads.call(op.on, partial(synchronize, event))
+            elif op.on == HOST:
+                synchronize(event)
+            else:
+                self._order(self._streams[op.on], op.waited)
+
+        return wait
+
+    def _wait_in_thread(self, op: Wait, watch: WatchOp | None) -> None:
+        """Let the thread that issues a stream's ops wait for another thread, and the stream for the device."""
+        stream, event = self._streams[op.on], self._events.get(op.waited)
+        is_of_thread = self._is_of_thread(op.waited)
+        wait_for_thread = self._threads.waiting_for([op.waited]) if is_of_thread else _nothing
+
+        def wait() -> None:
+            wait_for_thread()
+            if (arrived := recorded(event)) is not None:
+                stream.wait_event(arrived)
+
+        task = wait if watch is None else watch(wait)
+
+        def on_stream() -> None:
+            with torch.cuda.stream(stream):
+                task()
+
+        self._threads.call(op.on, partial(self._in_thread, on_stream))
+
+    def _order(self, stream: torch.cuda.Stream, name: str) -> None:
+        """Order a stream after an event of the device; the caller waits until the event is recorded."""
+        if self._is_of_thread(name):
+            self._threads.waiting_for([name])()
+        event = recorded(self._events[name])
+        assert event is not None
+        stream.wait_event(event)
+
+    def _on_host(self, run: Task) -> None:
+        if not getattr(self._thread, "has_update_threads", False):
+            use_update_threads()
+            self._thread.has_update_threads = True
+        self._in_thread(run)
+
+    def _in_thread(self, task: Task) -> None:
+        """Carry a task out in a worker thread. These begin on device 0, which need not be this process's.
+
+        In a thread that stays on it, the end of a block on a stream of this device makes a context on device 0, which
+        takes hundreds of megabytes there.
+        """
+        if not getattr(self._thread, "is_on_device", False):
+            torch.cuda.set_device(self._device)
+            self._thread.is_on_device = True
+        task()
+
+
+def _nothing() -> None:
+    pass

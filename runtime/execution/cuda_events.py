@@ -1,0 +1,48 @@
+"""Events of a CUDA device that threads record."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True, eq=False)
+class LateEvent:
+    """An event that another thread records, once it has issued the op that signals it."""
+
+    recorded: torch.cuda.Event | None = None
+
+
+Event = torch.cuda.Event | LateEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingSignal:
+    """An op whose event has the name of one that is pending between sections; ``before`` precedes it on its stream."""
+
+    event: str
+    before: Event
+
+
+def under_way(last: Sequence[PendingSignal], pending: Collection[str]) -> list[PendingSignal]:
+    """The last ops of a stream that signal ``pending``; where two ops signal one name, the later counts."""
+    left = set(pending)
+    first = len(last)
+    while first > 0 and last[first - 1].event in left:
+        first -= 1
+        left.remove(last[first].event)
+    return list(last[first:])
+
+
+def recorded(event: Event | None) -> torch.cuda.Event | None:
+    """The event of the device; None where there is none, or none yet."""
+    return event.recorded if isinstance(event, LateEvent) else event
+
+
+def synchronize(event: Event) -> None:
+    """Wait for the device; a late event must have been recorded."""
+    arrived = recorded(event)
+    assert arrived is not None
+    arrived.synchronize()

@@ -1,0 +1,77 @@
+"""Steps of an engine, timed and recorded in turns for a profile, on all ranks at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from zeroir.ir.spans import Span
+from zeroir.runtime.data.training_data import TrainingData
+from zeroir.runtime.engine.engine import Engine
+
+WARM_UP: Final = 3
+"""Unmeasured steps at the beginning, in which kernels are made and memory is first touched."""
+
+_TIMED: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMeasurements:
+    """The measurements of all rounds, on rank 0.
+
+    ``seconds`` has the mean time of each round's unrecorded steps; ``steps`` the spans of one recorded step of each
+    round, by rank. ``workspaces`` are the bytes that each segment took on rank 0 beside its buffers, by the segment's
+    digest.
+    """
+
+    seconds: Sequence[float]
+    steps: Sequence[Sequence[Sequence[Span]]]
+    workspaces: Mapping[str, int]
+
+    @property
+    def step_s(self) -> float:
+        """The median time of the unrecorded steps."""
+        return median(self.seconds)
+
+    @property
+    def noise(self) -> float | None:
+        """The difference between the medians of odd and even rounds, as a fraction of the step; None for one round."""
+        if len(self.seconds) < 2:
+            return None
+        return abs(median(self.seconds[::2]) - median(self.seconds[1::2])) / self.step_s
+
+
+def record(engine: Engine, data: TrainingData, *, rounds: int) -> StepMeasurements | None:
+    """Take steps, in turns timed and recorded; None on ranks other than 0. All ranks call this together."""
+    micro_steps = int(engine.program.option.get("micro_steps", "1"))
+
+    def step() -> None:
+        step_number = engine.step_count + 1
+        engine.step([data.take(step_number) for _ in range(micro_steps)])
+
+    for _ in range(WARM_UP):
+        step()
+    seconds: list[float] = []
+    steps: list[Sequence[Sequence[Span]]] = []
+    for _ in range(rounds):
+        engine.average(0.0)  # all ranks begin together
+        start = time.perf_counter()
+        for _ in range(_TIMED):
+            step()
+        engine.finish()
+        seconds.append((time.perf_counter() - start) / _TIMED)
+        # The step after a gathering of spans is slower than most, so the one after it is recorded.
+        engine.record(engine.step_count + 2)
+        step()
+        step()
+        spans = engine.timelines()
+        if spans is not None:
+            steps.append(spans)
+    if engine.rank:
+        step()
+        return None
+    workspaces = engine.workspaces(step)
+    return StepMeasurements(seconds=seconds, steps=steps, workspaces=workspaces)

@@ -1,0 +1,225 @@
+"""Issues the ops of a program's sections, in order, each on its stream; see ``StepExecutor``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property, partial
+
+import torch
+from torch.profiler import record_function
+
+from zeroir.errors import (
+    MEMORY_REMEDY,
+    InternalError,
+    UserError,
+    ZeroirError,
+    is_out_of_memory,
+)
+from zeroir.ir import ops
+from zeroir.ir.analysis.labels import labels
+from zeroir.ir.program import OpPosition, Section
+from zeroir.runtime.comm.base import DifferentCollectivesError
+from zeroir.runtime.comm.job import LostPeersError, is_lost_connection
+from zeroir.runtime.distributed.section_comparison import SHOWN_S, SectionsOfRanks
+from zeroir.runtime.execution.handlers import LocalRanks
+from zeroir.runtime.execution.streams import Streams
+from zeroir.runtime.execution.trace import Task, Watch
+from zeroir.runtime.state import state
+
+RunSection = Callable[[Section, Callable[[], None]], None]
+"""Carries out a section whose ops the function submits."""
+
+
+class SectionRunner:
+    """Runs whole sections of a program for the local ranks.
+
+    Ops are bound to their streams once, at the section's first run. With ``run_section`` sections run as it says, such
+    as by CUDA graphs, unless their ops are observed. An error names the op that failed.
+    """
+
+    def __init__(
+        self, local_ranks: LocalRanks, streams: Streams, run_section: RunSection | None
+    ) -> None:
+        self._local_ranks = local_ranks
+        self._program = local_ranks.program
+        self._streams = streams
+        self._run_section = run_section
+        self._is_begun = False
+        self._has_failed = False
+        self._position: OpPosition | None = None
+        self._when: dict[str, str] = {}
+        self._prepared: dict[str, list[Task]] = {}
+        self._bound: dict[tuple[str, Watch | None], list[Task]] = {}
+        self.sections: SectionsOfRanks | None = None
+        """What ranks tell each other of the sections in which they meet."""
+        self._shared = {
+            section.name
+            for section in self._program.sections
+            if any(isinstance(op, ops.CollectiveOp) for op in section.body)
+        }
+        self._pending = {
+            section.name: (
+                [pending.event for pending in section.entry.pending],
+                [pending.event for pending in section.exit.pending],
+            )
+            for section in self._program.sections
+        }
+
+    @property
+    def position(self) -> OpPosition | None:
+        """The op that began last; None outside sections. Any thread may ask."""
+        return self._position
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a section or a change of values began and did not end."""
+        return self._has_failed
+
+    def run(self, name: str, when: str, watch: Watch | None = None) -> None:
+        """Run a section, each op of it within ``watch`` if that is given; errors say ``when``: ``of step 3``.
+
+        Raises:
+            UserError: where the program has no such section, an earlier one failed, memory runs out or a batch does
+                not suit the model.
+            LostPeersError: where another rank is lost.
+            InternalError: where an op fails for any other reason.
+        """
+        section = self._program.section_by_name.get(name)
+        if section is None:
+            raise UserError(
+                f"The program has no {name} section; compile it for this many micro-steps."
+            )
+        if self._has_failed:
+            raise UserError(
+                "An earlier step failed in its middle, and left a part of the values changed: make a new engine."
+            )
+        self._when[name] = when
+        self._has_failed = True  # until the section has run to its end
+        with torch.no_grad():
+            if not self._is_begun:
+                self._begin(section)
+            entering, leaving = self._pending[name]
+            self._streams.join(entering)
+            # Only ops that are issued one by one can be observed.
+            if self._run_section is None or watch is not None:
+                self._issue(section, watch)
+            else:
+                self._run_section(section, partial(self._issue, section, None))
+            self._streams.join(leaving)
+        self._has_failed = False
+        self._position = None
+
+    def approach(self, name: str, step: int, micro_steps: int) -> None:
+        """Take the first op of a section, which is to run next, as the one that began last.
+
+        ``step`` counts from 1; ``micro_steps`` of it are done at the end of the section.
+        """
+        section = self._program.section_by_name.get(name)
+        ops_in_order = () if section is None else section.positioned_ops()
+        self._position = next((position for position, _ in ops_in_order), None)
+        if self.sections is not None and name in self._shared:
+            self.sections.begin(name, step, micro_steps)
+
+    def establish(self, name: str) -> None:
+        """Establish the entry state of a section, which is to run next, by the values of the buffers at rest."""
+        with torch.no_grad():
+            self._begin(self._program.section_by_name[name])
+
+    def restart(self) -> None:
+        """Establish the entry state of the next section that runs, as before the first one."""
+        self._is_begun = False
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """A body that changes the values of buffers; if it fails, no section may run."""
+        self._has_failed = True
+        yield
+        self._has_failed = False
+
+    @cached_property
+    def labels(self) -> Mapping[OpPosition, str]:
+        """A label for each op, for profiles and errors."""
+        return labels(self._program)
+
+    def _begin(self, section: Section) -> None:
+        """Establish the entry state of the first section; later sections find theirs as their predecessors leave it."""
+        self._is_begun = True
+        state.establish(
+            self._program, self._local_ranks.memories, self._local_ranks.comm, section.entry
+        )
+        for pending in section.entry.pending:
+            self._streams.signal(pending.event)
+
+    def _issue(self, section: Section, watch: Watch | None) -> None:
+        if watch is None and torch.autograd.profiler._is_profiler_enabled:
+            watch = self._named
+        # Bound ops are kept, observed ones too: otherwise a recorded step would run ops for the first time.
+        tasks = self._bound.get((section.name, watch))
+        if tasks is None:
+            tasks = self._bound[section.name, watch] = self._bind(section, watch)
+        for task in tasks:
+            task()
+
+    def _bind(self, section: Section, watch: Watch | None) -> list[Task]:
+        runs = self._prepared.get(section.name)
+        if runs is None:
+            runs = [self._task(position, op) for position, op in section.positioned_ops()]
+            self._prepared[section.name] = runs
+        return [
+            self._streams.bind(op, run, None if watch is None else partial(watch, position, op))
+            for (position, op), run in zip(section.positioned_ops(), runs, strict=True)
+        ]
+
+    def _task(self, position: OpPosition, op: ops.Op) -> Task:
+        """The function that carries an op out, the same whether it is observed or not."""
+        step = self._local_ranks.prepare(op)
+
+        def run() -> None:
+            self._position = position
+            try:
+                step()
+            except UserError:
+                raise
+            except Exception as error:
+                raise self._explained(position, error) from error
+
+        return run
+
+    def _named(self, position: OpPosition, _: ops.Op, run: Task) -> Task:
+        label = self.labels[position]
+
+        def named() -> None:
+            with record_function(label):
+                run()
+
+        return named
+
+    def _different(self, error: Exception) -> UserError | None:
+        """The error that the ranks do different things, if this one comes from that."""
+        if self.sections is None:
+            return None
+        match error:
+            case DifferentCollectivesError():
+                return self.sections.error(patience_s=SHOWN_S)
+            case RuntimeError() if is_lost_connection(error):
+                return self.sections.error(patience_s=1.0)
+            case _:
+                return None
+
+    def _explained(self, position: OpPosition, error: Exception) -> ZeroirError:
+        """The error to raise for a failure in an op: it names the failure, the op and a remedy."""
+        place = f"{self.labels[position]} {self._when[position.section]}"
+        if (different := self._different(error)) is not None:
+            return different
+        if isinstance(error, RuntimeError) and is_lost_connection(error):
+            return LostPeersError(
+                f"Rank {self._local_ranks.memories[0].rank} lost its peers in {place}: another rank stopped or is "
+                "stuck; look at the first rank that failed."
+            )
+        if is_out_of_memory(error):
+            return UserError(f"Memory ran out in {place}: {MEMORY_REMEDY}.")
+        if isinstance(error, IndexError):
+            problem = str(error).rstrip(".")
+            return UserError(f"The batch does not suit the model: {problem}, in {place}.")
+        return InternalError(f"{place}: {error}")

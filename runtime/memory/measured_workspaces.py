@@ -1,0 +1,66 @@
+"""The memory that each segment of a step takes beside its buffers, measured by torch's allocators for a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from zeroir.ir import ops
+from zeroir.ir.analysis.labels import labels
+from zeroir.ir.ops import Op
+from zeroir.ir.program import EVALUATE, OpPosition, Program
+from zeroir.runtime.execution.trace import Task
+from zeroir.runtime.memory.allocations import allocations, by_range, peak_bytes
+
+
+def on_host(program: Program, step: Callable[[], object]) -> Mapping[str, int]:
+    """Take a step; return the most bytes that a call of each segment held at once, by the segment's digest.
+
+    The calling thread must carry out the computation, each op in a profiler range named by its label.
+    """
+    names = labels(program)
+    events_by_label = by_range(allocations(step), names.values())
+    return _largest(
+        program,
+        (
+            (op, peak_bytes(events_by_label.get(names[position], ())))
+            for position, op in program.positioned_ops()
+            if position.section != EVALUATE
+        ),
+    )
+
+
+class DeviceWatcher:
+    """Watches the allocator of a CUDA device while ops are issued, for then it allocates and frees their memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peaks: list[tuple[Op, int]] = []
+
+    def watch(self, _: OpPosition, op: Op, run: Task) -> Task:
+        """See ``trace.Watch``. Only compute ops are watched; other threads may carry out others beside them."""
+        if not isinstance(op, ops.Compute):
+            return run
+
+        def watched() -> None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            before = torch.cuda.memory_allocated(self._device)
+            run()
+            self._peaks.append((op, torch.cuda.max_memory_allocated(self._device) - before))
+
+        return watched
+
+    def workspaces(self, program: Program) -> Mapping[str, int]:
+        """The most bytes that a call of each segment held at once, by the segment's digest."""
+        return _largest(program, self._peaks)
+
+
+def _largest(program: Program, peaks: Iterable[tuple[Op, int]]) -> Mapping[str, int]:
+    """The largest peak of the calls of each segment, in bytes by digest."""
+    largest: dict[str, int] = {}
+    for op, peak in peaks:
+        if isinstance(op, ops.Compute):
+            digest = program.segment_by_name[op.segment].digest()
+            largest[digest] = max(largest.get(digest, 0), peak)
+    return largest

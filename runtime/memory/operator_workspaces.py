@@ -1,0 +1,56 @@
+"""The workspace of an operator that a library or the model registers, measured by torch's allocators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from zeroir.runtime.memory.allocations import allocations, peak_bytes
+from zeroir.torch_ops.foreign_workspaces import ForeignOperator, resolved
+
+
+def measure_workspace(op: ForeignOperator, *args: object, **kwargs: object) -> int:
+    """Call an operator twice, and return the most bytes that the second call held at once, less those of its results.
+
+    The operator runs on the device of its first tensor. The first call is not measured, because libraries then allocate
+    what they keep for later calls.
+
+    Raises:
+        UserError: if the operator is not registered, or is one of torch or zeroir.
+    """
+    function = resolved(op)
+    with torch.no_grad():
+        function(*args, **kwargs)
+        return measured(lambda: function(*args, **kwargs), device_of(args, kwargs))[1]
+
+
+def measured(call: Callable[[], object], device: torch.device) -> tuple[object, int]:
+    """The result of a call, and the most bytes that it held at once less those of the elements of its results."""
+    results: list[object] = []
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = _requested_bytes(device, "current")
+        results.append(call())
+        peak = _requested_bytes(device, "peak") - before
+    else:
+        peak = peak_bytes(allocations(lambda: results.append(call())))
+    made = sum(
+        leaf.numel() * leaf.element_size()
+        for leaf in pytree.tree_leaves(results)
+        if isinstance(leaf, Tensor)
+    )
+    return results[0], max(0, peak - made)
+
+
+def device_of(args: object, kwargs: object) -> torch.device:
+    """The device of the first tensor among the arguments of a call; the CPU where there is none."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+
+
+def _requested_bytes(device: torch.device, moment: str) -> int:
+    """What was asked of the allocator, which rounds each block up."""
+    return int(torch.cuda.memory_stats(device)[f"requested_bytes.all.{moment}"])

@@ -1,0 +1,140 @@
+"""Whole parameters, gathered from the shards of all ranks, flat by flat."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from zeroir.errors import UserError
+from zeroir.ir import ops
+from zeroir.ir.analysis.held_elements import held_by_all, held_elements
+from zeroir.ir.buffers import Buffer
+from zeroir.ir.contents import EMA, MASTER, PARAM, FlatContent
+from zeroir.ir.program import Flat, Program, Slot
+from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
+from zeroir.runtime.memory.rank_memory import RankMemory
+from zeroir.runtime.memory.tensors import common
+from zeroir.torch_ops.types import TORCH_DTYPE
+
+
+def whole_parameters(
+    program: Program,
+    ranks: Sequence[RankMemory],
+    comm: Comm,
+    names: Collection[str] | None = None,
+    *,
+    masters: bool,
+    ema: bool = False,
+) -> Iterator[tuple[Slot, list[Tensor]]]:
+    """Every parameter, or those that ``names`` has by the names of their slots, with one copy for each local rank.
+
+    A copy has the parameter's shape and memory of its own, on the rank's device, in the dtype that the segments compute
+    with; with ``masters`` FP32 where the program has masters. With ``ema`` it holds the moving average where there is
+    one. One flat at a time is gathered, or the wanted parameters alone where they are less than half of it. All ranks
+    iterate together.
+
+    Raises:
+        UserError: with ``ema``, where the program keeps no averages.
+    """
+    if ema and not any(isinstance(op, ops.Average) for op in program.ops()):
+        raise UserError(
+            "The program keeps no moving average of the weights: compile it with --ema 0.999, for example."
+        )
+    for flat in program.flats:
+        slots = [slot for slot in flat.slots if names is None or slot.name in names]
+        if not slots:
+            continue
+        buffers, dtype = _source(program, flat, masters=masters, ema=ema)
+        if 2 * sum(slot.numel for slot in slots) >= flat.numel:
+            whole = flat_part(program, ranks, comm, buffers, dtype, range(flat.padded_numel))
+            for slot in slots:
+                stop = slot.offset + slot.numel
+                yield slot, [v[slot.offset : stop].clone().view(slot.shape) for v in whole]
+            del whole
+        else:
+            for slot in slots:
+                elements = range(slot.offset, slot.offset + slot.numel)
+                part = flat_part(program, ranks, comm, buffers, dtype, elements)
+                yield slot, [values.view(slot.shape) for values in part]
+                del part
+
+
+def flat_buffers(
+    program: Program, flat: str, quantities: Sequence[str]
+) -> list[tuple[Buffer, FlatContent]]:
+    """The persistent buffers that hold a quantity of a flat between steps, with their contents."""
+    return [
+        (buffer, buffer.holds)
+        for buffer in program.buffers
+        if isinstance(buffer.holds, FlatContent)
+        and buffer.holds.flat == flat
+        and buffer.holds.quantity in quantities
+    ]
+
+
+def flat_part(
+    program: Program,
+    ranks: Sequence[RankMemory],
+    comm: Comm,
+    buffers: Sequence[tuple[Buffer, FlatContent]],
+    dtype: torch.dtype,
+    elements: range,
+) -> list[Tensor]:
+    """These elements of a flat from the buffers that hold it, converted to ``dtype``, once per local rank.
+
+    Where they are not all elements of sharded buffers, only the ranks that hold some of them send anything. On a real
+    backend all ranks call this together.
+    """
+    parts = [torch.zeros(len(elements), dtype=dtype, device=memory.device) for memory in ranks]
+
+    def targets(held: range) -> list[Tensor]:
+        return [part[held.start - elements.start : held.stop - elements.start] for part in parts]
+
+    for buffer, content in buffers:
+        if content.shard is None:
+            held = common(range(content.offset, content.offset + buffer.numel), elements)
+            for memory, target in zip(ranks, targets(held), strict=True):
+                start, stop = held.start - content.offset, held.stop - content.offset
+                target.copy_(memory.read(buffer.name, start, stop))
+            continue
+        name = next(c.name for c in program.comms if c.axis == content.shard)
+        count = program.mesh.size(content.shard)
+        together = held_by_all(content, buffer.numel, program.mesh)
+        sources = [memory.read(buffer.name).to(memory.device, dtype) for memory in ranks]
+        if len(together) == 1 and common(together[0], elements) == together[0]:
+            comm.all_gather(_collective(name, sources, targets(together[0])))
+            continue
+        for coordinate in range(count):
+            theirs = held_elements(content, buffer.numel, {content.shard: coordinate})
+            held = common(theirs, elements)
+            if held:
+                start, stop = held.start - theirs.start, held.stop - theirs.start
+                pieces = [source[start:stop] for source in sources]
+                comm.broadcast(_collective(name, pieces, targets(held)), coordinate)
+    return parts
+
+
+def _source(
+    program: Program, flat: Flat, *, masters: bool, ema: bool
+) -> tuple[list[tuple[Buffer, FlatContent]], torch.dtype]:
+    """The buffers that hold the wanted values of a flat's parameters, and the dtype to give."""
+    # Between steps the parameters may exist only as masters.
+    quantities = (MASTER, PARAM) if masters else (PARAM, MASTER)
+    buffers_of = (
+        flat_buffers(program, flat.name, (quantity,))
+        for quantity in ((EMA, *quantities) if ema else quantities)
+    )
+    buffers = next(filter(None, buffers_of))
+    return buffers, TORCH_DTYPE[buffers[0][0].dtype if masters else flat.dtype]
+
+
+def _collective(
+    name: str, sources: Sequence[Tensor], destinations: Sequence[Tensor]
+) -> CollectiveTensors:
+    pairs = [
+        [TensorPair(source=source, destination=destination)]
+        for source, destination in zip(sources, destinations, strict=True)
+    ]
+    return CollectiveTensors(comm=name, pairs=pairs, staging=[None] * len(pairs))

@@ -1,0 +1,321 @@
+"""The values with which a program begins: those of a module that rank 0 builds, or of a module in hand.
+
+The values of a built module are those of ``torch.manual_seed(seed); model()``, because exactly that runs. Those of a
+module in hand are its present ones. A module whose tensors are on the meta device takes them from a *state*, for
+instance an opened file of safetensors, tensor by tensor. The program's buffers take the place of the module's tensors:
+each is freed as soon as its values are in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zeroir.errors import UserError
+from zeroir.ir.program import Program
+from zeroir.runtime.state.named_tensors import NamedTensors, without_memory
+from zeroir.torch_ops.batches import undense_kind
+from zeroir.torch_ops.globals import torch_globals_kept
+from zeroir.torch_ops.types import IR_DTYPE, TORCH_DTYPE
+
+Factory = Callable[[], nn.Module]
+
+_FLOATING = frozenset(dtype for dtype in IR_DTYPE if dtype.is_floating_point)
+
+StateSource = Mapping[str, Tensor] | Callable[[str], Tensor]
+"""Tensors by name, for instance a ``state_dict``, or the method ``get_tensor`` of an opened file of safetensors."""
+
+
+def watched_source(
+    source: Factory | nn.Module, watch: Callable[[nn.Module], None]
+) -> Factory | nn.Module:
+    """A source of the same module; ``watch`` is called with the module as soon as it exists."""
+    if isinstance(source, nn.Module):
+        watch(source)
+        return source
+
+    def watched() -> nn.Module:
+        module = source()
+        if isinstance(module, nn.Module):
+            watch(module)
+        return module
+
+    return watched
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldTensor:
+    """A tensor of the module that the program holds, by all its names, the first of which the program uses.
+
+    ``dtypes`` are those that the module's tensor may have: a floating parameter is converted to the program's dtype.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtypes: frozenset[torch.dtype]
+
+    @property
+    def name(self) -> str:
+        """The name that the program uses."""
+        return self.names[0]
+
+
+def held_tensors(program: Program) -> list[HeldTensor]:
+    """The parameters and buffers of the module that the program holds, those without elements included."""
+    return [
+        *(
+            HeldTensor(
+                names=(slot.name, *slot.aliases),
+                shape=slot.shape,
+                dtypes=_FLOATING
+                if flat.dtype.is_floating
+                else frozenset({TORCH_DTYPE[flat.dtype]}),
+            )
+            for flat in program.flats
+            for slot in flat.slots
+        ),
+        *(
+            HeldTensor(
+                names=(binding.name,),
+                shape=binding.shape,
+                dtypes=frozenset({TORCH_DTYPE[program.buffer_by_name[binding.buffer].dtype]}),
+            )
+            for binding in program.module_buffers
+            if binding.data is None
+        ),
+    ]
+
+
+class ModuleValues:
+    """The values of a module's tensors by name, from the state where it has them. Only rank 0 reads them.
+
+    With ``is_kept`` the module keeps its tensors. A module that ``is_made`` for these values may have buffers that the
+    user's code keeps, such as the weights of classes: what holds them besides the module keeps them.
+
+    Raises:
+        UserError: where module and state lack a tensor of the program, or it has a different shape or no values.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        module: nn.Module,
+        state: StateSource | None,
+        *,
+        is_kept: bool,
+        is_made: bool = False,
+    ) -> None:
+        if not (state is None or isinstance(state, Mapping) or callable(state)):
+            raise UserError(
+                f"state= is of type {type(state).__name__}; pass a mapping from names to tensors, or a function, for "
+                "instance the get_tensor of an opened file of safetensors."
+            )
+        self._tensors = NamedTensors(module)
+        self._state = state
+        self._is_kept = is_kept
+        self._is_made = is_made
+        self._fetched: dict[str, Tensor] = {}
+        self._row_major: tuple[str, Tensor] | None = None
+        held = held_tensors(program)
+        self._held = {tensor.name: tensor for tensor in held}
+        for tensor in held:
+            self._require(tensor)
+
+    def fetch(self, name: str) -> torch.dtype:
+        """Read a tensor from the state, if that has it, and keep it until ``free``; returns the dtype of its values.
+
+        Raises:
+            UserError: where the state fails, or its tensor has another shape.
+        """
+        tensor = self._held[name]
+        fetched = self._from_state(tensor.names)
+        if fetched is None:
+            return self._tensors[name].dtype
+        if tuple(fetched.shape) != tensor.shape or fetched.is_meta or fetched.dtype not in IR_DTYPE:
+            raise UserError(
+                f"The state's '{name}' is a tensor of shape {list(fetched.shape)} and {fetched.dtype} on "
+                f"{fetched.device}, but the program was compiled with the shape {list(tensor.shape)}."
+            )
+        self._fetched[name] = fetched.detach()
+        return fetched.dtype
+
+    def elements(self, name: str) -> Tensor:
+        """The values, flat and row-major: a view, or a copy that is kept until the next call for another name."""
+        if self._row_major is None or self._row_major[0] != name:
+            values = self._fetched.get(name)
+            values = self._tensors[name].detach() if values is None else values
+            self._row_major = name, values.reshape(-1)
+        return self._row_major[1]
+
+    def free(self, name: str) -> None:
+        """Free the memory of a tensor, whose values are elsewhere now: the module's becomes a meta tensor."""
+        self._row_major = None
+        self._fetched.pop(name, None)
+        if not self._is_kept:
+            _free(self._tensors, self._held[name], is_made=self._is_made)
+
+    def shared_storage(self) -> tuple[str, str, int] | None:
+        """The names of two tensors of the program in one storage, and its bytes: freeing one of them frees nothing."""
+        first: dict[int, str] = {}
+        for name in self._held:
+            tensor = self._tensors[name]
+            if not tensor.numel() or tensor.is_meta or self._is_kept:
+                continue
+            storage = tensor.untyped_storage()
+            if (other := first.setdefault(storage.data_ptr(), name)) != name:
+                return other, name, storage.nbytes()
+        return None
+
+    def others(self) -> dict[str, Tensor]:
+        """The values of the tensors that the program does not hold, by first name: no section reads them."""
+        values: dict[str, Tensor] = {}
+        held = {name for tensor in self._held.values() for name in tensor.names}
+        for tensor, names in self._tensors.names_by_tensor():
+            if held.isdisjoint(names) and tensor.grad_fn is None:
+                value = self._from_mapping(names) if tensor.is_meta else tensor
+                if value is not None and undense_kind(value) is None:
+                    values[names[0]] = value.detach()
+        return values
+
+    def _require(self, tensor: HeldTensor) -> None:
+        name = tensor.name
+        if name not in self._tensors:
+            raise UserError(
+                f"The model has no parameter or buffer '{name}', which the program was compiled with; "
+                "compile it again from this model."
+            )
+        own = self._tensors[name]
+        if tuple(own.shape) != tensor.shape:
+            raise UserError(
+                f"The model's '{name}' has the shape {list(own.shape)}, but the program was compiled with "
+                f"{list(tensor.shape)}; compile it again from this model."
+            )
+        if own.dtype not in tensor.dtypes:
+            raise UserError(
+                f"The model's '{name}' has the dtype {own.dtype}, but the program was compiled with "
+                f"{' or '.join(sorted(map(str, tensor.dtypes)))}; compile it again from this model."
+            )
+        if self._is_in_state(tensor.names):
+            return
+        for alias in tensor.names[1:]:
+            if alias in self._tensors and self._tensors[alias].data_ptr() != own.data_ptr():
+                raise UserError(
+                    f"The model's '{alias}' is not '{name}', to which it was tied when the program was compiled; "
+                    "compile it again from this model."
+                )
+        if own.is_meta and self._state is not None:
+            advice = self._near(name)
+            if not self._tensors.is_saved(name):
+                advice = ", and no state_dict has it: pass a function that makes the module, which gives it its value"
+            raise UserError(f"The state has no '{name}', which is on the meta device{advice}.")
+        if own.is_meta:
+            raise UserError(
+                f"The model's '{name}' is on the meta device, so it has no value to begin with: make it on the CPU "
+                "(compiling allocates nothing), or pass values with engine(state=...). An engine takes the values of "
+                "its module, unless it was made with keep_module=True."
+            )
+
+    def _is_in_state(self, names: tuple[str, ...]) -> bool:
+        """Whether the state gives this tensor its values. A function is asked for what a ``state_dict`` has."""
+        match self._state:
+            case None:
+                return False
+            case Mapping():
+                return any(name in self._state for name in names)
+            case _:
+                return self._tensors[names[0]].is_meta or self._tensors.is_saved(names[0])
+
+    def _from_state(self, names: tuple[str, ...]) -> Tensor | None:
+        if self._state is None or not self._is_in_state(names):
+            return None
+        if isinstance(self._state, Mapping):
+            return self._from_mapping(names)
+        failure: Exception | None = None
+        for name in names:  # A file has a tied parameter under one of its names.
+            try:
+                return self._state(name)
+            except Exception as error:  # noqa: BLE001 - any error of the user's function
+                failure = failure or error
+        raise UserError(
+            f"The state has no '{names[0]}': {type(failure).__name__}: {failure}"
+        ) from failure
+
+    def _from_mapping(self, names: tuple[str, ...]) -> Tensor | None:
+        if not isinstance(self._state, Mapping):
+            return None
+        return next((self._state[name] for name in names if name in self._state), None)
+
+    def _near(self, name: str) -> str:
+        assert isinstance(self._state, Mapping)
+        near = get_close_matches(name, list(self._state), n=3)
+        return f"; its names like it are {', '.join(near)}" if near else ""
+
+
+def free_module(program: Program, module: nn.Module) -> None:
+    """Free the tensors of a module that the program holds: they become meta tensors."""
+    tensors = NamedTensors(module)
+    for held in held_tensors(program):
+        _free(tensors, held)
+
+
+def _free(tensors: NamedTensors, held: HeldTensor, *, is_made: bool = False) -> None:
+    for name in held.names:  # Names of one parameter may be several tensors in the same memory.
+        if name in tensors and not tensors[name].is_meta:
+            tensor = tensors[name]
+            everywhere = not is_made or isinstance(tensor, nn.Parameter)
+            tensors.replace(tensor, without_memory(tensor), everywhere=everywhere)
+
+
+def built(factory: Factory, seed: int) -> nn.Module:
+    """Build the user's module under ``torch.manual_seed(seed)``.
+
+    torch's generators and other globals are restored, because the ranks that build no module do not change theirs.
+    """
+    with torch_globals_kept():
+        torch.manual_seed(seed)
+        return factory()
+
+
+def built_without_values(factory: Factory) -> nn.Module:
+    """Build the user's module with its parameters on the meta device; buffers and other tensors have their values.
+
+    A parameter becomes a meta tensor when it is registered, before its values are drawn. Where the constructor needs
+    the values of parameters, they have them.
+    """
+    twins = WeakTensorKeyDictionary()
+
+    def on_meta(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter.is_meta:
+            return None
+        if parameter not in twins:
+            twins[parameter] = without_memory(parameter)
+        twin = twins[parameter]
+        assert isinstance(twin, nn.Parameter)
+        return twin
+
+    with torch_globals_kept():
+        try:
+            with _registration(on_meta):
+                return factory()
+        except Exception:  # noqa: BLE001 - building with values raises any error of the user's code again
+            return factory()
+
+
+@contextmanager
+def _registration(
+    hook: Callable[[nn.Module, str, nn.Parameter], nn.Parameter | None],
+) -> Iterator[None]:
+    # torch's annotation leaves out the parameter that a hook may return.
+    register = nn.modules.module.register_module_parameter_registration_hook
+    handle = register(cast("Callable[..., None]", hook))
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,250 @@
+"""The contents of buffers between steps: set by name, established before the first step, and read back whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from zeroir.errors import InternalError, UserError
+from zeroir.ir.analysis.held_elements import held_by_all, held_elements
+from zeroir.ir.buffers import Buffer
+from zeroir.ir.contents import EMA, GRAD, MASTER, PARAM, FlatContent
+from zeroir.ir.layout import used_numel
+from zeroir.ir.mesh import Mesh
+from zeroir.ir.own_coordinates import OWN_COORDINATES, own_numel
+from zeroir.ir.program import Flat, Program, State
+from zeroir.runtime.comm.base import Comm
+from zeroir.runtime.memory.rank_memory import RankMemory
+from zeroir.runtime.state.full_parameters import flat_buffers, flat_part, whole_parameters
+from zeroir.torch_ops.types import TORCH_DTYPE
+
+_TRAINED = (PARAM, MASTER, EMA)
+"""Quantities that have the values of the parameters before the first step."""
+
+
+def initialise_flats(
+    program: Program, ranks: Iterable[RankMemory], initial: Mapping[str, Tensor]
+) -> None:
+    """Fill the persistent buffers of the ranks from values by buffer name.
+
+    For a buffer that holds part of a flat, the value is the whole flat, with any amount of padding at the end, and each
+    rank copies its part; for any other buffer it is the buffer's elements. Masters, averages and further copies of
+    parameters without a value equal the parameters, scalars get the program's values, and everything else is zero.
+
+    Raises:
+        UserError: where the program has no buffer of such a name.
+    """
+    memories = list(ranks)
+    for name in initial:
+        if name not in program.buffer_by_name:
+            raise UserError(f"The program has no buffer %{name} to give a value to.")
+    fill_scalars(program, memories)
+    for buffer in program.buffers:
+        value = initial.get(buffer.name)
+        content = buffer.holds
+        if value is None and isinstance(content, FlatContent) and content.quantity in _TRAINED:
+            params = flat_buffers(program, content.flat, (PARAM,))
+            value = next((initial[b.name] for b, _ in params if b.name in initial), None)
+        if value is None:
+            continue
+        for memory in memories:
+            values = value.reshape(-1)
+            if isinstance(content, FlatContent):
+                start = flat_start(program, buffer, memory.rank)
+                values = values[start : start + buffer.numel]
+            memory.clear_elements(buffer.name, values.numel())
+            memory.write(buffer.name, 0, values)
+
+
+def take_over(program: Program, memory: RankMemory, earlier: RankMemory) -> None:
+    """Begin with the persistent buffers of another program's memory, and with first values of the other scalars.
+
+    Constants are the program's own, and the loss begins with 0: a program for one micro-step leaves that of its last
+    step there.
+    """
+    kept = memory.adopt(earlier) - {b.buffer for b in program.module_buffers if b.data is not None}
+    memory.clear({b.buffer for b in program.module_buffers if b.data is not None})
+    fill_constants(program, [memory])
+    fill_scalars(program, [memory], without=kept)
+    if program.loss is not None:
+        memory.buffer(program.loss).zero_()
+
+
+def require_same_state(present: Program, following: Program) -> None:
+    """Raise UserError unless a program can go on with the persistent buffers of another one, which runs at present.
+
+    Both have the same mesh, parameters in the same places, states, settings and buffers of the model. Constants, sums
+    of gradients, inputs and outputs may differ.
+    """
+    if present.mesh != following.mesh:
+        raise UserError(
+            f"The engine runs on {_text(present.mesh)}, but the program to go on with is for {_text(following.mesh)}: "
+            "compile it for the same mesh."
+        )
+    own, theirs = _state(present), _state(following)
+    for name in {**own, **theirs}:
+        if own.get(name) != theirs.get(name):
+            owner = (
+                "only the program to go on with" if name not in own else "only the engine's program"
+            )
+            if name in own and name in theirs:
+                raise UserError(
+                    f"'{name}' is another one in the program to go on with: compile it from the same model with the "
+                    "same options, and with other batches, outputs or micro-steps alone."
+                )
+            raise UserError(
+                f"'{name}' is in {owner}: compile both from the same model with the same options."
+            )
+
+
+def _text(mesh: Mesh) -> str:
+    return "the mesh " + ", ".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
+
+
+def _state(program: Program) -> dict[str, object]:
+    """What a program keeps from step to step, by the names of flats, persistent buffers and buffers of the model."""
+    buffers = {
+        buffer.name: (buffer.space, buffer.dtype, buffer.numel, buffer.holds)
+        for buffer in program.buffers
+        if isinstance(buffer.holds, FlatContent) and buffer.holds.quantity != GRAD
+    }
+    return {
+        **{flat.name: flat for flat in program.flats},
+        **buffers,
+        **{binding.name: binding for binding in program.module_buffers if binding.data is None},
+    }
+
+
+def fill_constants(program: Program, ranks: Iterable[RankMemory]) -> None:
+    """Give every constant of the program its value."""
+    for binding in program.module_buffers:
+        if binding.data:
+            # A copy, because torch refuses read-only memory.
+            dtype = TORCH_DTYPE[program.buffer_by_name[binding.buffer].dtype]
+            values = torch.frombuffer(bytearray(binding.data), dtype=dtype)
+            for memory in ranks:
+                memory.write(binding.buffer, 0, values)
+
+
+def fill_scalars(
+    program: Program, ranks: Iterable[RankMemory], *, without: Collection[str] = ()
+) -> None:
+    """Give every scalar its value before the first step, but for those ``without``."""
+    for memory in ranks:
+        for scalar in program.scalars:
+            if scalar.buffer in without:
+                continue
+            buffer = memory.buffer(scalar.buffer)
+            buffer.copy_(torch.tensor(scalar.values, dtype=torch.float64))
+
+
+def flat_start(program: Program, buffer: Buffer, rank: int) -> int:
+    """The index in the flat of a buffer's first element on this rank."""
+    content = buffer.holds
+    assert isinstance(content, FlatContent)
+    return held_elements(content, buffer.numel, program.mesh.coordinate(rank)).start
+
+
+def full_flat(
+    program: Program, ranks: Sequence[RankMemory], comm: Comm, flat: Flat, quantity: str
+) -> list[Tensor] | None:
+    """All elements of a quantity of a flat, once per local rank; None where no persistent buffer holds it.
+
+    On a real backend all ranks must call this together, because it gathers shards.
+    """
+    buffers = flat_buffers(program, flat.name, (quantity,))
+    if not buffers:
+        return None
+    dtype = TORCH_DTYPE[buffers[0][0].dtype]
+    numel = flat.padded_numel
+    if quantity in OWN_COORDINATES:
+        numel = max(
+            held_by_all(content, buffer.numel, program.mesh)[-1].stop for buffer, content in buffers
+        )
+    return flat_part(program, ranks, comm, buffers, dtype, range(numel))
+
+
+_EQUAL_AT_FIRST = {PARAM: (MASTER,), MASTER: (PARAM,), EMA: (MASTER, PARAM)}
+"""What has the values of a quantity before the first step, where no buffer at rest holds that quantity."""
+
+
+def establish(program: Program, ranks: Sequence[RankMemory], comm: Comm, entry: State) -> None:
+    """Establish the entry state of the first section: the live buffers that a step hands to the next.
+
+    They hold elements of a flat that an earlier step would have gathered, or zeros, like gradients and what no buffer
+    at rest holds. All ranks call this together.
+    """
+    for name in entry.live:
+        for memory in ranks:
+            memory.alloc(name)
+    for holding in entry.holdings:
+        content = holding.content
+        if holding.region.buffer not in entry.live:
+            continue
+        copies = None
+        if isinstance(content, FlatContent) and content.quantity != GRAD:
+            flat = program.flat_by_name[content.flat]
+            sources = (content.quantity, *_EQUAL_AT_FIRST.get(content.quantity, ()))
+            found = (full_flat(program, ranks, comm, flat, source) for source in sources)
+            copies = next(filter(None, found), None)
+        if copies is None or not isinstance(content, FlatContent):
+            for memory in ranks:
+                memory.region(holding.region).zero_()
+            continue
+        for memory, values in zip(ranks, copies, strict=True):
+            target = memory.region(holding.region)
+            coordinate = program.mesh.coordinate(memory.rank)
+            elements = held_elements(content, target.numel(), coordinate)
+            target.copy_(values[elements.start : elements.stop])
+
+
+def full_parameters(
+    program: Program, ranks: Sequence[RankMemory], comm: Comm, *, ema: bool = False
+) -> dict[str, Tensor]:
+    """Every parameter by name, whole, FP32 where the program has masters. All ranks call this together.
+
+    With ``ema`` these are the moving averages; frozen parameters, which have none, are themselves.
+
+    Raises:
+        UserError: with ``ema``, where the program keeps no averages.
+    """
+    return {
+        name: values[0]
+        for slot, values in whole_parameters(program, ranks, comm, masters=True, ema=ema)
+        for name in (slot.name, *slot.aliases)
+    }
+
+
+def full_state(
+    program: Program, ranks: Sequence[RankMemory], comm: Comm
+) -> dict[tuple[str, str], Tensor]:
+    """Parameters, masters and optimizer states by (flat, quantity), whole, without the padding at the end.
+
+    All ranks call this together.
+
+    Raises:
+        InternalError: where local ranks hold different bits for one element, or padding is not zero.
+    """
+    values: dict[tuple[str, str], Tensor] = {}
+    for flat in program.flats:
+        quantities = [
+            buffer.holds.quantity
+            for buffer in program.buffers
+            if isinstance(buffer.holds, FlatContent) and buffer.holds.flat == flat.name
+        ]
+        for quantity in dict.fromkeys(quantities):
+            copies = full_flat(program, ranks, comm, flat, quantity) if quantity != GRAD else None
+            if copies is None:
+                continue
+            first = copies[0]
+            is_own = quantity in OWN_COORDINATES
+            stop = own_numel(quantity, flat) if is_own else used_numel(flat)
+            if first[stop:].any():
+                raise InternalError(f"the padding of {quantity} of {flat.name} is not zero")
+            # Compare bytes, because NaN differs from itself.
+            if not all(torch.equal(first.view(torch.uint8), c.view(torch.uint8)) for c in copies):
+                raise InternalError(f"ranks hold different bits of {quantity} of {flat.name}")
+            values[flat.name, quantity] = first[:stop]
+    return values

@@ -1,0 +1,49 @@
+"""The values of an engine put back into the module in hand that they came from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from zeroir.errors import UserError
+from zeroir.ir.program import Program
+from zeroir.runtime.comm.base import Comm
+from zeroir.runtime.memory.rank_memory import RankMemory
+from zeroir.runtime.state.full_parameters import whole_parameters
+from zeroir.runtime.state.named_tensors import NamedTensors
+
+
+def return_values(
+    program: Program, memory: RankMemory, comm: Comm, module: nn.Module, device: torch.device
+) -> None:
+    """Give a module the present values, on ``device`` and in the dtypes of its own tensors. Ranks call it together.
+
+    One unit at a time is gathered. Buffers have the values of this rank, and tensors that the program does not hold
+    stay as they are.
+
+    Raises:
+        UserError: where the module lacks a tensor of the program.
+    """
+    tensors = NamedTensors(module)
+    shapes = {name: slot.shape for name, (_, slot) in program.parameter_by_name.items()}
+    held = [binding for binding in program.module_buffers if binding.data is None]
+    shapes |= {binding.name: binding.shape for binding in held}
+    for name, shape in shapes.items():
+        if name not in tensors or tuple(tensors[name].shape) != shape:
+            raise UserError(
+                f"The module has no '{name}' of the shape {list(shape)}: give the module that the program was compiled "
+                "from."
+            )
+    with torch.no_grad():
+        for slot, (values,) in whole_parameters(program, [memory], comm, masters=True):
+            _put(tensors, slot.name, values, device)
+        for binding in held:
+            _put(tensors, binding.name, memory.buffer(binding.buffer).view(binding.shape), device)
+
+
+def _put(tensors: NamedTensors, name: str, values: Tensor, device: torch.device) -> None:
+    old = tensors[name]
+    new = values.detach().to(device, old.dtype, copy=True)
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, old.requires_grad)
+    tensors.replace(old, new)

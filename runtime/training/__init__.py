@@ -1,0 +1,1 @@
+"""The training loop of `zeroir run`: steps, reports, evaluations and checkpoints."""

@@ -1,0 +1,112 @@
+"""Evaluations between the steps of ``zeroir run``: the mean loss over all batches of all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from zeroir.errors import BatchError, UserError
+from zeroir.runtime.comm.job import PeerError
+from zeroir.runtime.training.users_code import in_users_code
+from zeroir.torch_ops.batches import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluations:
+    """Evaluate after every ``every``-th step and after the last, each time on the batches of a new iterator."""
+
+    every: int
+    batches: Callable[[], Iterable[Batch]]
+
+    def is_due(self, step: int, steps: int) -> bool:
+        """Whether an evaluation follows this step, which counts from 1, of so many."""
+        return step % self.every == 0 or step == steps
+
+
+class HasLoss(Protocol):
+    """The result of an evaluation on one rank."""
+
+    @property
+    def loss(self) -> float:
+        """The loss of the rank's batch."""
+        ...
+
+
+class Evaluator(Protocol):
+    """An engine, as far as evaluations use it; see ``Engine``."""
+
+    def evaluate(self, batch: Batch, /) -> HasLoss:
+        """Evaluate one batch of this rank."""
+        ...
+
+    def average(self, value: float, /) -> float:
+        """The mean of every rank's value."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationReport:
+    """One evaluation, after ``step`` steps.
+
+    ``loss`` is the mean over all ranks and batches, ``batches`` the number of each rank's, ``seconds`` the time of all.
+    """
+
+    step: int
+    loss: float
+    batches: int
+    seconds: float
+
+
+def evaluate(engine: Evaluator, evaluations: Evaluations, step: int) -> EvaluationReport:
+    """Evaluate once on all ranks together. The report is the same on every rank, except for times.
+
+    Raises:
+        UserError: on every rank, where the batches fail, do not fit, or are not equally many on all ranks.
+    """
+    start = time.perf_counter()
+    losses: list[float] = []
+    with in_users_code("eval_batches()", f" after step {step}"):
+        iterator = iter(evaluations.batches())
+    while True:
+        batch, is_there = _next(iterator, step)
+        share = engine.average(float(is_there))
+        if share not in (0.0, 1.0):
+            raise _unequal(len(losses), is_there=is_there)
+        if not is_there:
+            break
+        try:
+            losses.append(engine.evaluate(batch).loss)
+        except BatchError as error:
+            raise UserError(
+                f"eval_batches() gave a wrong batch {len(losses) + 1}: {error}"
+            ) from error
+    if not losses:
+        raise UserError("eval_batches() yields no batch: yield at least one on every rank.")
+    return EvaluationReport(
+        step=step,
+        loss=engine.average(sum(losses) / len(losses)),
+        batches=len(losses),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _next(iterator: Iterator[Batch], step: int) -> tuple[Batch, bool]:
+    """The next batch, and whether there is one."""
+    try:
+        with in_users_code("eval_batches()", f" after step {step}"):
+            return next(iterator), True
+    except StopIteration:
+        return None, False
+
+
+def _unequal(count: int, *, is_there: bool) -> UserError:
+    """The ranks' batches are not equally many; the ranks whose batches have ended say so."""
+    if is_there:
+        return PeerError(
+            f"eval_batches() yields more than {count} batches here than on another rank."
+        )
+    return UserError(
+        f"eval_batches() yields {count} batches on this rank and more on another: yield equally many on every rank."
+    )

@@ -1,0 +1,1 @@
+"""Compare a compiled program with eager PyTorch."""

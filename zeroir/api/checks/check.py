@@ -1,0 +1,337 @@
+"""Compare a compiled program on virtual ranks with eager PyTorch replicas, step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zeroir.api.compiled import CompiledProgram, compile_with
+from zeroir.config import CompileOptions
+from zeroir.report.names import counted
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from zeroir.api.checks.reference import EagerReplicas
+    from zeroir.frontend.source.source import ModelSource
+    from zeroir.runtime.execution.lockstep import Lockstep
+    from zeroir.torch_ops.batches import Batch
+
+_ROUNDING = {"fp32": 64 * 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
+"""The tolerance of one step with other kernels: 64 roundings in FP32, or one in 16 bits."""
+
+_NORM_ROUNDING = 64 * 2.0**-23
+"""The tolerance of a norm, which the program adds up in FP32 shard by shard."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A value in which the program and the reference differ by more than the tolerance; ``step`` counts from 1.
+
+    A reference that is infinite or NaN differs from every value.
+    """
+
+    step: int
+    what: str
+    program: float
+    reference: float
+    relative: float
+
+    def __str__(self) -> str:
+        if not math.isfinite(self.reference):
+            return (
+                f"step {self.step}: {self.what} is {self.reference} in eager PyTorch itself, so nothing can be "
+                "compared with it; lower the learning rate, or look for values in the data that the model cannot take"
+            )
+        return (
+            f"step {self.step}: {self.what} is {self.program:.9g}, the reference has {self.reference:.9g} "
+            f"(relative difference {self.relative:.2e})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The result of a comparison.
+
+    ``tolerance`` is relative to the largest element; 0 means bit for bit. ``norm_tolerance`` is that of the norm of a
+    step's gradients, None where they are not clipped or their norms not compared.
+    """
+
+    model: str
+    stage: int
+    world_size: int
+    precision: str
+    steps: int
+    tolerance: float
+    losses: tuple[tuple[float, ...], ...]
+    differences: tuple[Difference, ...]
+    mesh: str | None = None
+    kernels: str = "eager"
+    norm_tolerance: float | None = None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether no difference exceeds the tolerance."""
+        return not self.differences
+
+    def to_json(self) -> dict[str, object]:
+        """The comparison as plain data."""
+        return {"is_equal": self.is_equal, **asdict(self)}
+
+    def __str__(self) -> str:
+        ranks, steps = counted(self.world_size, "rank"), counted(self.steps, "step")
+        ranks += "" if self.mesh is None else f" ({self.mesh})"
+        what = f"{self.model} at stage {self.stage} on {ranks} in {self.precision}, {steps}"
+        exactly = "bit for bit" if self.tolerance == 0 else f"within {self.tolerance:.1e}"
+        replicas = counted(self.world_size, "eager replica")
+        if self.is_equal:
+            compared = "losses and parameters" if self.kernels == "eager" else "losses"
+            norms = ""
+            if self.norm_tolerance is not None:
+                norms = f", and the norms that clip gradients within {self.norm_tolerance:.1e}"
+            return f"{what}: {compared} equal {replicas} {exactly}{norms}."
+        lines = [f"{what}: not equal to {replicas} {exactly}."]
+        lines += [f"  {difference}" for difference in self.differences[:20]]
+        if len(self.differences) > 20:
+            lines.append(f"  … and {len(self.differences) - 20} more")
+        return "\n".join(lines)
+
+
+def check_model(
+    model: str, options: CompileOptions, *, steps: int, seed: int, kernels: str = "eager"
+) -> Comparison:
+    """Compile a model, run it on lockstep and on eager replicas from the same initial state, and compare.
+
+    Compared are the losses of every rank and step, those of an evaluation before every step, and at the end the
+    parameters, their moving averages and every rank's module buffers (running statistics); they must be equal bit for
+    bit. With clipping the norm of each step may differ by 64 roundings of FP32, because the program adds it up shard by
+    shard, and the replicas are clipped by the program's. With other kernels than eager ones only the losses are
+    compared. They may differ by 64 roundings of FP32, or one of the 16-bit dtype, for each step: an optimizer that uses
+    signs turns the rounding of a gradient near zero into a full update. The comparison ends, not equal, with the first
+    step whose loss is infinite or NaN in the reference.
+    """
+    from zeroir.torch_ops.globals import torch_globals_kept
+
+    with torch_globals_kept():
+        return _compared(model, options, steps, seed, kernels)
+
+
+def _compared(
+    model: str, options: CompileOptions, steps: int, seed: int, kernels: str
+) -> Comparison:
+    from zeroir.api.model_of_program import load_model
+    from zeroir.frontend.source.entry import importing_from
+
+    compiled = compile_with(model, options)
+    source = load_model(compiled)
+    with importing_from(source):
+        return _compared_with(
+            model, compiled, source, options, steps=steps, seed=seed, kernels=kernels
+        )
+
+
+def _compared_with(
+    model: str,
+    compiled: CompiledProgram,
+    source: ModelSource,
+    options: CompileOptions,
+    *,
+    steps: int,
+    seed: int,
+    kernels: str,
+) -> Comparison:
+    import torch
+
+    from zeroir.api.checks.reference import EagerReplicas
+    from zeroir.api.running.engines import kernel_backend
+    from zeroir.runtime.execution.batch import inputs_of
+    from zeroir.runtime.execution.lockstep import Lockstep
+    from zeroir.runtime.execution.seeds import site_seed
+    from zeroir.runtime.training.lr_schedule import Scheduler
+
+    program = compiled.program
+    rng = compiled.logical.buffer_by_name.get("rng")
+    sites = 0 if rng is None else rng.numel
+
+    def seeds(step: int, micro_step: int, rank: int) -> Tensor:
+        return torch.tensor(
+            [site_seed(seed, step, micro_step, rank, site) for site in range(sites)],
+            dtype=torch.int64,
+        )
+
+    reference = EagerReplicas(source, options, seed=seed, seeds=seeds, steps=steps)
+    backend = kernel_backend(kernels)
+    folder = compiled.artifact.offload_folder
+    lockstep = Lockstep(
+        program,
+        seed=seed,
+        schedule_seed=seed,
+        kernels=backend,
+        weight=source.weight,
+        disk_folder=None if folder is None else Path(folder),
+    )
+    lockstep.initialise(source.model, seed)
+    scheduler: Scheduler | None = None
+    if options.schedule is not None:
+        scheduler = Scheduler(options.schedule, lockstep.optimizer.param_groups, steps)
+    streams = [
+        _batches(source, rank, options.world_size, seed) for rank in range(options.world_size)
+    ]
+    is_exact = kernels == "eager"
+    tolerance = 0.0 if is_exact else steps * _ROUNDING[options.precision.dtype]
+    differences: list[Difference] = []
+    is_state_compared = is_exact
+    losses: list[tuple[float, ...]] = []
+    for step in range(1, steps + 1):
+        batches = [[next(stream) for _ in range(options.micro_steps.count)] for stream in streams]
+        for batch in (batch for stream in batches for batch in stream):
+            inputs_of(program, batch)  # its error is clearer than that of eager PyTorch
+        evaluations = _evaluations(lockstep, reference, step, batches, tolerance)
+        results = lockstep.step(batches)
+        norm = results[0].grad_norm if is_exact else None
+        expected = reference.step(batches, clipped_by=norm)
+        if scheduler is not None:
+            skipped = results[0].is_skipped
+            scheduler.step(is_skipped=skipped is not None and bool(skipped > 0))
+        # Batches of weight 0 count nothing, and the mean of no loss is no number.
+        counted = [any(map(reference.weight, micro_batches)) for micro_batches in batches]
+        computed = [
+            float(result.loss) if is_counted else 0.0
+            for result, is_counted in zip(results, counted, strict=True)
+        ]
+        expected = [
+            loss if is_counted else 0.0 for loss, is_counted in zip(expected, counted, strict=True)
+        ]
+        losses.append(tuple(computed))
+        for rank, (loss, wanted_loss) in enumerate(zip(computed, expected, strict=True)):
+            differences += _compare(step, f"the loss of rank {rank}", loss, wanted_loss, tolerance)
+        if not all(math.isfinite(loss) for loss in expected):
+            is_state_compared = False
+            break
+        differences += evaluations
+        if norm is not None and reference.norm is not None:
+            differences += _compare(
+                step,
+                "the norm of the gradients",
+                float(norm),
+                float(reference.norm),
+                _NORM_ROUNDING,
+            )
+    parameters = lockstep.full_parameters() if is_state_compared else {}
+    for name, wanted in reference.parameters().items() if parameters else ():
+        differences += _compare_tensors(steps, name, parameters[name], wanted, tolerance)
+    averages = reference.averages() if is_state_compared else {}
+    averaged = lockstep.full_parameters(ema=True) if averages else {}
+    for name, wanted in averages.items():
+        what = f"the average of {name}"
+        differences += _compare_tensors(steps, what, averaged[name], wanted, tolerance)
+    for rank, replica in enumerate(reference.replicas):
+        ours, theirs = lockstep.buffers(rank), dict(replica.named_buffers(remove_duplicate=False))
+        for binding in program.module_buffers:
+            if binding.name in theirs and is_state_compared:
+                what, wanted = f"{binding.name} of rank {rank}", theirs[binding.name]
+                differences += _compare_tensors(
+                    steps, what, ours[binding.buffer], wanted, tolerance, may_be_infinite=True
+                )
+    return Comparison(
+        model=model,
+        stage=options.stage,
+        world_size=options.world_size,
+        precision=options.precision.dtype,
+        steps=steps,
+        tolerance=tolerance,
+        losses=tuple(losses),
+        differences=tuple(differences),
+        mesh=options.mesh,
+        kernels=kernels,
+        norm_tolerance=None if options.clip is None or not is_exact else _NORM_ROUNDING,
+    )
+
+
+def _evaluations(
+    lockstep: Lockstep,
+    reference: EagerReplicas,
+    step: int,
+    batches: Sequence[Sequence[Batch]],
+    tolerance: float,
+) -> list[Difference]:
+    """The differences of an evaluation of each rank's first micro-batch before a step; none without evaluations."""
+    if lockstep.program.eval_loss is None:
+        return []
+    first = [micro_batches[0] for micro_batches in batches]
+    expected = reference.evaluate(first)
+    computed = [float(evaluation.loss) for evaluation in lockstep.evaluate(first)]
+    return [
+        difference
+        for rank, (loss, wanted_loss) in enumerate(zip(computed, expected, strict=True))
+        if reference.weight(first[rank])
+        for difference in _compare(
+            step, f"the evaluated loss of rank {rank}", loss, wanted_loss, tolerance
+        )
+    ]
+
+
+def _compare(
+    step: int, what: str, ours: float, theirs: float, tolerance: float
+) -> Iterator[Difference]:
+    relative = abs(ours - theirs) / max(abs(theirs), 2.0**-126)  # NaN where theirs is
+    if not relative <= tolerance:
+        yield Difference(step=step, what=what, program=ours, reference=theirs, relative=relative)
+
+
+def _compare_tensors(
+    step: int,
+    what: str,
+    ours: Tensor,
+    theirs: Tensor,
+    tolerance: float,
+    *,
+    may_be_infinite: bool = False,
+) -> Iterator[Difference]:
+    """The element that differs most, relative to the largest element; NaN differs most.
+
+    With ``may_be_infinite`` equal infinities do not differ; masks have them.
+    """
+    if not theirs.numel():
+        return
+    actual, wanted = ours.double().flatten(), theirs.double().flatten()
+    gap = (actual - wanted).abs()
+    if may_be_infinite:
+        gap[actual == wanted] = 0.0
+    at = int(gap.argmax())  # the first NaN, if there is one
+    relative = float(gap[at] / wanted.abs().max().clamp(min=2.0**-126))
+    if not relative <= tolerance:
+        yield Difference(
+            step=step,
+            what=f"{what} at element {at}",
+            program=float(actual[at]),
+            reference=float(wanted[at]),
+            relative=relative,
+        )
+
+
+def _batches(source: ModelSource, rank: int, world_size: int, seed: int) -> Iterator[Batch]:
+    """The source's batches, or variations of its example, different on every rank and step."""
+    from zeroir.runtime.data.training_data import RankOfData, TrainingData
+
+    if source.batches is not None:
+        data = TrainingData(source.batches, RankOfData(rank=rank, world_size=world_size, seed=seed))
+        for step in count(1):
+            yield data.take(step)
+    import torch
+
+    from zeroir.torch_ops.batches import with_tensors
+
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + rank) % 2**63)
+
+    def vary(tensor: Tensor) -> Tensor:
+        # Values are only shuffled, so that targets and indices stay in the range that the model requires.
+        order = torch.randperm(tensor.numel(), generator=generator)
+        return tensor.flatten()[order].view(tensor.shape)
+
+    while True:
+        yield with_tensors(source.batch(), vary)

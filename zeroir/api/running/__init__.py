@@ -1,0 +1,1 @@
+"""Run a compiled program on all ranks of a job."""

@@ -1,0 +1,181 @@
+"""The checkpoints of a run: the folder that it holds, the one that it goes on from, and those that it saves."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from zeroir.api.running.run_options import AUTO, NONE, RunOptions, SaveOptions
+from zeroir.api.sentences import say, say_reason
+from zeroir.checkpoint.folder import Best, CheckpointFolder, HeldFolder, Listed
+from zeroir.errors import DamagedCheckpointError, UserError
+from zeroir.report.names import counted
+
+if TYPE_CHECKING:
+    from zeroir.runtime.checkpoint.loading import LoadedState
+    from zeroir.runtime.training.checkpoint_schedule import Saves
+    from zeroir.runtime.training.stop_signal import StopSignal
+    from zeroir.runtime.training.training_state import Resumed, TrainingState
+
+
+@contextmanager
+def held_folder(options: SaveOptions | None, rank: int) -> Iterator[HeldFolder | None]:
+    """Hold the folder of checkpoints on rank 0 while the body runs, so that no other job saves there; None elsewhere.
+
+    Raises:
+        UserError: where another job holds it, or it cannot be written.
+    """
+    if options is None or rank != 0:
+        yield None
+        return
+    with CheckpointFolder(root=options.folder).lock() as held:
+        yield held
+
+
+def saves_of(
+    training: TrainingState, options: SaveOptions | None, held: HeldFolder | None
+) -> Saves | None:
+    """The saves of a run, None without ``--save``."""
+    from zeroir.runtime.training.checkpoint_schedule import Retention, Saves
+
+    if options is None:
+        return None
+    retention = None
+    if options.keep is not None:
+        best = None if options.keep_best is None else Best(metric=options.keep_best)
+        retention = Retention(keep=options.keep, best=best)
+    return Saves(
+        training=training,
+        root=options.folder,
+        held=held,
+        every=options.every,
+        retention=retention,
+    )
+
+
+@contextmanager
+def stopping() -> Iterator[StopSignal]:
+    """While the body runs, SIGTERM asks for the end of training after the present step."""
+    from zeroir.runtime.training.stop_signal import stop_signal
+
+    with stop_signal(_end_unfinished) as stop:
+        yield stop
+
+
+def _end_unfinished() -> NoReturn:
+    """End this process, which got SIGTERM and cannot finish its step."""
+    from zeroir.runtime.training import train
+
+    say_reason(
+        "Error: This rank was ended by SIGTERM within a step, because the step did not end in time."
+    )
+    train.abandon_job(128 + signal.SIGTERM)
+
+
+def resume(training: TrainingState, options: RunOptions) -> None:
+    """Load the checkpoint that ``--resume`` means, if there is one. All ranks call this together; rank 0 prints.
+
+    Damaged checkpoints of a folder are refused, and the one before is used.
+
+    Raises:
+        UserError: where the checkpoint does not fit the program or the data, or none of several is whole.
+    """
+    rank = training.engine.rank
+    # The folder may look different to each rank for a while, so rank 0 decides.
+    own = _candidates(options) if rank == 0 else ()
+    paths = training.engine.job.shared_lines(own)
+    for number, path in enumerate(paths, 1):
+        try:
+            loaded = training.engine.load(path)
+        except UserError as error:
+            # Only the ranks that read the damage know its kind; the others know that the load failed.
+            is_damaged = isinstance(error, DamagedCheckpointError)
+            if len(paths) == 1 or not training.engine.average(float(is_damaged)):
+                raise
+            if number == len(paths):
+                raise DamagedCheckpointError(
+                    f"None of the {len(paths)} checkpoints beside '{path}' is whole: name another folder with --save "
+                    f"to begin anew. The last one: {error}"
+                ) from error
+            if rank == 0:
+                say(f"Warning: {error} The one before it is tried.")
+            continue
+        resumed = training.restore(loaded)
+        if rank == 0:
+            for sentence in _sentences(training, options, loaded, resumed):
+                say(sentence)
+        return
+    training.begin()
+
+
+def _candidates(options: RunOptions) -> Sequence[str]:
+    """The paths of the checkpoints to try, in order.
+
+    Raises:
+        UserError: where training is to begin anew, or to go back, in a folder that has checkpoints of another run: a
+            later resume would find those.
+    """
+    from zeroir.runtime.distributed.rendezvous import is_restart
+
+    saved = () if options.save is None else CheckpointFolder(root=options.save.folder).list()
+    match options.resume:
+        case "none":
+            if saved and options.save is not None:
+                raise UserError(
+                    f"'{options.save.folder}' has checkpoints of an earlier run, and --resume {NONE} would mix them "
+                    f"with those of a new one: name another folder with --save, or go on with --resume {AUTO}."
+                )
+            return ()
+        case "auto":
+            return [listed.path for listed in saved]
+        case path:
+            if saved and is_restart():
+                return [listed.path for listed in saved]
+            inside = CheckpointFolder(root=path).list()
+            if saved and options.save is not None and not _is_same(path, saved[0].path, inside):
+                raise UserError(
+                    f"'{options.save.folder}' has checkpoints that --resume {path} would leave behind, the newest "
+                    f"'{saved[0].path}', and a later resume would find them: name another folder with --save, or go on "
+                    f"with --resume {AUTO}."
+                )
+            return [listed.path for listed in inside] or [path]
+
+
+def _is_same(path: str, newest: str, inside: Sequence[Listed]) -> bool:
+    """Whether a path means the newest checkpoint of the folder to save in, or this folder."""
+    if "://" in path:
+        return path.rstrip("/") == newest or any(listed.path == newest for listed in inside)
+    resumed = Path(inside[0].path if inside else path)
+    return resumed.resolve() == Path(newest).resolve()
+
+
+def _sentences(
+    training: TrainingState, options: RunOptions, loaded: LoadedState, resumed: Resumed
+) -> Sequence[str]:
+    manifest = loaded.manifest
+    saved_by = counted(manifest.origin.world_size, "rank")
+    sentences = [
+        f"Resumed from {loaded.path}, saved by {saved_by} after {loaded.step} of {options.steps} steps."
+    ]
+    match resumed.resumption:
+        case "new":
+            sentences.append("It has no position in the data, which begins anew.")
+        case "replay":
+            sentences.append(
+                f"batches() takes no start_step, so the {resumed.batches} batches that it had given were made again "
+                "and skipped."
+            )
+        case "loader" | "start-step":
+            pass
+    schedule = training.engine.program.option.get("schedule")
+    if resumed.schedule not in (None, schedule):
+        sentences.append(f"The schedule was {resumed.schedule}, and is {schedule} from now on.")
+    is_counting = training.scheduler is not None and training.scheduler.needs_steps
+    if is_counting and resumed.steps not in (None, options.steps):
+        sentences.append(
+            f"The schedule was for {resumed.steps} steps, and is for {options.steps} from now on."
+        )
+    return sentences

@@ -1,0 +1,197 @@
+"""``--offload adaptive``: what a program keeps outside device memory so that it fits a budget, and no more.
+
+Kinds are moved one after the other, in an order of preference, and of each kind unit after unit, until the program
+fits. What the last kind made unnecessary then comes back. Where a machine is known, several orders are tried, and the
+one with the shortest simulated step wins; else states of the optimizer go first, which are used once in a step, then
+gradients, activations, which travel once each way, and last parameters, which both passes over the model use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from zeroir.api.search.candidates import Candidate, CandidateMeasurer
+from zeroir.api.search.search_space import Value, unit_ranges
+from zeroir.config import CompileOptions, changed, replaced
+from zeroir.config.offload_places import (
+    ACTIVATIONS,
+    ADAPTIVE,
+    GRADIENTS,
+    HOST,
+    KEPT_ON_DISK,
+    OFFLOADED,
+    OPTIMIZER,
+    PARAMETERS,
+)
+from zeroir.cost.machine import Machine
+from zeroir.cost.search import SearchOutcome
+from zeroir.errors import InternalError, UserError
+from zeroir.ir import ops
+from zeroir.ir.byte_sizes import parse_bytes
+from zeroir.ir.program import Program
+
+Measure = Callable[[Mapping[str, Value]], tuple[Candidate, SearchOutcome]]
+"""Memory, and with a machine the time, of a program with settings that differ from its options."""
+
+Counts = Mapping[str, int]
+"""How many units of each kind are moved."""
+
+_ORDERS: Final = (
+    (OPTIMIZER, GRADIENTS, ACTIVATIONS, PARAMETERS),
+    (ACTIVATIONS, OPTIMIZER, GRADIENTS, PARAMETERS),
+    (PARAMETERS, OPTIMIZER, GRADIENTS, ACTIVATIONS),
+)
+"""Orders in which kinds are moved; without a machine the first one counts."""
+
+
+def settled(
+    logical: Program, options: CompileOptions, machine: Machine | None = None
+) -> CompileOptions:
+    """The options with what ``adaptive`` comes to for this program; other options as they are.
+
+    If nothing is enough for the budget, everything is moved, and the verifier says what is missing.
+    """
+    if ADAPTIVE not in options.offload.what:
+        return options
+    if options.memory_budget is None:
+        raise InternalError("Options without a memory budget ask for adaptive offloading.")
+    plain = replaced(options, offload=(), offload_to=HOST, host_cache=None)
+    measurer = CandidateMeasurer(logical, plain, parse_bytes(options.memory_budget), machine)
+    units = movable_units(logical)
+
+    def placed(settings: Mapping[str, Value]) -> Mapping[str, Value]:
+        kinds = settings.get("offload")
+        is_placed = isinstance(kinds, tuple) and not set(kinds).isdisjoint(KEPT_ON_DISK)
+        place = {"offload_to": options.offload.to, "host_cache": options.offload.host_cache}
+        return {**settings, **place} if is_placed else settings
+
+    def measure(settings: Mapping[str, Value]) -> tuple[Candidate, SearchOutcome]:
+        return measurer.measure(placed(settings))
+
+    movable = {kind: units[kind] for kind in possible_kinds(measure, units)}
+    chosen = least_offload(measure, movable, is_timed=machine is not None)
+    return changed(plain, **placed(chosen))
+
+
+def chosen_in_words(options: CompileOptions) -> str:
+    """A sentence on what ``adaptive`` came to, such as ``Offloaded: optimizer, activations of blocks.0-3.``."""
+    if not options.offload.what:
+        return "Nothing is offloaded: the program fits its budget without."
+    said: list[str] = []
+    for kind in options.offload.what:
+        units = options.offload.units_of(kind)
+        ranges = unit_ranges(sorted(units, key=_by_number))
+        said.append(f"{kind} of {ranges}" if units else kind)
+    return f"Offloaded: {', '.join(said)}."
+
+
+def _by_number(unit: str) -> tuple[tuple[int, str], ...]:
+    """A key that puts ``blocks.9`` before ``blocks.10``."""
+    return tuple((int(part) if part.isdecimal() else -1, part) for part in unit.split("."))
+
+
+def movable_units(logical: Program) -> Mapping[str, tuple[str, ...]]:
+    """For each kind the units of which it can be moved, in the order in which they are.
+
+    The states of the last units go first: their gradients come first in the backward, so their copies have most time.
+    The activations of the first units wait longest for their use.
+    """
+    computed = tuple(
+        dict.fromkeys(op.unit for op in logical.step_ops() if isinstance(op, ops.Compute))
+    )
+    trained = {flat.unit for flat in logical.flats if flat.is_trainable}
+    owners = {flat.unit for flat in logical.flats}
+    states = tuple(unit for unit in reversed(computed) if unit in trained)
+    return {
+        OPTIMIZER: states,
+        GRADIENTS: states,
+        ACTIVATIONS: computed,
+        PARAMETERS: tuple(unit for unit in computed if unit in owners),
+    }
+
+
+def possible_kinds(measure: Measure, kinds: Iterable[str]) -> tuple[str, ...]:
+    """Those of the kinds that this program can keep outside device memory: a pass refuses the others."""
+
+    def is_possible(kind: str) -> bool:
+        try:
+            measure({"offload": (kind,)})
+        except UserError:
+            return False
+        return True
+
+    return tuple(filter(is_possible, kinds))
+
+
+def least_offload(
+    measure: Measure, units: Mapping[str, tuple[str, ...]], *, is_timed: bool
+) -> Mapping[str, Value]:
+    """The settings of a program that fits with the least that is moved; none where nothing need be.
+
+    With ``is_timed`` measurements have times, and the fastest of several choices wins. If nothing fits, all is moved.
+    """
+    _, outcome = measure({})
+    if outcome.fits:
+        return {}
+    best: tuple[int, Mapping[str, Value]] | None = None
+    for order in _ORDERS if is_timed else _ORDERS[:1]:
+        counts = _moved_until_it_fits(measure, units, order)
+        if counts is None:
+            # Whatever the order, everything is moved then.
+            break
+        settings = offload_settings(units, counts)
+        _, outcome = measure(settings)
+        if best is None or outcome.step_ns < best[0]:
+            best = outcome.step_ns, settings
+    if best is not None:
+        return best[1]
+    return offload_settings(units, {kind: len(units[kind]) for kind in units})
+
+
+def offload_settings(units: Mapping[str, tuple[str, ...]], counts: Counts) -> Mapping[str, Value]:
+    """The options that move the first units of each kind; a kind that is moved as a whole names none."""
+    kinds = tuple(kind for kind in OFFLOADED if counts.get(kind))
+    if not kinds:
+        return {}
+    named = (
+        f"{kind}:{unit}"
+        for kind in kinds
+        if counts[kind] < len(units[kind])
+        for unit in units[kind][: counts[kind]]
+    )
+    return {"offload": kinds, "offload_units": tuple(named)}
+
+
+def _moved_until_it_fits(
+    measure: Measure, units: Mapping[str, tuple[str, ...]], order: tuple[str, ...]
+) -> Counts | None:
+    """How many units of each kind are moved until the program fits; None where it never does.
+
+    Memory is taken to fall with every unit that is moved. Where it does not, more is moved than need be.
+    """
+
+    def fits(counts: Counts) -> bool:
+        return measure(offload_settings(units, counts))[1].fits
+
+    counts: dict[str, int] = {}
+    for kind in order:
+        if kind not in units:
+            continue
+        counts[kind] = len(units[kind])
+        if fits(counts):
+            break
+    else:
+        return None
+    last = next(reversed(counts))
+    for kind in reversed(counts):
+        # Of kinds before the last little comes back, which a stride that grows finds out at once.
+        low, stride = 0, counts[kind] if kind == last else 1
+        while low < counts[kind]:
+            tried = max((low + counts[kind]) // 2, counts[kind] - stride)
+            stride *= 2
+            if fits({**counts, kind: tried}):
+                counts[kind] = tried
+            else:
+                low = tried + 1
+    return counts

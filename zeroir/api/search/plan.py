@@ -1,0 +1,412 @@
+"""The fastest way to train a model on a machine: options searched for the lowest simulated step that fits its memory.
+
+The model is captured once. Every choice of options lowers its logical program, measures what a rank's device must hold,
+and simulates the step; the chosen program alone is verified, and the budget is law for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Unpack
+
+from zeroir.api.capture import capture_source, given_source
+from zeroir.api.compiled import CompiledProgram, lowered_for
+from zeroir.api.config_file import Config, ResolvedOptions, resolve_options
+from zeroir.api.keywords import CompileKeywords, flat_values, is_torchs
+from zeroir.api.search.adaptive import least_offload, movable_units, possible_kinds
+from zeroir.api.search.candidates import Candidate, CandidateMeasurer
+from zeroir.api.search.search_space import (
+    SearchRegion,
+    Value,
+    page_amount,
+    regions,
+    with_disk,
+    with_offload,
+    with_pages,
+    words,
+)
+from zeroir.config import CompileOptions, make_options
+from zeroir.config.field_types import STEP
+from zeroir.config.offload_places import ADAPTIVE, HOST, OFFLOADED, PAGE_BYTES
+from zeroir.cost.machine import Machine, load_machine
+from zeroir.cost.search import Found, Point, SearchOutcome, search
+from zeroir.errors import UserError
+from zeroir.ir.buffers import Role
+from zeroir.ir.byte_sizes import parse_bytes
+from zeroir.ir.program import Program
+from zeroir.report.costs import format_seconds
+from zeroir.report.names import format_bytes
+
+if TYPE_CHECKING:
+    from zeroir.frontend.source.source import LossFunction, Model, ModelSource, WeightFunction
+    from zeroir.torch_ops.batches import Batch
+
+MOST_TRIED: Final = 500
+"""Choices that a search tries at most, unless told otherwise."""
+
+_OFFLOAD_OPTIONS: Final = frozenset(
+    {"offload", "offload_to", "host_cache", "offload_units", "offload_fraction", "page_optimizer"}
+)
+"""With one of these given, the search keeps it, and chooses no other."""
+
+Identity = tuple[tuple[str, Value], ...]
+"""Settings as a key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A choice that lost, and why, in words."""
+
+    candidate: Candidate
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The chosen program, compiled and proved, and the choices that lost.
+
+    ``alternatives`` are the best of every other stage and mesh, and what differs from the chosen one in one option,
+    fastest first, then what does not fit. No choice among all ``choices`` can take less than ``bound_ns``.
+    ``is_finished`` is false where the search ended because it had tried enough.
+    """
+
+    compiled: CompiledProgram
+    machine: str
+    world_size: int
+    budget_bytes: int
+    chosen: Candidate
+    alternatives: tuple[Alternative, ...]
+    tried: int
+    choices: int
+    bound_ns: int
+    is_finished: bool
+
+
+def plan(
+    model: Model,
+    machine: Machine | str | Path = "dgx-h100",
+    *,
+    batch: Batch = None,
+    loss: LossFunction | None = None,
+    weight: WeightFunction | None = None,
+    memory: str | None = None,
+    most_tried: int = MOST_TRIED,
+    config: Config | None = None,
+    **options: Unpack[CompileKeywords],
+) -> Plan:
+    """The options of ``zeroir.compile`` with which a model's step is shortest on a machine, within its memory.
+
+    ``model``, ``batch``, ``loss`` and ``weight`` are those of ``zeroir.compile``.
+    ``memory`` is the memory of a rank's device, such as ``80GB``, and that of the machine by default. The keywords are
+    those of ``zeroir.compile``, and ``config`` is that of ``zeroir.compile``: given options are kept, and the
+    search chooses the others that decide about speed and memory.
+
+    Raises:
+        UserError: where the model, the machine or an option is wrong, or where nothing fits.
+    """
+    optimizer = options.get("optimizer")
+    if is_torchs(optimizer):
+        from zeroir.api.torch_optimizers import translated
+
+        others = flat_values({name: each for name, each in options.items() if name != "optimizer"})
+        given = dict(translated(optimizer, model, others).options)
+    else:
+        given = flat_values(options)
+    source = cache(lambda: given_source(model, batch, loss, weight))
+    resolved = resolve_options(config, given, source, giver="argument")
+    return plan_with(source, machine, resolved, memory=memory, most_tried=most_tried)
+
+
+def plan_with(
+    make_source: Callable[[], ModelSource],
+    machine: Machine | str | Path,
+    resolved: ResolvedOptions,
+    *,
+    memory: str | None = None,
+    most_tried: int = MOST_TRIED,
+) -> Plan:
+    """As ``plan``, with validated options, of which those that were set are kept.
+
+    ``make_source`` is called once the other arguments are known to be right: loading a model takes time.
+    """
+    options = _without_adaptive(resolved.options)
+    machine = machine if isinstance(machine, Machine) else load_machine(machine)
+    amount = memory or options.memory_budget
+    budget_bytes = int(machine.memory.size_bytes.value) if amount is None else parse_bytes(amount)
+    source = make_source()
+    captured = replace(capture_source(source, options).artifact, config=resolved.record)
+    planner = Planner(captured.logical, options, machine, budget_bytes)
+    result = planner.search(most_tried)
+    compiled = lowered_for(captured, planner.measurer.options(result.chosen.settings), machine)
+    return Plan(
+        compiled=compiled if source.file is not None else replace(compiled, source=source),
+        machine=machine.name,
+        world_size=options.world_size,
+        budget_bytes=budget_bytes,
+        chosen=result.chosen,
+        alternatives=result.alternatives,
+        tried=result.tried,
+        choices=sum(region.size for region in planner.regions),
+        bound_ns=result.bound_ns,
+        is_finished=result.is_finished,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The outcome of a search, before the chosen program is compiled; see ``Plan``."""
+
+    chosen: Candidate
+    alternatives: tuple[Alternative, ...]
+    tried: int
+    bound_ns: int
+    is_finished: bool
+
+
+class Planner:
+    """The space of choices for a logical program on a machine, and what each of them comes to.
+
+    What is set in ``options`` is kept, and the rest is chosen.
+    """
+
+    def __init__(
+        self, logical: Program, options: CompileOptions, machine: Machine, budget_bytes: int
+    ) -> None:
+        self._machine = machine
+        self._budget_bytes = budget_bytes
+        self._selects_saved = options.recompute.select_saved
+        self.measurer = CandidateMeasurer(logical, options, budget_bytes, machine)
+        self._wire_ns: dict[int, int] = {}
+        self._candidates: dict[tuple[int, Point], Candidate] = {}
+        self._measured: dict[Identity, tuple[Candidate, SearchOutcome]] = {}
+        self._is_offload_free = not (options.given.keys() & _OFFLOAD_OPTIONS)
+        self._movable = movable_units(logical)
+        self._world_size = options.world_size
+        self._state_bytes = sum(b.size_bytes for b in logical.buffers if b.role is Role.STATE)
+        self.regions = regions(options, logical)
+
+    def search(self, most_tried: int = MOST_TRIED) -> SearchResult:
+        """Find the best choice.
+
+        Raises:
+            UserError: where no choice fits; the message names the closest one, and the bytes that it lacks.
+        """
+        searched = self._searched(most_tried)
+        if self._is_offload_free and is_limited_by_memory(searched):
+            kinds = possible_kinds(self._measure, OFFLOADED)
+            if kinds:
+                # What was tried already is tried again at no cost: as a choice that offloads nothing.
+                self.regions = with_offload(self.regions, kinds)
+                searched = self._searched(most_tried)
+            paged = with_pages(self.regions, self._world_size, self._state_bytes)
+            if paged != self.regions and self._can_page(paged):
+                self.regions = paged
+                searched = self._searched(most_tried)
+            if self._is_limited_by_host:
+                self.regions = with_disk(self.regions)
+                searched = self._searched(most_tried)
+        families = [region.family for region in self.regions]
+        at = searched.winner, searched.best[searched.winner]
+        chosen = self._with_less_offload(self._candidates[at])
+        chosen = self._with_more_resident(chosen, self.regions[at[0]])
+        if chosen.step_ns is None:
+            raise UserError(
+                f"Nothing fits {format_bytes(self._budget_bytes)}: {self._closest(chosen)}"
+            )
+        # Two points may name the same units, counted from either end.
+        losers: dict[Identity, tuple[int, Point]] = {}
+        for key in sorted(searched.tried, key=lambda key: (searched.tried[key].key, key)):
+            is_best_or_beside = key[1] == searched.best[key[0]] or _is_beside(key, at)
+            if is_best_or_beside and self._candidates[key].settings != chosen.settings:
+                losers.setdefault(_identity(self._candidates[key].settings), key)
+        cut_off = {number: self.bound_ns(number, None) for number in searched.cut_off}
+        return SearchResult(
+            chosen=chosen,
+            alternatives=tuple(
+                Alternative(
+                    candidate=self._candidates[key],
+                    why=self._why(self._candidates[key], chosen.step_ns, cut_off.get(key[0])),
+                )
+                for key in losers.values()
+            ),
+            tried=len({_identity(self._candidates[key].settings) for key in searched.tried}),
+            bound_ns=min(
+                self.bound_ns(number, None)
+                for number, family in enumerate(families)
+                if not searched.tried[number, family.starts[0]].is_hopeless
+            ),
+            is_finished=searched.is_finished,
+        )
+
+    def _searched(self, most_tried: int) -> Found:
+        families = [region.family for region in self.regions]
+        return search(families, self.evaluate, self.bound_ns, most_tried=most_tried)
+
+    @property
+    def _is_limited_by_host(self) -> bool:
+        """Whether a choice was tried that lacks nothing but memory of the host."""
+        return any(
+            candidate.missing_host_bytes == outcome.missing_bytes > 0
+            for candidate, outcome in self._measured.values()
+        )
+
+    def _measure(self, settings: Mapping[str, Value]) -> tuple[Candidate, SearchOutcome]:
+        """A choice; one that offloads nothing is the same as one that does not mention it."""
+        defaults = ((), HOST, STEP)
+        has_effect = {
+            name: value
+            for name, value in settings.items()
+            if value not in defaults and (name, value) != ("page_optimizer", None)
+        }
+        if "offload" not in has_effect:
+            has_effect.pop("offload_to", None)
+        identity = _identity(has_effect)
+        if identity not in self._measured:
+            self._measured[identity] = self.measurer.measure(settings)
+        candidate, outcome = self._measured[identity]
+        return replace(candidate, settings=settings), outcome
+
+    def _with_less_offload(self, chosen: Candidate) -> Candidate:
+        """The choice with no more units offloaded than memory demands, if that is as fast."""
+        offloaded = chosen.settings.get("offload")
+        if chosen.step_ns is None or not isinstance(offloaded, tuple) or not offloaded:
+            return chosen
+
+        def measure(settings: Mapping[str, Value]) -> tuple[Candidate, SearchOutcome]:
+            return self._measure({**chosen.settings, "offload": (), **settings})
+
+        units = {kind: self._movable[kind] for kind in offloaded}
+        candidate, _ = measure(least_offload(measure, units, is_timed=True))
+        is_faster = candidate.step_ns is not None and candidate.step_ns <= chosen.step_ns
+        return candidate if is_faster else chosen
+
+    def _can_page(self, regions: Sequence[SearchRegion]) -> bool:
+        """Whether the optimizer's states can be paged: the pass refuses those of some programs."""
+        region = next(region for region in regions if region.values("page_optimizer"))
+        amount = region.values("page_optimizer")[-1]
+        try:
+            self._measure({"stage": region.stage, "mesh": region.mesh, "page_optimizer": amount})
+        except UserError:
+            return False
+        return True
+
+    def _with_more_resident(self, chosen: Candidate, region: SearchRegion) -> Candidate:
+        """The choice with as many pages on the device as there is memory for, if that is as fast."""
+        amount = chosen.settings.get("page_optimizer")
+        if chosen.step_ns is None or not isinstance(amount, str):
+            return chosen
+        page_bytes = parse_bytes(PAGE_BYTES)
+        fitting = parse_bytes(amount) // page_bytes
+        excessive = self._state_bytes // region.shards(self._world_size) // page_bytes + 1
+        while excessive - fitting > 1:
+            pages = (fitting + excessive) // 2
+            candidate, outcome = self._measure(
+                {**chosen.settings, "page_optimizer": page_amount(pages)}
+            )
+            if not outcome.fits:
+                excessive = pages
+                continue
+            fitting = pages
+            if candidate.step_ns is not None and candidate.step_ns <= (chosen.step_ns or 0):
+                chosen = candidate
+        return chosen
+
+    def evaluate(self, number: int, point: Point) -> SearchOutcome:
+        """Lower a choice of a region, measure it, and simulate it."""
+        settings = self.regions[number].settings(point)
+        self._candidates[number, point], evaluation = self._measure(settings)
+        for name in ("offload", "offload_to", "page_optimizer"):
+            values = self.regions[number].values(name)
+            if values and settings.get(name, values[-1]) != values[-1]:
+                evaluation = replace(evaluation, is_hopeless=False)
+        if point == self.regions[number].family.starts[0]:
+            # Now, while its lowered program is still cached.
+            self._wire_bound_ns(number)
+        return evaluation
+
+    def bound_ns(self, number: int, point: Point | None) -> int:
+        """A lower bound of the step of a choice, or of every choice of a region.
+
+        The segments depend on the saved and recomputed values and not on the schedule, and recomputing a unit only adds
+        to them. The bytes on the wire are fewest where no unit is gathered twice without need.
+        """
+        region = self.regions[number]
+        if point is None:
+            start = region.settings(region.family.starts[0])
+            return min(
+                self._bound_ns(number, {**start, "select_saved": value})
+                for value in region.values("select_saved") or (self._selects_saved,)
+            )
+        return self._bound_ns(number, region.settings(point))
+
+    def _bound_ns(self, number: int, settings: Mapping[str, Value]) -> int:
+        compute_ns = self.measurer.compute_bound_ns(settings, self._machine)
+        return max(compute_ns, self._wire_bound_ns(number))
+
+    def _wire_bound_ns(self, number: int) -> int:
+        """A lower bound of the step of every choice of a region, from its communication."""
+        if number not in self._wire_ns:
+            start = self.regions[number].settings(self.regions[number].family.starts[0])
+            self._wire_ns[number] = self.measurer.wire_bound_ns(start, self._machine)
+        return self._wire_ns[number]
+
+    def _closest(self, best: Candidate) -> str:
+        """The choice that comes closest, or a sentence that persistent buffers alone exceed the memory."""
+        least = min(self._candidates.values(), key=lambda candidate: candidate.resting_bytes)
+        if least.resting_bytes <= self._budget_bytes:
+            remedy = "Use more ranks, a lower precision or a smaller batch."
+            return f"the closest is {words(best.settings)}, which {self._lack(best)}. {remedy}"
+        mesh = least.settings["mesh"]
+        return (
+            "the persistent buffers of a rank, such as parameters and optimizer states, take "
+            f"{format_bytes(least.resting_bytes)} at least, at stage {least.settings['stage']}"
+            f"{'' if mesh is None else f' with --mesh {mesh}'}. Use more ranks or a lower precision."
+        )
+
+    def _lack(self, candidate: Candidate) -> str:
+        if candidate.needed_bytes <= self._budget_bytes and candidate.missing_host_bytes:
+            missing = format_bytes(candidate.missing_host_bytes)
+            return f"keeps {format_bytes(candidate.host_bytes)} of each rank on the host, {missing} too many"
+        missing = format_bytes(candidate.needed_bytes - self._budget_bytes)
+        needed = format_bytes(candidate.needed_bytes)
+        return f"needs at least {needed}, {missing} too many, most {candidate.culprit}"
+
+    def _why(self, candidate: Candidate, best_ns: int, cut_off_ns: int | None) -> str:
+        if candidate.step_ns is None:
+            return f"does not fit: {self._lack(candidate)}"
+        slower = candidate.step_ns / best_ns - 1
+        what, share = candidate.bounded_by[0]
+        text = f"{slower:.1%} slower" if slower >= 0.0005 else "as fast"
+        text += f", bound by {what} ({share:.0%} of the step)"
+        if cut_off_ns is not None:
+            text += f"; at this stage and mesh no step is below {format_seconds(cut_off_ns / 1e9)}"
+        return text
+
+
+def _without_adaptive(options: CompileOptions) -> CompileOptions:
+    """The options without ``--offload adaptive``: whether anything is offloaded is what the search finds out."""
+    if ADAPTIVE not in options.offload.what:
+        return options
+    given = options.given
+    return make_options({name: value for name, value in given.items() if name != "offload"})
+
+
+def is_limited_by_memory(searched: Found) -> bool:
+    """Whether a choice that does not fit is faster than the best that fits, or nothing fits."""
+    best = searched.tried[searched.winner, searched.best[searched.winner]]
+    return not best.fits or any(
+        outcome.step_ns < best.step_ns for outcome in searched.tried.values() if not outcome.fits
+    )
+
+
+def _identity(settings: Mapping[str, Value]) -> Identity:
+    return tuple(settings.items())
+
+
+def _is_beside(key: tuple[int, Point], at: tuple[int, Point]) -> bool:
+    """Whether two points of a family differ along one axis alone."""
+    same_family = key[0] == at[0]
+    return same_family and sum(a != b for a, b in zip(key[1], at[1], strict=True)) == 1

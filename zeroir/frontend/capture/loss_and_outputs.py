@@ -1,0 +1,149 @@
+"""What the user's code returns for a batch: the loss, and the outputs of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from zeroir.errors import UserError
+from zeroir.frontend.source.source import ModelSource, capitalised
+from zeroir.frontend.source.source_lines import refusals_at
+from zeroir.ir.output_paths import OutputPathError, children, key_step
+from zeroir.torch_ops.batches import undense_kind
+
+PathTensors = tuple[tuple[str, Tensor], ...]
+"""The tensors of an evaluation's outputs, each with its path (see ``zeroir.ir.output_paths``)."""
+
+
+class UnknownOutputError(UserError):
+    """The user asks for an output that the model does not have."""
+
+
+def call_with(model: Callable[..., object], batch: object) -> object:
+    """Call a module on a batch: a dict gives keyword arguments, a tuple positional ones."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, list | tuple):
+        return model(*batch)
+    return model(batch)
+
+
+def loss_of(source: ModelSource, model: nn.Module, batch: object) -> Tensor:
+    """The loss of a module on a batch, a tensor without axes.
+
+    It is what the source's loss function returns, or what forward returns: the object itself, or its attribute or key
+    ``loss``. A loss function may return a pair of the loss and outputs.
+
+    Raises:
+        UserError: where there is none, or where it is not one floating-point number that depends on a parameter.
+    """
+    output, _ = _returned(source, model, batch)
+    with refusals_at(lambda: source.line_of_loss(model)):
+        loss = _loss(source, output)
+        if not loss.requires_grad:
+            raise UserError("The model's loss does not depend on any trainable parameter.")
+    return loss
+
+
+def evaluated(
+    source: ModelSource, model: nn.Module, batch: object, outputs: Sequence[str]
+) -> tuple[Tensor, PathTensors]:
+    """The loss of a module on a batch, a tensor without axes, and the outputs of an evaluation.
+
+    The outputs are the second part of the pair that a loss function returns. With ``outputs`` they are a dict of what
+    has these names there or, where there is no pair, in the object that holds the loss.
+
+    Raises:
+        UserError: where the loss is none, where an output is missing, and where one is no tensor.
+    """
+    first, second = _returned(source, model, batch)
+    named = first if second is None else second
+    tensors: list[tuple[str, Tensor]] = []
+    with refusals_at(lambda: source.line_of_loss(model)):
+        if outputs:
+            for name in outputs:
+                value = _part(named, name)
+                if value is None:
+                    raise UnknownOutputError(
+                        f"{capitalised(source.names.loss)} returns no output called {name}; it returns "
+                        f"{_described(named)}."
+                    )
+                tensors += _tensors(source, value, key_step(name))
+        elif second is not None:
+            tensors += _tensors(source, second, "")
+        return _loss(source, first), tuple(tensors)
+
+
+def _returned(source: ModelSource, model: nn.Module, batch: object) -> tuple[object, object]:
+    """What the user's code returns, and the outputs where it is a pair of the loss and outputs."""
+    if source.loss is None:
+        return call_with(model, batch), None
+    output = source.loss(model, batch)
+    if isinstance(output, tuple) and len(output) == 2:
+        return output
+    return output, None
+
+
+def _part(value: object, name: str) -> object:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"a dict of {', '.join(map(str, value)) or 'nothing'}"
+    if isinstance(value, Tensor):  # of a class of torch's tracer
+        return "a tensor"
+    return f"a {type(value).__name__}"
+
+
+def _tensors(source: ModelSource, value: object, path: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in an output, each with its path."""
+    what = f"{capitalised(source.names.loss)} returns outputs that"
+    if isinstance(value, Tensor):
+        kind = undense_kind(value)
+        if kind is not None:
+            raise UserError(f"{what} have {kind} at {path or 'their top'}: return dense tensors.")
+        yield path, value
+        return
+    try:
+        parts = children(value)
+    except OutputPathError as error:
+        raise UserError(f"{what} {error}.") from None
+    if parts is None:
+        raise UserError(
+            f"{what} have a {type(value).__name__} at {path or 'their top'}: return tensors, in dicts, lists, tuples "
+            "or dataclasses."
+        )
+    for step, part in parts:
+        yield from _tensors(source, part, path + step)
+
+
+def _loss(source: ModelSource, output: object) -> Tensor:
+    """The loss in what the user's code returned: the object itself, or its attribute or key ``loss``."""
+    name = capitalised(source.names.loss)
+    loss = output
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif not isinstance(output, Tensor):
+        loss = getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise UserError(
+            f"{name} must return the loss: a scalar tensor, or an object or dict with a tensor called loss; it "
+            f"returned {type(output).__name__}"
+            + (
+                f" whose loss is {type(loss).__name__}."
+                if loss is not None
+                else ", which has none."
+            )
+        )
+    if loss.numel() != 1:
+        raise UserError(
+            f"The model's loss must be one number, but it has the shape {tuple(loss.shape)}; return its mean or "
+            "sum."
+        )
+    if not loss.dtype.is_floating_point:
+        raise UserError(
+            f"The model's loss must be a floating-point number, but it is {loss.dtype}."
+        )
+    return loss.reshape(())

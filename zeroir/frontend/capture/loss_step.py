@@ -1,0 +1,175 @@
+"""The model as a function that a tracer can trace: from the tensors of a batch and the seeds to loss and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from zeroir.frontend._torch_private import tensors_replaced, whole_operators
+from zeroir.frontend.capture.block_recording import ForwardRecorder, ForwardRecording
+from zeroir.frontend.capture.block_reuse import ReusePlan
+from zeroir.frontend.capture.gradient_hooks import ParameterHooks
+from zeroir.frontend.capture.loss_and_outputs import evaluated, loss_of
+from zeroir.frontend.capture.module_tensors import substitute_buffers, write_back_buffers
+from zeroir.frontend.capture.node_origins import OriginTracker
+from zeroir.frontend.capture.precision import with_floats_cast
+from zeroir.frontend.capture.python_state import PythonState
+from zeroir.frontend.lowering.units import find_units
+from zeroir.frontend.source.source import ModelSource, capitalised
+from zeroir.torch_ops.batches import with_tensors
+from zeroir.torch_ops.neutral import NeutralOps
+
+
+class LossStep(nn.Module):
+    """The model as a function from the tensors of a batch and the seeds, i64, to the loss, an FP32 scalar.
+
+    While it is ``evaluating``, the model runs under ``eval()`` and without gradients, and its outputs follow the loss;
+    ``output_paths`` are those of the last forward.
+
+    Each forward of the model begins with the Python state ``state``. With a ``plan`` the forward is that which was
+    recorded, and the model's code does not run. ``blocks`` names the repeated blocks, ``sites`` counts the calls of
+    dropout and of random operators in the model's last forward, and ``tracker`` knows where in the model each node of
+    that forward comes from. ``line`` is ``file:line`` of the function whose result is the loss, and ``place`` is that
+    line, or the model's name if the line is unknown.
+    """
+
+    PREFIX = "model."
+
+    def __init__(
+        self,
+        model: nn.Module,
+        source: ModelSource,
+        example: object,
+        dtype: torch.dtype,
+        hooks: ParameterHooks,
+        state: PythonState,
+    ) -> None:
+        super().__init__()
+        # Tracked frames end at this file, since it calls the model.
+        self.tracker = OriginTracker(folder=source.folder, stop=__file__)
+        self.tracker.install(model)
+        self.blocks = tuple(find_units(model, None).labels)
+        for name in self.blocks:
+            # Next to the forward: all other hooks of the block run outside the recorded call.
+            block = model.get_submodule(name)
+            block.register_forward_pre_hook(partial(self._enter, name))
+            block.register_forward_hook(partial(self._leave, name), prepend=True)
+        self.model = model
+        self.line = source.line_of_loss(model)
+        self.place = self.line or capitalised(source.names.model)
+        self.sites = 0
+        self.plan: ReusePlan | None = None
+        self.state = state
+        self.output_paths: tuple[str, ...] = ()
+        self._is_evaluating = False
+        self._outputs: tuple[str, ...] = ()
+        self._source = source
+        self._example = example
+        self._dtype = dtype
+        self._hooks = hooks
+        self._recorder: ForwardRecorder | None = None
+
+    @contextmanager
+    def evaluating(self, outputs: Sequence[str]) -> Iterator[None]:
+        """A body in which the step is an evaluation with the outputs of these names, or with all of a loss function's.
+
+        Afterwards every module is in training mode or not as it was before.
+
+        Raises:
+            Exception: any error of the model's own ``eval()``.
+        """
+        training = self.state
+        training.restore()
+        try:
+            self.model.eval()
+            self.state = PythonState.of(self.model, training.code)
+            self._is_evaluating, self._outputs = True, tuple(outputs)
+            yield
+        finally:
+            self._is_evaluating = False
+            self.plan = None
+            self.state = training
+            training.restore()
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The loss and the outputs, from the tensors of a batch and then the seeds."""
+        *tensors, seeds = inputs
+        if not self._is_evaluating:
+            # The parameters are now tensors of the tracer, which have no hooks.
+            self._hooks.attach(self.model)
+        with whole_operators(), torch.set_grad_enabled(not self._is_evaluating):
+            if self.plan is not None:
+                return self.plan.repeat(
+                    [*inputs, *self._model_tensors().values()], seeds, self.tracker
+                )
+            with NeutralOps(seeds, self.tracker.around) as neutral:
+                return self._results(tensors, neutral)
+
+    def record(self, inputs: Sequence[Tensor]) -> ForwardRecording:
+        """Run the model once, leave its buffers as they are, and return the recorded calls.
+
+        Raises:
+            UnrecordableError: where the calls cannot be made again.
+            Exception: any error of the model or of torch.
+        """
+        *tensors, seeds = inputs
+        # As in a trace, tied parameters are different tensors.
+        own = {
+            name: torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
+            for name, tensor in self._model_tensors().items()
+        }
+        has_grad = torch.set_grad_enabled(not self._is_evaluating)
+        with tensors_replaced(self, own), whole_operators(), has_grad, NeutralOps(seeds) as neutral:
+            recorder = ForwardRecorder(
+                neutral, self.tracker, [*inputs, *self._model_tensors().values()]
+            )
+            self._recorder = recorder
+            try:
+                with recorder.autograd_functions(), recorder:
+                    results = self._results(tensors, neutral)
+            finally:
+                self._recorder = None
+        return recorder.recording(results)
+
+    def _model_tensors(self) -> dict[str, Tensor]:
+        """The model's present parameters and buffers by each of their names."""
+        return {
+            **dict(self.named_parameters(remove_duplicate=False)),
+            **dict(self.named_buffers(remove_duplicate=False)),
+        }
+
+    def _enter(self, block: str, _: nn.Module, __: object) -> None:
+        if self._recorder is not None:
+            self._recorder.enter(block)
+
+    def _leave(self, block: str, _: nn.Module, __: object, ___: object) -> None:
+        if self._recorder is not None:
+            self._recorder.leave(block)
+
+    def checkpointing(self) -> AbstractContextManager[None]:
+        """The context in which the model's code runs under an activation checkpoint."""
+        return self.tracker.checkpoint()
+
+    def _results(self, tensors: Sequence[Tensor], neutral: NeutralOps) -> tuple[Tensor, ...]:
+        self.tracker.restart()
+        self.state.restore()
+        copies = substitute_buffers(self.model)
+        remaining = iter(tensors)
+        example = with_tensors(self._example, lambda _: next(remaining))
+        batch = with_floats_cast(example, self._dtype)
+        if self._is_evaluating:
+            # The model may switch gradients on by itself.
+            value, made = evaluated(self._source, self.model, batch, self._outputs)
+            loss, outputs = value.detach(), tuple((path, x.detach()) for path, x in made)
+        else:
+            loss, outputs = loss_of(self._source, self.model, batch), ()
+        # Copies, because the model may return a parameter itself.
+        results = (loss.float().clone(), *(output.clone() for _, output in outputs))
+        self.output_paths = tuple(path for path, _ in outputs)
+        write_back_buffers(copies)
+        self.sites = neutral.sites
+        return results

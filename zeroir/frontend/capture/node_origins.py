@@ -1,0 +1,130 @@
+"""Know, while a model runs, which module calls are open and which line of the model is executed."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import fx, nn
+
+from zeroir.frontend._torch_private import Function, annotated, annotation_of
+from zeroir.frontend.capture.code_contexts import Checkpoint, line_of_caller
+from zeroir.frontend.capture.joint_graph import ModuleCall
+
+_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_SITE = Path(sysconfig.get_paths()["purelib"])
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOrigin:
+    """The annotation of a node: the open module calls, the number of the torch function's call, ``file:line``."""
+
+    calls: tuple[ModuleCall, ...]
+    number: int
+    source: str
+
+
+UNKNOWN_ORIGIN = NodeOrigin(calls=(), number=0, source="")
+"""The origin of a node that the tracer made by itself."""
+
+
+def origin_of(node: fx.Node) -> NodeOrigin:
+    """The origin of a node; ``UNKNOWN_ORIGIN`` where the tracer made it by itself."""
+    annotation = annotation_of(node)
+    return annotation if isinstance(annotation, NodeOrigin) else UNKNOWN_ORIGIN
+
+
+@dataclass
+class OriginTracker:
+    """Follows the module calls of one model through forward hooks.
+
+    ``folder`` is that of the model file. The file ``stop`` calls the model: its frame and the frames outside it are not
+    the model's.
+    """
+
+    folder: Path
+    stop: str
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    _open: list[tuple[Checkpoint, int]] = field(default_factory=list)
+    _calls: list[ModuleCall] = field(default_factory=list)
+    _counts: Counter[str] = field(default_factory=Counter)
+    _sources: dict[tuple[str, int], str] = field(default_factory=dict)
+    _number: int = 0
+
+    def install(self, model: nn.Module) -> None:
+        """Install hooks outside every other hook, so that casts count as part of their module."""
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
+            module.register_forward_hook(self._leave, always_call=True)
+
+    def restart(self) -> None:
+        """Begin a forward."""
+        self.checkpoints.clear()
+        self._open.clear()
+        self._calls.clear()
+        self._counts.clear()
+        self._number = 0
+
+    def _enter(self, name: str, _: nn.Module, __: object) -> None:
+        if self._open and self._open[-1][1] == len(self._calls):
+            self._open[-1][0].modules.append(name)
+        self._calls.append(ModuleCall(module=name, index=self._counts[name]))
+        self._counts[name] += 1
+
+    def _leave(self, _: nn.Module, __: object, ___: object) -> None:
+        self._calls.pop()
+
+    def checkpoint(self) -> AbstractContextManager[None]:
+        """Note an activation checkpoint, and with it the modules that are called within."""
+        around = tuple(call.module for call in self._calls)
+        checkpoint = Checkpoint(around=around, source=line_of_caller(self.folder))
+        self.checkpoints.append(checkpoint)
+        return self._within(checkpoint)
+
+    @contextmanager
+    def _within(self, checkpoint: Checkpoint) -> Iterator[None]:
+        self._open.append((checkpoint, len(self._calls)))
+        try:
+            yield
+        finally:
+            self._open.pop()
+
+    def around(self, func: Function) -> Callable[..., object]:
+        """A function that calls ``func`` and annotates its nodes with their origin."""
+        return annotated(func, self.origin)
+
+    def origin(self) -> NodeOrigin:
+        """The origin of the call of a torch function that happens now."""
+        self._number += 1
+        return NodeOrigin(calls=tuple(self._calls), number=self._number, source=self.line())
+
+    def line(self) -> str:
+        """``file:line`` of the innermost frame that belongs to a model rather than to torch or zeroir."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            filename = frame.f_code.co_filename
+            if filename == self.stop:
+                break
+            if not filename.startswith(_SKIPPED) and not filename.startswith("<"):
+                key = (filename, frame.f_lineno)
+                if key not in self._sources:
+                    self._sources[key] = f"{self._relative(filename)}:{frame.f_lineno}"
+                return self._sources[key]
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+        return ""
+
+    def _relative(self, filename: str) -> str:
+        path = Path(filename)
+        for base in (self.folder, _SITE):
+            if path.is_relative_to(base):
+                return path.relative_to(base).as_posix()
+        return path.name

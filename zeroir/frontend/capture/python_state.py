@@ -1,0 +1,366 @@
+"""The Python state of a model: everything beside parameters and buffers that one forward can leave to the next.
+
+A program is captured from one forward. The Python state is held in the attributes of modules and of their classes, in
+the objects of these attributes, in the variables that hooks and other functions of the user share with the code around
+them, in the globals of the user's files, and in the random generators of Python and NumPy.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import random
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    ModuleType,
+)
+
+import torch
+from torch import Tensor, nn
+
+from zeroir.frontend._torch_private import HOOKS_OF_MODULES
+from zeroir.frontend.source.imports import is_known_package
+from zeroir.frontend.source.namespaces import (
+    ClassAttributes,
+    ClosureVariables,
+    Namespace,
+    SlotAttributes,
+)
+
+Leaf = tuple[object, ...]
+IsSame = Callable[[object, object], bool]
+
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_LASTING = (nn.Module, type, FunctionType, BuiltinFunctionType, ModuleType)
+"""These are compared by identity, not by contents. Other objects may be created anew at every forward."""
+
+_MOST_ITEMS = 10_000
+"""Larger containers hold data: they are compared by their length, and only what was appended is removed again."""
+
+_CACHED = type(cache(lambda: None))
+"""Functions with a cache of results, which must not keep tensors of a trace."""
+
+_RANDOM = "the state of Python's random"
+_NUMPY_RANDOM = "the state of numpy.random"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsersCode:
+    """The user's code beside the model's classes: Python modules by name, and functions that a step calls."""
+
+    modules: tuple[str, ...]
+    functions: tuple[object, ...]
+
+
+@dataclass(slots=True)
+class PythonState:
+    """The state at one moment. ``leaves`` are comparable values by the names that messages use."""
+
+    code: UsersCode
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+    _restores: list[Callable[[IsSame], None]] = field(default_factory=list)
+    # Alive for as long as the state, so that no two of them share an id.
+    _seen: dict[int, object] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, code: UsersCode) -> PythonState:
+        """The state of a module and of the user's other code."""
+        state = cls(code)
+        for name, module in model.named_modules():
+            state._namespace(vars(module), f"{name}." if name else "", _OF_TORCH)
+            for hooks in HOOKS_OF_MODULES:
+                for hook in vars(module).get(hooks, {}).values():
+                    state._callable(hook)
+        for function in code.functions:
+            state._callable(function)
+        for kind in dict.fromkeys(kind for m in model.modules() for kind in type(m).__mro__):
+            if not _is_pythons_or_torchs(kind):
+                state._namespace(ClassAttributes(kind), f"{kind.__name__}.", frozenset())
+        for name in code.modules:
+            if name in sys.modules:
+                module = sys.modules[name]
+                file = Path(str(vars(module).get("__file__", name))).name
+                state._namespace(vars(module), f"{file}:", _unmentioned(module))
+        state._random_generators()
+        return state
+
+    def restore(self) -> None:
+        """Put everything back to this state, but for tensors that others have replaced: the tracer replaces tensors."""
+        for restore in self._restores:
+            restore(_is_same)
+
+    def restore_exactly(self) -> None:
+        """Put everything back to this state, once nothing is traced any more."""
+        for restore in self._restores:
+            restore(operator.is_)
+
+    def changed(self, later: PythonState) -> list[str]:
+        """The names that differ at a later moment, in order; of a container, but not of its items."""
+        names: list[str] = []
+        for name in {**self.leaves, **later.leaves}:
+            is_inside = names and name.startswith((f"{names[-1]}[", f"{names[-1]}."))
+            if not is_inside and self.leaves.get(name) != later.leaves.get(name):
+                names.append(name)
+        return names
+
+    def _random_generators(self) -> None:
+        generator = random.getstate()
+        self.leaves[_RANDOM] = generator
+        self._restores.append(lambda _: random.setstate(generator))
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            state = numpy.random.get_state()
+            self.leaves[_NUMPY_RANDOM] = (state[0], state[1].tobytes(), *state[2:])
+            self._restores.append(lambda _: numpy.random.set_state(state))
+
+    def _namespace(self, values: Namespace, prefix: str, without: Set[str]) -> None:
+        """Attributes of a module, or variables; dunder names are Python's own."""
+        saved = {
+            name: value
+            for name, value in values.items()
+            if name not in without and not name.startswith("__")
+        }
+
+        def restore(is_same: IsSame) -> None:
+            for name in list(values):
+                if name not in without and not name.startswith("__") and name not in saved:
+                    del values[name]
+            for name, value in saved.items():
+                if name not in values or not is_same(values[name], value):
+                    values[name] = value
+
+        self._restores.append(restore)
+        for name, value in saved.items():
+            self._add(prefix + name, value)
+
+    def _callable(self, function: object) -> None:
+        """The state behind a hook or another function of the user: of its object, or of its closure."""
+        match function:
+            case functools.partial():
+                for value in (function.func, *function.args, *function.keywords.values()):
+                    self._callable(value)
+            case MethodType():
+                self._callable(function.__func__)
+                self._callable(function.__self__)
+            case FunctionType():
+                self._closure(inspect.unwrap(function))
+            case nn.Module() | type() | None:
+                pass  # modules of the model and their classes are in the state anyway
+            case _ if not (id(function) in self._seen or _is_pythons_or_torchs(type(function))):
+                self._seen[id(function)] = function
+                self._add_mutable(type(function).__name__, function)
+
+    def _closure(self, function: Callable[..., object]) -> None:
+        """The variables of a user's function that it shares with the code around it."""
+        if (
+            not isinstance(function, FunctionType)
+            or id(function) in self._seen
+            or is_known_package(function.__module__)
+        ):
+            return
+        self._seen[id(function)] = function
+        variables = ClosureVariables(function)
+        self._namespace(variables, f"{function.__name__}:", frozenset())
+        for value in variables.values():
+            self._callable(value)
+
+    def _add(self, name: str, value: object) -> None:
+        if isinstance(value, _PLAIN):
+            # By its text, because NaN is not equal to NaN, and True is equal to 1.
+            self.leaves[name] = (type(value), repr(value))
+        elif isinstance(value, Tensor):
+            self.leaves[name] = (Tensor, value.dtype, tuple(value.shape))
+        elif isinstance(value, _CACHED):
+            self.leaves[name] = (type(value),)
+            self._restores.append(_forgetting_of(value))
+        elif isinstance(value, tuple):
+            self.leaves[name] = (tuple, len(value))
+            self._add_all(name, enumerate(value))
+        elif isinstance(value, _LASTING):
+            self.leaves[name] = (type(value), id(value))
+            if isinstance(value, FunctionType):
+                self._closure(inspect.unwrap(value))
+            self._seen[id(value)] = value
+        elif id(value) in self._seen:
+            self.leaves[name] = (type(value),)
+        else:
+            self._seen[id(value)] = value
+            self._add_mutable(name, value)
+
+    def _add_mutable(self, name: str, value: object) -> None:
+        self.leaves[name] = (type(value),)
+        match value:
+            case dict():
+                pairs = _pairs(value)
+                self.leaves[name] += (len(pairs),)
+                if len(pairs) <= _MOST_ITEMS:
+                    self._restores.append(lambda is_same: _refill_mapping(value, pairs, is_same))
+                    self._add_all(name, ((repr(key), item) for key, item in pairs.items()))
+            case list() | deque() | set() if len(value) > _MOST_ITEMS:
+                length = len(value)
+                self.leaves[name] += (length,)
+                if isinstance(value, list):
+                    self._restores.append(lambda _: value.__delitem__(slice(length, None)))
+            case list() | deque():
+                items = list(value)
+                self._restores.append(lambda is_same: _refill(value, items, is_same))
+                self.leaves[name] += (len(items),)
+                self._add_all(name, enumerate(items))
+            case set():
+                members = set(value)
+                self._restores.append(lambda _: _refill_set(value, members))
+                self.leaves[name] += (frozenset(map(_identity, members)),)
+            case Iterator():
+                self.leaves[name] += _progress(value)
+            case _ if (attributes := _own_attributes(value)) is not None:
+                self._namespace(attributes, f"{name}.", frozenset())
+
+    def _add_all(self, name: str, items: Iterable[tuple[object, object]]) -> None:
+        for key, item in items:
+            self._add(f"{name}[{key}]", item)
+
+
+@cache
+def _names_in_functions(text: str) -> frozenset[str] | None:
+    """The names that the functions and classes of a file mention: no other global can change while they run.
+
+    None where any global may, because the text reaches all of them, or is no Python.
+    """
+    try:
+        codes = _inner_codes(compile(text, "<globals>", "exec"))
+    except (SyntaxError, ValueError):
+        return None
+    names: set[str] = set()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += _inner_codes(code)
+    return None if "globals" in names else frozenset(names)
+
+
+def _inner_codes(code: CodeType) -> list[CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def _unmentioned(module: ModuleType) -> Set[str]:
+    """The globals of a Python module that its functions do not mention."""
+    try:
+        names = _names_in_functions(inspect.getsource(module))
+    except (OSError, TypeError):
+        return frozenset()
+    return frozenset() if names is None else vars(module).keys() - names
+
+
+def tensor_attributes(
+    model: nn.Module, names: Iterable[str]
+) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """The named attributes of modules that are tensors: module, attribute, tensor."""
+    for module, attribute, value in _attributes(model, names):
+        if isinstance(value, Tensor):
+            yield module, attribute, value
+
+
+def number_attributes(
+    model: nn.Module, names: Iterable[str]
+) -> Iterator[tuple[nn.Module, str, float]]:
+    """The named attributes of modules that are numbers: module, attribute, value."""
+    for module, attribute, value in _attributes(model, names):
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield module, attribute, value
+
+
+def _attributes(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[nn.Module, str, object]]:
+    """The named attributes of modules that exist: module, attribute, value."""
+    modules = dict(model.named_modules())
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        if owner in modules and attribute in vars(modules[owner]):
+            yield modules[owner], attribute, vars(modules[owner])[attribute]
+
+
+def _own_attributes(value: object) -> Namespace | None:
+    """The attributes of an object that are its state; None where its class is Python's or torch's."""
+    kind = type(value)
+    if _is_pythons_or_torchs(kind):
+        return None
+    if hasattr(value, "__dict__"):
+        return vars(value)
+    return SlotAttributes(value) if hasattr(kind, "__slots__") else None
+
+
+def _progress(iterator: Iterator[object]) -> Leaf:
+    """A value that changes when an iterator of Python's advances, as far as it shows that."""
+    frame = iterator.gi_frame if isinstance(iterator, GeneratorType) else None
+    if frame is not None:
+        variables = {name: repr(x) for name, x in frame.f_locals.items() if isinstance(x, _PLAIN)}
+        return (frame.f_lasti, tuple(variables.items()))
+    return (repr(iterator), operator.length_hint(iterator, -1))
+
+
+def _is_pythons_or_torchs(kind: type) -> bool:
+    return is_known_package(kind.__module__)
+
+
+def _identity(value: object) -> object:
+    return (type(value), repr(value)) if isinstance(value, _PLAIN) else (type(value), id(value))
+
+
+def _is_same(current: object, saved: object) -> bool:
+    """Whether nothing has to be restored; a tensor that replaces another one is the tracer's."""
+    return current is saved or (isinstance(current, Tensor) and isinstance(saved, Tensor))
+
+
+def _forgetting_of(function: functools._lru_cache_wrapper[object]) -> Callable[[IsSame], None]:
+    """A function that empties the cache of another one where that has kept more results since the last time."""
+    misses = function.cache_info().misses
+
+    def forget(_: IsSame) -> None:
+        nonlocal misses
+        if function.cache_info().misses != misses:
+            function.cache_clear()
+            misses = 0
+
+    return forget
+
+
+def _refill(container: list[object] | deque[object], items: list[object], is_same: IsSame) -> None:
+    if len(container) != len(items) or not all(map(is_same, container, items)):
+        container.clear()
+        container.extend(items)
+
+
+def _pairs(container: dict[object, object]) -> dict[object, object]:
+    """What a dict stores. The methods of a subclass may make items on demand, as mappings that import modules do."""
+    base = OrderedDict if isinstance(container, OrderedDict) else dict
+    return dict(base.items(container))
+
+
+def _refill_mapping(
+    container: dict[object, object], pairs: dict[object, object], is_same: IsSame
+) -> None:
+    stored = _pairs(container)
+    if list(stored) != list(pairs) or not all(
+        is_same(stored[key], value) for key, value in pairs.items()
+    ):
+        base = OrderedDict if isinstance(container, OrderedDict) else dict
+        base.clear(container)
+        for key, value in pairs.items():
+            base.__setitem__(container, key, value)
+
+
+def _refill_set(container: set[object], members: set[object]) -> None:
+    if container != members:
+        container.clear()
+        container.update(members)

@@ -1,0 +1,190 @@
+"""Check that a model's second forward computes the same as its first, where the first changed the Python state.
+
+A program repeats the first forward at every step. So the model is captured again with the state that the first forward
+left behind. The program computes what the model computes if the two graphs are equal and the state has settled, or if
+the first forward only kept tensors that never change again: the program computes those anew at every step.
+
+State that changes at every call is refused, since a later forward or the user's own code may read it. Only numbers that
+provably enter nothing but their own next values, as in ``self.calls += 1``, are allowed, with a warning: the model is
+captured once more with objects in their place that can be added and multiplied, but not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zeroir.errors import UserError
+from zeroir.frontend.capture.joint_graph import JointGraph
+from zeroir.frontend.capture.loss_step import LossStep
+from zeroir.frontend.capture.python_state import (
+    PythonState,
+    number_attributes,
+    tensor_attributes,
+)
+
+_MOST_NAMES = 3
+
+
+def note_on_state(
+    joint: JointGraph,
+    model: nn.Module,
+    mode: FakeTensorMode,
+    step: LossStep,
+    capture: Callable[[], JointGraph],
+) -> str | None:
+    """A sentence on the state that forward changes and a program does not; None where the next forward is the same.
+
+    ``joint`` is the graph that ``capture`` made from the present state of ``step``, which is restored at the end.
+
+    Raises:
+        UserError: where the next forward computes something else, or every forward leaves another state behind.
+    """
+    first = step.state
+    second = PythonState.of(model, step.state.code)
+    changed = first.changed(second)
+    if not changed:
+        return None
+    try:
+        step.state = second
+        if _is_captured_alike(joint, capture):
+            changed_again = second.changed(PythonState.of(model, step.state.code))
+            return _counter_note(joint, model, step, changed_again, capture)
+        return _kept_tensor_note(model, mode, step, changed, capture)
+    finally:
+        step.state = first
+        first.restore()
+
+
+def _is_captured_alike(joint: JointGraph, capture: Callable[[], JointGraph]) -> bool:
+    try:
+        return _computation(capture()) == _computation(joint)
+    except Exception:  # noqa: BLE001 - torch raises various errors at the tensors of an earlier capture
+        return False
+
+
+def _computation(joint: JointGraph) -> JointGraph:
+    """A joint graph whose nodes do not say where in the model they come from."""
+    nodes = tuple(replace(node, origin=None, source="") for node in joint.nodes)
+    return replace(joint, nodes=nodes)
+
+
+def _counter_note(
+    joint: JointGraph,
+    model: nn.Module,
+    step: LossStep,
+    names: Sequence[str],
+    capture: Callable[[], JointGraph],
+) -> str | None:
+    """A sentence on numbers that change at every call and enter nothing; None without; UserError for other state."""
+    if not names:
+        return None
+    counters = list(number_attributes(model, names))
+    if len(counters) == len(names) and _enter_nothing(joint, model, step, counters, capture):
+        return (
+            f"The model's forward changes {_listed(names)} at every call, and the program does not; no computation "
+            "depends on it."
+        )
+    raise UserError(
+        f"The model's forward changes {_listed(names)} at every call, and the program, which runs none of its Python "
+        "code, does not: keep a count in a buffer (register_buffer), return other values as outputs, or remove the "
+        "code that changes it."
+    )
+
+
+def _enter_nothing(
+    joint: JointGraph,
+    model: nn.Module,
+    step: LossStep,
+    counters: Sequence[tuple[nn.Module, str, float]],
+    capture: Callable[[], JointGraph],
+) -> bool:
+    """Whether the model can be captured alike with unreadable numbers in the place of ``counters``."""
+    reads: list[str] = []
+    try:
+        for module, name, _ in counters:
+            setattr(module, name, UnreadableNumber(reads))
+        step.state = PythonState.of(model, step.state.code)
+        is_alike = _is_captured_alike(joint, capture)
+        are_left = all(isinstance(vars(m)[name], UnreadableNumber) for m, name, _ in counters)
+    finally:
+        for module, name, value in counters:
+            setattr(module, name, value)
+    return is_alike and are_left and not reads
+
+
+class UnreadableNumber:
+    """Stands for any number. Arithmetic with plain numbers gives another one; all else is noted in ``reads``."""
+
+    __slots__ = ("reads",)
+
+    def __init__(self, reads: list[str]) -> None:
+        self.reads = reads
+
+    def _combined(self, other: object = 0, *_: object) -> UnreadableNumber:
+        if not isinstance(other, int | float | UnreadableNumber):
+            _refuse(self)
+        return UnreadableNumber(self.reads)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _combined
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _combined
+    __neg__ = __pos__ = _combined
+
+
+def _refuse(number: UnreadableNumber, *_: object) -> NoReturn:
+    number.reads.append("read")
+    raise TypeError("The value of this number must not be read.")
+
+
+for _operators in (
+    ("bool", "int", "float", "index", "hash", "str", "repr", "format", "round", "iter", "abs"),
+    ("eq", "ne", "lt", "le", "gt", "ge", "pow", "rpow", "getattr", "reduce_ex"),
+):
+    for _operator in _operators:
+        setattr(UnreadableNumber, f"__{_operator}__", _refuse)
+
+
+def _kept_tensor_note(
+    model: nn.Module,
+    mode: FakeTensorMode,
+    step: LossStep,
+    changed: Sequence[str],
+    capture: Callable[[], JointGraph],
+) -> str:
+    """A sentence on tensors that the first forward keeps and later ones use; UserError where later ones change them."""
+    step.state.restore()
+    attributes = list(tensor_attributes(model, changed))
+    refusal = UserError(
+        f"The model's forward changes {_listed(changed)} and computes something else at its next call, while a program "
+        "computes the same at every step: keep changing state in a buffer (register_buffer), or pass it with the batch."
+    )
+    for module, name, tensor in attributes:
+        delattr(module, name)
+        with mode:
+            module.register_buffer(name, torch.empty(tensor.shape, dtype=tensor.dtype), False)
+    try:
+        step.state = second = PythonState.of(model, step.state.code)
+        joint = capture()
+        is_settled = not second.changed(PythonState.of(model, step.state.code))
+    except Exception:  # noqa: BLE001 - as in _is_captured_alike
+        raise refusal from None
+    finally:
+        for module, name, _ in attributes:
+            delattr(module, name)
+    mutated = {name for name, _ in joint.mutations}
+    if not attributes or not mutated.isdisjoint(changed) or not is_settled:
+        raise refusal
+    return (
+        f"The model's forward keeps {_listed(changed)} at its first call for later ones; the program computes at every "
+        "step what the first call does."
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MOST_NAMES])
+    return shown if len(names) <= _MOST_NAMES else f"{shown} and {len(names) - _MOST_NAMES} more"

@@ -1,0 +1,1 @@
+"""Cut a joint graph into units and segments, and lower them to a logical program."""

@@ -1,0 +1,71 @@
+"""The segment calls of a step: what the frontend cuts the joint graph into and lowers to ops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroir.ir.segments.segment import Segment, TensorType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentSource:
+    """The value of a segment input: a parameter by name, or a root value viewed from ``offset`` on as ``type``.
+
+    ``offset`` is in elements.
+    """
+
+    type: TensorType
+    parameter: str | None = None
+    root: int = -1
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSink:
+    """An output that later segments read: the root value of this number."""
+
+    root: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientSink:
+    """An output that contributes to a parameter's gradient."""
+
+    parameter: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferSink:
+    """An output that is the new value of a module buffer."""
+
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSink:
+    """The output that is the loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSink:
+    """An output that an evaluation yields at this path of the user's outputs."""
+
+    path: str
+
+
+Sink = StoredSink | GradientSink | BufferSink | LossSink | OutputSink
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentCall:
+    """A segment with a source for each input and a sink for each output.
+
+    ``unit`` and ``call_index`` say which call of which unit it is a part of.
+    """
+
+    segment: Segment
+    unit: str
+    call_index: int
+    is_backward: bool
+    sources: tuple[SegmentSource, ...]
+    sinks: tuple[Sink, ...]

@@ -1,0 +1,89 @@
+"""The stages of a trace: capture, units, unit calls, segments, program."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+from zeroir.config import CompileOptions, replaced
+from zeroir.errors import ModelWarning, UserError
+from zeroir.frontend import TracedModel
+from zeroir.frontend.capture.capture import CapturedModel, capture
+from zeroir.frontend.capture.code_contexts import note_on_small_checkpoints, recomputed_units
+from zeroir.frontend.lowering.accumulate import accumulate
+from zeroir.frontend.lowering.lower import lower as lower_calls
+from zeroir.frontend.lowering.micro_batch_weights import add_micro_batch_weights
+from zeroir.frontend.lowering.partition import UnitCall, partition
+from zeroir.frontend.lowering.segment_calls import SegmentCall
+from zeroir.frontend.lowering.segments import cut
+from zeroir.frontend.lowering.units import ROOT, ROOT_PRE, Units, find_units
+from zeroir.frontend.source.source import ModelSource
+from zeroir.ir.program import Program
+from zeroir.workspace.segments import declared
+
+
+def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
+    """See ``zeroir.frontend.trace``."""
+    captured = capture(
+        source,
+        options.precision.dtype,
+        options.precision.keep_fp32,
+        evaluate=options.evaluate,
+        outputs=options.outputs,
+    )
+    units = find_units(captured.module, options.units)
+    notes = [*captured.notes]
+    if captured.checkpoints and not options.recompute.units:
+        options = replaced(options, recompute=recomputed_units(captured.checkpoints, units))
+        note = note_on_small_checkpoints(captured.checkpoints, units)
+        notes += [] if note is None else [note]
+    for note in notes:
+        warnings.warn(note, ModelWarning, stacklevel=2)
+    program = program_of(captured, options, is_weighted=source.weight is not None)
+    return TracedModel(program=program, options=options)
+
+
+def program_of(
+    captured: CapturedModel, options: CompileOptions, *, is_weighted: bool = False
+) -> Program:
+    """The logical program of a captured model, whose micro-batches have weights if it ``is_weighted``."""
+    if not options.evaluate:
+        captured = replace(captured, evaluation=None)
+    units = find_units(captured.module, options.units)
+    canonical = {
+        name: info.name for info in captured.parameters for name in (info.name, *info.aliases)
+    }
+    unit_calls = partition(captured.joint, units, canonical)
+    if (
+        options.units is not None
+        and units.labels
+        and all(call.unit not in units.labels for call in unit_calls)
+    ):
+        raise UserError(
+            f"--units {options.units} names only modules that the model never calls, such as lists; name what they "
+            "contain."
+        )
+    calls = cut(captured.joint, unit_calls, canonical)
+    evaluation_calls: tuple[SegmentCall, ...] = ()
+    if captured.evaluation is not None:
+        joint = captured.evaluation.joint
+        evaluation_calls = cut(
+            joint,
+            partition(joint, units, canonical),
+            canonical,
+            forward="evaluate",
+            existing={call.segment.name: call.segment for call in calls}.values(),
+        )
+    owners = {info.name: _owner(info.name, units, unit_calls) for info in captured.parameters}
+    program = lower_calls(captured, calls, owners, options, evaluation_calls)
+    if is_weighted:
+        program = add_micro_batch_weights(program)
+    if options.micro_steps.count > 1:
+        program = accumulate(program)
+    return declared(program)
+
+
+def _owner(parameter: str, units: Units, unit_calls: list[UnitCall]) -> str:
+    """The unit of a parameter that no segment uses: its module's, otherwise the first part of the root."""
+    root = next((c.unit for c in unit_calls if c.unit.startswith(ROOT)), ROOT_PRE)
+    return units.unit_of(parameter) or root

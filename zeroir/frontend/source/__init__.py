@@ -1,0 +1,1 @@
+"""Find, load and import what a program is compiled from."""

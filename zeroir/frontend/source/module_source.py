@@ -1,0 +1,206 @@
+"""Sources without a model file: a module in hand, and a function that makes one.
+
+The compiler traces a copy of a module in hand whose tensors are on the meta device, so that the user's module stays as
+it is and no memory is taken.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from types import FunctionType, ModuleType
+
+from torch import nn
+
+from zeroir.errors import UserError, ZeroirError
+from zeroir.frontend._torch_private import HOOKS_OF_MODULES, gradient_hooks
+from zeroir.frontend.source.imports import is_in_a_library, is_known_package
+from zeroir.frontend.source.meta_copy import meta_copy
+from zeroir.frontend.source.source import (
+    LossFunction,
+    ModelSource,
+    SourceNames,
+    WeightFunction,
+    explain,
+    takes_positional,
+)
+from zeroir.frontend.source.source_lines import (
+    line_of_definition,
+    line_of_error,
+    line_of_user,
+    refusals_at,
+)
+from zeroir.frontend.source.unsupported import require_supported
+from zeroir.torch_ops.batches import Batch
+from zeroir.torch_ops.devices import one_device
+
+
+def source_of(
+    model: nn.Module | Callable[[], nn.Module],
+    batch: Batch,
+    loss: LossFunction | None,
+    weight: WeightFunction | None,
+) -> ModelSource:
+    """The source of a module in hand or of a function that makes one, with an example micro-batch."""
+    line = line_of_user()
+    with refusals_at(line):
+        _require_functions(loss, weight)
+    if isinstance(model, nn.Module):
+        module = _uncompiled(model)
+        name = f"the module {type(module).__name__}"
+        names = SourceNames(
+            model=name,
+            maker=name,
+            batch=_BATCH,
+            loss=_loss_name(loss),
+            maker_line=line,
+            batch_line=line,
+        )
+        code = _user_modules([loss, *map(type, module.modules()), *_hooks(module)])
+        return _source(
+            names,
+            lambda: meta_copy(require_supported(module, names)),
+            lambda: module,
+            code,
+            batch,
+            loss,
+            weight,
+            is_in_hand=True,
+        )
+    factory = model
+    name = f"{_function_name(factory)}()"
+    code = _user_modules([factory, loss])
+
+    def make() -> nn.Module:
+        try:
+            with one_device():
+                return factory()
+        except (ZeroirError, KeyboardInterrupt):
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the user's code
+            raise UserError(explain(error, line_of_error(error), f"{name} failed")) from None
+
+    return _source(
+        SourceNames(
+            model=f"the model of {name}",
+            maker=name,
+            batch=_BATCH,
+            loss=_loss_name(loss),
+            maker_line=line_of_definition(factory) or line,
+            batch_line=line,
+        ),
+        make,
+        make,
+        code,
+        batch,
+        loss,
+        weight,
+        is_in_hand=False,
+    )
+
+
+def _require_functions(loss: LossFunction | None, weight: WeightFunction | None) -> None:
+    """Raise UserError where the loss is one of torch, which knows neither the model nor batches, or takes others."""
+    if loss is not None:
+        package = str(getattr(loss, "__module__", "")).partition(".")[0]
+        if package == "torch" or not takes_positional(loss, (2,)):
+            raise UserError(
+                f"loss={_function_name(loss)} is not a function of the module and a batch: define `def loss(module, "
+                "batch): ...`, which calls the module and returns the loss."
+            )
+    if weight is not None and not takes_positional(weight, (1,)):
+        raise UserError(
+            f"weight={_function_name(weight)} is not a function of a batch: define `def weight(batch): ...`."
+        )
+
+
+_BATCH = "the example batch"
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """The module that torch.compile wrapped; a program is compiled from its own code."""
+    original = getattr(module, "_orig_mod", None)
+    return original if isinstance(original, nn.Module) else module
+
+
+def _source(
+    names: SourceNames,
+    build: Callable[[], nn.Module],
+    model: Callable[[], nn.Module],
+    code: tuple[str, ...],
+    batch: Batch,
+    loss: LossFunction | None,
+    weight: WeightFunction | None,
+    *,
+    is_in_hand: bool,
+) -> ModelSource:
+    return ModelSource(
+        names=names,
+        folder=next((file.parent for name in code if (file := _file_of(name))), Path.cwd()),
+        build=build,
+        model=model,
+        batch=lambda: batch,
+        loss=loss,
+        weight=weight,
+        modules=code,
+        is_in_hand=is_in_hand,
+    )
+
+
+def _loss_name(loss: LossFunction | None) -> str:
+    return "the model's forward" if loss is None else f"{_function_name(loss)}()"
+
+
+def _function_name(function: object) -> str:
+    name = getattr(function, "__qualname__", None)
+    return str(name) if name is not None else type(function).__name__
+
+
+def _hooks(module: nn.Module) -> Iterator[object]:
+    """The functions that are hooks of a module, its submodules and its parameters; of other hooks their classes."""
+    registered: list[object] = []
+    for child in module.modules():
+        for kind in HOOKS_OF_MODULES:
+            registered += vars(child).get(kind, {}).values()
+    for parameter in module.parameters():
+        registered += gradient_hooks(parameter)
+    for hook in registered:
+        function = hook
+        while isinstance(function, partial):
+            function = function.func
+        function = getattr(function, "__func__", function)
+        yield function if isinstance(function, FunctionType) else type(function)
+
+
+def _user_modules(objects: Iterable[object]) -> tuple[str, ...]:
+    """The user's Python modules that define these classes and functions, and those whose objects they import."""
+    names = dict.fromkeys(name for item in objects if (name := _users_module_of(item)) is not None)
+    waiting = list(names)
+    while waiting:
+        for value in list(vars(sys.modules[waiting.pop()]).values()):
+            name = _users_module_of(value)
+            if name is not None and name not in names:
+                names[name] = None
+                waiting.append(name)
+    return tuple(names)
+
+
+def _users_module_of(value: object) -> str | None:
+    """The name of the Python module that an object is or that defines it; None where that is not the user's."""
+    if not isinstance(value, ModuleType | FunctionType | type):
+        return None
+    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    module = sys.modules.get(name)
+    if module is None or is_known_package(name):
+        return None
+    file = _file_of(name)
+    # A notebook has no file.
+    is_users = name == "__main__" if file is None else not is_in_a_library(file)
+    return name if is_users else None
+
+
+def _file_of(module: str) -> Path | None:
+    file = getattr(sys.modules[module], "__file__", None)
+    return None if file is None else Path(file)

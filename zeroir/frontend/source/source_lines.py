@@ -1,0 +1,133 @@
+"""The lines of the user's code that refusals name: of an exception, of a definition, or of a call."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Final
+
+from torch import nn
+
+from zeroir.errors import UserError
+from zeroir.frontend.source.imports import NOT_THE_USERS, is_in_a_library
+
+_INSTALLED: Final = Path(sysconfig.get_paths()["purelib"])
+
+
+def line_in(error: BaseException, path: Path) -> str | None:
+    """``file:line`` of the innermost frame of an exception that is in one file; None where none is."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f"{path}:{frame.lineno}" for frame in frames if Path(frame.filename) == path]
+    return lines[-1] if lines else None
+
+
+def line_of_error(error: BaseException) -> str | None:
+    """``file:line`` of the innermost frame of an exception that is neither Python's, torch's nor zeroir's.
+
+    If that is a line of an installed package, the user's line that called it follows: ``transformers/…/modeling_x.py:90
+    (called at train.py:12)``. None where there is no such frame.
+    """
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.lineno is not None and _is_of_a_model(frame.filename)
+    ]
+    if not frames:
+        return None
+    innermost = _line(frames[-1].filename, frames[-1].lineno or 0)
+    own = [frame for frame in frames if not is_in_a_library(Path(frame.filename))]
+    if not own or own[-1] is frames[-1]:
+        return innermost
+    return f"{innermost} (called at {_line(own[-1].filename, own[-1].lineno or 0)})"
+
+
+def line_of_user() -> str:
+    """``file:line`` of the user's code that called zeroir; empty where no frame is the user's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        filename = frame.f_code.co_filename
+        if _is_of_a_model(filename) and not is_in_a_library(Path(filename)):
+            return _line(filename, frame.f_lineno)
+        frame = frame.f_back
+    return ""
+
+
+def line_of_definition(definition: object) -> str:
+    """``file:line`` of a function, a method, or the constructor of a class; empty where it is Python's or torch's."""
+    while isinstance(definition, functools.partial):
+        definition = definition.func
+    definition = getattr(definition, "__func__", definition)
+    if isinstance(definition, FunctionType):
+        return _line_of_code(definition.__code__)
+    if not isinstance(definition, type):
+        return line_of_definition(type(definition))
+    functions = [f for f in vars(definition).values() if isinstance(f, FunctionType)]
+    functions.sort(key=lambda function: function.__name__ != "__init__")
+    return _line_of_code(functions[0].__code__) if functions else ""
+
+
+def line_of_forward(module: nn.Module) -> str:
+    """``file:line`` of a module's forward; empty where it is torch's."""
+    return line_of_definition(type(module).forward)
+
+
+def line_of_module(model: nn.Module, name: str) -> str:
+    """``file:line`` of the constructor of the submodule of this name, or of the nearest one around it.
+
+    The modules of torch are passed over; empty where all are torch's.
+    """
+    parts = name.split(".") if name else []
+    for length in range(len(parts), -1, -1):
+        try:
+            owner = model.get_submodule(".".join(parts[:length]))
+        except (
+            AttributeError,
+            RuntimeError,
+        ):  # no module has this name, or one of them is TorchScript
+            continue
+        line = line_of_definition(type(owner))
+        if line:
+            return line
+    return ""
+
+
+@contextlib.contextmanager
+def refusals_at(line: str | Callable[[], str]) -> Iterator[None]:
+    """Let each UserError of the body, which names no line, begin with this one unless it is empty."""
+    try:
+        yield
+    except UserError as error:
+        place = line if isinstance(line, str) else line()
+        if place:
+            error.args = (f"{place}: {error}",)
+        raise
+
+
+def _is_of_a_model(filename: str) -> bool:
+    """Whether code is the user's or of an installed package, rather than Python's, torch's or zeroir's."""
+    if filename.startswith(NOT_THE_USERS):
+        return False
+    path = Path(filename)
+    return path.is_relative_to(_INSTALLED) or not is_in_a_library(path)
+
+
+def _line_of_code(code: CodeType) -> str:
+    if not _is_of_a_model(code.co_filename):
+        return ""
+    return _line(code.co_filename, code.co_firstlineno)
+
+
+def _line(filename: str, number: int) -> str:
+    """A line as messages show it: installed files from their package on, files below the current folder from there."""
+    path = Path(filename)
+    for base in (_INSTALLED, Path.cwd()):
+        if path.is_relative_to(base):
+            path = path.relative_to(base)
+            break
+    return f"{path.as_posix()}:{number}"

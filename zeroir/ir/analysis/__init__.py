@@ -1,0 +1,1 @@
+"""Facts that follow from a program: effects, order, copies, traffic."""

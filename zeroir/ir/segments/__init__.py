@@ -1,0 +1,1 @@
+"""Segments, and the torch operators that they may call."""

@@ -1,0 +1,61 @@
+"""The bindings of the outputs of a segment to their destinations: the memory that a kernel may write, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeroir.ir.ops import Compute, Mode
+from zeroir.ir.segments.segment import Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """The binding of one output of a segment to its destination.
+
+    ``stride`` are the destination's strides. ``is_exclusive`` says that nothing else in the call touches its memory,
+    so that a kernel may write to it before it has read all its arguments.
+    """
+
+    mode: Mode
+    stride: tuple[int, ...]
+    is_exclusive: bool
+
+
+Bindings = Sequence[Binding | None]
+"""One per output of a segment; None where the call does not want it."""
+
+
+def bindings(op: Compute) -> list[Binding | None]:
+    """The binding of each output of a call to its destination."""
+    regions = [argument.view.region for argument in op.arguments]
+    regions += [d.view.region for d in op.destinations if d is not None]
+    # Plain pairs, because a large program has hundreds of thousands of them.
+    intervals: dict[str, list[tuple[int, int]]] = {}
+    for region in regions:
+        intervals.setdefault(region.buffer, []).append((region.offset, region.stop))
+    bound: list[Binding | None] = []
+    for destination in op.destinations:
+        if destination is None:
+            bound.append(None)
+            continue
+        region = destination.view.region
+        start, stop = region.offset, region.stop
+        overlapping = [low for low, high in intervals[region.buffer] if start < high and low < stop]
+        itself = 1 if start < stop else 0
+        bound.append(
+            Binding(
+                mode=destination.mode,
+                stride=destination.view.stride,
+                is_exclusive=len(overlapping) == itself,
+            )
+        )
+    return bound
+
+
+def plain_bindings(segment: Segment) -> list[Binding | None]:
+    """Every output written to memory of its own, laid out as the segment makes it."""
+    return [
+        Binding(mode=Mode.WRITE, stride=kind.stride, is_exclusive=True)
+        for kind in segment.output_types()
+    ]

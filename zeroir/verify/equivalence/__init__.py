@@ -1,0 +1,1 @@
+"""The laws that compare a schedule with its logical program."""

@@ -1,0 +1,1 @@
+"""The abstract interpreter: prove what every element of every buffer holds."""

@@ -1,0 +1,104 @@
+"""Pages: a page is there before an op uses it (Z501), and what an op changed in it is not lost (Z502).
+
+A *page* is a temporary buffer of the role ``page``. It visits the device with elements whose home is another buffer,
+and changed elements go home before the page ends or other elements take their place. A page that holds nothing but what
+a buffer at rest holds, too, may be dropped. How many may be live at once is a bound of the program (Z503).
+
+The laws of all buffers find most of this. Here they get the codes that say what a page lacks; values alone tell that
+changed elements are dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
+from zeroir.ir.buffers import Buffer, Region, Role, whole
+from zeroir.ir.ops import Op
+from zeroir.ir.program import Program
+from zeroir.verify.context import spell, title
+from zeroir.verify.interpreter.descriptions import describe
+from zeroir.verify.interpreter.domain import POISON, Elements, FlatKey
+from zeroir.verify.interpreter.intervals import IntervalMap
+
+if TYPE_CHECKING:
+    from zeroir.verify.interpreter.interpreter import SectionRun
+
+
+def page_names(program: Program) -> frozenset[str]:
+    """The buffers that are pages."""
+    return frozenset(buffer.name for buffer in program.buffers if buffer.role is Role.PAGE)
+
+
+def code_of_conflict(code: str, earlier: Op | None, later: Op, *, was_write: bool) -> str:
+    """The code of a conflict of two ops over a page, which had this ``code`` over another buffer."""
+    if isinstance(earlier, ops.Alloc):
+        return code
+    if was_write and isinstance(earlier, ops.Transfer):
+        return code if _fills(later) else "Z501"
+    is_written_back = isinstance(earlier, ops.Transfer) or isinstance(later, ops.Transfer)
+    return "Z502" if is_written_back or isinstance(later, ops.Release) else code
+
+
+def _fills(op: Op) -> bool:
+    """Whether an op takes no content of a page: it fills or ends it."""
+    return isinstance(op, ops.Release | ops.ToDevice | ops.Load)
+
+
+def code_of_absence(op: Op) -> str:
+    """The code of the use of a page that is not live: its write-back, or another use."""
+    return "Z502" if isinstance(op, ops.ToHost | ops.Store) else "Z501"
+
+
+def check_dropped(run: SectionRun, op: Op) -> None:
+    """Report changed elements of a page that an op drops: it ends the page, or writes other elements over them."""
+    dropped = [r for r in effects(op).writes if r.buffer in run.shared.pages]
+    if isinstance(op, ops.Release) and op.buffer in run.shared.pages:
+        dropped.append(whole(run.program.buffer_by_name[op.buffer]))
+    for region in dropped:
+        for start, stop, value in run.memory.read(region):
+            if isinstance(value, Elements) and isinstance(value.key, FlatKey):
+                _check_kept(run, op, region, (start, stop), value, value.key)
+
+
+def _check_kept(
+    run: SectionRun,
+    op: Op,
+    region: Region,
+    interval: tuple[int, int],
+    value: Elements,
+    key: FlatKey,
+) -> None:
+    """Elements of a page that an op drops must stand in a buffer at rest, or in one that is on the way to it."""
+    first, last = (at + value.shift for at in interval)
+    homes = [
+        (buffer, content)
+        for buffer, content in run.shared.resting.get((key.quantity, key.flat), ())
+        if run.layout.strides(content, buffer.numel) == value.strides
+    ]
+    kept = IntervalMap(last - first, False)
+    for buffer in (*(buffer for buffer, _ in homes), *run.shared.staging):
+        for start, stop, there in run.memory.read(whole(buffer)):
+            if isinstance(there, Elements) and replace(there, shift=value.shift) == value:
+                low, high = max(start + there.shift, first), min(stop + there.shift, last)
+                kept.write(low - first, max(high, low) - first, True)
+        if all(is_kept for _, _, is_kept in kept.read(0, last - first)):
+            return
+    run.fail(
+        "Z502",
+        f"{title(op)} drops {describe(value)} in {spell(region, run.program)}, which no other buffer holds",
+        region.buffer,
+        *(buffer.name for buffer, _ in homes),
+    )
+    for buffer, content in homes:
+        _poison(run, buffer, content.offset, first, last)
+
+
+def _poison(run: SectionRun, home: Buffer, offset: int, start: int, stop: int) -> None:
+    """Let the loss of elements ``[start, stop)`` be reported once."""
+    first, last = max(start - offset, 0), min(stop - offset, home.numel)
+    if first < last:
+        region = Region(buffer=home.name, offset=first, numel=last - first)
+        run.memory.write(region, [(0, last - first, POISON)])

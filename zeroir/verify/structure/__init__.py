@@ -1,0 +1,1 @@
+"""The laws on each record and each op by itself."""
