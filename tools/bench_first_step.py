@@ -43,7 +43,7 @@ def first_step_seconds(path: Path) -> float:
     from zeroir.runtime.kernels.choice import KernelBackend
 
     compiled = zeroir.load(path)
-    model = load_model(compiled)
+    model = load_model(compiled.artifact, compiled.path)
     start = time.perf_counter()
     engine = Engine(compiled.program, kernels=KernelBackend.INDUCTOR)
     engine.initialise(model.model, 0)

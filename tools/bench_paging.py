@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from tests.support.pipelines import for_stage
 from tools import record_file
 from tools.page_replacement import Page, Rule, belady, lru
-from zeroir.api.compiled import compile_with
+from zeroir.api.compiling import compile_with
 from zeroir.config import make_options
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role, Space

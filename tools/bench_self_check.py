@@ -27,7 +27,7 @@ def measure(layers: int, folder: Path) -> tuple[int, float, float]:
     from zeroir.runtime.kernels.self_check import check_kernels
 
     compiled = zeroir.compile(model_file(layers, folder), stage=3, world_size=1)
-    model = load_model(compiled)
+    model = load_model(compiled.artifact, compiled.path)
     start = time.perf_counter()
     engine = Engine(compiled.program)
     opened = time.perf_counter()

@@ -25,7 +25,7 @@ from zeroir.ir.segments.op_lists import listed_ops
 from zeroir.runtime.kernels.calls import out_overload
 from zeroir.torch_ops.purity import breach
 
-FOLDER = Path(__file__).parents[1] / "zeroir" / "ir"
+FOLDER = Path(__file__).parents[1] / "zeroir" / "ir" / "segments"
 PATH = FOLDER / "aten_ops.txt"
 FILLING_PATH = FOLDER / "filling_ops.txt"
 

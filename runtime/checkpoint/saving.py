@@ -30,7 +30,7 @@ from zeroir.checkpoint.manifest import (
 from zeroir.checkpoint.publish import Draft, begin
 from zeroir.checkpoint.safetensors_header import StoredTensorSpec
 from zeroir.checkpoint.state_tree import StoredArray
-from zeroir.checkpoint.storage import open_storage
+from zeroir.checkpoint.storages import open_storage
 from zeroir.checkpoint.writing import write_file
 from zeroir.ir.program import Program
 from zeroir.runtime.checkpoint.model_facts import ModelFacts

@@ -8,7 +8,6 @@ from typing import assert_never
 from torch import Tensor
 
 from zeroir.ir import ops
-from zeroir.ir.analysis.copies import at_rest
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.optimizers.forms import is_signed
@@ -170,7 +169,7 @@ def _directions(op: ops.Direction, memory: RankMemory, program: Program) -> Prep
 def _pieces(region: Region, group: str, memory: RankMemory, program: Program) -> list[slice]:
     """The parts of a region that belong to a group, on this rank, counted from the region's first local element."""
     mesh = program.mesh
-    resting = at_rest(program, region)
+    resting = program.at_rest(region)
     holds = None if resting is None else program.buffer_by_name[resting.buffer].holds
     if resting is None or not isinstance(holds, FlatContent):
         return [slice(0, region.local_numel(mesh))]
@@ -187,7 +186,7 @@ def _pieces(region: Region, group: str, memory: RankMemory, program: Program) ->
 
 def _padding(region: Region, memory: RankMemory, program: Program) -> list[Tensor]:
     """The parts of a region of parameters that belong to no parameter, on this rank."""
-    resting = at_rest(program, region)
+    resting = program.at_rest(region)
     holds = None if resting is None else program.buffer_by_name[resting.buffer].holds
     if resting is None or not isinstance(holds, FlatContent):
         return []

@@ -7,7 +7,6 @@ from functools import partial
 
 from zeroir.errors import InternalError
 from zeroir.ir import ops
-from zeroir.ir.analysis.copies import at_rest
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.own_coordinates import PlacedPart, placed_parts
@@ -25,7 +24,7 @@ def prepare_whole_step(op: ops.OptimizerStep, memory: RankMemory, program: Progr
     Raises:
         InternalError: where the updated buffer rests with no flat; no proved program has such a step.
     """
-    resting = at_rest(program, op.param)
+    resting = program.at_rest(op.param)
     holds = None if resting is None else program.buffer_by_name[resting.buffer].holds
     if not isinstance(holds, FlatContent):
         raise InternalError(f"%{op.param.buffer} holds no flat, but {op.algorithm} updates it")
@@ -112,7 +111,7 @@ def _kept(
 
 def _elements(region: Region, memory: RankMemory, program: Program) -> tuple[int, int]:
     """The elements of a region on this rank, in the coordinates of what rests there: the first, and behind the last."""
-    resting = at_rest(program, region)
+    resting = program.at_rest(region)
     assert resting is not None
     first, stop = resting.local_range(program.mesh, program.mesh.coordinate(memory.rank))
     start = flat_start(program, program.buffer_by_name[resting.buffer], memory.rank)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.lowering import applied
 from tests.support.programs import mlp
-from zeroir.api.compiled import load_program
+from zeroir.api.compiling import load_program
 from zeroir.api.search.adaptive import (
     Measure,
     chosen_in_words,

@@ -11,7 +11,7 @@ import zeroir
 from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir import artifact as artifacts
-from zeroir.api.compiled import load_program, load_unverified
+from zeroir.api.compiling import load_program, load_unverified
 from zeroir.api.search.budget import advice, alternatives
 from zeroir.artifact import Artifact
 from zeroir.config import CompileOptions, changed, make_options

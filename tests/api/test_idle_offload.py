@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zeroir.api.compiled import CompiledProgram, compile_model, specialised
+from zeroir.api.compiled import CompiledProgram, specialised
+from zeroir.api.compiling import compile_model
 from zeroir.api.search.idle_offload import idle_offload
 from zeroir.config.offload import Offload
 from zeroir.errors import OffloadWarning

@@ -49,8 +49,13 @@ def moved(path: Path, target: Path) -> Path:
     return path.rename(target)
 
 
+def found_model(path: Path) -> Path:
+    program = load_program(path)
+    return find_model(program.artifact, program.path)
+
+
 def found(path: Path) -> Path:
-    return find_model(load_program(path)).resolve()
+    return found_model(path).resolve()
 
 
 def test_from_any_folder(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +88,7 @@ def test_the_right_one_of_several(program: Path, tmp_path: Path) -> None:
 def test_where_it_is_gone(program: Path, tmp_path: Path) -> None:
     (tmp_path / "project" / "examples" / "gpt.py").unlink()
     with pytest.raises(UserError, match=r"examples/gpt\.py.*gpt\.zir.*--model"):
-        find_model(load_program(program))
+        found_model(program)
 
 
 @pytest.mark.parametrize("leads", ["{folder}/examples/gpt.py", "../project/examples/gpt.py"])
@@ -95,7 +100,7 @@ def test_a_path_that_leads_away_is_followed_only_beside_the_program(
     artifacts.save(artifact, program)
     monkeypatch.chdir(program.parents[1])
     with pytest.raises(UserError, match=r"not followed unless you name it.*--model .*gpt\.py"):
-        find_model(load_program(program))
+        found_model(program)
     (program.parent / "gpt.py").write_bytes(SOURCE)
     assert found(program) == program.parent / "gpt.py"
 
@@ -103,12 +108,12 @@ def test_a_path_that_leads_away_is_followed_only_beside_the_program(
 def test_lowering_anew_is_said_in_a_line(program: Path) -> None:
     compiled = load_program(program)
     assert compiled.specialise(world_size=2) == compiled
-    assert lowered_again_note(compiled, 2) is None
+    assert lowered_again_note(compiled.program, 2) is None
     other = compiled.specialise(world_size=1)
-    assert lowered_again_note(compiled, 1) == "Compiled for 2 ranks, lowered again for 1."
+    assert lowered_again_note(compiled.program, 1) == "Compiled for 2 ranks, lowered again for 1."
     assert other.path == program
     assert other.program.mesh.world_size == 1
-    assert lowered_again_note(other, 3) == "Compiled for 1 rank, lowered again for 3."
+    assert lowered_again_note(other.program, 3) == "Compiled for 1 rank, lowered again for 3."
 
 
 def test_a_program_says_in_a_line_what_it_is(program: Path) -> None:

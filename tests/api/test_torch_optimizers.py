@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 import zeroir.optim
-from zeroir.api.compiled import CompiledProgram, compile_model
+from zeroir.api.compiled import CompiledProgram
+from zeroir.api.compiling import compile_model
 from zeroir.api.search.plan import plan
 from zeroir.api.torch_optimizers import translated
 from zeroir.config.groups import parse_groups

@@ -18,7 +18,8 @@ from zeroir.checkpoint.fsspec_storage import FsspecStorage, open_store
 from zeroir.checkpoint.publish import begin
 from zeroir.checkpoint.reading import CheckpointFiles, read_manifest, verify_all
 from zeroir.checkpoint.safetensors_header import StoredTensorSpec
-from zeroir.checkpoint.storage import join, open_storage
+from zeroir.checkpoint.storage import join
+from zeroir.checkpoint.storages import open_storage
 from zeroir.checkpoint.writing import write_file
 from zeroir.errors import UserError
 

@@ -16,7 +16,7 @@ from zeroir.checkpoint.folder import CheckpointFolder
 from zeroir.checkpoint.manifest import Manifest
 from zeroir.checkpoint.publish import begin
 from zeroir.checkpoint.reading import read_manifest, verify_all
-from zeroir.checkpoint.storage import open_storage
+from zeroir.checkpoint.storages import open_storage
 from zeroir.checkpoint.writing import write_file
 from zeroir.errors import InternalError, UserError
 

@@ -22,7 +22,7 @@ from tests.support.checkpoint_files import tensor_to_write
 from zeroir.checkpoint import local_storage, writing
 from zeroir.checkpoint.manifest import StoredFile
 from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES, StoredTensorSpec, header_bytes
-from zeroir.checkpoint.storage import open_storage
+from zeroir.checkpoint.storages import open_storage
 from zeroir.checkpoint.writing import write_file
 from zeroir.errors import InternalError, UserError
 
@@ -245,7 +245,7 @@ def test_a_file_is_written_to_its_end_when_the_program_ends(tmp_path: Path) -> N
     program = """
 import atexit, sys, threading, time
 from zeroir.checkpoint.safetensors_header import StoredTensorSpec
-from zeroir.checkpoint.storage import open_storage
+from zeroir.checkpoint.storages import open_storage
 from zeroir.checkpoint.writing import write_file
 
 def parts():

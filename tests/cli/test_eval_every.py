@@ -12,7 +12,7 @@ import pytest
 from tests.cli.conftest import Zeroir
 from tests.support.evaluating import model as source
 from tests.support.zygote import run_forked
-from zeroir.api.compiled import load_program
+from zeroir.api.compiling import load_program
 from zeroir.cli.app import run_command
 from zeroir.errors import BatchError, UserError
 from zeroir.ir.program import Program

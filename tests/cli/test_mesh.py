@@ -47,7 +47,7 @@ def test_both_axes_are_named_and_accounted_for(zeroir: Zeroir, model: Path) -> N
 
     compiled = package.load(path)
     refitted = compiled.specialise(world_size=6)
-    assert lowered_again_note(compiled, 6) == "Compiled for 4 ranks, lowered again for 6."
+    assert lowered_again_note(compiled.program, 6) == "Compiled for 4 ranks, lowered again for 6."
     assert [axis.size for axis in refitted.program.mesh.axes] == [3, 2]
     assert refitted.options.mesh == "replicate=3,shard=2"
     with pytest.raises(UserError, match="start a multiple of 2 ranks"):

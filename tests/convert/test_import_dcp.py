@@ -23,7 +23,7 @@ from tests.convert.torch_workers import AFTER, STEPS_BEFORE, Net, batch, optimiz
 from tests.convert.torch_workers import take_steps as take_torch_steps
 from tests.runtime.support import Ranks, require_success
 from zeroir.api.capture import given_source
-from zeroir.api.compiled import compile_source
+from zeroir.api.compiling import compile_source
 from zeroir.checkpoint.reading import read_manifest
 from zeroir.config import make_options
 from zeroir.convert.import_checkpoint import import_checkpoint

@@ -12,7 +12,7 @@ import torch
 from tests.convert.deepspeed_model import BETAS, LR, STEPS_AFTER, STEPS_BEFORE, Net, batch
 from tests.convert.support import imported_tensors
 from zeroir.api.capture import given_source
-from zeroir.api.compiled import compile_source
+from zeroir.api.compiling import compile_source
 from zeroir.checkpoint.reading import read_manifest
 from zeroir.config import make_options
 from zeroir.convert.import_checkpoint import import_checkpoint

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tests.support.eager import traced
 from zeroir.api.checks.check import check_model
-from zeroir.api.compiled import CompiledProgram, compile_model
+from zeroir.api.compiled import CompiledProgram
+from zeroir.api.compiling import compile_model
 from zeroir.artifact import from_bytes, to_bytes
 from zeroir.config import make_options
 from zeroir.errors import UserError

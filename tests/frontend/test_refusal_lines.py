@@ -268,7 +268,7 @@ def statements() -> set[tuple[str, range]]:
     """The statements that refuse a model with a sentence that need not begin with a line: files and lines."""
     return {
         (path.name, range(node.lineno, (node.end_lineno or 0) + 1))
-        for path in FRONTEND.glob("*.py")
+        for path in FRONTEND.rglob("*.py")
         if path.stem not in NOT_OF_A_MODEL
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Raise) and refuses(node.exc)

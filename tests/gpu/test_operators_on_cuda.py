@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.gpu.support import SEED, TOLERANCE, losses_of
-from zeroir.api.compiled import compile_model
+from zeroir.api.compiling import compile_model
 from zeroir.frontend import load_model_file
 from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.kernels.choice import KernelBackend

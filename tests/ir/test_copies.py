@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from zeroir.ir.analysis.copies import at_rest
 from zeroir.ir.buffers import Region
 from zeroir.ir.text import parse
 
@@ -29,7 +28,7 @@ def rests(body: str, name: str, offset: int, numel: int, shard: str | None = Non
         f"  {line}  stream={'io' if 'disk' in line else 'copy_in'}\n" for line in body.split("; ")
     ]
     program = parse(HEADER + "".join(lines) + "}\n")
-    return at_rest(program, Region(buffer=name, offset=offset, numel=numel, shard=shard))
+    return program.at_rest(Region(buffer=name, offset=offset, numel=numel, shard=shard))
 
 
 def test_a_buffer_at_rest_stands_for_itself() -> None:

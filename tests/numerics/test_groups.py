@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.captures import ROOT
 from zeroir.api.checks.check import check_model
-from zeroir.api.compiled import compile_with
+from zeroir.api.compiling import compile_with
 from zeroir.config import make_options
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.ops import Algorithm

@@ -20,7 +20,7 @@ from tests.support.captures import ROOT
 from tests.support.lockstep import run_lockstep
 from tests.support.programs import mlp
 from zeroir.api.checks.check import check_model
-from zeroir.api.compiled import compile_model
+from zeroir.api.compiling import compile_model
 from zeroir.api.model_of_program import load_model
 from zeroir.config import make_options
 from zeroir.runtime.execution.lockstep import Lockstep
@@ -77,7 +77,7 @@ def test_replicas_begin_and_stay_alike_and_know_the_mean_loss() -> None:
     compiled = compile_model(MODEL, mesh="replicate=2,shard=2", precision="bf16")
     program = compiled.program
     lockstep = Lockstep(program)
-    lockstep.initialise(load_model(compiled).model, 3)
+    lockstep.initialise(load_model(compiled.artifact, compiled.path).model, 3)
 
     def assert_alike() -> None:
         for rank, twin in zip(*program.mesh.groups("shard"), strict=True):

@@ -12,7 +12,7 @@ from tests.memory.judge import judge
 from tests.support.captures import ROOT
 from tests.support.covering import covering
 from zeroir.api.checks.check import check_model
-from zeroir.api.compiled import compile_with
+from zeroir.api.compiling import compile_with
 from zeroir.config import make_options
 from zeroir.cost.update_flops import update_flops
 from zeroir.frontend.source.entry import load_model_file

@@ -19,7 +19,7 @@ from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from tools.bench_paging import page_bytes_by_page, planned_bytes
 from tools.page_replacement import belady, lru
-from zeroir.api.compiled import compile_with
+from zeroir.api.compiling import compile_with
 from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.frontend.source.entry import load_model_file

@@ -146,7 +146,7 @@ def ranks_cache(cache: Path) -> Iterator[Path]:
 
 def open_engine(compiled: zeroir.CompiledProgram, kernels: KernelBackend) -> Engine:
     engine = Engine(compiled.program, kernels=kernels)
-    engine.initialise(load_model(compiled).model, seed=0)
+    engine.initialise(load_model(compiled.artifact, compiled.path).model, seed=0)
     return engine
 
 
@@ -163,7 +163,7 @@ def test_every_segment_and_whole_steps_agree_with_eager(
     compiled = zeroir.compile(
         path, stage=3, world_size=1, precision=precision, evaluate=is_evaluated
     )
-    model_file = load_model(compiled)
+    model_file = load_model(compiled.artifact, compiled.path)
     batch = model_file.batch()
     recording = Recording()
     with monkeypatch.context() as patch:

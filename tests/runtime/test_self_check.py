@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.support.programs import mlp
-from zeroir.api.compiled import CompiledProgram, compile_model
+from zeroir.api.compiled import CompiledProgram
+from zeroir.api.compiling import compile_model
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import Program

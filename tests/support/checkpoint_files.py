@@ -29,7 +29,7 @@ from zeroir.checkpoint.manifest import (
 )
 from zeroir.checkpoint.publish import begin
 from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES, StoredTensorSpec
-from zeroir.checkpoint.storage import open_storage
+from zeroir.checkpoint.storages import open_storage
 from zeroir.checkpoint.writing import write_file
 
 ORIGIN = Origin(zeroir="1.0.0", world_size=2, saved_at="2026-01-01T00:00:00Z")

@@ -29,7 +29,7 @@ from zeroir.checkpoint.manifest import Manifest, Origin
 from zeroir.checkpoint.publish import begin
 from zeroir.checkpoint.reading import read_manifest, verify_all
 from zeroir.checkpoint.safetensors_header import StoredTensorSpec
-from zeroir.checkpoint.storage import open_storage
+from zeroir.checkpoint.storages import open_storage
 from zeroir.checkpoint.writing import write_file
 from zeroir.errors import UserError
 

@@ -16,7 +16,7 @@ from tests.passes.test_gates import gate, gate_logical
 from tests.runtime.workers_cases import weight_of_values
 from tests.support.schedules import Case
 from tests.verify.test_crossing import carried, crossing_micro_steps
-from zeroir.api.compiled import compile_with
+from zeroir.api.compiling import compile_with
 from zeroir.config import make_options
 from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir.program import EVALUATE, SAVE, Program

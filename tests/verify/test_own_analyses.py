@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.schedules import Case
 from tests.support.subjects import subject
-from zeroir.ir.analysis.copies import at_rest
 from zeroir.ir.analysis.held_elements import held_by_all
 from zeroir.ir.bounds import BoundKind, bounded_buffers
 from zeroir.ir.buffers import Buffer, Region, Role
@@ -28,7 +27,6 @@ from zeroir.passes.memory import save_state
 from zeroir.passes.memory.save_state import SaveState
 from zeroir.passes.memory.select_saved import SelectSaved
 from zeroir.verify import verify
-from zeroir.verify.interpreter import step_operands
 from zeroir.verify.interpreter.value_numbers import dropout_as_products
 
 
@@ -107,11 +105,13 @@ def test_an_engine_that_takes_other_elements_for_those_at_rest(
     scheduled = subject("stage 1, parameters on the host").scheduled
     assert verify(scheduled).is_valid
 
+    at_rest = Program.at_rest
+
     def of_another_unit(program: Program, region: Region) -> Region | None:
         resting = at_rest(program, region)
         if resting is None or resting == region:
             return resting
         return replace(resting, buffer="root.post.param")
 
-    monkeypatch.setattr(step_operands, "at_rest", of_another_unit)
+    monkeypatch.setattr(Program, "at_rest", of_another_unit)
     assert codes(scheduled) == {"Z403"}

@@ -12,7 +12,7 @@ from tests.support.edits import at, put
 from tests.support.programs import mlp
 from tests.support.schedules import Case
 from tests.verify.test_rejects import codes, find
-from zeroir.api.compiled import compile_with
+from zeroir.api.compiling import compile_with
 from zeroir.config import make_options
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region

@@ -171,7 +171,7 @@ def _zeroir(task: MeasurementTask, device: torch.device, options: list[str]) -> 
         seed=SEED,
         cuda_graphs="graphs" in options,
     )
-    engine.initialise(load_model(compiled).model, SEED)
+    engine.initialise(load_model(compiled.artifact, compiled.path).model, SEED)
     return lambda batch: engine.step(batch).rank.loss
 
 

@@ -71,7 +71,7 @@ def variants(world_size: int) -> dict[str, Variant]:
 def build(program: Path, variant: Variant) -> Callable[[tuple[Tensor, Tensor]], Tensor]:
     """The step of a compiled program on this rank."""
     compiled = zeroir.load(program)
-    model_file = load_model(compiled)
+    model_file = load_model(compiled.artifact, compiled.path)
     if not variant.keeps_memory:
         mock.patch.object(engines, "keep_freed_memory", return_value=False).start()
     engine = engines.Engine(

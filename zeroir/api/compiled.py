@@ -1,22 +1,22 @@
-"""A compiled program: an artefact, its verification, and its public methods; and the functions that make one."""
+"""A compiled program: an artefact, its verification, and its public methods."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
 from zeroir import artifact as artifacts
-from zeroir.api.capture import capture_source, file_source, given_source
-from zeroir.api.config_file import Config, resolve_options
-from zeroir.api.keywords import CompileKeywords, flat_values, is_torchs
+from zeroir.api.keywords import flat_values
 from zeroir.api.lowering import Lowered, lower, verified
 from zeroir.api.search.idle_offload import warn_of_idle_offload
+from zeroir.api.sentences import LOGGER
 from zeroir.artifact import Artifact, ConfigRecord
-from zeroir.config import CompileOptions, changed, for_world_size, options_from_pairs
-from zeroir.errors import InternalError, UserError
+from zeroir.config import CompileOptions, changed, for_world_size
+from zeroir.errors import UserError
 from zeroir.ir.program import EVALUATE, MICRO_STEP, STEP_SECTIONS, Program, why_not_evaluate
 from zeroir.ir.text import print_program, print_section
 from zeroir.memory.curve import peak
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from zeroir.config.offload import Offload
     from zeroir.config.steps import MicroSteps
     from zeroir.cost.machine import Machine
-    from zeroir.frontend.source.source import LossFunction, Model, ModelSource, WeightFunction
+    from zeroir.frontend.source.source import Model, ModelSource, WeightFunction
+    from zeroir.runtime.distributed.rendezvous import JobRank
     from zeroir.runtime.engine.engine import Engine
     from zeroir.runtime.state.module_values import StateSource
-    from zeroir.torch_ops.batches import Batch
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -155,7 +155,7 @@ class CompiledProgram:
         programs = programs_after_passes(self.logical, self.program)
         artifact = replace(self.artifact, scheduled=programs[number])
         compiled = replace(self, artifact=artifact, speculation=None)
-        return _require_valid(_verified(compiled))
+        return require_valid(with_report(compiled))
 
     def require_evaluation(self) -> None:
         """Raise UserError where the program has no section ``evaluate``, saying why."""
@@ -214,17 +214,18 @@ class CompiledProgram:
         """
         from zeroir.api.model_of_program import source_for_engine
         from zeroir.api.running.agreement import require_same_model
-        from zeroir.api.running.engines import open_engine
         from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
         from zeroir.runtime.distributed import rendezvous
 
-        source = source_for_engine(self, model, allow_model_change=allow_model_change)
+        source = source_for_engine(
+            self.artifact, self.path, self.source, model, allow_model_change=allow_model_change
+        )
         if weight is not None:
             source = replace(source, weight=weight)
         job_rank = rendezvous.join_job(timeout or DEFAULT_TIMEOUT)
         require_same_model(job_rank, source)
-        return open_engine(
-            self.specialise(world_size=job_rank.world_size),
+        compiled = self.specialise(world_size=job_rank.world_size)
+        return compiled.open_engine(
             source,
             job_rank,
             seed,
@@ -236,81 +237,69 @@ class CompiledProgram:
             keep_module=keep_module,
         )
 
+    def open_engine(
+        self,
+        source: ModelSource,
+        job_rank: JobRank,
+        seed: int,
+        kernels: str = "eager",
+        *,
+        timeout: timedelta | None = None,
+        cuda_graphs: bool = False,
+        self_check: bool = False,
+        state: StateSource | None = None,
+        keep_module: bool = False,
+    ) -> Engine:
+        """An initialised engine for this process's rank of the job; see ``Engine.initialise``."""
+        from zeroir.api.running import engines
+        from zeroir.api.running.outside_memory import (
+            host_memory_bytes,
+            local_ranks,
+            outside_bytes,
+            require_host_memory,
+        )
+        from zeroir.frontend.capture.precision import apply_precision
+        from zeroir.frontend.source.meta_copy import deep_copy
+        from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
+        from zeroir.runtime.engine.engine import Engine
 
-def compile_model(
-    model: Model,
-    batch: Batch = None,
-    *,
-    loss: LossFunction | None = None,
-    weight: WeightFunction | None = None,
-    config: Config | None = None,
-    **options: Unpack[CompileKeywords],
-) -> CompiledProgram:
-    """Compile a model file, a module, or a function that makes the module.
+        def accumulating() -> Program:
+            if job_rank.rank == 0:
+                LOGGER.info(
+                    "The program was compiled for steps of one batch: it is lowered again for steps of any number. "
+                    "With --micro-steps 2 it is so from the start."
+                )
+            return self.specialise(micro_steps=2).program
 
-    A model file is named as on the command line: ``path/to/model.py`` or ``package.module``, and ``:build`` or
-    ``:build(layers=12)`` after it for another factory than ``model``.
-
-    ``batch`` is an example micro-batch of one rank: needed, except for a model file, which has its own. The loss is
-    what the module's forward returns, or ``loss(module, batch)``, which returns it or a pair of it and outputs.
-    ``weight`` gives the weight of a batch. ``config`` is DeepSpeed's configuration, as its file or its contents, or a
-    TOML file of options. The other keywords are options, which win over the configuration: what belongs together is one
-    object, such as ``offload=zeroir.Offload(what="optimizer", to="disk:/nvme")``, in whose place its first option will
-    do (``offload="optimizer"``). ``optimizer`` is a name, one of ``zeroir.optim`` with its settings, a class of
-    ``torch.optim``, or an instance of one over the parameters of a module in hand, whose groups the program takes over.
-
-    A module in hand stays as it is; its values enter when an engine is made.
-
-    Raises:
-        UserError: if the file, the module, the batch or an option is wrong.
-    """
-    source = given_source(model, batch, loss, weight)
-    optimizer = options.get("optimizer")
-    if is_torchs(optimizer):
-        from zeroir.api.torch_optimizers import translated
-
-        given = flat_values({name: each for name, each in options.items() if name != "optimizer"})
-        translation = translated(optimizer, model, given)
-        source, given = translation.source(source), dict(translation.options)
-    else:
-        given = flat_values(options)
-    resolved = resolve_options(config, given, lambda: source, giver="argument")
-    return compile_source(source, resolved.options, resolved.record)
-
-
-def compile_with(model: str | Path, options: CompileOptions) -> CompiledProgram:
-    """Compile a model file with validated options."""
-    return compile_source(file_source(model), options)
-
-
-def compile_source(
-    source: ModelSource, options: CompileOptions, config: ConfigRecord | None = None
-) -> CompiledProgram:
-    """Compile a source with validated options; ``config`` is the file that they come from, if they do."""
-    captured = capture_source(source, options)
-    artifact = replace(captured.artifact, config=config)
-    try:
-        # The model itself sets options, too, such as the units to recompute.
-        lowered = lower(artifact.logical, captured.options)
-    except VerificationError as error:
-        raise InternalError(f"The traced program is broken before any pass. {error}") from error
-    from zeroir.runtime.kernels.declared import misdeclared
-
-    problem = misdeclared(lowered.proof.program.segments)
-    if problem is not None:
-        raise InternalError(f"The program declares results that torch does not compute: {problem}.")
-    compiled = _with_proof(artifact, captured.options, lowered)
-    return compiled if source.file is not None else replace(compiled, source=source)
-
-
-def lowered_for(artifact: Artifact, options: CompileOptions, machine: Machine) -> CompiledProgram:
-    """A captured model lowered with these options, which must not change the capture.
-
-    Its segments declare the workspaces that were measured on the machine, if there are any.
-    """
-    logical = replace(artifact.logical, options=options.to_pairs())
-    lowered = lower(logical, options, machine)
-    return _with_proof(replace(artifact, logical=logical), options, lowered, machine=machine)
+        require_host_memory(
+            outside_bytes(self.program),
+            ranks=local_ranks(),
+            memory_bytes=host_memory_bytes(),
+        )
+        engine = Engine(
+            self.program,
+            device=job_rank.device,
+            seed=seed,
+            kernels=engines.kernel_backend(kernels),
+            timeout=timeout or DEFAULT_TIMEOUT,
+            cuda_graphs=cuda_graphs,
+            self_check=self_check,
+            weight=source.weight,
+            disk_folder=self.artifact.offload_folder,
+            accumulating=None if self.accumulates else accumulating,
+        )
+        precision = self.options.precision
+        engine.initialise(
+            source.model() if source.is_in_hand else source.model,
+            seed,
+            state=state,
+            keep_module=keep_module,
+            deep_copy=deep_copy,
+            adapt=partial(
+                apply_precision, precision=precision.dtype, keep_fp32=precision.keep_fp32
+            ),
+        )
+        return engine
 
 
 def specialised(
@@ -347,7 +336,7 @@ def specialised(
         logical = declared(accumulate(logical))
     artifact = replace(artifact, logical=replace(logical, options=options.to_pairs()))
     lowered = lower(artifact.logical, options)
-    made = _with_proof(artifact, options, lowered, path=compiled.path)
+    made = with_proof(artifact, options, lowered, path=compiled.path)
     return replace(made, source=compiled.source)
 
 
@@ -360,34 +349,7 @@ def _require_groups(compiled: CompiledProgram, micro_steps: int) -> None:
         )
 
 
-def load_program(path: str | Path) -> CompiledProgram:
-    """Read a ``.zir`` file and verify it.
-
-    Raises:
-        UserError: if the file is missing or damaged, has a newer schema, or breaks a law.
-    """
-    return _require_valid(load_unverified(path))
-
-
-def load_unverified(
-    path: str | Path, *, budget_bytes: int | None = None, machine: Machine | None = None
-) -> CompiledProgram:
-    """Read a ``.zir`` file and make its report, valid or not, with a budget of device memory if one is given.
-
-    Workspaces that were measured on ``machine`` replace the declared ones.
-    """
-    artifact = artifacts.load(Path(path))
-    compiled = CompiledProgram(
-        artifact=artifact,
-        report=Report(),
-        options=options_from_pairs(artifact.scheduled.options),
-        requested=options_from_pairs(artifact.logical.options),
-        path=Path(path),
-    )
-    return _verified(compiled, budget_bytes, machine)
-
-
-def _with_proof(
+def with_proof(
     artifact: Artifact,
     requested: CompileOptions,
     lowered: Lowered,
@@ -405,19 +367,21 @@ def _with_proof(
         speculation=lowered.speculation,
     )
     if requested.memory_budget is not None or machine is not None:
-        compiled = _require_valid(_verified(compiled, machine=machine))
+        compiled = require_valid(with_report(compiled, machine=machine))
     warn_of_idle_offload(compiled.program, compiled.options)
     return compiled
 
 
-def _verified(
+def with_report(
     compiled: CompiledProgram, budget_bytes: int | None = None, machine: Machine | None = None
 ) -> CompiledProgram:
+    """The program with the artefact and the report that its verification gives."""
     artifact, report = verified(compiled.artifact, compiled.options, budget_bytes, machine)
     return replace(compiled, artifact=artifact, report=report)
 
 
-def _require_valid(compiled: CompiledProgram) -> CompiledProgram:
+def require_valid(compiled: CompiledProgram) -> CompiledProgram:
+    """The program; VerificationError where its report is not valid."""
     if not compiled.report.is_valid:
         raise VerificationError(compiled.report)
     return compiled

@@ -6,7 +6,6 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zeroir.api.compiled import CompiledProgram
 from zeroir.artifact import Artifact
 from zeroir.config.model_spec import Factory
 from zeroir.errors import UserError
@@ -17,24 +16,33 @@ if TYPE_CHECKING:
 
 
 def source_for_engine(
-    compiled: CompiledProgram, model: Model | None, *, allow_model_change: bool
+    artifact: Artifact,
+    home: Path | None,
+    source: ModelSource | None,
+    model: Model | None,
+    *,
+    allow_model_change: bool,
 ) -> ModelSource:
     """The source whose values an engine takes: ``model``, or else what the program was compiled from.
+
+    ``home`` is the file that the program was read from, and ``source`` the module in hand or function that it was
+    compiled from in this process.
 
     Raises:
         UserError: as ``load_model`` does.
     """
     from zeroir.frontend.source.module_source import source_of
 
-    if model is None and compiled.source is not None:
-        return compiled.source
+    if model is None and source is not None:
+        return source
     if model is None or isinstance(model, str | Path):
-        return load_model(compiled, model=model, allow_model_change=allow_model_change)
+        return load_model(artifact, home, model=model, allow_model_change=allow_model_change)
     return source_of(model, None, None, None)
 
 
 def load_model(
-    compiled: CompiledProgram,
+    artifact: Artifact,
+    home: Path | None = None,
     *,
     model: str | Path | None = None,
     allow_model_change: bool = False,
@@ -47,13 +55,12 @@ def load_model(
     """
     from zeroir.frontend.source.entry import read_model_file, run_model_file
 
-    artifact = compiled.artifact
     if not artifact.has_model_file:
         raise UserError(
             f"The program was compiled from {artifact.model_path}, not from a model file: load and run it in Python, "
             "with zeroir.load(path).engine(model=...)."
         )
-    path = find_model(compiled) if model is None else model
+    path = find_model(artifact, home) if model is None else model
     text = read_model_file(str(path), Factory.parse(artifact.model_factory))
     changed = None if allow_model_change else _changed(text, artifact)
     if changed is not None:
@@ -64,7 +71,7 @@ def load_model(
     return run_model_file(text)
 
 
-def find_model(compiled: CompiledProgram) -> Path:
+def find_model(artifact: Artifact, home: Path | None) -> Path:
     """The path of the model file: the path at compilation, from here or from a folder above the program, or beside it.
 
     If several files exist, the one with the right contents is preferred. The path in a program file is followed only if
@@ -73,7 +80,6 @@ def find_model(compiled: CompiledProgram) -> Path:
     Raises:
         UserError: where no such file exists.
     """
-    artifact, home = compiled.artifact, compiled.path
     named = Path(artifact.model_path)
     is_followed = home is None or not (named.is_absolute() or ".." in named.parts)
     candidates = [named] if is_followed else []

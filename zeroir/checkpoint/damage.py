@@ -9,7 +9,7 @@ from typing import Final
 from zeroir.checkpoint.folder import CheckpointFolder
 from zeroir.checkpoint.manifest import MANIFEST_NAME, Manifest
 from zeroir.checkpoint.reading import CheckpointFiles, VerifyItem, read_manifest, verify_items
-from zeroir.checkpoint.storage import open_storage
+from zeroir.checkpoint.storages import open_storage
 from zeroir.errors import UserError
 
 _SUFFIX: Final = ".safetensors"

@@ -15,9 +15,9 @@ from zeroir.checkpoint.storage import (
     PassingError,
     Storage,
     join,
-    open_storage,
     parent_and_name,
 )
+from zeroir.checkpoint.storages import open_storage
 from zeroir.errors import UserError
 
 

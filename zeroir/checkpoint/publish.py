@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from zeroir.checkpoint.manifest import Manifest
 from zeroir.checkpoint.manifest_file import manifest_bytes
-from zeroir.checkpoint.storage import join, open_storage
+from zeroir.checkpoint.storage import join
+from zeroir.checkpoint.storages import open_storage
 from zeroir.errors import UserError
 
 

@@ -16,7 +16,8 @@ from zeroir.checkpoint.manifest_file import (
     require_head,
 )
 from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES
-from zeroir.checkpoint.storage import InputFile, join, open_storage
+from zeroir.checkpoint.storage import InputFile, join
+from zeroir.checkpoint.storages import open_storage
 from zeroir.errors import DamagedCheckpointError
 
 CHUNK_BYTES: Final = 4 << 20

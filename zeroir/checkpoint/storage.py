@@ -127,17 +127,6 @@ class Storage(Protocol):
         """
 
 
-def open_storage(path: str) -> Storage:
-    """The storage of a path: a disk, or what fsspec opens for a URL such as ``s3://bucket/runs``."""
-    if "://" in path:
-        from zeroir.checkpoint.fsspec_storage import open_store
-
-        return open_store(path)
-    from zeroir.checkpoint.local_storage import LocalStorage
-
-    return LocalStorage()
-
-
 def join(folder: str, name: str) -> str:
     """The path of a name in a folder."""
     return f"{folder.rstrip('/')}/{name}" if folder else name

@@ -67,7 +67,7 @@ def compile(  # noqa: A001 - the command's name is the field's word
     Example: zeroir compile examples/gpt.py --stage 3 --world-size 4 -o gpt.zir
     """
     from zeroir.api.capture import file_source
-    from zeroir.api.compiled import compile_source
+    from zeroir.api.compiling import compile_source
     from zeroir.api.search.adaptive import chosen_in_words
     from zeroir.api.sentences import warnings_as_sentences
     from zeroir.artifact.outputs import PROGRAM, require_writable

@@ -16,7 +16,8 @@ from zeroir.artifact.outputs import STATE_DICT, require_writable
 from zeroir.checkpoint.folder import CheckpointFolder
 from zeroir.checkpoint.manifest import MANIFEST_NAME
 from zeroir.checkpoint.reading import verify_all
-from zeroir.checkpoint.storage import join, open_storage
+from zeroir.checkpoint.storage import join
+from zeroir.checkpoint.storages import open_storage
 from zeroir.convert.exported import notes_on_buffers
 from zeroir.convert.formats import AS_TRAINED, MAX_SHARD_BYTES, CheckpointFormat, WeightDtype
 from zeroir.convert.stored_tensors import StoredTensors

@@ -22,7 +22,7 @@ from zeroir.checkpoint.manifest import (
 )
 from zeroir.checkpoint.publish import Draft, begin
 from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES, StoredTensorSpec
-from zeroir.checkpoint.storage import open_storage
+from zeroir.checkpoint.storages import open_storage
 from zeroir.checkpoint.writing import write_file
 from zeroir.convert.import_dcp import import_dcp
 from zeroir.convert.import_deepspeed import LATEST, MODEL_FILES, import_deepspeed

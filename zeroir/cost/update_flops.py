@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from zeroir.ir import ops
-from zeroir.ir.analysis.copies import at_rest
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.hyper_parameters import first_hyper
 from zeroir.ir.program import Flat, Program
@@ -20,7 +19,7 @@ def update_flops(program: Program, op: ops.Op) -> int:
     """
     if not isinstance(op, ops.OptimizerStep) or op.algorithm.declaration.whole is None:
         return 0
-    param = at_rest(program, op.param)
+    param = program.at_rest(op.param)
     holds = None if param is None else program.buffer_by_name[param.buffer].holds
     if not isinstance(holds, FlatContent):
         return 0

@@ -5,22 +5,16 @@ A run only loads a model file, so this package imports the compiler at the first
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from zeroir.config import CompileOptions
 from zeroir.frontend.source.entry import load_model_file
 from zeroir.frontend.source.source import ModelSource
-from zeroir.ir.program import Program
 
-__all__ = ["ModelSource", "TracedModel", "load_model_file", "trace"]
+if TYPE_CHECKING:
+    from zeroir.frontend.lowering.tracing import TracedModel
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedModel:
-    """A logical program, and its options: those given, and what the model sets, such as the units to recompute."""
-
-    program: Program
-    options: CompileOptions
+__all__ = ["ModelSource", "load_model_file", "trace"]
 
 
 def trace(source: ModelSource, options: CompileOptions) -> TracedModel:

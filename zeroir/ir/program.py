@@ -21,7 +21,7 @@ from zeroir.ir.contents import Content
 from zeroir.ir.dtypes import DType
 from zeroir.ir.fields import Declares, Flag, Form, NameKind, Refers, Word
 from zeroir.ir.mesh import STREAMS, Communicator, Executor, Mesh, Stream
-from zeroir.ir.ops import Algorithm, Op
+from zeroir.ir.ops import Algorithm, Op, Transfer
 from zeroir.ir.reports import Quantity, ReportBinding
 from zeroir.ir.segments.operators import Operator
 from zeroir.ir.segments.segment import Segment
@@ -366,7 +366,18 @@ class Program:
     @cached_property
     def copies(self) -> Mapping[str, CopyOf]:
         """What each temporary buffer stands for that is a copy of elements of one persistent buffer, by name."""
-        return copies(self)
+        transfers = [op for op in self.ops() if isinstance(op, Transfer)]
+        return copies(transfers, self.buffer_by_name, self.mesh)
+
+    def at_rest(self, region: Region) -> Region | None:
+        """The region of a persistent buffer whose elements a region stands for: itself, or what it is a copy of.
+
+        It has as many elements on each rank. None where the region is no copy, or a slice of a copy of a slice.
+        """
+        if self.buffer_by_name[region.buffer].is_persistent:
+            return region
+        copy = self.copies.get(region.buffer)
+        return None if copy is None else copy.region(region, self.mesh)
 
     @cached_property
     def streams_off_device(self) -> frozenset[str]:

@@ -15,7 +15,8 @@ from zeroir.checkpoint.folder import CheckpointFolder
 from zeroir.checkpoint.manifest import MANIFEST_NAME, Manifest
 from zeroir.checkpoint.reading import read_manifest
 from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES
-from zeroir.checkpoint.storage import join, open_storage
+from zeroir.checkpoint.storage import join
+from zeroir.checkpoint.storages import open_storage
 from zeroir.errors import UserError
 from zeroir.report.names import counted, format_bytes, shortened
 from zeroir.report.tables import Lines, columns_table, facts_table

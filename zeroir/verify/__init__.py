@@ -30,7 +30,8 @@ from zeroir.verify.equivalence.repeated import (
 )
 from zeroir.verify.interpreter.domain import Numbering
 from zeroir.verify.interpreter.exits import check_exit
-from zeroir.verify.interpreter.interpreter import SectionRun, Shared
+from zeroir.verify.interpreter.interpreter import interpret
+from zeroir.verify.interpreter.section_run import SectionRun, Shared
 from zeroir.verify.interpreter.snapshots import check_snapshots
 from zeroir.verify.laws import CODES, LAWS, Law, Stage
 from zeroir.verify.order.arenas import check_arenas
@@ -189,7 +190,7 @@ def _checked_runs(shared: Shared, findings: Findings) -> dict[str, SectionRun]:
     for section in sorted(shared.program.sections, key=lambda s: SECTION_NAMES.index(s.name)):
         before = runs.get(LAST_MICRO_STEP) if section.name == UPDATE else None
         run = runs[section.name] = SectionRun(shared, section, findings, before)
-        run.interpret()
+        interpret(run)
         check_exit(run)
     return runs
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from zeroir.ir import ops
 from zeroir.ir.analysis.effects import effects
-from zeroir.ir.buffers import Region
+from zeroir.ir.buffers import Region, Role
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
 from zeroir.verify.report import Finding
@@ -158,3 +158,8 @@ def spell(region: Region, program: Program) -> str:
     suffix = "" if region.shard is None else f"@{region.shard}"
     suffix += "" if region.part is None else f"[{region.part[0]}:{region.part[1]}]"
     return f"%{region.buffer}[{region.offset}:{region.stop}]{suffix}"
+
+
+def page_names(program: Program) -> frozenset[str]:
+    """The buffers that are pages."""
+    return frozenset(buffer.name for buffer in program.buffers if buffer.role is Role.PAGE)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Final, assert_never
 
 from zeroir.ir import ops
-from zeroir.ir.analysis.copies import at_rest
 from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Region, Space
 from zeroir.ir.contents import FlatContent
@@ -159,7 +158,7 @@ def _codes_bytes(program: Program, op: ops.OptimizerStep, update_bytes: int) -> 
 
 def _slots(program: Program, op: ops.OptimizerStep) -> tuple[Slot, ...]:
     """The parameters of the flat that a step on whole parameters updates."""
-    param = at_rest(program, op.param)
+    param = program.at_rest(op.param)
     holds = None if param is None else program.buffer_by_name[param.buffer].holds
     return program.flat_by_name[holds.flat].slots if isinstance(holds, FlatContent) else ()
 

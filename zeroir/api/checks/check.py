@@ -9,7 +9,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zeroir.api.compiled import CompiledProgram, compile_with
+from zeroir.api.compiled import CompiledProgram
+from zeroir.api.compiling import compile_with
 from zeroir.config import CompileOptions
 from zeroir.report.names import counted
 
@@ -127,7 +128,7 @@ def _compared(
     from zeroir.frontend.source.entry import importing_from
 
     compiled = compile_with(model, options)
-    source = load_model(compiled)
+    source = load_model(compiled.artifact, compiled.path)
     with importing_from(source):
         return _compared_with(
             model, compiled, source, options, steps=steps, seed=seed, kernels=kernels

@@ -12,10 +12,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from zeroir.api.compiled import CompiledProgram, load_program
+from zeroir.api.compiled import CompiledProgram
+from zeroir.api.compiling import load_program
 from zeroir.api.model_of_program import load_model
 from zeroir.api.running.agreement import require_same_model, require_same_options
-from zeroir.api.running.engines import open_data, open_engine
+from zeroir.api.running.engines import open_data
 from zeroir.api.running.job import ClosedOutputError, joined_job, watched_job
 from zeroir.api.running.run_checkpoints import held_folder, resume, saves_of, stopping
 from zeroir.api.running.run_lowering import (
@@ -59,7 +60,10 @@ def run_program(
             require_outputs(options)
         compiled = load_program(path)
         source = load_model(
-            compiled, model=options.model, allow_model_change=options.allow_model_change
+            compiled.artifact,
+            compiled.path,
+            model=options.model,
+            allow_model_change=options.allow_model_change,
         )
         with (
             importing_from(source),
@@ -73,8 +77,7 @@ def run_program(
             compiled = fitted_to_job(compiled, job_rank, options, changes)
             evaluations = _evaluations(compiled, source, job_rank, options)
             with warnings_as_sentences():
-                engine = open_engine(
-                    compiled,
+                engine = compiled.open_engine(
                     source,
                     job_rank,
                     options.seed,

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from zeroir.api.compiled import CompiledProgram, compile_source, specialised
+from zeroir.api.compiled import CompiledProgram, specialised
+from zeroir.api.compiling import compile_source
 from zeroir.api.running.engines import lowered_again_note
 from zeroir.api.running.outside_memory import outside_bytes, outside_note, require_disk_folder
 from zeroir.api.running.run_options import RunOptions
@@ -56,7 +57,7 @@ def fitted_to_job(
                 "--check-finite has no meaning in fp16, where steps with gradients that are not finite are skipped: "
                 "leave it out."
             )
-        note = lowered_again_note(compiled, job_rank.world_size)
+        note = lowered_again_note(compiled.program, job_rank.world_size)
         compiled = specialised(
             compiled,
             changes,

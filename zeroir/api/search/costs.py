@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack, cast
 
-from zeroir.api.compiled import CompiledProgram, load_program
+from zeroir.api.compiled import CompiledProgram
+from zeroir.api.compiling import load_program
 from zeroir.api.keywords import EstimateKeywords, flat_values
 from zeroir.cost.estimate import Estimate
 from zeroir.cost.estimate import estimate as estimate_with

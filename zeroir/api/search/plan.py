@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Unpack
 
 from zeroir.api.capture import capture_source, given_source
-from zeroir.api.compiled import CompiledProgram, lowered_for
+from zeroir.api.compiled import CompiledProgram
+from zeroir.api.compiling import lowered_for
 from zeroir.api.config_file import Config, ResolvedOptions, resolve_options
 from zeroir.api.keywords import CompileKeywords, flat_values, is_torchs
 from zeroir.api.search.adaptive import least_offload, movable_units, possible_kinds

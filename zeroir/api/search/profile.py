@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from zeroir.api.compiled import load_program
+from zeroir.api.compiling import load_program
 from zeroir.api.model_of_program import load_model
 from zeroir.api.running.agreement import require_same_model
-from zeroir.api.running.engines import open_data, open_engine
+from zeroir.api.running.engines import open_data
 from zeroir.api.running.job import joined_job, watched_job
 from zeroir.api.sentences import warnings_as_sentences
 from zeroir.artifact.outputs import MACHINE, write_whole
@@ -84,7 +84,9 @@ def profile_program(
     with watched_job() as watch:
         base = load_machine(machine)
         compiled = load_program(path)
-        source = load_model(compiled, model=model, allow_model_change=allow_model_change)
+        source = load_model(
+            compiled.artifact, compiled.path, model=model, allow_model_change=allow_model_change
+        )
         with joined_job(watch) as job_rank:
             from zeroir.runtime.disk.disk_rates import measure_disk
             from zeroir.runtime.execution.host_profile import measure_host
@@ -93,7 +95,7 @@ def profile_program(
             require_same_model(job_rank, source)
             compiled = compiled.specialise(world_size=job_rank.world_size)
             with warnings_as_sentences():
-                engine = open_engine(compiled, source, job_rank, seed, kernels)
+                engine = compiled.open_engine(source, job_rank, seed, kernels)
             data = open_data(source, job_rank, seed)
             recording = record(engine, data, rounds=rounds)
             host = _averaged(measure_host(job_rank.device, partial(_meet, engine)), engine)

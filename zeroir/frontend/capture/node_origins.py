@@ -18,7 +18,7 @@ from zeroir.frontend._torch_private import Function, annotated, annotation_of
 from zeroir.frontend.capture.code_contexts import Checkpoint, line_of_caller
 from zeroir.frontend.capture.joint_graph import ModuleCall
 
-_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 _SITE = Path(sysconfig.get_paths()["purelib"])
 
 

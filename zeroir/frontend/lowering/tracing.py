@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from zeroir.config import CompileOptions, replaced
 from zeroir.errors import ModelWarning, UserError
-from zeroir.frontend import TracedModel
 from zeroir.frontend.capture.capture import CapturedModel, capture
 from zeroir.frontend.capture.code_contexts import note_on_small_checkpoints, recomputed_units
 from zeroir.frontend.lowering.accumulate import accumulate
@@ -20,6 +19,14 @@ from zeroir.frontend.lowering.units import ROOT, ROOT_PRE, Units, find_units
 from zeroir.frontend.source.source import ModelSource
 from zeroir.ir.program import Program
 from zeroir.workspace.segments import declared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedModel:
+    """A logical program, and its options: those given, and what the model sets, such as the units to recompute."""
+
+    program: Program
+    options: CompileOptions
 
 
 def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:

@@ -23,7 +23,7 @@ _LIBRARIES = frozenset({"torch", "zeroir"})
 _INSTALLED_IN = frozenset({"site-packages", "dist-packages"})
 """The names of folders of installed modules. PYTHONPATH and ``.pth`` files may add those of other environments."""
 
-NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
 """The beginnings of the file names of torch's code, of zeroir's, and of code without a file."""
 
 

@@ -7,16 +7,13 @@ belong, not what they hold: whoever relies on their values proves them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from zeroir.ir import ops
-from zeroir.ir.buffers import Region, Space, part_of, whole
+from zeroir.ir.buffers import Buffer, Region, Space, part_of, whole
 from zeroir.ir.mesh import Mesh
-
-if TYPE_CHECKING:
-    from zeroir.ir.program import Program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,18 +42,19 @@ class CopyOf:
         return part_of(self.slice, region.offset, region.stop)
 
 
-def copies(program: Program) -> Mapping[str, CopyOf]:
+def copies(
+    transfers: Iterable[ops.Transfer], buffers: Mapping[str, Buffer], mesh: Mesh
+) -> Mapping[str, CopyOf]:
     """For each temporary buffer what it is a copy of.
 
     Each transfer of a buffer must say the same; a buffer that stands for different elements in turn is left out.
     """
-    buffers = program.buffer_by_name
     copy_of: dict[str, CopyOf | None] = {}
-    for own, original in _pairs(program):
+    for own, original in _pairs(transfers, buffers):
         resting: Region | None = original
         if not buffers[original.buffer].is_persistent:
             copied = copy_of.get(original.buffer)
-            resting = None if copied is None else copied.region(original, program.mesh)
+            resting = None if copied is None else copied.region(original, mesh)
         own_buffer = buffers[own.buffer]
         copy = None if resting is None else _copy_of(own, resting, own == whole(own_buffer))
         if copy_of.setdefault(own.buffer, copy) != copy:
@@ -68,13 +66,13 @@ _DISTANCE: Final = {Space.DEVICE: 0, Space.HOST: 1, Space.DISK: 2}
 """The number of transfers that a space is away from the device."""
 
 
-def _pairs(program: Program) -> Iterator[tuple[Region, Region]]:
+def _pairs(
+    transfers: Iterable[ops.Transfer], buffers: Mapping[str, Buffer]
+) -> Iterator[tuple[Region, Region]]:
     """The regions of temporary buffers that transfers fill and empty, each with the region that it stands for.
 
     Of two temporary buffers, the one nearer to the device stands for the other, which comes first.
     """
-    buffers = program.buffer_by_name
-    transfers = [op for op in program.ops() if isinstance(op, ops.Transfer)]
     for op in sorted(transfers, key=lambda op: -_DISTANCE[op.from_space] - _DISTANCE[op.to_space]):
         near, far = op.source, op.destination
         if _DISTANCE[op.from_space] > _DISTANCE[op.to_space]:
@@ -89,17 +87,6 @@ def _copy_of(own: Region, original: Region, is_whole: bool) -> CopyOf | None:
     if (own.shard, own.part) == (original.shard, original.part) and own.numel == original.numel:
         return CopyOf(buffer=original.buffer, shift=original.offset - own.offset)
     return CopyOf(buffer=original.buffer, slice=original) if is_whole else None
-
-
-def at_rest(program: Program, region: Region) -> Region | None:
-    """The region of a persistent buffer whose elements a region stands for: itself, or what it is a copy of.
-
-    It has as many elements on each rank. None where the region is no copy, or a slice of a copy of a slice.
-    """
-    if program.buffer_by_name[region.buffer].is_persistent:
-        return region
-    copy = program.copies.get(region.buffer)
-    return None if copy is None else copy.region(region, program.mesh)
 
 
 def _is_plain(region: Region) -> bool:

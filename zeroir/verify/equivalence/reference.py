@@ -16,8 +16,7 @@ from zeroir.ir.reports import Quantity
 from zeroir.verify.equivalence.slices import is_sliced, slice_numel, slice_region
 from zeroir.verify.interpreter.decisions import NORM_ORDER
 from zeroir.verify.interpreter.domain import Decision, Elements, PieceList, Statistic, Term, Zero
-from zeroir.verify.interpreter.interpreter import SectionRun
-from zeroir.verify.interpreter.step_operands import Stepped
+from zeroir.verify.interpreter.section_run import SectionRun, Stepped
 
 Runs = Mapping[str, SectionRun]
 """The computation of each section, by its name."""

@@ -17,7 +17,8 @@ from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, SECTION_NAMES, UPDATE
 from zeroir.verify.context import Findings
 from zeroir.verify.equivalence.slices import is_sliced, slice_numel
 from zeroir.verify.interpreter.domain import Elements, NamedKey, Term, Weight, current_term
-from zeroir.verify.interpreter.interpreter import SectionRun, Shared
+from zeroir.verify.interpreter.interpreter import interpret
+from zeroir.verify.interpreter.section_run import SectionRun, Shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def repeated_runs(
         before = runs.get(LAST_MICRO_STEP) if section.name == UPDATE else None
         if section.name not in (MICRO_STEP, LAST_MICRO_STEP) or repetition.micro_batches == 1:
             run = runs[section.name] = SectionRun(shared, section, findings, before)
-            run.interpret()
+            interpret(run)
             continue
         earlier = logical.section_by_name[MICRO_STEP].body
         body = (*earlier * (repetition.micro_batches - 1), *section.body)
@@ -100,7 +101,7 @@ def repeated_runs(
             start = micro_batch * len(earlier)
             is_last = micro_batch == repetition.micro_batches - 1
             _give(run, micro_batch, dict(repetition.slices))
-            run.interpret(start, len(body) if is_last else start + len(earlier))
+            interpret(run, start, len(body) if is_last else start + len(earlier))
             for buffer in shared.program.buffers:
                 if is_sliced(shared.program, buffer):
                     run.slices.setdefault(buffer.name, []).append(run.memory.read(whole(buffer)))

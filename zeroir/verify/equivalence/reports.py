@@ -17,7 +17,7 @@ from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, UPDATE, Pro
 from zeroir.ir.reports import Quantity
 from zeroir.verify.interpreter.descriptions import CAUSES, describe
 from zeroir.verify.interpreter.domain import Elements, NamedKey, Poison, Undefined, Value, Zero
-from zeroir.verify.interpreter.interpreter import SectionRun
+from zeroir.verify.interpreter.section_run import SectionRun
 
 _ADVICE: Final[Mapping[Quantity, str]] = {
     Quantity.LOSS: "Keep this rank's loss, a mean over each batch, until the update.",

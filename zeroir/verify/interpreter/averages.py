@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from zeroir.ir import ops
 from zeroir.ir.contents import EMA
 from zeroir.verify.context import spell
@@ -11,10 +9,8 @@ from zeroir.verify.interpreter import algebra
 from zeroir.verify.interpreter.decisions import check_skip
 from zeroir.verify.interpreter.descriptions import describe
 from zeroir.verify.interpreter.domain import POISON, Cover, Elements, FlatKey, Value, cut
+from zeroir.verify.interpreter.section_run import SectionRun
 from zeroir.verify.interpreter.step_operands import stepped, trained_elements
-
-if TYPE_CHECKING:
-    from zeroir.verify.interpreter.interpreter import SectionRun
 
 
 def average(run: SectionRun, op: ops.Average) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import Micro, NamedContent
-from zeroir.ir.program import Program
 from zeroir.ir.reports import Quantity
 from zeroir.verify.context import spell, title
 from zeroir.verify.interpreter.descriptions import describe
@@ -24,32 +23,14 @@ from zeroir.verify.interpreter.domain import (
     Weight,
 )
 from zeroir.verify.interpreter.gradients import weight_problem
+from zeroir.verify.interpreter.section_run import SectionRun
 from zeroir.verify.interpreter.statistics import NORM, OVERFLOW, statistic_problem
-
-if TYPE_CHECKING:
-    from zeroir.verify.interpreter.interpreter import SectionRun
-
 
 ChangeOp = ops.StepOp | ops.Average
 """The ops that change parameters, their states or their averages, unless the decision is to skip."""
 
 NORM_ORDER: Final = "order of the norm"
 """Marks, among the settings, the order in which a norm adds up gradients."""
-
-
-def counters(program: Program) -> frozenset[str]:
-    """The reported scalars that a step advances: the step count, and a loss scale that changes."""
-    reported = {
-        program.report_of[quantity].buffer
-        for quantity in (Quantity.STEP, Quantity.LOSS_SCALE)
-        if quantity in program.report_of
-    }
-    advanced = {
-        (op.step if isinstance(op, ops.Decide) else op.state).buffer
-        for op in program.ops()
-        if isinstance(op, ops.Decide | ops.UpdateScale)
-    }
-    return frozenset(reported & advanced)
 
 
 def decide(run: SectionRun, op: ops.Decide) -> None:

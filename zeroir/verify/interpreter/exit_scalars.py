@@ -10,7 +10,7 @@ from zeroir.ir.contents import NamedContent
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE
 from zeroir.verify.interpreter.descriptions import describe
 from zeroir.verify.interpreter.domain import Elements, NamedKey, Poison, Zero
-from zeroir.verify.interpreter.interpreter import SectionRun
+from zeroir.verify.interpreter.section_run import SectionRun
 
 
 def check_exit_scalars(run: SectionRun) -> None:

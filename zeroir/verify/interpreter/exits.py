@@ -48,7 +48,7 @@ from zeroir.verify.interpreter.domain import (
 )
 from zeroir.verify.interpreter.exit_scalars import check_exit_scalars
 from zeroir.verify.interpreter.gradients import is_zero, measure, weight_problem
-from zeroir.verify.interpreter.interpreter import SectionRun
+from zeroir.verify.interpreter.section_run import SectionRun
 
 
 def check_exit(run: SectionRun) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from zeroir.ir.contents import Micro
 from zeroir.ir.program import UPDATE
@@ -25,9 +25,7 @@ from zeroir.verify.interpreter.domain import (
     Zero,
     current_term,
 )
-
-if TYPE_CHECKING:
-    from zeroir.verify.interpreter.interpreter import SectionRun
+from zeroir.verify.interpreter.section_run import SectionRun
 
 
 class Problem(NamedTuple):

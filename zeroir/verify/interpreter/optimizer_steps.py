@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from zeroir.ir import ops
 from zeroir.ir.contents import DIRECTION
@@ -20,6 +19,7 @@ from zeroir.verify.interpreter.domain import (
     Value,
 )
 from zeroir.verify.interpreter.gradients import is_zero, locate
+from zeroir.verify.interpreter.section_run import SectionRun
 from zeroir.verify.interpreter.step_operands import (
     apply_settings,
     check_gradient,
@@ -30,9 +30,6 @@ from zeroir.verify.interpreter.step_operands import (
     settings_of,
     trained_elements,
 )
-
-if TYPE_CHECKING:
-    from zeroir.verify.interpreter.interpreter import SectionRun
 
 
 def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:

@@ -11,25 +11,16 @@ changed elements are dropped.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from zeroir.ir import ops
 from zeroir.ir.analysis.effects import effects
-from zeroir.ir.buffers import Buffer, Region, Role, whole
+from zeroir.ir.buffers import Buffer, Region, whole
 from zeroir.ir.ops import Op
-from zeroir.ir.program import Program
 from zeroir.verify.context import spell, title
 from zeroir.verify.interpreter.descriptions import describe
 from zeroir.verify.interpreter.domain import POISON, Elements, FlatKey
 from zeroir.verify.interpreter.intervals import IntervalMap
-
-if TYPE_CHECKING:
-    from zeroir.verify.interpreter.interpreter import SectionRun
-
-
-def page_names(program: Program) -> frozenset[str]:
-    """The buffers that are pages."""
-    return frozenset(buffer.name for buffer in program.buffers if buffer.role is Role.PAGE)
+from zeroir.verify.interpreter.section_run import SectionRun
 
 
 def code_of_conflict(code: str, earlier: Op | None, later: Op, *, was_write: bool) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
@@ -13,8 +13,8 @@ from zeroir.verify.interpreter import algebra
 from zeroir.verify.interpreter.decisions import decision_number, held_value
 from zeroir.verify.interpreter.descriptions import describe
 from zeroir.verify.interpreter.domain import POISON, Cover, Elements, FlatKey, Value
+from zeroir.verify.interpreter.section_run import SectionRun, Stepped
 from zeroir.verify.interpreter.step_operands import (
-    Stepped,
     apply_settings,
     check_gradient,
     check_places,
@@ -26,9 +26,6 @@ from zeroir.verify.interpreter.step_operands import (
     step_name,
     trained_elements,
 )
-
-if TYPE_CHECKING:
-    from zeroir.verify.interpreter.interpreter import SectionRun
 
 _Speculation = ops.SpeculativeStep | ops.CommitStep
 

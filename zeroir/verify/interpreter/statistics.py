@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import Micro
@@ -20,9 +18,7 @@ from zeroir.verify.interpreter.domain import (
     moved,
 )
 from zeroir.verify.interpreter.gradients import Problem, is_zero, locate, measure
-
-if TYPE_CHECKING:
-    from zeroir.verify.interpreter.interpreter import SectionRun
+from zeroir.verify.interpreter.section_run import SectionRun
 
 NORM = "norm"
 OVERFLOW = "overflow"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
 
 from zeroir.ir import ops
-from zeroir.ir.analysis.copies import at_rest
 from zeroir.ir.buffers import Region, whole
 from zeroir.ir.contents import MASTER, PARAM, FlatContent, NamedContent
 from zeroir.ir.program import Slot
@@ -34,20 +32,8 @@ from zeroir.verify.interpreter.domain import (
     rebased,
 )
 from zeroir.verify.interpreter.gradients import locate
+from zeroir.verify.interpreter.section_run import SectionRun, Stepped
 from zeroir.verify.interpreter.statistics import use_gradient
-
-if TYPE_CHECKING:
-    from zeroir.verify.interpreter.interpreter import SectionRun
-
-
-class Stepped(NamedTuple):
-    """Elements ``[start, stop)`` of a parameter that an optimizer step updates, with what settings, and its line."""
-
-    parameter: str
-    start: int
-    stop: int
-    setting: Hashable
-    line: int
 
 
 def step_name(op: ops.StepOp) -> str:
@@ -133,7 +119,7 @@ def resting_elements(run: SectionRun, region: Region, *, is_needed: bool) -> Pie
 
     None where it takes the region as one piece instead: these elements rest with no flat, and ``is_needed`` is false.
     """
-    resting = at_rest(run.program, region)
+    resting = run.program.at_rest(region)
     holds = None if resting is None else run.program.buffer_by_name[resting.buffer].holds
     if not is_needed and not isinstance(holds, FlatContent):
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, assert_never
+from typing import assert_never
 
 from zeroir.ir import ops
 from zeroir.ir.dtypes import DType
@@ -20,9 +20,7 @@ from zeroir.verify.interpreter.domain import (
     spread,
     unpack,
 )
-
-if TYPE_CHECKING:
-    from zeroir.verify.interpreter.interpreter import SectionRun
+from zeroir.verify.interpreter.section_run import SectionRun
 
 
 def collective(run: SectionRun, op: ops.CollectiveOp) -> None:

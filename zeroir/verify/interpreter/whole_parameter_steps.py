@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from zeroir.ir import ops
-from zeroir.ir.analysis.copies import at_rest
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import DIRECTION
 from zeroir.ir.optimizers.declaration import OwnState
@@ -14,9 +11,7 @@ from zeroir.verify.context import spell
 from zeroir.verify.interpreter import algebra
 from zeroir.verify.interpreter.descriptions import describe
 from zeroir.verify.interpreter.domain import POISON, Cover, Elements, FlatKey, PieceList, Value
-
-if TYPE_CHECKING:
-    from zeroir.verify.interpreter.interpreter import SectionRun
+from zeroir.verify.interpreter.section_run import SectionRun
 
 
 def check_operands(
@@ -88,7 +83,7 @@ def _check_sharded(
     numel = run.memory.numel(gathered)
     _check(run, op, gathered, held, wanted, numel)
     is_all = numel >= own_numel(state.quantity, flat)
-    resting = at_rest(run.program, region)
+    resting = run.program.at_rest(region)
     holds = None if resting is None else run.program.buffer_by_name[resting.buffer].holds
     own = None if holds is None else run.layout.pieces(holds, run.memory.numel(region))
     is_at_rest = own is not None and own == pieces and resting is not None and resting.offset == 0

@@ -13,9 +13,9 @@ from zeroir.ir.buffers import Region, Role
 from zeroir.ir.contents import SnapshotContent
 from zeroir.ir.ops import Op
 from zeroir.ir.program import EVALUATE, MICRO_STEP, UPDATE, Program, Section
-from zeroir.verify.context import Findings, last_touch, spell, title
+from zeroir.verify.context import Findings, last_touch, page_names, spell, title
 from zeroir.verify.interpreter.intervals import IntervalMap
-from zeroir.verify.interpreter.pages import code_of_absence, code_of_conflict, page_names
+from zeroir.verify.interpreter.pages import code_of_absence, code_of_conflict
 from zeroir.verify.order.happens_before import ENTRY, HappensBefore
 from zeroir.verify.order.pending_events import Carried, PendingOps, pending_ops_at_entry
 

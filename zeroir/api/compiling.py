@@ -1,0 +1,126 @@
+"""Compile a model, or read a program from a file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
+
+from zeroir import artifact as artifacts
+from zeroir.api.capture import capture_source, file_source, given_source
+from zeroir.api.compiled import CompiledProgram, require_valid, with_proof, with_report
+from zeroir.api.config_file import Config, resolve_options
+from zeroir.api.keywords import CompileKeywords, flat_values, is_torchs
+from zeroir.api.lowering import lower
+from zeroir.artifact import Artifact, ConfigRecord
+from zeroir.config import CompileOptions, options_from_pairs
+from zeroir.errors import InternalError
+from zeroir.verify import Report, VerificationError
+
+if TYPE_CHECKING:
+    from zeroir.cost.machine import Machine
+    from zeroir.frontend.source.source import LossFunction, Model, ModelSource, WeightFunction
+    from zeroir.torch_ops.batches import Batch
+
+
+def compile_model(
+    model: Model,
+    batch: Batch = None,
+    *,
+    loss: LossFunction | None = None,
+    weight: WeightFunction | None = None,
+    config: Config | None = None,
+    **options: Unpack[CompileKeywords],
+) -> CompiledProgram:
+    """Compile a model file, a module, or a function that makes the module.
+
+    A model file is named as on the command line: ``path/to/model.py`` or ``package.module``, and ``:build`` or
+    ``:build(layers=12)`` after it for another factory than ``model``.
+
+    ``batch`` is an example micro-batch of one rank: needed, except for a model file, which has its own. The loss is
+    what the module's forward returns, or ``loss(module, batch)``, which returns it or a pair of it and outputs.
+    ``weight`` gives the weight of a batch. ``config`` is DeepSpeed's configuration, as its file or its contents, or a
+    TOML file of options. The other keywords are options, which win over the configuration: what belongs together is one
+    object, such as ``offload=zeroir.Offload(what="optimizer", to="disk:/nvme")``, in whose place its first option will
+    do (``offload="optimizer"``). ``optimizer`` is a name, one of ``zeroir.optim`` with its settings, a class of
+    ``torch.optim``, or an instance of one over the parameters of a module in hand, whose groups the program takes over.
+
+    A module in hand stays as it is; its values enter when an engine is made.
+
+    Raises:
+        UserError: if the file, the module, the batch or an option is wrong.
+    """
+    source = given_source(model, batch, loss, weight)
+    optimizer = options.get("optimizer")
+    if is_torchs(optimizer):
+        from zeroir.api.torch_optimizers import translated
+
+        given = flat_values({name: each for name, each in options.items() if name != "optimizer"})
+        translation = translated(optimizer, model, given)
+        source, given = translation.source(source), dict(translation.options)
+    else:
+        given = flat_values(options)
+    resolved = resolve_options(config, given, lambda: source, giver="argument")
+    return compile_source(source, resolved.options, resolved.record)
+
+
+def compile_with(model: str | Path, options: CompileOptions) -> CompiledProgram:
+    """Compile a model file with validated options."""
+    return compile_source(file_source(model), options)
+
+
+def compile_source(
+    source: ModelSource, options: CompileOptions, config: ConfigRecord | None = None
+) -> CompiledProgram:
+    """Compile a source with validated options; ``config`` is the file that they come from, if they do."""
+    captured = capture_source(source, options)
+    artifact = replace(captured.artifact, config=config)
+    try:
+        # The model itself sets options, too, such as the units to recompute.
+        lowered = lower(artifact.logical, captured.options)
+    except VerificationError as error:
+        raise InternalError(f"The traced program is broken before any pass. {error}") from error
+    from zeroir.runtime.kernels.declared import misdeclared
+
+    problem = misdeclared(lowered.proof.program.segments)
+    if problem is not None:
+        raise InternalError(f"The program declares results that torch does not compute: {problem}.")
+    compiled = with_proof(artifact, captured.options, lowered)
+    return compiled if source.file is not None else replace(compiled, source=source)
+
+
+def lowered_for(artifact: Artifact, options: CompileOptions, machine: Machine) -> CompiledProgram:
+    """A captured model lowered with these options, which must not change the capture.
+
+    Its segments declare the workspaces that were measured on the machine, if there are any.
+    """
+    logical = replace(artifact.logical, options=options.to_pairs())
+    lowered = lower(logical, options, machine)
+    return with_proof(replace(artifact, logical=logical), options, lowered, machine=machine)
+
+
+def load_program(path: str | Path) -> CompiledProgram:
+    """Read a ``.zir`` file and verify it.
+
+    Raises:
+        UserError: if the file is missing or damaged, has a newer schema, or breaks a law.
+    """
+    return require_valid(load_unverified(path))
+
+
+def load_unverified(
+    path: str | Path, *, budget_bytes: int | None = None, machine: Machine | None = None
+) -> CompiledProgram:
+    """Read a ``.zir`` file and make its report, valid or not, with a budget of device memory if one is given.
+
+    Workspaces that were measured on ``machine`` replace the declared ones.
+    """
+    artifact = artifacts.load(Path(path))
+    compiled = CompiledProgram(
+        artifact=artifact,
+        report=Report(),
+        options=options_from_pairs(artifact.scheduled.options),
+        requested=options_from_pairs(artifact.logical.options),
+        path=Path(path),
+    )
+    return with_report(compiled, budget_bytes, machine)
