@@ -31,7 +31,7 @@ def measure(layers: int, folder: Path) -> tuple[int, float, float]:
     start = time.perf_counter()
     engine = Engine(compiled.program)
     opened = time.perf_counter()
-    checked = check_kernels(engine._executor.local_ranks, KernelBackend.EAGER)
+    checked = check_kernels(engine.rank_program.executor.local_ranks, KernelBackend.EAGER)
     done = time.perf_counter()
     engine.initialise(model.model, 0)
     engine.step(model.batch())

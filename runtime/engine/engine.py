@@ -5,47 +5,42 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from zeroir.errors import GraphWarning, UserError, memory_for
+from zeroir.errors import GraphWarning, UserError
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
 from zeroir.runtime.checkpoint.background import PendingSave
 from zeroir.runtime.checkpoint.checkpointer import Checkpointer, Running
 from zeroir.runtime.checkpoint.loading import LoadedState
-from zeroir.runtime.checkpoint.model_facts import model_facts
-from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, open_job
-from zeroir.runtime.comm.rank_zero_values import ALONE, RankZeroValues
-from zeroir.runtime.distributed.section_comparison import SectionsOfRanks
-from zeroir.runtime.distributed.section_history import OTHER_PROGRAM
+from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, Job
+from zeroir.runtime.distributed.rank_position import RankPosition
 from zeroir.runtime.engine.accumulation import Accumulation, MicroStepResult
-from zeroir.runtime.engine.live_optimizer import LiveOptimizer, SettingsOfRanks
-from zeroir.runtime.engine.opened_program import EngineSettings, open_clock, open_program
+from zeroir.runtime.engine.live_optimizer import LiveOptimizer
+from zeroir.runtime.engine.opened_program import EngineSettings
+from zeroir.runtime.engine.rank_program import RankProgram
+from zeroir.runtime.engine.recording import Recording
 from zeroir.runtime.engine.results import Evaluation, StepResult
-from zeroir.runtime.engine.values import EngineValues
+from zeroir.runtime.engine.values import ModelValues
 from zeroir.runtime.execution.batch import inputs_of
-from zeroir.runtime.execution.trace import SpanRecorder, aligned, to_bytes
 from zeroir.runtime.kernels.choice import KernelBackend
-from zeroir.runtime.memory.malloc import keep_freed_memory, return_freed_memory
-from zeroir.runtime.memory.measured_workspaces import DeviceWatcher, on_host
-from zeroir.runtime.memory.rank_memory import RankMemory
-from zeroir.runtime.state import initial
+from zeroir.runtime.memory.malloc import return_freed_memory
 from zeroir.runtime.state import state as state_of_buffers
-from zeroir.runtime.state.gathered_module import DeepCopy, ModuleGatherer, module_maker
-from zeroir.runtime.state.module_values import Factory, StateSource, watched_source
+from zeroir.runtime.state.gathered_module import DeepCopy
+from zeroir.runtime.state.module_values import Factory, StateSource
 from zeroir.runtime.training.lr_schedule import Scheduler
 from zeroir.runtime.training.micro_batch_weights import WeightFunction
 from zeroir.runtime.training.not_finite import BadParameter, first_bad_parameter
 from zeroir.torch_ops.batches import Batch
 
 
-class Engine(EngineValues):
+class Engine:
     """One rank of a program on this process's device.
 
     The default process group must exist (``rendezvous.join_job``), unless the program is for one rank or the backend
@@ -77,7 +72,7 @@ class Engine(EngineValues):
         disk_folder: str | os.PathLike[str] | None = None,
     ) -> None:
         self.device = _with_index(device or torch.device("cpu"))
-        self._settings = EngineSettings(
+        settings = EngineSettings(
             backend=backend,
             kernels=kernels,
             seed=seed,
@@ -90,20 +85,15 @@ class Engine(EngineValues):
         self._accumulating = accumulating
         if self.device.type == "cpu":
             return_freed_memory()
-        self._module_gatherer = None
-        self._recorder = SpanRecorder()
+        self.rank_program = RankProgram(program, self.device, settings, self.update)
+        self._values = ModelValues(self.rank_program)
+        self._recording = Recording(self.rank_program)
         self._accumulation = Accumulation(
             lambda batch: inputs_of(self.program, batch),
             self._micro_steps,
             lambda: self.program.interleaved,
         )
-        self._optimizer = None
-        self._sections: SectionsOfRanks | None = None
-        self._facts = None
-        self._is_allocated = False
-        self._has_values = False
         self._last_result: StepResult | None = None
-        self._open(program)
         self._checkpoints = Checkpointer(self.job, timeout)
         if cuda_graphs and self.device.type != "cuda" and self.rank == 0:
             warnings.warn(
@@ -112,23 +102,51 @@ class Engine(EngineValues):
                 stacklevel=2,
             )
 
-    def _open(self, program: Program, kept: RankMemory | None = None) -> None:
-        """Make everything that runs a program, with the contents of the memory ``kept`` of another one."""
-        settings = self._settings
-        self.program = program
-        self.job = open_job(program, settings.backend, self.device, settings.timeout)
-        self._opened = open_program(program, self.job, self.device, settings, kept)
-        self._memory = self._opened.memory
-        self._executor = self._opened.executor
-        if not self.job.is_alone:
-            self._sections = self._sections or SectionsOfRanks(self.job)
-            self._executor.compare_sections(self._sections)
-        if self._optimizer is not None:
-            self._optimizer.write_to([self._memory])
-        elif program.groups:
-            self._optimizer = LiveOptimizer(program, [self._memory], self.update)
-        if self._optimizer is not None:
-            self._executor.settings = SettingsOfRanks(optimizer=self._optimizer, job=self.job)
+    def __repr__(self) -> str:
+        where = f"rank {self.rank} of {self.world_size} on {self.device}"
+        return f"<{type(self).__name__} of {where} after step {self.step_count}: {self.program.outline}>"
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the mesh."""
+        return self.job.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the mesh."""
+        return self.program.mesh.world_size
+
+    @property
+    def step_count(self) -> int:
+        """Training steps that ``step`` has carried out, skipped ones included."""
+        return self.rank_program.step_count
+
+    @property
+    def program(self) -> Program:
+        """The program that runs now."""
+        return self.rank_program.program
+
+    @property
+    def job(self) -> Job:
+        """The ranks that run it together."""
+        return self.rank_program.job
+
+    @property
+    def optimizer(self) -> LiveOptimizer:
+        """The settings of the optimizer groups; changes count from the next update. All ranks change them alike.
+
+        Raises:
+            UserError: where the program updates nothing.
+        """
+        return self.rank_program.optimizer
+
+    def position(self) -> RankPosition:
+        """Where this rank is in its program. Any thread may ask."""
+        return self.rank_program.executor.position()
+
+    def buffer(self, name: str) -> Tensor:
+        """A buffer of this rank; it is a copy only where the buffer is on disk."""
+        return self.rank_program.memory.read(name)
 
     def scheduler(self, steps: int | None = None) -> Scheduler:
         """The program's learning-rate schedule, which drives ``optimizer``: call its ``step`` after each step.
@@ -161,32 +179,14 @@ class Engine(EngineValues):
         self._checkpoints.join()
         state_of_buffers.require_same_state(self.program, program)
         self._accumulating = None
-        self._replace_program(program)
+        self.rank_program.replace(program)
 
     def _accumulate(self) -> None:
         """Go on with the program for accumulation."""
         assert self._accumulating is not None
         program = self._accumulating()
         self._accumulating = None
-        self._replace_program(program)
-
-    def _replace_program(self, program: Program) -> None:
-        """Run another program: parameters, master weights and states keep their tensors."""
-        step_count, seed = self.step_count, self._executor.seed
-        if self._sections is not None:
-            # Another rank may be in a section, and is to know why its connection breaks.
-            self._sections.begin(OTHER_PROGRAM, step_count + 1, self._executor.micro_steps_done)
-            self._sections.show()
-        self._opened.close(self.job)
-        self._open(program, kept=self._memory)
-        self._executor.step_count = step_count
-        self._executor.seed = seed
-        if self._module_gatherer is not None:
-            self._module_gatherer = replace(
-                self._module_gatherer, program=program, memory=self._memory, comm=self.job.comm
-            )
-        with self._executor.entered():
-            self._memory.allocate()
+        self.rank_program.replace(program)
 
     def initialise(
         self,
@@ -210,40 +210,105 @@ class Engine(EngineValues):
             UserError: where the program was compiled from another module, the state lacks a tensor, or the values of a
                 rank differ from those of rank 0. A note on an error says whether a module in hand has lost its values.
         """
-        is_alone = self.job.is_alone
-        from_rank_zero = ALONE if is_alone else RankZeroValues(rank=self.rank, device=self.device)
-        with self._executor.entered():
-            self._executor.finish()
-            with memory_for("the model's parameters while they get their first values"):
-                others = initial.initialise(
-                    self.program,
-                    [self._memory],
-                    watched_source(source, self._note),
-                    seed,
-                    from_rank_zero,
-                    state=state,
-                    keep_module=keep_module,
-                )
-            self._memory.allocate()
-        self._has_values = True
-        self._forget_settings()
-        self._module_gatherer = ModuleGatherer(
-            program=self.program,
-            memory=self._memory,
-            comm=self.job.comm,
-            make=module_maker(source, deep_copy),
-            others=others,
-            adapt=adapt,
+        self._values.initialise(
+            source, seed, state=state, keep_module=keep_module, deep_copy=deep_copy, adapt=adapt
         )
 
     def initialise_flats(self, values: Mapping[str, Tensor]) -> None:
         """Give buffers values by name; see ``state.initialise_flats``."""
-        with self._executor.entered():
-            self._executor.finish()
-            state_of_buffers.initialise_flats(self.program, [self._memory], values)
-            self._memory.allocate()
-        self._has_values = True
-        self._forget_settings()
+        self._values.initialise_flats(values)
+
+    @contextmanager
+    def gathered(
+        self, name: str = "", *, masters: bool = False, ema: bool = False
+    ) -> Iterator[nn.Module]:
+        """Lend a module of the model, or the whole, with the present values, for reading. All ranks call this together.
+
+        ``name`` is as in ``named_modules``. The module is the user's class on this rank's device; its parameters have
+        the dtypes that the program computes with, or FP32 with ``masters``, and with ``ema`` the values of the moving
+        averages of ``--ema``. Its buffers have this rank's values. A module in hand is lent in the mode, training or
+        evaluation, that the user left it in; another one as it is built. Parts of the model that are not lent stay on
+        the meta device. At the end of the block the module's memory is freed, and every use of its tensors raises a
+        UserError.
+
+        Raises:
+            UserError: where the model has no such module, the engine was initialised without a module, the program
+                keeps no averages, or the block changed a parameter in place.
+        """
+        with self._values.gathered(name, masters=masters, ema=ema) as module:
+            yield module
+
+    def return_values(self, module: nn.Module, device: torch.device | None = None) -> None:
+        """Give the module in hand the present values back, whole on every rank. All ranks call this together.
+
+        Its tensors get their own dtypes, FP32 masters where there are some, on ``device``, by default the CPU. The
+        engine keeps its values.
+
+        Raises:
+            UserError: where the program was not compiled from this module.
+        """
+        self._values.return_to(module, device or torch.device("cpu"))
+
+    def parameters(self, *, masters: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter with its name, whole, one unit after the other, FP32 masters where there are some.
+
+        Each tensor is a copy. Tied parameters come under their first name. All ranks iterate together, to the end, and
+        do nothing else with the engine meanwhile.
+        """
+        return self._values.parameters(masters=masters)
+
+    def full_parameters(self, *, ema: bool = False) -> dict[str, Tensor]:
+        """Every parameter by name, whole, FP32 where the program has masters. All ranks call this together.
+
+        With ``ema`` these are the moving averages of ``--ema``; frozen parameters are themselves.
+
+        Raises:
+            UserError: with ``ema``, where the program keeps no averages.
+        """
+        return self._values.full_parameters(ema=ema)
+
+    def full_state(self) -> dict[tuple[str, str], Tensor]:
+        """Parameters, masters and optimizer states, whole, by (flat, quantity). All ranks call this together."""
+        return self._values.full_state()
+
+    def state_dict(
+        self, *, rank0_only: bool = False, only_trained: bool = False
+    ) -> dict[str, Tensor]:
+        """What the module's ``state_dict`` would have: whole tensors on the CPU, copied. All ranks call this together.
+
+        Parameters are FP32 where the program has masters. Tied ones stand under each of their names. With
+        ``rank0_only`` the result is empty on the other ranks, with ``only_trained`` it lacks frozen parameters.
+        """
+        return self._values.state_dict(rank0_only=rank0_only, only_trained=only_trained)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Tensor], strict: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Take over whole tensors by the names of the module; the optimizer's state stays. Every rank gives them alike.
+
+        Moving averages begin with them before step 1. Returns the missing and the unknown names, as
+        ``nn.Module.load_state_dict`` does.
+
+        Raises:
+            UserError: where a tensor has another shape, with ``strict`` where a name is missing or unknown; then
+                nothing has changed. Within a step.
+        """
+        self._accumulation.require_none("load_state_dict")
+        self._checkpoints.join()
+        return self._values.load_state_dict(state_dict, is_strict=strict)
+
+    def optimizer_state_dict(
+        self, *, rank0_only: bool = False
+    ) -> dict[str, dict[str, object] | list[dict[str, object]]]:
+        """The optimizer's state by the names of parameters, whole, on the CPU. All ranks call this together.
+
+        Its form is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, with torch's names of
+        states. With ``rank0_only`` the result is empty on the other ranks.
+
+        Raises:
+            UserError: where the program updates nothing.
+        """
+        return self._values.optimizer_state_dict(rank0_only=rank0_only)
 
     def step(self, batch: Batch | list[Batch]) -> StepResult:
         """One training step on a batch, or on a list of batches, over which the gradient accumulates.
@@ -263,8 +328,8 @@ class Engine(EngineValues):
                 inputs_of(self.program, each)
             if self._accumulating is not None:
                 self._accumulate()
-        self._allocate_once()
-        (result,) = self._executor.step([batches])
+        self.rank_program.allocate_once()
+        (result,) = self.rank_program.executor.step([batches])
         self._last_result = StepResult(rank=result)
         return self._last_result
 
@@ -290,7 +355,7 @@ class Engine(EngineValues):
             UserError: as ``step``; where no micro-step precedes it, or the last one was said not to be the last.
         """
         self._accumulation.finish()
-        (result,) = self._executor.update()
+        (result,) = self.rank_program.executor.update()
         self._last_result = StepResult(rank=result)
         return self._last_result
 
@@ -302,7 +367,7 @@ class Engine(EngineValues):
     @property
     def loss_scale(self) -> float:
         """The loss scale of the next step; 1 without loss scaling. Reading it waits for the device."""
-        (scale,) = self._executor.loss_scale()
+        (scale,) = self.rank_program.executor.loss_scale()
         return scale
 
     def evaluate(self, batch: Batch) -> Evaluation:
@@ -314,8 +379,8 @@ class Engine(EngineValues):
             UserError: where the program has no section ``evaluate``, or the batch does not fit.
         """
         self._accumulation.require_none("evaluate")
-        self._allocate_once()
-        (evaluation,) = self._executor.evaluate([batch])
+        self.rank_program.allocate_once()
+        (evaluation,) = self.rank_program.executor.evaluate([batch])
         return Evaluation(rank=evaluation)
 
     def average(self, value: float) -> float:
@@ -373,10 +438,10 @@ class Engine(EngineValues):
             self._running,
             os.fspath(path),
             weights_only=weights_only,
-            has_values=self._has_values,
+            has_values=self._values.are_set,
             go_on_within=None if self._accumulating is None else self._running_within,
         )
-        self._has_values = True
+        self._values.are_set = True
         self._accumulation.go_on(loaded.micro_steps)
         return loaded
 
@@ -384,11 +449,11 @@ class Engine(EngineValues):
     def _running(self) -> Running:
         return Running(
             program=self.program,
-            memories=[self._memory],
-            executor=self._executor,
-            optimizer=self._optimizer,
-            facts=self._model_facts,
-            others=self._others,
+            memories=[self.rank_program.memory],
+            executor=self.rank_program.executor,
+            optimizer=self.rank_program.optimizer_if_any,
+            facts=self._values.facts,
+            others=self._values.others,
         )
 
     def _running_within(self) -> Running:
@@ -396,43 +461,30 @@ class Engine(EngineValues):
         self._accumulate()
         return self._running
 
-    def _note(self, module: nn.Module) -> None:
-        self._facts = model_facts(module)
-
     def first_bad_parameter(self) -> BadParameter | None:
         """The first parameter whose gradient is not finite, between the last micro-step and the update.
 
         None where there is none. An update that overlaps the backward has changed gradients by then: compile with
         ``overlap_update=False``. All ranks call this together.
         """
-        with self._executor.entered():
-            self._executor.finish()
-            return first_bad_parameter(self.program, self._memory, self.job)
+        with self.rank_program.between_sections():
+            return first_bad_parameter(self.program, self.rank_program.memory, self.job)
 
     def record(self, step: int) -> None:
         """Record the beginning and end of every op of that step, counting from 1, for ``timelines``."""
-        self._executor.finish()  # no op of an earlier recording may still be running
-        self._recorder.begin(open_clock(self.program, self.device))
-        self._executor.watch(step, self._recorder.watch)
+        self._recording.record(step)
 
     def timelines(self) -> list[list[Span]] | None:
         """The recorded spans of every rank, on one clock; None on ranks other than 0. All ranks call this together."""
-        self._executor.finish()
-        encoded = self.job.gather(to_bytes(self._recorder.spans()))
-        return None if encoded is None else aligned(encoded)
+        return self._recording.timelines()
 
     def workspaces(self, step: Callable[[], object]) -> Mapping[str, int]:
         """The bytes that each segment takes beside its buffers during ``step``, which steps this engine; by digest."""
-        if self.device.type == "cpu":
-            return on_host(self.program, step)
-        watcher = DeviceWatcher(self.device)
-        self._executor.watch(self.step_count + 1, watcher.watch)
-        step()
-        return watcher.workspaces(self.program)
+        return self._recording.workspaces(step)
 
     def finish(self) -> None:
         """Return when this rank's device has done all submitted work."""
-        self._executor.finish()
+        self.rank_program.executor.finish()
 
     def close(self) -> None:
         """Stop the streams and destroy the process groups, once the device has done all submitted work.
@@ -447,30 +499,14 @@ class Engine(EngineValues):
         try:
             self._checkpoints.close()
         finally:
-            self._opened.close(self.job)
-            if self._sections is not None:
-                self._sections.close()
+            self.rank_program.close()
 
     def _micro_steps(self, batches: Sequence[Batch], is_last: bool) -> Sequence[Tensor]:
         if not is_last and self._accumulating is not None:
             self._accumulate()
-        self._allocate_once()
-        (losses,) = self._executor.micro_steps([batches], is_last=is_last)
+        self.rank_program.allocate_once()
+        (losses,) = self.rank_program.executor.micro_steps([batches], is_last=is_last)
         return losses.unbind()
-
-    def _allocate_once(self) -> None:
-        """Before the first step, allocate what is not allocated yet."""
-        if self._is_allocated:
-            return
-        self._is_allocated = True
-        if self.device.type == "cpu":
-            keep_freed_memory()
-        with self._executor.entered():
-            self._memory.allocate()
-
-    def _forget_settings(self) -> None:
-        if self._optimizer is not None:
-            self._optimizer.forget_written()
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -258,7 +258,7 @@ def test_an_operator_must_be_registered_as_declared(compiled: CompiledProgram) -
 def test_the_self_check_compares_its_kernels(compiled: CompiledProgram) -> None:
     """Groups of rows have valid ends there, and none of the operators refuses the numbers."""
     engine = Engine(compiled.program)
-    local_ranks: LocalRanks = engine._executor.local_ranks
+    local_ranks: LocalRanks = engine.rank_program.executor.local_ranks
     result = check_kernels(local_ranks, KernelBackend.EAGER)
     engine.close()
     assert result.compared == 3

@@ -66,8 +66,8 @@ def run(engine: Engine, batches: list[list[Batch]]) -> tuple[list[float], dict[s
 
 
 def captured(engine: Engine) -> frozenset[str]:
-    assert engine._opened.graphs is not None
-    return engine._opened.graphs.captured
+    assert engine.rank_program.opened.graphs is not None
+    return engine.rank_program.opened.graphs.captured
 
 
 def require_equal(

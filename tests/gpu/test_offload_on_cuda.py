@@ -114,7 +114,7 @@ def test_the_update_has_the_cores_of_the_rank_and_the_issuing_thread_goes_on(
     program = scheduled(3, "optimizer", precision="bf16", clip=None)
     engine = Engine(program, device=device, seed=SEED)
     engine.initialise_flats(initial_flats(program))
-    streams = engine._executor._streams
+    streams = engine.rank_program.executor._streams
     assert isinstance(streams, CudaStreams)
     assert streams._apart == {"update_in", "update_out"}
     used: list[int] = []
@@ -135,7 +135,7 @@ def test_states_are_read_when_the_device_has_copied_them_to_the_host(device: tor
     )
     engine = Engine(program, device=device, seed=SEED)
     engine.initialise_flats(initial_flats(program))
-    streams = engine._executor._streams
+    streams = engine.rank_program.executor._streams
     assert isinstance(streams, CudaStreams)
     on_device = [s.name for s in program.streams if s.executor is Executor.DEVICE]
     for ((batch,),) in random_batches(2, 1):

@@ -58,8 +58,8 @@ def trained(
     losses = losses_of(engine, batches(device))
     state = dict(engine.full_state())
     if cuda_graphs:
-        assert engine._opened.graphs is not None
-        assert {MICRO_STEP, LAST_MICRO_STEP} <= engine._opened.graphs.captured
+        assert engine.rank_program.opened.graphs is not None
+        assert {MICRO_STEP, LAST_MICRO_STEP} <= engine.rank_program.opened.graphs.captured
     engine.close()
     return losses, state
 

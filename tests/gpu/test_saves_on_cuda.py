@@ -54,7 +54,7 @@ def test_late_copies_have_the_bits_of_the_boundary(
     passes = for_stage(stage, 1, overlap_update=overlap_update)
     program = applied(mlp(precision="bf16"), (*passes, SaveState()))
     engine = opened(program, device, cuda_graphs=cuda_graphs)
-    streams = engine._executor._streams
+    streams = engine.rank_program.executor._streams
     assert isinstance(streams, CudaStreams)
     batches = batches_of(device, WARM_UP + 6)
     for batch in batches[: WARM_UP + 2]:
@@ -63,7 +63,7 @@ def test_late_copies_have_the_bits_of_the_boundary(
         expected = states(engine)
         with torch.cuda.stream(streams.stream(COPY_OUT)):
             torch.cuda._sleep(SLEEP_CYCLES // 4)  # type: ignore[no-untyped-call]
-        (saved,) = engine._executor.save_state()
+        (saved,) = engine.rank_program.executor.save_state()
         engine.step(batch)
         saved.wait()
         for name, values in expected.items():
@@ -77,18 +77,18 @@ def test_late_copies_have_the_bits_of_the_boundary(
 def test_the_host_issues_the_next_step_while_copies_are_under_way(device: torch.device) -> None:
     program = applied(mlp(), (*for_stage(2, 1), SaveState()))
     engine = opened(program, device, cuda_graphs=False)
-    streams = engine._executor._streams
+    streams = engine.rank_program.executor._streams
     assert isinstance(streams, CudaStreams)
     first, second, third = batches_of(device, 3)
     engine.step(first)
-    engine._executor.save_state()[0].release()  # allocates the host's memory
+    engine.rank_program.executor.save_state()[0].release()  # allocates the host's memory
     engine.step(second)
     torch.cuda.synchronize(device)
     expected = states(engine)
     with torch.cuda.stream(streams.stream(COPY_OUT)):
         torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
-    (saved,) = engine._executor.save_state()
-    engine._executor.step([[third]])
+    (saved,) = engine.rank_program.executor.save_state()
+    engine.rank_program.executor.step([[third]])
     assert not streams.stream(COPY_OUT).query()
     saved.wait()  # for the copies alone: the step, which waits for them, may still be under way
     for name, values in expected.items():

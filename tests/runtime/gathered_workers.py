@@ -120,7 +120,11 @@ def gathered(backend: str) -> None:
                     f"blocks.{index}.bias" for index in range(3)
                 }  # less than half of their flats
                 for slot, (value,) in whole_parameters(
-                    engine.program, [engine._memory], engine.job.comm, biases, masters=True
+                    engine.program,
+                    [engine.rank_program.memory],
+                    engine.job.comm,
+                    biases,
+                    masters=True,
                 ):
                     assert torch.equal(value, expected[slot.name])
                 for name in ("", "blocks.1", "blocks", "post"):

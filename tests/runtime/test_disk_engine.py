@@ -81,7 +81,7 @@ def test_whoever_asks_for_values_gets_the_same(tmp_path: Path, precision: str) -
 
 def test_linux_counts_the_bytes_of_the_program(tmp_path: Path) -> None:
     _, engine = engines(tmp_path)
-    disk = engine._memory.disk
+    disk = engine.rank_program.memory.disk
     if not disk.is_direct:
         pytest.skip("this file system has no direct reads and writes")
     first, second, _ = random_batches(3, 1)
@@ -124,7 +124,7 @@ def test_values_between_steps_go_through_memory_in_chunks(
     for engine, name in ((without, "device"), (with_disk, "disk")):
         engine.step(batch)
         engine.save(tmp_path / name)
-    memory = with_disk._memory
+    memory = with_disk.rank_program.memory
     largest = max(
         (b for b in with_disk.program.buffers if b.space is Space.DISK), key=lambda b: b.size_bytes
     )

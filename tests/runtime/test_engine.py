@@ -359,13 +359,16 @@ def test_a_device_has_done_everything_before_an_engine_gives_up_what_it_uses(
         engine = Engine(lowered(mlp(), 3, 1))
         done: list[str] = []
         monkeypatch.setattr(
-            engine._executor._streams, "finish", partial(done.append, "waited"), raising=True
+            engine.rank_program.executor._streams,
+            "finish",
+            partial(done.append, "waited"),
+            raising=True,
         )
         monkeypatch.setattr(engine.job.comm, "close", partial(done.append, "closed"))
-        engine._memory.device = torch.device("cuda", 0)
-        engine.job = replace(engine.job, is_alone=is_alone)
+        engine.rank_program.memory.device = torch.device("cuda", 0)
+        engine.rank_program.job = replace(engine.job, is_alone=is_alone)
         if failure:
-            with pytest.raises(ValueError, match="broken"), engine._executor.changing():
+            with pytest.raises(ValueError, match="broken"), engine.rank_program.executor.changing():
                 raise ValueError("broken")
         engine.close()
         assert done == expected

@@ -109,7 +109,7 @@ def test_a_watch_is_told_the_position_of_every_op(stage: int) -> None:
         return watched
 
     trained = engine(stage)
-    trained._executor.watch(1, watch)
+    trained.rank_program.executor.watch(1, watch)
     step(trained)
     trained.close()
     assert Counter(seen) == positions_of_a_step(stage)

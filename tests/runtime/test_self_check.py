@@ -65,7 +65,7 @@ def reading_storage(program: Program) -> Program:
 
 def checked(program: Program) -> SelfCheckResult:
     engine = Engine(program)
-    local_ranks: LocalRanks = engine._executor.local_ranks
+    local_ranks: LocalRanks = engine.rank_program.executor.local_ranks
     try:
         return check_kernels(local_ranks, KernelBackend.EAGER)
     finally:
