@@ -37,6 +37,7 @@ from zeroir.ir.program import (
 from zeroir.ir.reports import Quantity
 from zeroir.ir.segments.segment import Node, Ref, Segment
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.rank_program import RankProgram
 from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.torch_ops.batches import Batch, flatten
 
@@ -379,11 +380,11 @@ def test_a_cuda_device_without_an_index_is_the_current_one(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     opened: list[torch.device] = []
 
-    def note(engine: Engine, *_: object) -> None:
-        opened.append(engine.device)
+    def note(rank_program: RankProgram, *_: object) -> None:
+        opened.append(rank_program.device)
         raise InterruptedError
 
-    monkeypatch.setattr(Engine, "_open", note)
+    monkeypatch.setattr(RankProgram, "_open", note)
     for given in ("cuda", "cuda:1", "cpu"):
         with pytest.raises(InterruptedError):
             Engine(lowered(mlp(), 3, 1), device=torch.device(given))
