@@ -1,4 +1,4 @@
-"""Saves under way: a thread writes files while training goes on, and failures come to light at the next occasion."""
+"""Saves in a background thread: training continues meanwhile, and a failed save raises its error at the next call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroir.errors import InternalError, ZeroirError, printable
 
 
 class PendingSave:
-    """A save that has begun. ``path`` is where the checkpoint will be; on ranks other than 0 once it is there."""
+    """A save in progress. ``path`` is where the checkpoint will be; ranks other than 0 learn it when the save ends."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -24,11 +24,11 @@ class PendingSave:
 
     @property
     def is_done(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """Whether the save has finished, successfully or not."""
         return self._done.is_set()
 
     def wait(self) -> str:
-        """Return the path when the checkpoint is there, durable.
+        """Wait until the checkpoint is complete and durable, and return its path.
 
         Raises:
             UserError: where it could not be saved.
@@ -38,28 +38,28 @@ class PendingSave:
         return self.path
 
     def report(self) -> None:
-        """Raise the failure, the first time that this is called after it."""
+        """Raise the error of a failed save, once: later calls do nothing."""
         if self._done.is_set() and self._failure is not None and not self._is_reported:
             self._is_reported = True
             raise self._failure
 
     def unreported_failure(self) -> BaseException | None:
-        """Wait for the end, and return the failure if nobody knows of it yet."""
+        """Wait until the save ends; return its error if it was not raised before."""
         self._done.wait()
         return None if self._is_reported else self._failure
 
     def end(self, path: str, failure: BaseException | None = None) -> None:
-        """Note the end of the save."""
+        """Record that the save has ended."""
         self.path = path
         self._failure = failure
         self._done.set()
 
 
 class BackgroundWriter:
-    """Runs one save at a time in a thread; the next one waits for it.
+    """Runs saves in a thread, one at a time: a new save waits until the previous one ends.
 
-    A failure is raised once: by ``PendingSave.wait``, or else by the next of ``report`` and ``join``. If the process
-    ends before, it is printed, and the exit code is the error's.
+    A failure is raised once: by ``PendingSave.wait``, or else by the next call of ``report`` or ``join``. If the
+    process ends before that, the failure is printed and determines the exit code.
     """
 
     def __init__(self) -> None:
@@ -67,10 +67,10 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
 
     def begin(self, path: str, save: Callable[[], str]) -> PendingSave:
-        """Begin a save, which returns the path of the checkpoint, after the one that is under way has ended.
+        """Start ``save``, which returns the path of the checkpoint, after the previous save has ended.
 
         Raises:
-            UserError: where that one failed, and nobody knows yet; then this one does not begin.
+            UserError: where the previous save failed and its error was not raised before; then this one does not start.
         """
         self.join()
         pending = PendingSave(path)
@@ -90,12 +90,12 @@ class BackgroundWriter:
         return pending
 
     def report(self) -> None:
-        """Raise the failure of a save that has ended, if nobody knows of it yet."""
+        """Raise the error of a finished save that failed, unless it was raised before."""
         if self._pending is not None:
             self._pending.report()
 
     def join(self) -> None:
-        """Wait for the save under way.
+        """Wait for the current save to end.
 
         Raises:
             UserError: as ``report``.
@@ -104,7 +104,7 @@ class BackgroundWriter:
             self._pending.wait()
 
     def close(self) -> None:
-        """Wait for the save under way, the last one.
+        """Wait for the last save to end.
 
         Raises:
             UserError: as ``report``.
@@ -112,7 +112,10 @@ class BackgroundWriter:
         self.join()
 
     def _end_process(self) -> None:
-        """At the end of the process, wait, and do not let a failure pass for success."""
+        """Wait for the save when the process ends.
+
+        Print the error of a save that failed unnoticed, and exit with its code.
+        """
         failure = None if self._pending is None else self._pending.unreported_failure()
         if failure is None:
             return
@@ -128,10 +131,11 @@ class BackgroundWriter:
 
 
 def _call_at_end(end: Callable[[], None]) -> None:
-    """Call something when the main thread has ended, while pools of threads still take work.
+    """Call a function when the main thread has ended, while thread pools still accept work.
 
-    The functions of ``atexit`` come later: no pool takes work then, and drivers of stores look names up in one. Python
-    calls what is registered here in reverse order, so that the end of the pools, which their import registers, is last.
+    Functions of ``atexit`` run later: by then no pool accepts work, and drivers of object stores resolve names in one.
+    Python calls what is registered here in reverse order, so the import of the pools' module, which registers their
+    shutdown, comes first.
     """
     importlib.import_module("concurrent.futures.thread")
     register = getattr(threading, "_register_atexit", atexit.register)

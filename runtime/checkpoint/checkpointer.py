@@ -1,4 +1,4 @@
-"""Saving and loading the state of an engine: a thread writes checkpoints, one at a time; training waits for a load."""
+"""Saving and loading the state of an engine: a thread writes checkpoints, one at a time; a load blocks training."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ from zeroir.runtime.state.host_snapshot import SavedState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """What runs at the time of a save or a load: the ranks of this process, and the settings of their optimizer.
+    """The state that a save reads and a load fills: the ranks of this process, and the settings of their optimizer.
 
-    ``facts`` tells of the model, where there is one; only rank 0 asks. ``others`` are the values of the model's tensors
-    that the program does not hold.
+    ``facts`` describes the model, if there is one; only rank 0 calls it. ``others`` are the values of the model's
+    tensors that the program does not hold.
     """
 
     program: Program
@@ -72,7 +72,7 @@ class Running:
 class Checkpointer:
     """Saves and loads the state of the ranks of this process. All processes of the job call each method together.
 
-    ``timeout`` is that of the job's collectives.
+    ``timeout`` is the timeout of the job's collectives.
     """
 
     def __init__(self, job: Job, timeout: timedelta) -> None:
@@ -93,9 +93,9 @@ class Checkpointer:
         wait: bool,
         read_back: bool,
     ) -> PendingSave:
-        """See ``Engine.save``; ``states`` are those of the ranks of this process.
+        """Save a checkpoint, as ``Engine.save`` describes; ``states`` has one state for each rank of this process.
 
-        A program with its state on disk has no copies of it, so training waits for the save in any case.
+        A program with state on disk does not copy it, so training always waits for the save.
         """
         if self._job.backend is Backend.FAKE:
             raise UserError(
@@ -110,7 +110,7 @@ class Checkpointer:
         makers: list[SnapshotMaker] = []
         save: Callable[[], str]
         try:
-            # Only what rank 0 has of the shared state counts.
+            # Only rank 0's shared state is saved.
             shared_json, shared_arrays = encode(
                 shared if self._job.rank == 0 else None, prefix=SHARED, codec=TorchTensors()
             )
@@ -137,7 +137,7 @@ class Checkpointer:
     def _leader(
         self, running: Running, path: str, metrics: Mapping[str, float], shared: JsonValue
     ) -> Leader:
-        """What rank 0 knows of the checkpoint; the other ranks know the same, but for the model."""
+        """Return rank 0's part of the checkpoint; on other ranks it lacks the facts of the model."""
         executor, optimizer = running.executor, running.optimizer
         facts = running.facts() if self._job.rank == 0 else ModelFacts()
         base = Manifest(
@@ -170,13 +170,13 @@ class Checkpointer:
         read_back: bool,
         is_awaited: bool,
     ) -> str:
-        """Write the checkpoint, in the writer's thread; its path."""
+        """Write the checkpoint in the writer's thread, and return its path."""
 
         def take() -> list[RankSave]:
             return [
                 RankSave(
                     rank=maker.rank,
-                    # Rank 0 alone knows the model, and writes what its program does not hold.
+                    # Only rank 0 knows the model, so it writes the tensors that its program does not hold.
                     snapshot=with_unread(maker.snapshot(), leader.unread),
                     state=state,
                     arrays={**arrays, **shared} if maker.rank == 0 else arrays,
@@ -191,7 +191,7 @@ class Checkpointer:
         return path
 
     def _read_back(self, path: str) -> bytes:
-        """Compare this rank's share of what the disk has with the checksums."""
+        """Compare this rank's share of the bytes on disk with their checksums."""
         try:
             manifest = read_manifest(path)
             verify_share(path, manifest, self._job.rank, self._world_size, from_disk=True)
@@ -208,12 +208,15 @@ class Checkpointer:
         has_values: bool,
         go_on_within: Callable[[], Running] | None = None,
     ) -> LoadedState:
-        """See ``Engine.load``; ``go_on_within`` makes ready for a checkpoint that was saved within a step."""
+        """Load a checkpoint, as ``Engine.load`` describes.
+
+        ``go_on_within`` prepares the engine for a checkpoint that was saved between the micro-steps of a step.
+        """
         self._writer.join()
         rounds = self._open_rounds()
 
         def require(manifest: Manifest) -> list[str]:
-            """Sentences on what begins anew."""
+            """Check that the program can load the checkpoint; return sentences on what starts over."""
             stored = StoredParameters(manifest, path, weights_only=weights_only)
             if running.optimizer is not None and not weights_only:
                 require_groups(path, manifest.groups, running.optimizer)
@@ -286,7 +289,10 @@ class Checkpointer:
     def _open_step(
         self, program: Program, manifest: Manifest
     ) -> tuple[OpenStep | None, str | None]:
-        """The step within which a checkpoint was saved, if this program can go on within it; otherwise a sentence."""
+        """Return the unfinished step of a checkpoint if this program can continue it.
+
+        Otherwise a sentence on why not.
+        """
         step = manifest.open_step
         if step is None or manifest.origin.program_digest == self._digest(program):
             return step, None
@@ -295,11 +301,11 @@ class Checkpointer:
         )
 
     def report(self) -> None:
-        """Raise the failure of a save that has ended, if nobody knows of it yet."""
+        """Raise the error of a finished save that failed, unless it was raised before."""
         self._writer.report()
 
     def join(self) -> None:
-        """Wait for the save under way, before something changes that is not copied.
+        """Wait for the current save, before a change to state that it reads without a copy.
 
         Raises:
             UserError: as ``report``.
@@ -307,10 +313,10 @@ class Checkpointer:
         self._writer.join()
 
     def close(self) -> None:
-        """Wait for the save under way, and release the group.
+        """Wait for the current save, and destroy the process group.
 
         Raises:
-            UserError: where the save failed, and nobody knows of it yet.
+            UserError: where the save failed and its error was not raised before.
         """
         try:
             self._writer.close()
@@ -347,10 +353,10 @@ class Checkpointer:
 
 
 def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics as plain numbers, also those of numpy and tensors of one element.
+    """Convert metrics to Python floats, including numpy's numbers and tensors with one element.
 
     Raises:
-        UserError: where one is no number.
+        UserError: where a value is not a number.
     """
     numbers = {}
     for name, value in metrics.items():
@@ -363,7 +369,7 @@ def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _snapshot_makers(running: Running, *, is_copied: bool) -> list[SnapshotMaker]:
-    """Take the state of the ranks of this process: with ``is_copied`` training may go on while it is written."""
+    """Return the snapshot makers of this process's ranks; with ``is_copied`` training continues during the save."""
     executor, memories = running.executor, running.memories
     weight_sums: Sequence[float | None] = [None] * len(memories)
     if executor.micro_steps_done:
@@ -374,7 +380,7 @@ def _snapshot_makers(running: Running, *, is_copied: bool) -> list[SnapshotMaker
     try:
         with executor.entered():
             if not is_copied:
-                # The thread that writes knows nothing of streams.
+                # The writer's thread must not depend on streams.
                 executor.finish()
             return [
                 SnapshotMaker(running.program, memory, saved=copies, weight_sum=weight_sum)
@@ -396,7 +402,7 @@ def _releasing(makers: Sequence[SnapshotMaker], save: Callable[[], str]) -> str:
 
 
 def _fail(rounds: Rounds, error: Exception) -> str:
-    """Tell the other ranks of an error of this one, and raise it."""
+    """Tell the other ranks of an error on this one, and raise it."""
 
     def share() -> bytes:
         raise error

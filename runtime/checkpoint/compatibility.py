@@ -1,4 +1,4 @@
-"""Whether a program can go on with a checkpoint: the same parameters, buffers and optimizers, however they are cut."""
+"""Whether a program can load a checkpoint: parameters, buffers and optimizers must match, however they are sharded."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _OTHER_MODEL = "load the checkpoint of this model, or compile the model that it 
 def require_loadable(
     program: Program, stored: StoredParameters, *, weights_only: bool, has_values: bool
 ) -> list[str]:
-    """Check that the program can take what it needs from a checkpoint; sentences on what begins anew.
+    """Check that the checkpoint has what the program needs; return sentences on what starts over.
 
-    With ``has_values`` the buffers of the model have values already, and those that no op changes may keep them.
+    With ``has_values`` the model's buffers already have values, and those that no op changes may keep them.
 
     Raises:
-        UserError: naming the parameter, buffer or optimizer that does not fit.
+        UserError: naming the parameter, buffer or optimizer that does not match.
     """
     _require_parameters(program, stored)
     notes = list(_check_buffers(program, stored, has_values=has_values))
@@ -72,10 +72,10 @@ def require_loadable(
 def stored_buffer(
     stored: StoredParameters, binding: ModuleBufferBinding, rank: int
 ) -> StoredBuffer | None:
-    """The tensor of the checkpoint with the values of a module buffer on a rank; None where there is none.
+    """Return the checkpoint's tensor for a module buffer on a rank; None where there is none.
 
-    Where more ranks load than saved, the ranks that saved come round again. A checkpoint from a library that does not
-    tell parameters and buffers apart may have the buffer among its parameters.
+    Where more ranks load than saved, the ranks that saved are reused in turn. A checkpoint from a library that does not
+    distinguish parameters from buffers may list the buffer among its parameters.
     """
     saver = rank % stored.manifest.origin.world_size
     return next(
@@ -102,7 +102,7 @@ def _require_parameters(program: Program, stored: StoredParameters) -> None:
 
 
 def _require_counters(program: Program, stored: StoredParameters) -> None:
-    """Refuse counts that no training has: below 0, not finite, or a loss scale that is not above 0."""
+    """Reject counters that no training produces: below 0 or not finite, and a loss scale that is not above 0."""
     scalars = {scalar.name: scalar.values for scalar in stored.manifest.scalars}
     scale = program.report_of.get(Quantity.LOSS_SCALE)
     for name in program.counters:
@@ -147,7 +147,7 @@ def _require_parameter(slot: Slot, stored: StoredParameters) -> None:
 
 
 def _require_algorithms(program: Program, stored: StoredParameters) -> None:
-    """Refuse a parameter that another optimizer updated."""
+    """Reject a parameter that another optimizer updated."""
     algorithms = {
         name: group.algorithm for group in stored.manifest.groups for name in group.parameters
     }
@@ -159,7 +159,7 @@ def _require_algorithms(program: Program, stored: StoredParameters) -> None:
 
 
 def _check_states(program: Program, stored: StoredParameters) -> Iterator[str]:
-    """Refuse states that do not fit; sentences on those of other bits, and on parameters that were frozen."""
+    """Reject states that do not match; yield sentences on states of another width and on parameters once frozen."""
     algorithms = _algorithms(program)
     states = state_quantities(program)
     thawed: list[str] = []
@@ -193,12 +193,12 @@ def _check_states(program: Program, stored: StoredParameters) -> Iterator[str]:
 
 
 def _states_of(quantities: frozenset[str]) -> frozenset[str]:
-    """The states that are kept, in whatever form."""
+    """Return the names of the states, whatever their form (FP32, or codes and scales)."""
     return frozenset(map(state_of, quantities))
 
 
 def _algorithms(program: Program) -> Mapping[str, str]:
-    """The algorithm of each trained parameter, where the program names groups."""
+    """Return the algorithm of each trained parameter, by its name, for programs with optimizer groups."""
     algorithms: dict[str, str] = {}
     for group in program.groups:
         for name, start, stop in group.intervals:

@@ -1,4 +1,4 @@
-"""The settings of optimizer groups in a manifest: what ``param_groups`` has beside parameters and names."""
+"""The settings of optimizer groups in a manifest: the keys of ``param_groups`` except parameters and names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NO_SETTINGS: Final = frozenset({"params", "param_names", "name"})
 
 
 def stored_groups(optimizer: LiveOptimizer) -> tuple[StoredGroup, ...]:
-    """The present settings of each group.
+    """Return the current settings of each group.
 
     Raises:
         UserError: where a setting is neither a number, a text nor None.
@@ -35,7 +35,7 @@ def stored_groups(optimizer: LiveOptimizer) -> tuple[StoredGroup, ...]:
 
 
 def require_groups(path: str, groups: Sequence[StoredGroup], optimizer: LiveOptimizer) -> None:
-    """Check that the optimizer can take the settings of the groups of the same names.
+    """Check that the optimizer accepts the stored settings of the groups with the same names.
 
     Raises:
         UserError: where a setting has no valid value.
@@ -48,7 +48,7 @@ def require_groups(path: str, groups: Sequence[StoredGroup], optimizer: LiveOpti
 
 
 def restore_groups(groups: Sequence[StoredGroup], optimizer: LiveOptimizer) -> Iterator[str]:
-    """Give the groups the settings of those of the same names; a sentence for each group without one."""
+    """Set each group's settings to those stored under the same name; yield a sentence for each group without any."""
     stored = _settings(groups)
     for group in optimizer.param_groups:
         settings = stored.get(group["name"])

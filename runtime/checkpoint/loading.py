@@ -1,7 +1,7 @@
-"""Loading a checkpoint: every check comes first, then each rank reads the elements of its own buffers.
+"""Loading a checkpoint: all checks come first, then each rank reads the elements of its own buffers.
 
-Checksums are compared by all ranks, each of which reads a share of the bytes. Elements go from the files straight into
-the buffers, or by way of a small block of memory where their dtype or device differs.
+The ranks share the comparison of checksums: each reads a part of the bytes. Elements are read from the files directly
+into the buffers, or through a small block of memory where dtype or device differs.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from zeroir.torch_ops.types import TORCH_DTYPE
 _UNTOUCHED: Final = (Role.INPUT, Role.OUTPUT, Role.SNAPSHOT)
 
 LOADING: Final = "load its part of the checkpoint"
-"""What a rank could not do, for the other ranks."""
+"""The task of these rounds, which tells other ranks what a rank could not do."""
 
 SHARED: Final = "shared"
-"""How the names of the tensors of the shared state begin."""
+"""The prefix of the names of the tensors of the shared state."""
 
 _CHUNK_BYTES: Final = 32 << 20
-"""The most bytes that are read at once; so much is the memory that a load takes beside the buffers."""
+"""The most bytes to read at once, and so the memory that a load needs in addition to the buffers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedState:
-    """What a load found beside the values of buffers.
+    """The result of a load, in addition to the values of buffers.
 
     ``shared`` is the state that was saved once for all ranks, and ``state`` that of this rank; None where none was
-    saved, or where fewer ranks saved. ``micro_steps`` counts those of the step in which the checkpoint was saved, if
-    the load goes on within it. ``notes`` say what begins anew, or was left out.
+    saved, or where fewer ranks saved. ``micro_steps`` is the number of micro-steps already done of the step in which
+    the checkpoint was saved, if the load continues it. ``notes`` say what starts over or was left out.
     """
 
     path: str
@@ -64,11 +64,11 @@ class LoadedState:
 
     @property
     def step(self) -> int:
-        """The training steps that were done."""
+        """The number of training steps done."""
         return self.manifest.step
 
     def state_of(self, rank: int) -> object:
-        """The state of one of the ranks that saved, read from its file; None where it saved none.
+        """Return the state of one of the ranks that saved, read from its file; None where it saved none.
 
         Raises:
             UserError: where the file cannot be read.
@@ -77,10 +77,10 @@ class LoadedState:
 
 
 def read_together(rounds: Rounds, path: str, check: Callable[[Manifest], object]) -> Manifest:
-    """The manifest of a checkpoint, which rank 0 reads and checks; all ranks of a job call this together.
+    """Return the manifest of a checkpoint, which rank 0 reads and checks. All ranks of a job call this together.
 
     Raises:
-        UserError: where there is no checkpoint, its manifest is damaged, or ``check`` refuses it.
+        UserError: where there is no checkpoint, its manifest is damaged, or ``check`` rejects it.
     """
 
     def checked() -> bytes:
@@ -94,12 +94,12 @@ def read_together(rounds: Rounds, path: str, check: Callable[[Manifest], object]
 def verify_share(
     path: str, manifest: Manifest, rank: int, world_size: int, *, from_disk: bool = False
 ) -> None:
-    """Compare the checksums of one rank's share of a checkpoint; the shares of all ranks are the whole of it.
+    """Compare the checksums of one rank's share of a checkpoint; all ranks together cover every byte.
 
-    With ``from_disk`` the system's copies of the files in memory do not count, where it allows that.
+    With ``from_disk`` the bytes are read from the disk and not from the page cache, where the system allows that.
 
     Raises:
-        UserError: naming the file and tensor that is not what was saved.
+        UserError: naming the file and tensor that differs from what was saved.
     """
     with CheckpointFiles(path=path, manifest=manifest, from_disk=from_disk) as files:
         for item in _share(verify_items(manifest), rank, world_size):
@@ -107,7 +107,7 @@ def verify_share(
 
 
 def _share(items: Sequence[VerifyItem], rank: int, world_size: int) -> Iterator[VerifyItem]:
-    """Consecutive items of about the same number of bytes for each rank."""
+    """Yield the items of one rank: consecutive ones, with about the same number of bytes for each rank."""
     total = sum(item.size_bytes for item in items)
     before = 0
     for item in items:
@@ -118,10 +118,10 @@ def _share(items: Sequence[VerifyItem], rank: int, world_size: int) -> Iterator[
 
 
 def fill_memory(program: Program, memory: RankMemory, stored: StoredParameters) -> None:
-    """Give the persistent buffers of a rank the values of a checkpoint that was checked.
+    """Fill the persistent buffers of a rank from a checkpoint that was checked.
 
-    Buffers of inputs stay as they are, and so do those of the model that the checkpoint lacks. Everything else that is
-    not saved is as before step 1.
+    Input buffers stay as they are, and so do the model's buffers that the checkpoint lacks. All other buffers that are
+    not saved get their values from before step 1.
 
     Raises:
         UserError: where a file cannot be read.
@@ -159,7 +159,7 @@ def fill_memory(program: Program, memory: RankMemory, stored: StoredParameters) 
                 memory.clear_elements(buffer.name)
                 continue
             held = stored.elements(program, buffer, content, memory.rank)
-            filled = 0  # Everything before is loaded, or cleared.
+            filled = 0  # All persistent buffers before this point are loaded or cleared.
             for elements in sorted(held, key=lambda each: each.offset):
                 read = partial(files.read_into, elements.file, elements.tensor)
                 dtype = TORCH_DTYPE[elements.dtype]
@@ -179,7 +179,7 @@ def fill_memory(program: Program, memory: RankMemory, stored: StoredParameters) 
 
 
 def fill_kept_scalars(program: Program, memory: RankMemory, manifest: Manifest) -> None:
-    """Give the scalars that training keeps the values of a checkpoint, where it has them."""
+    """Set the scalars that persist between steps to their values in a checkpoint, where it has them."""
     saved = {scalar.name: scalar.values for scalar in manifest.scalars}
     for name in program.counters:
         values = saved.get(name)
@@ -191,7 +191,7 @@ def fill_kept_scalars(program: Program, memory: RankMemory, manifest: Manifest) 
 def require_open_step(
     program: Program, path: str, open_step: OpenStep, ranks: Iterable[int]
 ) -> bytes:
-    """Check that the program has the sums of a step that has begun, and the checkpoint those of each of the ranks.
+    """Check that the program has the sums of an unfinished step, and the checkpoint those of each of the ranks.
 
     Raises:
         UserError: where a sum is missing or has another size.
@@ -215,7 +215,7 @@ def require_open_step(
 
 
 def fill_open_step(memory: RankMemory, path: str, manifest: Manifest, open_step: OpenStep) -> float:
-    """Give a rank its sums of the step in which a checkpoint was saved by the same program; its sum of weights.
+    """Fill a rank's sums of an unfinished step that the same program saved; return the rank's sum of weights.
 
     Raises:
         UserError: where a file cannot be read.
@@ -233,7 +233,7 @@ def fill_open_step(memory: RankMemory, path: str, manifest: Manifest, open_step:
 
 
 def rank_state(path: str, manifest: Manifest, rank: int) -> object:
-    """The state of a rank; see ``LoadedState.state_of``."""
+    """Return the state of a rank, as ``LoadedState.state_of`` does."""
     saved = next((each for each in manifest.ranks if each.rank == rank), None)
     if saved is None:
         return None
@@ -241,7 +241,7 @@ def rank_state(path: str, manifest: Manifest, rank: int) -> object:
 
 
 def shared_state(path: str, manifest: Manifest) -> object:
-    """The state that was saved once for all ranks; rank 0 wrote its tensors.
+    """Return the state that was saved once for all ranks; its tensors are in rank 0's file.
 
     Raises:
         UserError: where the file cannot be read.
@@ -274,7 +274,7 @@ def _decoded(path: str, manifest: Manifest, value: JsonValue, file: str | None) 
 
 
 class _Copier:
-    """Copies elements of files to tensors, with one block of memory for those that need a conversion."""
+    """Copies elements of files to tensors; those that need a conversion pass through one block of memory."""
 
     def __init__(self) -> None:
         self._block: bytearray | None = None
@@ -286,7 +286,7 @@ class _Copier:
         start: int,
         target: Tensor,
     ) -> None:
-        """Fill a flat tensor with elements of a dtype; ``read`` fills memory with those that begin with a given one."""
+        """Fill a flat tensor with file elements of ``dtype``; ``read`` reads those from a given index on."""
         per_chunk = _CHUNK_BYTES // dtype.itemsize
         is_direct = target.device.type == "cpu" and target.dtype == dtype
         for first in range(0, target.numel(), per_chunk):
@@ -304,7 +304,7 @@ class _Copier:
         own: range,
         write: Callable[[int, Tensor], None],
     ) -> None:
-        """Let ``write`` fill elements ``own`` of a buffer on disk, by way of the block; otherwise as ``copy``."""
+        """Fill elements ``own`` of a buffer on disk: read each chunk into the block, and pass it to ``write``."""
         per_chunk = _CHUNK_BYTES // dtype.itemsize
         for first in range(0, len(own), per_chunk):
             numel = min(per_chunk, len(own) - first)
@@ -313,7 +313,7 @@ class _Copier:
     def _read(
         self, read: Callable[[int, memoryview], None], dtype: torch.dtype, start: int, numel: int
     ) -> Tensor:
-        """Elements in the block, which the next call overwrites."""
+        """Read elements into the block, which the next call overwrites."""
         if self._block is None:
             self._block = bytearray(_CHUNK_BYTES)
         read(start, memoryview(self._block)[: numel * dtype.itemsize])

@@ -1,7 +1,7 @@
-"""From the elements of a program's buffers to the tensors of a checkpoint, parameter by parameter.
+"""The mapping from the elements of a program's buffers to the tensors of a checkpoint, parameter by parameter.
 
-A parameter is found by its name, or by an alias, in whatever flat of the checkpoint it stands. So the units, the stage,
-the mesh and the precision of the program that saved it may differ.
+A parameter is found by its name or an alias, whichever flat of the checkpoint contains it. So the program that saved it
+may have had other units, another stage, mesh or precision.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zeroir.runtime.checkpoint.parts import elements_on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredElements:
-    """Elements ``[start, stop)`` of a tensor of a file, and the element of a buffer at which they are to begin."""
+    """Elements ``[start, stop)`` of a tensor of a file, and the index in a buffer where they belong."""
 
     file: str
     tensor: str
@@ -37,7 +37,7 @@ class StoredElements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPlace:
-    """A parameter in a quantity of a flat of a checkpoint: its number in the flat, and its first element."""
+    """The place of a parameter in a quantity of a checkpoint's flat: its index in the flat, and its first element."""
 
     flat: str
     quantity: str
@@ -47,9 +47,9 @@ class StoredPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """Elements that follow one another in a quantity of the checkpoint, from ``start`` on, and in a buffer.
+    """Elements that are contiguous both in a quantity of the checkpoint, from ``start`` on, and in a buffer.
 
-    ``last`` is the number of the last parameter among them.
+    ``last`` is the index of the last parameter among them.
     """
 
     flat: str
@@ -60,7 +60,7 @@ class _Run:
     offset: int
 
     def continues_at(self, place: StoredPlace, start: int, offset: int) -> bool:
-        """Whether a parameter comes next in both, so that nothing but padding is between."""
+        """Return whether the next parameter follows in both, with nothing but padding between."""
         return (
             (place.flat, place.quantity, place.index) == (self.flat, self.quantity, self.last + 1)
             and start - self.start == offset - self.offset
@@ -69,9 +69,9 @@ class _Run:
 
 
 class StoredParameters:
-    """The parameters of a checkpoint by name; ``path`` is for messages.
+    """The parameters of a checkpoint by name.
 
-    ``weights_only`` leaves out optimizer states.
+    ``path`` is for messages; ``weights_only`` leaves out optimizer states.
     """
 
     def __init__(self, manifest: Manifest, path: str, *, weights_only: bool = False) -> None:
@@ -94,11 +94,11 @@ class StoredParameters:
         return self._homes
 
     def home(self, slot: Slot) -> tuple[StoredFlat, int] | None:
-        """The flat of the checkpoint that has a parameter, and its number there; None where there is none."""
+        """Return the checkpoint's flat that contains a parameter, and its index there; None where there is none."""
         return next((self._homes[n] for n in (slot.name, *slot.aliases) if n in self._homes), None)
 
     def as_buffer(self, name: str) -> StoredBuffer | None:
-        """A parameter that has a flat and a tensor for itself, as a buffer of the model; None where there is none."""
+        """Return a parameter that has a flat and a tensor of its own as a model buffer; None where there is none."""
         flat, _ = self._homes.get(name, (None, 0))
         if flat is None or len(flat.parameters) > 1:
             return None
@@ -115,14 +115,15 @@ class StoredParameters:
         )
 
     def quantities(self, flat: StoredFlat) -> frozenset[str]:
-        """What the checkpoint has of a flat."""
+        """Return the names of the quantities that the checkpoint has of a flat."""
         names = frozenset(quantity.name for quantity in flat.quantities)
         return names & {TRAINED, EMA} if self._weights_only else names
 
     def place(self, slot: Slot, quantity: str) -> StoredPlace | None:
-        """Where the checkpoint has a quantity of a program's parameter; None where its values are to be the first ones.
+        """Return where the checkpoint has a quantity of a parameter; None where the quantity keeps its initial values.
 
-        Parameters and masters are saved as one quantity. An average that was not saved begins with the parameter.
+        Parameters and master weights are saved as one quantity. An average that was not saved starts from the
+        parameter.
         """
         home = self.home(slot)
         if home is None:
@@ -141,18 +142,19 @@ class StoredParameters:
         )
 
     def has(self, slot: Slot, quantity: str) -> bool:
-        """Whether the checkpoint has a quantity of a program's parameter, be it a state of other bits."""
+        """Return whether the checkpoint has a quantity of a parameter, possibly as a state of another width."""
         return self.place(slot, quantity) is not None or any(
             self.place(slot, other) is not None for other in in_another_form(quantity)
         )
 
     def of_parameter(self, slot: Slot, quantity: str, wanted: range) -> Iterator[StoredElements]:
-        """Elements of a parameter, counted from its first one in a quantity; ``offset`` counts from ``wanted``'s first.
+        """Yield elements ``wanted`` of a parameter's quantity, indexed from the parameter's first one.
 
-        Nothing where the checkpoint lacks the quantity.
+        ``offset`` in the result is relative to the first wanted element. Yield nothing where the checkpoint lacks the
+        quantity.
 
         Raises:
-            UserError: where its manifest leaves out elements of a quantity that it has.
+            UserError: where its manifest omits elements of a quantity that it has.
         """
         place = self.place(slot, quantity)
         if place is not None and wanted:
@@ -169,10 +171,10 @@ class StoredParameters:
     def elements(
         self, program: Program, buffer: Buffer, content: FlatContent, rank: int
     ) -> Iterator[StoredElements]:
-        """The elements of parameters that a buffer holds on a rank, and that the checkpoint has.
+        """Yield the elements of parameters that a buffer holds on a rank and that the checkpoint has.
 
         Raises:
-            UserError: where its manifest leaves out elements of a quantity that it has.
+            UserError: where its manifest omits elements of a quantity that it has.
         """
         held = elements_on(program, buffer, content, rank)
         run: _Run | None = None
@@ -231,7 +233,7 @@ class StoredParameters:
         return self._pieces[key]
 
     def dtype(self, name: str, what: str) -> DType:
-        """The dtype of a name in the manifest.
+        """Return the dtype that the manifest names.
 
         Raises:
             UserError: where programs have no such dtype.

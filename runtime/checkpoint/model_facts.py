@@ -1,4 +1,4 @@
-"""What a checkpoint tells of the model beside its values: the names of its buffers, and its configuration."""
+"""Facts of the model that a checkpoint records in addition to values: names of its buffers, and its configuration."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from zeroir.torch_ops.types import IR_DTYPE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """See the module's docstring; ``names`` has all names of each named tensor, under each of them.
+    """Facts of a model. ``names`` maps each name of a named tensor to all names of that tensor.
 
-    ``saved`` are the names that the model's ``state_dict`` has, in order, or None where they are not known.
-    ``config_owner`` is the name of the module that ``config`` describes.
+    ``saved`` are the names in the model's ``state_dict``, in order, or None where they are not known. ``config_owner``
+    is the name of the module that ``config`` describes.
     """
 
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class ModelFacts:
         return tuple(other for other in self.names.get(name, ()) if other != name)
 
     def unread(self, others: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors that the ``state_dict`` has, of those that the program does not hold: they never change."""
+        """Return those of ``others`` in the ``state_dict``; the program does not hold them, so they never change."""
         saved = frozenset() if self.saved is None else self.saved
         return {
             name: value
@@ -40,14 +40,14 @@ class ModelFacts:
         }
 
     def is_persistent(self, name: str) -> bool:
-        """Whether the model's ``state_dict`` has the tensor under any name."""
+        """Return whether the model's ``state_dict`` contains the tensor under any of its names."""
         if self.saved is None:
             return True
         return not set(self.saved).isdisjoint(self.names.get(name, (name,)))
 
 
 def model_facts(module: nn.Module) -> ModelFacts:
-    """The facts of a model, whose tensors may be on the meta device."""
+    """Return the facts of a model, whose tensors may be on the meta device."""
     tensors = NamedTensors(module)
     names = {name: group for _, group in tensors.names_by_tensor() for name in group}
     config, owner = _config(module)
@@ -60,18 +60,18 @@ def model_facts(module: nn.Module) -> ModelFacts:
 
 
 def _config(module: nn.Module) -> tuple[JsonValue, str]:
-    """The configuration of the outermost module that has one as Hugging Face's models do, and that module's name."""
+    """Return the configuration of the outermost module with one like Hugging Face's models, and the module's name."""
     for name, child in module.named_modules():
         to_dict = getattr(getattr(child, "config", None), "to_dict", None)
         if not callable(to_dict):
             continue
         try:
-            # Through text, because only what JSON can hold belongs there.
+            # Converted to text and back, so that only values that JSON can represent remain.
             config: JsonValue = json.loads(json.dumps(to_dict(), allow_nan=False))
         except (TypeError, ValueError):
             continue
         if isinstance(config, dict) and not config.get("architectures"):
-            # ``save_pretrained`` notes it in the same way; a model that was built from a configuration lacks it.
+            # ``save_pretrained`` records it in the same way; a model built from a configuration lacks it.
             config["architectures"] = [type(child).__name__]
         return config, name
     return None, ""

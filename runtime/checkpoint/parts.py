@@ -1,4 +1,4 @@
-"""The elements of flats that each rank saves: every element of every quantity once, by one rank.
+"""The elements of flats that each rank saves: one rank saves each element of each quantity.
 
 Where several ranks hold the same elements, each saves an equal part of them.
 """
@@ -19,12 +19,12 @@ from zeroir.ir.own_coordinates import OWN_COORDINATES, own_numel
 from zeroir.ir.program import PARAMETER_ALIGNMENT_NUMEL, Flat, Program
 
 _PASSING: Final = (GRAD, DIRECTION)
-"""Quantities of flats that are no state of the training between steps."""
+"""Quantities of flats that exist only within a step, so no checkpoint has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPart:
-    """Elements ``[start, stop)`` of a quantity of a flat, which a rank has from element ``offset`` of a buffer on."""
+    """Elements ``[start, stop)`` of a quantity of a flat, which a rank holds from element ``offset`` of a buffer on."""
 
     flat: str
     quantity: str
@@ -36,18 +36,18 @@ class SavedPart:
 
     @property
     def tensor(self) -> str:
-        """The name of the tensor that holds them in the rank's file."""
+        """The name of their tensor in the rank's file."""
         return f"{self.flat}.{self.quantity}[{self.start}:{self.stop}]"
 
 
 SavedQuantity = tuple[Flat, str, list[tuple[Buffer, FlatContent]]]
-"""A quantity of a flat, and the buffers that hold all of its elements once."""
+"""A quantity of a flat, and the buffers that together hold each of its elements once."""
 
 
 def saved_parts(
     program: Program, rank: int, quantities: Sequence[SavedQuantity]
 ) -> Iterator[SavedPart]:
-    """What a rank saves of these quantities, in their order. Padding after the last parameter is left out."""
+    """Yield what a rank saves of these quantities, in their order, without padding after the last parameter."""
     for flat, quantity, buffers in quantities:
         stop = quantity_numel(flat, quantity)
         for buffer, content in buffers:
@@ -67,9 +67,9 @@ def saved_parts(
 
 
 def saved_quantities(program: Program) -> list[SavedQuantity]:
-    """Every quantity that a checkpoint has of every flat, in the order of the program.
+    """Return every quantity of every flat that a checkpoint has, in the order of the program.
 
-    Parameters are saved as they were trained: as masters where there are some.
+    Parameters are saved as they are trained: as master weights where there are any.
     """
     saved: list[SavedQuantity] = []
     by_flat: dict[str, dict[str, list[tuple[Buffer, FlatContent]]]] = {}
@@ -90,7 +90,7 @@ def saved_quantities(program: Program) -> list[SavedQuantity]:
 
 
 def state_quantities(program: Program) -> dict[str, frozenset[str]]:
-    """The optimizer's states of each flat, by the flat's name."""
+    """Return the names of each flat's optimizer states, by the flat's name."""
     states: dict[str, set[str]] = {flat.name: set() for flat in program.flats}
     for flat, quantity, _ in saved_quantities(program):
         if quantity not in (TRAINED, EMA):
@@ -99,19 +99,19 @@ def state_quantities(program: Program) -> dict[str, frozenset[str]]:
 
 
 def quantity_numel(flat: Flat, quantity: str) -> int:
-    """The number of elements of a quantity of a flat up to the last one that belongs to a parameter."""
+    """Return the number of elements of a quantity of a flat, up to the last one that belongs to a parameter."""
     return own_numel(quantity, flat) if quantity in OWN_COORDINATES else used_numel(flat)
 
 
 def elements_on(program: Program, buffer: Buffer, content: FlatContent, rank: int) -> range:
-    """The elements of its flat that a buffer holds on a rank."""
+    """Return the elements of its flat that a buffer holds on a rank."""
     return held_elements(content, buffer.numel, program.mesh.coordinate(rank))
 
 
 def _own_elements(program: Program, buffer: Buffer, content: FlatContent, rank: int) -> range:
-    """The part that a rank saves of the elements in its buffer, which other ranks may hold, too."""
+    """Return the part that a rank saves of the elements in its buffer, which other ranks may hold as well."""
     part = elements_on(program, buffer, content, rank)
-    # Axis by axis, as section ``save`` cuts its copies along the first one.
+    # Axis by axis, in the same way as section ``save`` divides its copies along the first axis.
     for axis in program.mesh.axes:
         if axis.name != content.shard:
             numel = round_up(-(-len(part) // axis.size), PARAMETER_ALIGNMENT_NUMEL)
@@ -122,10 +122,10 @@ def _own_elements(program: Program, buffer: Buffer, content: FlatContent, rank: 
 def _covering(
     program: Program, buffers: list[tuple[Buffer, FlatContent]]
 ) -> list[tuple[Buffer, FlatContent]]:
-    """Buffers that hold every element of a quantity once: others rest with the same elements.
+    """Return buffers that hold each element of a quantity once; the other buffers only have copies of these elements.
 
-    Of buffers with the same elements it is the one that section ``save`` copies, too: a slice before a copy, the host's
-    before others.
+    Of buffers with the same elements it prefers the one that section ``save`` copies: a slice to a copy, and host
+    memory to other spaces.
     """
     covering: list[tuple[Buffer, FlatContent]] = []
     covered: list[tuple[range, ...]] = []

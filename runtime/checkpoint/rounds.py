@@ -1,6 +1,6 @@
 """Rounds in which every rank does its share and rank 0 decides, with one outcome on all ranks.
 
-An error on any rank ends the round on all of them: no rank goes on alone, and none waits for one that has given up.
+An error on any rank ends the round on all of them: no rank continues alone, and none waits for one that has failed.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from zeroir.errors import ZeroirError
 from zeroir.runtime.comm.job import PeerError, explained
 
 SHORTEST_TIMEOUT: Final = timedelta(hours=1)
-"""A rank may write or read for long before it answers; the end of a rank is noticed at once."""
+"""The shortest timeout of a round: a rank may write or read for long before it answers. A dead rank is noticed at once.
+"""
 
 _DONE: Final = b"\0"
 _FAILED: Final = b"\1"
 
 
 def nothing(_: Sequence[bytes]) -> bytes:
-    """The decision of a round in which ranks only learn whether all of them succeeded."""
+    """Return no bytes: the decision of a round in which ranks only learn whether all of them succeeded."""
     return b""
 
 
 class Rounds(Protocol):
-    """Rounds of the processes of a job."""
+    """Collective rounds of the processes of a job."""
 
     def hold(
         self,
@@ -50,11 +51,11 @@ class Rounds(Protocol):
         """
 
     def close(self) -> None:
-        """Release what the rounds hold; no round follows."""
+        """Release the resources of the rounds; no round may follow."""
 
 
 class RoundsAlone:
-    """Rounds of a job of one process."""
+    """The rounds of a job with one process."""
 
     def hold(
         self,
@@ -63,16 +64,15 @@ class RoundsAlone:
         share: Callable[[], bytes],
         decide: Callable[[Sequence[bytes]], bytes] = nothing,
     ) -> bytes:
-        """See ``Rounds.hold``."""
         return decide([share()])
 
     def close(self) -> None:
-        """See ``Rounds.close``."""
+        """Do nothing: one process holds no resources."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlooRounds:
-    """Rounds over a gloo group of all ranks, which nothing else uses meanwhile."""
+    """Rounds over a gloo group of all ranks, which must not be used for anything else meanwhile."""
 
     group: ProcessGroup
 
@@ -83,7 +83,6 @@ class GlooRounds:
         share: Callable[[], bytes],
         decide: Callable[[Sequence[bytes]], bytes] = nothing,
     ) -> bytes:
-        """See ``Rounds.hold``."""
         failure: Exception | None = None
         try:
             own = _DONE + share()
@@ -111,12 +110,11 @@ class GlooRounds:
         return outcome[1:]
 
     def close(self) -> None:
-        """See ``Rounds.close``."""
         if dist.is_initialized():
             dist.destroy_process_group(self.group)
 
     def _gather(self, own: bytes) -> list[bytes] | None:
-        """Every rank's bytes on rank 0."""
+        """Return every rank's bytes on rank 0, and None on the others."""
         size = torch.tensor([len(own)], dtype=torch.int64)
         sizes = [torch.empty_like(size) for _ in range(self.group.size())]
         dist.all_gather(sizes, size, group=self.group)
@@ -141,7 +139,7 @@ class GlooRounds:
 
 
 def open_rounds(timeout: timedelta) -> GlooRounds:
-    """Make the group of the rounds; all ranks call this together."""
+    """Create the group of the rounds; all ranks call this together."""
     group = dist.new_group(backend="gloo", timeout=max(timeout, SHORTEST_TIMEOUT))
     assert isinstance(group, ProcessGroup)
     return GlooRounds(group=group)

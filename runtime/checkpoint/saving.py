@@ -1,7 +1,7 @@
-"""Saving a checkpoint: each rank writes its file, and rank 0 the manifest, after which the checkpoint appears.
+"""Saving a checkpoint: each rank writes its file, then rank 0 publishes the checkpoint by writing the manifest.
 
-It takes two rounds of all ranks. In the first one ranks tell the checksums of the tensors that every rank has for
-itself, and rank 0 begins the checkpoint and names the rank that writes each. In the second one they write.
+This takes two rounds of all ranks. In the first one the ranks report the checksums of their own copies of tensors that
+every rank has; rank 0 starts the checkpoint and chooses the rank that writes each. In the second one all ranks write.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from zeroir.runtime.checkpoint.torch_trees import Chunks, bytes_of
 from zeroir.runtime.disk.elements import ElementsOnDisk
 
 SAVING: Final = "save its part of the checkpoint"
-"""What a rank could not do, for the other ranks."""
+"""The task of these rounds, which tells other ranks what a rank could not do."""
 
 _BUFFER: Final = "buffer"
 _SUM: Final = "sum"
 
 
 class OwnTensors(Record):
-    """The tensors that a rank has for itself, each with its checksum."""
+    """The names of the tensors of which every rank has its own, each with its checksum."""
 
     buffers: tuple[tuple[str, str], ...]
     sums: tuple[tuple[str, str], ...]
 
 
 class Assignment(Record):
-    """The checkpoint that rank 0 has begun, and the writer of each tensor of each checksum, as ``[name][checksum]``."""
+    """The checkpoint that rank 0 has started, and the rank that writes each tensor, as ``[name][checksum]``."""
 
     target: str
     folder: str
@@ -65,12 +65,12 @@ class Assignment(Record):
 
     @property
     def draft(self) -> Draft:
-        """The checkpoint while it is written."""
+        """The unfinished checkpoint."""
         return Draft(target=self.target, folder=self.folder, token=self.token)
 
 
 class Written(Record):
-    """What a rank has written: its file, if there was anything, and its own state, whose tensors are in the file."""
+    """What a rank has written: its file, if it wrote any, and its own state, whose tensors are in the file."""
 
     file: StoredFile | None
     state: JsonValue
@@ -82,9 +82,9 @@ _AllWritten: Final = TypeAdapter(list[Written])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSave:
-    """What one rank saves. ``state`` is its own state, and ``arrays`` has its tensors and those of the shared state.
+    """What one rank saves. ``state`` is its own state; ``arrays`` has its tensors and those of the shared state.
 
-    ``is_awaited`` tells whether training waits for the save; otherwise it leaves the processor's cores to training.
+    ``is_awaited`` says that training waits for the save; otherwise the save leaves the CPU cores to training.
     """
 
     snapshot: Snapshot
@@ -94,7 +94,7 @@ class RankSave:
     is_awaited: bool
 
     def own_tensors(self) -> OwnTensors:
-        """The tensors that this rank has for itself."""
+        """Return the tensors of which this rank has its own."""
         return OwnTensors(
             buffers=tuple(_checked(each) for each in self.snapshot.buffers),
             sums=tuple(_checked(each) for each in self.snapshot.sums),
@@ -139,10 +139,10 @@ class RankSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leader:
-    """What rank 0 knows of a checkpoint beside the files: ``base`` is the manifest without what ranks have written.
+    """What rank 0 adds to a checkpoint. ``base`` is the manifest without what the ranks have written.
 
-    ``micro_steps`` counts those of a step that has begun; it is None between steps. ``unread`` are tensors of the model
-    that its ``state_dict`` has, and the program does not.
+    ``micro_steps`` is the number of micro-steps done of an unfinished step, or None between steps. ``unread`` are
+    tensors in the model's ``state_dict`` that the program does not hold.
     """
 
     target: str
@@ -153,10 +153,10 @@ class Leader:
     micro_steps: int | None
 
     def assign(self, tensors_of_ranks: Sequence[OwnTensors]) -> Assignment:
-        """Begin the checkpoint, and let the first rank with some bits of a tensor write them.
+        """Start the checkpoint, and let the first rank that has a given version of a tensor write it.
 
         Raises:
-            UserError: where the checkpoint cannot begin there.
+            UserError: where the checkpoint cannot be created.
         """
         draft = begin(self.target)
         return Assignment(
@@ -175,7 +175,7 @@ class Leader:
         written: Sequence[Written],
         scalars: Sequence[StoredScalar],
     ) -> str:
-        """Let the checkpoint appear; its path.
+        """Publish the checkpoint, and return its path.
 
         Raises:
             UserError: where this machine lacks a file, or the disk fails.
@@ -219,10 +219,10 @@ class Leader:
 
 
 def save_in_rounds(rounds: Rounds, take: Callable[[], Sequence[RankSave]], leader: Leader) -> str:
-    """Save a checkpoint; all processes of a job call this together, and each takes its ranks. Its path.
+    """Save a checkpoint and return its path. All processes of a job call this together, each for its ranks.
 
     Raises:
-        UserError: where it cannot be saved; then nothing of it is left.
+        UserError: where it cannot be saved; then nothing of it remains.
     """
     ranks: list[RankSave] = []
     local_tensors: list[OwnTensors] = []
@@ -241,7 +241,7 @@ def save_in_rounds(rounds: Rounds, take: Callable[[], Sequence[RankSave]], leade
 
     outcome = rounds.hold(SAVING, own_tensors, assign)
     assignment = Assignment.model_validate_json(outcome)
-    # It remembers whether its manifest was sent, after which nothing is removed from a store.
+    # It remembers whether its manifest was sent; after that, nothing is removed from an object store.
     draft = assignment.draft
 
     def write() -> bytes:
@@ -266,7 +266,7 @@ def save_in_rounds(rounds: Rounds, take: Callable[[], Sequence[RankSave]], leade
 
 
 def stored_flats(program: Program, files: Mapping[int, str]) -> Iterator[StoredFlat]:
-    """The flats of a program in a manifest; ``files`` are the names of the files by rank."""
+    """Yield the flats of a program for a manifest; ``files`` are the names of the files by rank."""
     pieces: dict[tuple[str, str], list[Piece]] = {}
     saved = saved_quantities(program)
     for rank in range(program.mesh.world_size):
@@ -296,7 +296,7 @@ def _checked(own: RankTensor) -> tuple[str, str]:
 
 
 def _tensor_name(kind: str, name: str, rank: int) -> str:
-    """The name of the tensor in the file of the rank that writes it."""
+    """Return the name of a tensor in the file of the rank that writes it."""
     return f"{kind}.{name}" if rank == 0 else f"{kind}.{name}@{rank}"
 
 
@@ -315,7 +315,7 @@ def _stored(
     files: Mapping[int, str],
     written: Sequence[Written],
 ) -> Iterator[StoredBuffer]:
-    """The tensors that ranks have for themselves, each with the ranks that have its bits."""
+    """Yield the tensors of which every rank has its own, each with the ranks whose copies are identical."""
     checksums = [dict(own_tensors) for own_tensors in tensors_of_ranks]
     for name, of_bits in writers.items():
         for checksum, writer in of_bits.items():

@@ -1,8 +1,8 @@
-"""What a rank saves of its memory at one moment: its buffers themselves while training waits, otherwise copies.
+"""The state that a rank saves: the buffers themselves while training waits, otherwise copies of them.
 
-Of buffers on disk there are no copies, so training waits until they are written to the checkpoint.
+Buffers on disk are never copied, so training waits until they are written to the checkpoint.
 
-The copies of section ``save`` are complete some time after it was issued, so a snapshot is made of two calls:
+The copies of section ``save`` complete some time after it was issued, so a snapshot takes two calls:
 ``SnapshotMaker.__init__`` while no section runs, and ``SnapshotMaker.snapshot`` in the thread that writes.
 """
 
@@ -26,12 +26,12 @@ from zeroir.runtime.state.host_snapshot import SavedState
 from zeroir.torch_ops.types import IR_DTYPE
 
 WEIGHT_SUM: Final = "sum of weights"
-"""The name of the sum of this rank's weights among the sums of an open step; no buffer has it."""
+"""The name of this rank's sum of weights among the sums of an unfinished step; it is not in a buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTensor:
-    """A tensor that each rank has for itself, and that is written once for all ranks with the same bits."""
+    """A tensor of which each rank has its own; identical ones are written once."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,13 +39,13 @@ class RankTensor:
 
     @property
     def dtype(self) -> str:
-        """The dtype as the IR spells it."""
+        """The dtype's name in the IR."""
         return IR_DTYPE[self.tensor.dtype].value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The state of a rank: elements of flats, module buffers, scalars, and the sums of a step that has begun."""
+    """The state of a rank: elements of flats, module buffers, scalars, and the sums of an unfinished step."""
 
     parts: Sequence[tuple[SavedPart, Tensor | ElementsOnDisk]]
     buffers: Sequence[RankTensor]
@@ -54,7 +54,7 @@ class Snapshot:
 
 
 def with_unread(snapshot: Snapshot, unread: Mapping[str, Tensor]) -> Snapshot:
-    """A snapshot with tensors of the model, too, that the program does not hold."""
+    """Return the snapshot with additional tensors of the model, which the program does not hold."""
     added = [
         RankTensor(
             name=name, shape=tuple(value.shape), tensor=value.detach().cpu().contiguous().flatten()
@@ -67,8 +67,9 @@ def with_unread(snapshot: Snapshot, unread: Mapping[str, Tensor]) -> Snapshot:
 class SnapshotMaker:
     """Takes the state of a rank between two sections. ``weight_sum`` is given within a step.
 
-    With ``saved`` the state is in its copies, and otherwise in the buffers, which then must not change before the
-    snapshot is written. Module buffers that no section writes are never copied: a load waits for the end of the save.
+    With ``saved`` the state is read from its copies. Without it the state is read from the buffers, which must not
+    change before the snapshot is written. Module buffers that no section writes are never copied: a load waits for the
+    save to end.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class SnapshotMaker:
             self._sums.append(RankTensor(name=WEIGHT_SUM, shape=(1,), tensor=total))
 
     def snapshot(self) -> Snapshot:
-        """The state, once its copies are complete; no stream of the training waits."""
+        """Return the state, once its copies are complete; the training's streams do not wait."""
         if self._saved is not None:
             self._saved.wait()
         program = self._program
@@ -128,7 +129,7 @@ class SnapshotMaker:
         )
 
     def release(self) -> None:
-        """Leave the memory of the copies to the next save."""
+        """Release the memory of the copies for the next save."""
         if self._saved is not None:
             self._saved.release()
 
@@ -138,7 +139,7 @@ class SnapshotMaker:
         return self._elements(name, start, numel)
 
     def _elements(self, name: str, start: int, numel: int) -> Tensor:
-        """Elements of a buffer, from their copy if there is one."""
+        """Return elements of a buffer, from their copy if there is one."""
         copied = None if self._saved is None else self._saved.tensors.get(name)
         if copied is None:
             return self._memory.buffer(name)[start : start + numel]
@@ -146,9 +147,9 @@ class SnapshotMaker:
 
 
 def open_buffers(program: Program) -> list[str]:
-    """The buffers in which micro-steps hand something to the next one of their step.
+    """Return the names of the buffers that micro-steps pass to the next micro-step of the same step.
 
-    The settings of optimizer groups do not belong to them.
+    The settings of optimizer groups do not count.
     """
     section = program.section_by_name.get(MICRO_STEP)
     if section is None:

@@ -1,4 +1,4 @@
-"""Bytes of torch's tensors: for the files of checkpoints, and for tensors in trees of state."""
+"""The bytes of torch tensors, for the files of checkpoints and for tensors in trees of state."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _DTYPES: Final = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, row-major: of a contiguous one on the CPU a view, otherwise a copy."""
+    """Return the bytes of a tensor in row-major order: a view of a contiguous CPU tensor, otherwise of a copy."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunks:
-    """The bytes of a flat tensor in order, or of elements on disk; what is elsewhere is on the host chunk by chunk.
+    """The bytes of a flat tensor, or of elements on disk, in order; other memory is copied to the host chunk by chunk.
 
-    They can be iterated again, so that a file is written again where a store has failed in passing.
+    They can be iterated again, so that a file is rewritten after a temporary failure of an object store.
     """
 
     values: Tensor | ElementsOnDisk
@@ -57,12 +57,11 @@ class Chunks:
 
 
 class TorchTensors:
-    """Tensors of torch in trees of state; decoded ones are on the CPU."""
+    """Encodes torch tensors in trees of state; decoded tensors are on the CPU."""
 
     kind: str = "torch"
 
     def encode(self, value: object) -> StoredArray | None:
-        """See ``state_tree.TensorCodec``."""
         if not isinstance(value, Tensor):
             return None
         name = _NAMES.get(value.dtype)
@@ -80,7 +79,6 @@ class TorchTensors:
         )
 
     def decode(self, array: StoredArray) -> object:
-        """See ``state_tree.TensorCodec``."""
         flat = torch.empty(array.numel, dtype=_DTYPES[array.dtype])
         if array.numel:
             flat.view(torch.uint8).copy_(torch.frombuffer(bytearray(array.data), dtype=torch.uint8))

@@ -1,1 +1,1 @@
-"""Backends that carry out collectives: one module each, behind one Protocol."""
+"""Backends for collectives: one module each, behind one Protocol."""

@@ -1,4 +1,4 @@
-"""The interface of a communication backend, and the sum that the backends with a fixed order of additions share."""
+"""The interface of a communication backend, and the reduction of the backends with a fixed order of additions."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class TensorPair:
 class CollectiveTensors:
     """The tensors of one collective, for every local rank.
 
-    ``pairs[i]`` are the pairs of the i-th local rank, in the op's order; ``staging[i]`` is its scratch, if the program
-    gives any. ``wire_dtype`` is the dtype that travels; None stands for the source's own.
+    ``pairs[i]`` are the pairs of the i-th local rank, in the op's order; ``staging[i]`` is its scratch memory, if the
+    program provides any. ``wire_dtype`` is the dtype that is sent; None stands for the source's own.
     """
 
     comm: str
@@ -36,15 +36,16 @@ class CollectiveTensors:
 
 
 SMALL_NUMEL: Final = 1024
-"""The largest all-reduce in which every rank adds all elements: cheaper than two exchanges, with the same bits."""
+"""The largest all-reduce that adds all elements on every rank: cheaper than two exchanges, with bitwise equal results.
+"""
 
 
 class LostConnectionError(RuntimeError):
-    """Another rank has ended, or has not answered within the timeout."""
+    """Another rank has ended, or did not answer within the timeout."""
 
 
 class DifferentCollectivesError(RuntimeError):
-    """Another rank carries out a different collective."""
+    """Another rank called a different collective."""
 
 
 class Comm(Protocol):
@@ -55,28 +56,28 @@ class Comm(Protocol):
     """
 
     def all_gather(self, tensors: CollectiveTensors) -> None:
-        """Per pair: destination = every rank's source, concatenated in coordinate order."""
+        """Concatenate every rank's source in coordinate order into the destination, for each pair."""
 
     def reduce_scatter(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
-        """Per pair: destination = this coordinate's slice of the combined sources."""
+        """Reduce the sources, and write this coordinate's slice to the destination, for each pair."""
 
     def all_reduce(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
-        """Per pair: destination = the combined sources."""
+        """Reduce the sources, and write the result to the destination, for each pair."""
 
     def broadcast(self, tensors: CollectiveTensors, root: int) -> None:
-        """Per pair: destination = the source of coordinate ``root``."""
+        """Copy the source of coordinate ``root`` to the destination, for each pair."""
 
     def close(self) -> None:
-        """Release the backend's resources; nothing may be called afterwards."""
+        """Release the backend's resources; no other method may be called afterwards."""
 
 
 def to_wire(tensor: Tensor, wire_dtype: torch.dtype | None) -> Tensor:
-    """The tensor as it travels: itself, or converted to the wire's dtype."""
+    """Return the tensor as it is sent: itself, or converted to ``wire_dtype``."""
     return tensor if wire_dtype is None else tensor.to(wire_dtype)
 
 
 def combine(parts: Iterable[Tensor], reduction: Reduction, destination: Tensor) -> None:
-    """Combine parts of equal length, in their order, into ``destination``, and round once.
+    """Reduce parts of equal length, in their order, into ``destination``, and round once.
 
     At most three parts are held at a time. ``destination`` may share memory with one of them.
     """
@@ -88,14 +89,14 @@ def combine(parts: Iterable[Tensor], reduction: Reduction, destination: Tensor) 
             operation = torch.maximum
         case _:
             assert_never(reduction)
-    # The destination decides, not the parts: a wider wire must not change the sum.
+    # The destination's dtype decides, not that of the parts: a wider wire dtype must not change the sum.
     wide = accumulation_dtype(destination.dtype)
     following = iter(parts)
     total, part = next(following), next(following, None)
     scratch: Tensor | None = None
     while part is not None:
         after = next(following, None)
-        # Widening two 16-bit numbers first does not change their sum, rounded once.
+        # Converting two 16-bit numbers to FP32 first does not change their sum, rounded once.
         if after is not None or not total.dtype == part.dtype == destination.dtype:
             total = total.to(wide)
         if after is None and total.dtype == destination.dtype:

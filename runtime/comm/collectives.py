@@ -1,6 +1,6 @@
 """Torch's collectives on flat tensors, whose names differ between the versions of torch that zeroir supports.
 
-torch 2.13 renamed ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` and warns of the old names; torch 2.11 has
+torch 2.13 renamed ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` and deprecated the old names; torch 2.11 has
 only the old ones.
 """
 
@@ -23,19 +23,19 @@ _reduce_scatter: Callable[..., object] = (
 
 
 def all_gather_flat(destination: Tensor, source: Tensor, group: ProcessGroup) -> None:
-    """Concatenate every rank's ``source`` into ``destination``: numel × group size."""
+    """Concatenate every rank's ``source`` into ``destination``, which has group size times as many elements."""
     _all_gather(destination, source, group=group)
 
 
 def reduce_scatter_flat(
     destination: Tensor, source: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType
 ) -> None:
-    """Combine every rank's ``source`` and keep this rank's slice, in the backend's own order of additions."""
+    """Reduce every rank's ``source``, and keep this rank's slice; the backend determines the order of additions."""
     _reduce_scatter(destination, source, op=op, group=group)
 
 
 def broadcast(tensors: CollectiveTensors, root: int, group: ProcessGroup) -> None:
-    """See ``Comm.broadcast``."""
+    """Broadcast the sources of coordinate ``root``, one collective for each pair."""
     for pair in tensors.pairs[0]:
         message = to_wire(pair.source, tensors.wire_dtype).clone()
         dist.broadcast(message, group=group, group_src=root)

@@ -1,13 +1,13 @@
 """Collectives over gloo, with sums in rank order.
 
 Gloo's own reduce_scatter is an all-reduce and a slice, and its order of additions depends on the position in the
-buffer. For its other collectives torch makes one more copy on either side. So each rank sends every other rank its
-slice straight from the source to the destination, and adds in rank order: fewer bytes, fewer copies, and the same bits
+buffer. For its other collectives torch makes an extra copy on either side. So each rank sends every other rank its
+slice directly from the source to the destination, and adds in rank order: fewer bytes, fewer copies, and the same bits
 for any layout and any stage.
 
-Where several ranks of a group are on one machine, they read each other's memory instead of sending, and an all-gather
-brings each source to each machine once: the ranks of a machine share the work of receiving, and then read from each
-other. The order of additions stays that of the ranks.
+Where several ranks of a group are on one machine, they read each other's memory instead of sending. An all-gather then
+sends each source to each machine once: the ranks of a machine divide the receiving among them, and read the rest from
+each other. The order of additions is still that of the ranks.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from zeroir.runtime.comm.peer_group import PeerGroup, SharedTensors, in_short
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Links:
-    """The ways to the other ranks of one communicator: gloo, and memory that ``near`` ranks read, if there is any."""
+    """The connections of one communicator: gloo to ``far`` ranks, and readable memory of ``near`` ranks, if any."""
 
     group: ProcessGroup
     near: PeerGroup | None
 
     @property
     def far(self) -> Sequence[int]:
-        """The coordinates that only gloo reaches, from this rank's on, so that the ranks do not all send to one."""
+        """The coordinates that only gloo reaches, starting after this rank's, so that ranks do not all send to one."""
         size, own = self.group.size(), self.group.rank()
         near = () if self.near is None else self.near.peers
         following = ((own + step) % size for step in range(1, size))
@@ -46,8 +46,8 @@ class _Links:
 class GlooComm:
     """Collectives of one rank of a gloo world.
 
-    ``groups`` holds one process group per communicator, ``near`` the ranks of communicators that read each other's
-    memory, on the CPU.
+    ``groups`` has one process group for each communicator. ``near`` has, for communicators on the CPU, the ranks that
+    read each other's memory.
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class GlooComm:
         }
 
     def all_gather(self, tensors: CollectiveTensors) -> None:
-        """See ``Comm.all_gather``."""
         links = self._links[tensors.comm]
         sources = [to_wire(pair.source, tensors.wire_dtype) for pair in tensors.pairs[0]]
         slots = [
@@ -68,7 +67,6 @@ class GlooComm:
         _gather(sources, slots, links)
 
     def reduce_scatter(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
-        """See ``Comm.reduce_scatter``."""
         links = self._links[tensors.comm]
         rows = [
             to_wire(pair.source, tensors.wire_dtype).view(links.group.size(), -1).unbind()
@@ -78,7 +76,7 @@ class GlooComm:
         _reduce(rows, destinations, reduction, links, tensors.staging[0])
 
     def all_reduce(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
-        """See ``Comm.all_reduce``: the reduce_scatter above and an all_gather."""
+        """Reduce with the ``reduce_scatter`` above, and gather the slices."""
         links = self._links[tensors.comm]
         size, own = links.group.size(), links.group.rank()
         sources = [to_wire(pair.source, tensors.wire_dtype) for pair in tensors.pairs[0]]
@@ -92,11 +90,10 @@ class GlooComm:
         _gather([parts[own] for parts in slots], slots, links)
 
     def broadcast(self, tensors: CollectiveTensors, root: int) -> None:
-        """See ``Comm.broadcast``."""
         broadcast(tensors, root, self._links[tensors.comm].group)
 
     def close(self) -> None:
-        """Destroy the process groups, and close the channels to near ranks."""
+        """Destroy the process groups, and close the channels to the ranks on this machine."""
         for peer_group in self._near.values():
             peer_group.close()
         destroy_groups({name: links.group for name, links in self._links.items()})
@@ -130,9 +127,9 @@ def _gather_by_machine(
     near: PeerGroup,
     group: ProcessGroup,
 ) -> None:
-    """Receive every other rank's sources in its slots of ``arrived``: from afar once for each machine, then from near.
+    """Receive every other rank's sources in its slots of ``arrived``: from other machines once, then from this machine.
 
-    Of the ranks of a machine, the one in the place of the source's coordinate, counted round, receives it.
+    On a machine with n ranks, the source of coordinate c is received by rank c modulo n of these.
     """
     own, machine = near.coordinate, near.machines[near.coordinate]
 
@@ -169,13 +166,13 @@ def _reduce(
     links: _Links,
     staging: Tensor | None,
 ) -> None:
-    """Send every rank its row of each tensor, and combine the rows that the ranks send to this one."""
+    """Send every rank its row of each tensor, and reduce the rows that this rank receives."""
     size, own = links.group.size(), links.group.rank()
     arrived: list[list[Tensor]] = []
     used = 0
     for tensor_rows in rows:
         numel = size * tensor_rows[own].numel()
-        # The program's staging buffer is used where it is large enough.
+        # Use the program's staging buffer where it is large enough.
         is_enough = staging is not None and used + numel <= staging.numel()
         if staging is not None and is_enough and _can_receive(staging, tensor_rows[own]):
             memory = staging[used : used + numel]
@@ -192,7 +189,7 @@ def _reduce(
 def _exchange(
     outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], links: _Links
 ) -> None:
-    """Send every other rank its tensors, and receive as many from it; gloo moves them between CPU memories."""
+    """Send every other rank its tensors, and receive as many from it; gloo transfers between CPU memories."""
     near, far = links.near, links.far
     transfers = _receiving(incoming, far, links.group) + _sending(outgoing, far, links.group)
     if near is not None and near.peers:
@@ -209,7 +206,7 @@ def _exchange(
 def _receiving(
     incoming: Sequence[Sequence[Tensor]], peers: Sequence[int], group: ProcessGroup
 ) -> list[dist.Work | None]:
-    """Begin to receive from each of these ranks its tensors."""
+    """Start to receive the tensors of each of these ranks."""
     return [
         dist.irecv(tensors[peer], group=group, group_src=peer)
         for peer in peers
@@ -221,7 +218,7 @@ def _receiving(
 def _sending(
     outgoing: Sequence[Sequence[Tensor]], peers: Sequence[int], group: ProcessGroup
 ) -> list[dist.Work | None]:
-    """Begin to send each of these ranks its tensors."""
+    """Start to send each of these ranks its tensors."""
     return [
         dist.isend(tensors[peer].cpu(), group=group, group_dst=peer)
         for peer in peers

@@ -1,4 +1,4 @@
-"""One process group per communicator, so that the collectives of two communicators never queue behind each other."""
+"""One process group for each communicator, so that collectives of two communicators never wait in the same queue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def make_groups(
 ) -> dict[str, ProcessGroup]:
     """Create the groups of every communicator whose ranks need one; all ranks of the default group call this together.
 
-    Returns this rank's groups by the communicator's name.
+    Returns:
+        This rank's groups by the communicator's name.
     """
     rank = dist.get_rank()
     own: dict[str, ProcessGroup] = {}
@@ -34,7 +35,7 @@ def make_groups(
 
 
 def destroy_groups(groups: Mapping[str, ProcessGroup]) -> None:
-    """Destroy groups; a broken connection is no error here."""
+    """Destroy process groups; ignore errors of a broken connection."""
     for group in groups.values():
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):
             dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""This process as a rank of the job: its backend, and the check before step 1 that all ranks have one program."""
+"""This process as a rank of the job: its backend, and the check before step 1 that all ranks have the same program."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from zeroir.runtime.comm.groups import make_groups
 from zeroir.runtime.comm.local import LocalComm
 
 DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
-"""Seconds that a rank waits for a rank that is alive but late; the end of a rank is noticed at once."""
+"""Seconds that a rank waits for a rank that is alive but late; a dead rank is noticed at once."""
 
 
 class Backend(StrEnum):
-    """The transport of collectives: none (one rank), the memory of one machine or of each, gloo, NCCL, or simulated."""
+    """The transport of collectives: none (one rank), shared memory, shared memory and gloo, gloo, NCCL, or a fake."""
 
     LOCAL = "local"
     PEER_MEMORY = "peer-memory"
@@ -40,7 +40,7 @@ class Backend(StrEnum):
 
 
 class PeerError(UserError):
-    """Another rank failed, and that rank knows the reason; its message should come first."""
+    """Another rank failed and knows the reason; its message should come first."""
 
 
 class LostPeersError(PeerError):
@@ -48,8 +48,8 @@ class LostPeersError(PeerError):
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
-    """Whether a backend's error means that another rank has ended or is late, and not that the call was wrong."""
-    # Only the text of gloo's errors tells: its transport names its own source file.
+    """Return whether a backend's error means that another rank has ended or is late, rather than a wrong call."""
+    # Only the text of gloo's errors distinguishes them: its transport includes the name of its source file.
     return isinstance(error, LostConnectionError | dist.DistError) or "/gloo/" in str(error)
 
 
@@ -57,7 +57,7 @@ def is_lost_connection(error: RuntimeError) -> bool:
 class Job:
     """One rank's view of the job.
 
-    ``backend`` carries the program's collectives; small messages to all ranks must lie on ``device``.
+    ``backend`` is that of the program's collectives; small messages to all ranks must be on ``device``.
     """
 
     rank: int
@@ -67,22 +67,22 @@ class Job:
     device: torch.device
 
     def average(self, value: float) -> float:
-        """The mean of every rank's value, added in rank order."""
+        """Return the mean of every rank's value, added in rank order."""
         rows = self.exchange([value])
         return sum(row[0] for row in rows) / len(rows)
 
     def exchange(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's values, in rank order; their number is the same on each rank. All ranks call this together."""
+        """Return every rank's values, in rank order; each rank passes the same number. All ranks call this together."""
         if self.is_alone:
             return [list(values)]
         rows = exchanged(torch.tensor(values, dtype=torch.float64), self.device)
         return [[float(value) for value in row] for row in rows.tolist()]
 
     def shared_lines(self, own: Sequence[str]) -> list[str]:
-        """Rank 0's texts, which have no line breaks, on every rank. All ranks call this together."""
+        """Return rank 0's texts, which have no line breaks, on every rank. All ranks call this together."""
         if self.is_alone:
             return list(own)
-        # The last line break is there even if no text is.
+        # The last line break makes the message non-empty even without texts.
         lines = "".join(f"{text}\n" for text in own) + "\n"
         text = torch.frombuffer(bytearray(lines.encode()), dtype=torch.uint8)
         sizes = exchanged(torch.tensor([text.numel()], dtype=torch.int64), self.device).view(-1)
@@ -92,7 +92,7 @@ class Job:
         return first.numpy().tobytes().decode().split("\n")[:-2]
 
     def gather(self, own: bytes) -> list[bytes] | None:
-        """Every rank's bytes, in rank order, on rank 0; None on the others. All ranks call this together."""
+        """Return every rank's bytes, in rank order, on rank 0, and None on the others. All ranks call this together."""
         if self.is_alone:
             return [own]
         sizes = exchanged(torch.tensor([len(own)], dtype=torch.int64), self.device).view(-1)
@@ -114,8 +114,8 @@ def open_job(
 ) -> Job:
     """Make this process a rank of the program's mesh; all ranks call this together.
 
-    Without ``backend`` one rank needs none and CUDA uses NCCL. On CPUs the ranks of one machine read each other's
-    memory; gloo serves ranks of several machines, and of a machine that forbids processes to read each other.
+    Without ``backend`` a single rank needs none, and CUDA uses NCCL. On CPUs the ranks of one machine read each other's
+    memory; gloo connects ranks of several machines, and of a machine where processes may not read each other's memory.
 
     Raises:
         UserError: where the world size of the job differs from the program's, or the programs of two ranks differ.
@@ -149,12 +149,12 @@ def open_job(
 def _open_comm(
     program: Program, backend: Backend | None, device: torch.device, timeout: timedelta
 ) -> tuple[Backend, Comm]:
-    """The backend, chosen here where the caller names none, and its collectives."""
+    """Return the backend, chosen here where the caller names none, and its collectives."""
     if backend is Backend.FAKE:
         from zeroir.runtime.comm.nccl import NcclComm
 
         return backend, NcclComm(make_groups(program, "fake", timeout))
-    # This comes first: ranks with different programs would create different groups, and hang.
+    # Compare first: ranks with different programs would create different groups, and hang.
     require_same_program(program, device)
     if backend is Backend.NCCL or (backend is None and device.type == "cuda"):
         from zeroir.runtime.comm.nccl import NcclComm
@@ -182,7 +182,7 @@ def _open_comm(
 
 
 def _backend_of(machines: Sequence[Sequence[int]]) -> Backend:
-    """The transport between ranks on CPUs, of which those of one machine read each other's memory."""
+    """Return the transport between ranks on CPUs, where ranks of one machine read each other's memory."""
     if len(machines) == 1:
         return Backend.PEER_MEMORY
     is_shared = any(len(ranks) > 1 for ranks in machines)
@@ -190,7 +190,7 @@ def _backend_of(machines: Sequence[Sequence[int]]) -> Backend:
 
 
 def digest(program: Program) -> str:
-    """SHA-256 of the program's canonical text."""
+    """Return the SHA-256 of the program's canonical text."""
     return hashlib.sha256(print_program(program).encode()).hexdigest()
 
 
@@ -211,12 +211,12 @@ def require_same_program(program: Program, device: torch.device) -> None:
 
 
 def hosts_of_ranks(device: torch.device) -> list[str]:
-    """The name of the machine of every rank of the default group, in rank order. All ranks call this together."""
+    """Return the host name of every rank of the default group, in rank order. All ranks call this together."""
     return exchanged_texts(socket.gethostname(), device)
 
 
 def exchanged_texts(own: str, device: torch.device) -> list[str]:
-    """Every rank's text, in rank order. All ranks of the default group call this together."""
+    """Return every rank's text, in rank order. All ranks of the default group call this together."""
     encoded = own.encode()
     sizes = exchanged(torch.tensor([len(encoded)], dtype=torch.int64), device).view(-1).tolist()
     longest = max(1, *sizes)
@@ -225,13 +225,13 @@ def exchanged_texts(own: str, device: torch.device) -> list[str]:
 
 
 def _exchange_bytes(own: bytes, device: torch.device) -> list[bytes]:
-    """Every rank's bytes, in rank order; their number is the same on each rank."""
+    """Return every rank's bytes, in rank order; each rank passes the same number."""
     rows = exchanged(torch.frombuffer(bytearray(own), dtype=torch.uint8), device)
     return [bytes(row.tolist()) for row in rows]
 
 
 def exchanged(own: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Every rank's tensor, of the same length on each: one row per rank, on the CPU."""
+    """Return every rank's tensor, of the same length on each rank: one row per rank, on the CPU."""
     world = dist.group.WORLD
     assert world is not None
     rows = torch.empty(dist.get_world_size() * own.numel(), dtype=own.dtype, device=device)
@@ -242,7 +242,7 @@ def exchanged(own: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Explain the loss of a rank in a body that exchanges messages between steps."""
+    """Explain the loss of another rank while the block exchanges messages between steps."""
     try:
         yield
     except RuntimeError as error:

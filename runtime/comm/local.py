@@ -1,4 +1,4 @@
-"""A world of one rank: every collective is a copy, left out where source and destination are the same memory."""
+"""A world of one rank: every collective is a copy, or nothing where source and destination are the same memory."""
 
 from __future__ import annotations
 
@@ -10,23 +10,19 @@ class LocalComm:
     """Collectives of a world of one rank, enqueued on the current stream."""
 
     def all_gather(self, tensors: CollectiveTensors) -> None:
-        """See ``Comm.all_gather``."""
         _copy(tensors)
 
     def reduce_scatter(self, tensors: CollectiveTensors, _: Reduction) -> None:
-        """See ``Comm.reduce_scatter``."""
         _copy(tensors)
 
     def all_reduce(self, tensors: CollectiveTensors, _: Reduction) -> None:
-        """See ``Comm.all_reduce``."""
         _copy(tensors)
 
     def broadcast(self, tensors: CollectiveTensors, _: int) -> None:
-        """See ``Comm.broadcast``."""
         _copy(tensors)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the backend holds no resources."""
 
 
 def _copy(tensors: CollectiveTensors) -> None:

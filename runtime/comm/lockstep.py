@@ -1,4 +1,4 @@
-"""Every rank in one process: the reference semantics of the collectives."""
+"""Collectives among all ranks in one process: the reference semantics."""
 
 from __future__ import annotations
 
@@ -13,22 +13,20 @@ from zeroir.runtime.comm.base import CollectiveTensors, combine, to_wire
 
 
 class LockstepComm:
-    """Collectives among ranks that one process holds, all of the mesh in rank order."""
+    """Collectives among all ranks of the mesh, which one process holds in rank order."""
 
     def __init__(self, program: Program) -> None:
         self._groups = {comm.name: program.mesh.groups(comm.axis) for comm in program.comms}
 
     def all_gather(self, tensors: CollectiveTensors) -> None:
-        """See ``Comm.all_gather``."""
         for group, index in self._each(tensors):
             gathered = torch.cat(self._sources(tensors, group, index))
             for rank in group:
                 tensors.pairs[rank][index].destination.copy_(gathered)
 
     def reduce_scatter(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
-        """See ``Comm.reduce_scatter``."""
         for group, index in self._each(tensors):
-            # A destination may be part of a source, so nothing is written before all results are there.
+            # A destination may be part of a source, so all results are computed before any is written.
             sources = self._sources(tensors, group, index)
             slices = [source.chunk(len(group)) for source in sources]
             results: list[Tensor] = []
@@ -40,7 +38,6 @@ class LockstepComm:
                 tensors.pairs[rank][index].destination.copy_(result)
 
     def all_reduce(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
-        """See ``Comm.all_reduce``."""
         for group, index in self._each(tensors):
             result = torch.empty_like(tensors.pairs[group[0]][index].destination)
             combine(self._sources(tensors, group, index), reduction, result)
@@ -48,14 +45,13 @@ class LockstepComm:
                 tensors.pairs[rank][index].destination.copy_(result)
 
     def broadcast(self, tensors: CollectiveTensors, root: int) -> None:
-        """See ``Comm.broadcast``."""
         for group, index in self._each(tensors):
             source = self._sources(tensors, group, index)[root].clone()
             for rank in group:
                 tensors.pairs[rank][index].destination.copy_(source)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the backend holds no resources."""
 
     def _each(self, tensors: CollectiveTensors) -> list[tuple[tuple[int, ...], int]]:
         count = len(tensors.pairs[0])

@@ -1,4 +1,4 @@
-"""Collectives on CPUs of several machines: within a machine ranks read each other's memory, gloo serves the links."""
+"""Collectives on CPUs of several machines: ranks of one machine read each other's memory, gloo connects machines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def open_machines(
     *,
     is_one_needed: bool = False,
 ) -> tuple[Comm, Sequence[Sequence[int]]] | None:
-    """Collectives over every communicator of a program, and the machines: sets of ranks, equal on all ranks.
+    """Open the collectives of every communicator; return them and the machines, as lists of ranks, equal on all ranks.
 
     All ranks call this together. ``timeout`` bounds the wait for a rank in a collective. With ``is_one_needed`` the
     result is None, on all ranks, where there are several machines.
@@ -66,25 +66,21 @@ def open_machines(
 
 
 class MachinesComm:
-    """The collectives of one rank, whose communicators are within a machine or across machines."""
+    """The collectives of one rank; each communicator is within one machine or spans several."""
 
     def __init__(self, comms: Mapping[str, Comm]) -> None:
         self._comms = comms
 
     def all_gather(self, tensors: CollectiveTensors) -> None:
-        """See ``Comm.all_gather``."""
         self._comms[tensors.comm].all_gather(tensors)
 
     def reduce_scatter(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
-        """See ``Comm.reduce_scatter``."""
         self._comms[tensors.comm].reduce_scatter(tensors, reduction)
 
     def all_reduce(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
-        """See ``Comm.all_reduce``."""
         self._comms[tensors.comm].all_reduce(tensors, reduction)
 
     def broadcast(self, tensors: CollectiveTensors, root: int) -> None:
-        """See ``Comm.broadcast``."""
         self._comms[tensors.comm].broadcast(tensors, root)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Collectives over NCCL, enqueued on the current CUDA stream.
 
-NCCL has its own order of additions, so its results agree with the other backends within the rounding of the wire's
-dtype, not bit for bit.
+NCCL chooses its own order of additions, so its results agree with the other backends within the rounding of the wire's
+dtype, not bit for bit. All pairs of one dtype are launched together.
 """
 
 from __future__ import annotations
@@ -21,23 +21,20 @@ from zeroir.runtime.comm.groups import destroy_groups
 
 
 class NcclComm:
-    """Collectives of one rank of an NCCL world, or of torch's fake process group, which moves nothing."""
+    """Collectives of one rank of an NCCL world, or of torch's fake process group, which transfers nothing."""
 
     def __init__(self, groups: Mapping[str, ProcessGroup]) -> None:
         self._groups = groups
 
     def all_gather(self, tensors: CollectiveTensors) -> None:
-        """See ``Comm.all_gather``. All pairs of one dtype travel in one launch."""
         group = self._groups[tensors.comm]
         _move(tensors, group, lambda target, source: all_gather_flat(target, source, group))
 
     def reduce_scatter(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
-        """See ``Comm.reduce_scatter``. All pairs of one dtype travel in one launch."""
         group, op = self._groups[tensors.comm], _REDUCE_OP[reduction]
         _move(tensors, group, lambda target, source: reduce_scatter_flat(target, source, group, op))
 
     def all_reduce(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
-        """See ``Comm.all_reduce``. All pairs of one dtype travel in one launch."""
         group, op = self._groups[tensors.comm], _REDUCE_OP[reduction]
         pairs = tensors.pairs[0]
         totals = [
@@ -53,7 +50,6 @@ class NcclComm:
         _deliver(totals, pairs)
 
     def broadcast(self, tensors: CollectiveTensors, root: int) -> None:
-        """See ``Comm.broadcast``."""
         broadcast(tensors, root, self._groups[tensors.comm])
 
     def close(self) -> None:
@@ -67,7 +63,7 @@ _REDUCE_OP = {Reduction.SUM: dist.ReduceOp.SUM, Reduction.MAX: dist.ReduceOp.MAX
 def _move(
     tensors: CollectiveTensors, group: ProcessGroup, launch: Callable[[Tensor, Tensor], None]
 ) -> None:
-    """Fill every destination from its source: ``launch`` begins one transfer between tensors of one dtype."""
+    """Fill every destination from its source; ``launch`` starts one transfer between tensors of one dtype."""
     pairs = tensors.pairs[0]
     sources = [to_wire(pair.source, tensors.wire_dtype) for pair in pairs]
     targets = [_like(p.destination, s.dtype) for p, s in zip(pairs, sources, strict=True)]
@@ -79,7 +75,7 @@ def _move(
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> Sequence[Sequence[int]]:
-    """The positions of the tensors of each dtype: torch launches only tensors of one dtype together."""
+    """Return the indices of the tensors of each dtype: torch only launches tensors of one dtype together."""
     positions: dict[torch.dtype, list[int]] = {}
     for position, tensor in enumerate(tensors):
         positions.setdefault(tensor.dtype, []).append(position)
@@ -87,10 +83,10 @@ def _by_dtype(tensors: Sequence[Tensor]) -> Sequence[Sequence[int]]:
 
 
 def _one_launch(group: ProcessGroup, count: int) -> contextlib.AbstractContextManager[object]:
-    """A block whose collectives, all of one kind, NCCL launches together."""
+    """Return a context in which NCCL launches all collectives, which must be of one kind, together."""
     if count == 1:
         return contextlib.nullcontext()
-    # No device is given. Torch then passes all tensors to the backend in one call, and the current stream is in order
+    # Without a device torch passes all tensors to the backend in one call, and the current stream is ordered after them
     # when that returns. With a device it would record its events before NCCL's group is launched.
     manager: contextlib.AbstractContextManager[object] = distributed_c10d._coalescing_manager(
         group=group
@@ -99,13 +95,13 @@ def _one_launch(group: ProcessGroup, count: int) -> contextlib.AbstractContextMa
 
 
 def _like(destination: Tensor, dtype: torch.dtype) -> Tensor:
-    """The destination itself where it has the dtype that travels, else new memory of that dtype."""
+    """Return the destination itself where it has the dtype that is sent, and otherwise new memory of that dtype."""
     is_alike = destination.dtype == dtype
     return destination if is_alike else torch.empty_like(destination, dtype=dtype)
 
 
 def _deliver(arrived: Sequence[Tensor], pairs: Sequence[TensorPair]) -> None:
-    """Convert every tensor that did not arrive in its destination."""
+    """Convert every tensor that was not received directly in its destination."""
     for tensor, pair in zip(arrived, pairs, strict=True):
         if tensor is not pair.destination:
             pair.destination.copy_(tensor)

@@ -1,6 +1,6 @@
-"""Ranks of one communicator on one machine: they tell each other the addresses of tensors, and read them.
+"""Ranks of one communicator on one machine: they send each other the addresses of tensors, and read them.
 
-Waiting ranks sleep in the kernel, and a rank that ends wakes those that wait for it.
+A waiting rank sleeps in the kernel, and wakes when its peer ends.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from zeroir.runtime.comm.base import DifferentCollectivesError
 from zeroir.runtime.comm.peers import Peer
 
 SCRATCH_NUMEL: Final = 1 << 18
-"""Elements that are read before they are added: few system calls, and still in the cache."""
+"""Elements to read before they are added: enough for few system calls, few enough for the cache."""
 
 _ADDRESS: Final = struct.Struct("=Q")
 _LISTED: Final = 8
-"""The most tensors that the title of a collective lists one by one."""
+"""The most tensors that the title of a collective lists individually."""
 
 _CHUNKS: Final = 3
 """The most parts that ``combine`` holds at once."""
@@ -30,10 +30,10 @@ _CHUNKS: Final = 3
 
 @dataclass(slots=True, kw_only=True)
 class PeerGroup:
-    """A communicator of ``size`` ranks: this rank's coordinate, and its peers on this machine by theirs.
+    """A communicator of ``size`` ranks: this rank's coordinate, and its peers on this machine by their coordinates.
 
-    ``machines[i]`` is the number of the machine that coordinate ``i`` is on. ``table`` (u64) holds the addresses
-    of this rank's tensors in the current collective.
+    ``machines[i]`` is the index of the machine of coordinate ``i``. ``table`` (u64) has the addresses of this rank's
+    tensors in the current collective.
     """
 
     name: str
@@ -46,7 +46,7 @@ class PeerGroup:
     _scratch: Tensor | None = field(default=None, init=False)
 
     def members(self, machine: int) -> Sequence[int]:
-        """The coordinates on a machine."""
+        """Return the coordinates on a machine."""
         return [at for at in range(self.size) if self.machines[at] == machine]
 
     def close(self) -> None:
@@ -55,19 +55,19 @@ class PeerGroup:
             peer.close()
 
     def scratch(self, turn: int, dtype: torch.dtype, numel: int) -> Tensor:
-        """Memory for at most ``SCRATCH_NUMEL`` elements; ``_CHUNKS`` turns in a row get different memory."""
+        """Return memory for at most ``SCRATCH_NUMEL`` elements; ``_CHUNKS`` consecutive turns get different memory."""
         if self._scratch is None:
             self._scratch = torch.empty(_CHUNKS, 8 * SCRATCH_NUMEL, dtype=torch.uint8)
         return self._scratch[turn % _CHUNKS, : numel * dtype.itemsize].view(dtype)
 
 
 class SharedTensors:
-    """Tensors of this rank that its peers read, and those of its peers that it reads, in one collective.
+    """This rank's tensors that its peers read, and those of its peers that it reads, in one collective.
 
-    All peers of a group make one together, with one title, and ``agree`` before any of them changes its tensors.
+    All peers of a group create one together, with one title, and call ``agree`` before any of them changes its tensors.
 
     Raises:
-        DifferentCollectivesError: where another rank begins another collective, or one of other sizes or dtypes.
+        DifferentCollectivesError: where another rank starts another collective, or one of other sizes or dtypes.
     """
 
     def __init__(self, peer_group: PeerGroup, title: str, tensors: Sequence[Tensor]) -> None:
@@ -76,19 +76,20 @@ class SharedTensors:
         self._name = f"#{peer_group.collectives_begun} {title}"
         self._step = 0
         self._addresses: dict[int, Sequence[int]] = {}
-        # Of any length, so the peers read it from this memory; it stays until all have begun the next collective.
+        # The table may have any length, so the peers read it from this memory; it is kept until all have started the
+        # next collective.
         peer_group.table = torch.tensor(
             [tensor.data_ptr() for tensor in tensors], dtype=torch.uint64
         )
         self._send(_ADDRESS.pack(peer_group.table.data_ptr()))
 
     def read(self, coordinate: int, position: int, start: int, destination: Tensor) -> None:
-        """Fill a tensor from another coordinate's tensor at a position, from its ``start``-th element on."""
+        """Fill a tensor from the ``position``-th tensor of another coordinate, from its ``start``-th element on."""
         address = self._address(coordinate, position) + start * destination.itemsize
         self._group.peers[coordinate].read(address, destination)
 
     def agree(self) -> None:
-        """Return when every peer has completed this step."""
+        """Wait until every peer has completed this step."""
         for coordinate in self._group.peers:
             # A rank that has read nothing from this peer has not received its table yet.
             self._address(coordinate, 0)
@@ -126,7 +127,7 @@ class SharedTensors:
 
 
 def in_short(tensors: Sequence[Tensor]) -> str:
-    """The dtypes and sizes of tensors; of a long list the first few, and a digest of all."""
+    """Return the dtypes and sizes of tensors as text; for a long list the first few, and a digest of all."""
     shapes = [f"{tensor.dtype}[{tensor.numel()}]" for tensor in tensors]
     if len(shapes) <= _LISTED:
         return ", ".join(shapes)

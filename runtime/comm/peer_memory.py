@@ -1,7 +1,7 @@
 """Collectives between ranks of one host that read each other's memory: one copy, no sockets, sums in rank order.
 
-In every collective each rank tells the others the addresses of its tensors, and reads the elements that it needs
-straight to their destinations. It returns when all ranks have read, because its sources may be overwritten then.
+In every collective each rank sends the others the addresses of its tensors, and reads the elements that it needs
+directly into their destinations. It returns when all ranks have read, because then its sources may be overwritten.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from zeroir.runtime.comm.peer_group import SCRATCH_NUMEL, PeerGroup, SharedTenso
 
 
 class PeerMemoryComm:
-    """Collectives of one rank that reads its peers' memory; ``peer_groups`` holds those of each communicator."""
+    """Collectives of one rank that reads its peers' memory; ``peer_groups`` has the group of each communicator."""
 
     def __init__(self, peer_groups: Mapping[str, PeerGroup]) -> None:
         self._groups = peer_groups
 
     def all_gather(self, tensors: CollectiveTensors) -> None:
-        """See ``Comm.all_gather``."""
         collective = self._open("all_gather", tensors)
         for index, pair in enumerate(tensors.pairs[0]):
             slots = pair.destination.view(collective.size, -1)
@@ -32,7 +31,6 @@ class PeerMemoryComm:
         collective.agree()
 
     def reduce_scatter(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
-        """See ``Comm.reduce_scatter``."""
         collective = self._open(f"reduce_scatter by {reduction}", tensors)
         for index, pair in enumerate(tensors.pairs[0]):
             start = collective.coordinate * pair.destination.numel()
@@ -40,7 +38,7 @@ class PeerMemoryComm:
         collective.agree()
 
     def all_reduce(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
-        """See ``Comm.all_reduce``: the reduce_scatter above and an all_gather."""
+        """Reduce with the ``reduce_scatter`` above, and gather the slices."""
         pairs = tensors.pairs[0]
         collective = self._open(f"all_reduce by {reduction}", tensors)
         if sum(pair.source.numel() for pair in pairs) <= SMALL_NUMEL:
@@ -65,7 +63,6 @@ class PeerMemoryComm:
         collective.agree()
 
     def broadcast(self, tensors: CollectiveTensors, root: int) -> None:
-        """See ``Comm.broadcast``."""
         collective = self._open(f"broadcast from {root}", tensors)
         for index, pair in enumerate(tensors.pairs[0]):
             collective.fetch(root, index, pair.destination)
@@ -84,7 +81,7 @@ class _OpenCollective:
     """One collective of one communicator, whose ranks read each other's sources and destinations.
 
     Raises:
-        DifferentCollectivesError: where another rank begins another collective, or one of other sizes or dtypes.
+        DifferentCollectivesError: where another rank starts another collective, or one of other sizes or dtypes.
     """
 
     def __init__(self, peer_group: PeerGroup, kind: str, tensors: CollectiveTensors) -> None:
@@ -101,7 +98,7 @@ class _OpenCollective:
         )
 
     def coordinates(self) -> Iterator[int]:
-        """All coordinates from this rank's on, so that the ranks do not all read from the same one at a time."""
+        """Return all coordinates, starting with this rank's, so that not all ranks read from the same one at a time."""
         return ((self.coordinate + step) % self.size for step in range(self.size))
 
     def fetch(self, coordinate: int, index: int, destination: Tensor) -> None:
@@ -119,7 +116,7 @@ class _OpenCollective:
         self._shared.read(coordinate, len(self._sources) + index, start, destination)
 
     def combine(self, index: int, start: int, reduction: Reduction, destination: Tensor) -> None:
-        """Combine all ranks' ``index``-th sources from the ``start``-th element on, in rank order."""
+        """Reduce all ranks' ``index``-th sources, from the ``start``-th element on, in rank order."""
         for offset, chunk in _chunks(destination):
             parts = (
                 self._part(coordinate, index, start + offset, chunk.numel())
@@ -128,11 +125,11 @@ class _OpenCollective:
             combine(parts, reduction, chunk)
 
     def agree(self) -> None:
-        """Return when every rank has completed this step."""
+        """Wait until every rank has completed this step."""
         self._shared.agree()
 
     def _part(self, coordinate: int, index: int, start: int, numel: int) -> Tensor:
-        """Elements of a source, in the wire's dtype: this rank's own, or a copy in scratch memory."""
+        """Return elements of a source in the wire's dtype: this rank's own, or a copy in scratch memory."""
         source = self._sources[index]
         if coordinate == self.coordinate:
             return to_wire(source[start : start + numel], self._wire_dtype)
@@ -142,11 +139,11 @@ class _OpenCollective:
 
 
 def _chunks(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """A flat tensor in chunks, with their offsets."""
+    """Yield a flat tensor in chunks, with their offsets."""
     for start in range(0, tensor.numel(), SCRATCH_NUMEL):
         yield start, tensor[start : start + SCRATCH_NUMEL]
 
 
 def _start(parts: Sequence[Tensor], coordinate: int) -> int:
-    """The first element of a coordinate's slice."""
+    """Return the index of the first element of a coordinate's slice."""
     return sum(part.numel() for part in parts[:coordinate])

@@ -1,7 +1,7 @@
-"""Ranks on one Linux host that read each other's memory: how they find each other, and a channel between each two.
+"""Ranks on one Linux host that read each other's memory: how they find each other, and the channel between two ranks.
 
-The kernel copies memory from one process to another (``process_vm_readv``) where both belong to one user and neither a
-container's filter nor a namespace forbids it. Every pair of ranks tries it before anything relies on it.
+The kernel copies memory from one process to another (``process_vm_readv``) where both belong to the same user and
+neither a container's filter nor a namespace forbids it. Every pair of ranks tries it before anything relies on it.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ def read_memory(pid: int, address: int, destination: int, count_bytes: int) -> N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Another rank of a communicator, whose memory this one reads and with which it exchanges messages."""
+    """Another rank of a communicator, whose memory this rank reads and with which it exchanges messages."""
 
     rank: int
     pid: int
     channel: socket.socket
 
     def send(self, message: bytes) -> None:
-        """Send one message, whole.
+        """Send one whole message.
 
         Raises:
             LostConnectionError: where the rank has ended.
@@ -90,7 +90,7 @@ class Peer:
             raise LostConnectionError(f"Rank {self.rank} has ended: {error}") from error
 
     def receive(self) -> bytes:
-        """Wait for the next message, without holding the interpreter's lock.
+        """Wait for the next message, without holding the GIL.
 
         Raises:
             LostConnectionError: where the rank has ended, or sends nothing within the timeout.
@@ -113,24 +113,27 @@ class Peer:
             size_bytes = destination.numel() * destination.itemsize
             read_memory(self.pid, address, destination.data_ptr(), size_bytes)
         except (ProcessLookupError, PermissionError) as error:
-            # Reading was allowed when they connected, so a rank that refuses now is about to end.
+            # Reading was allowed when they connected, so a rank that now refuses is about to end.
             raise LostConnectionError(f"Rank {self.rank} has ended.") from error
         except OSError as error:
             raise RuntimeError(f"Reading the memory of rank {self.rank} failed: {error}") from error
 
     def close(self) -> None:
-        """Close the channel; a peer that still waits for a message is woken."""
+        """Close the channel, which wakes a peer that waits for a message."""
         with contextlib.suppress(OSError):
             self.channel.shutdown(socket.SHUT_RDWR)
         self.channel.close()
 
 
 _PEER_ADDRESS: Final = struct.Struct("=32sqQ16s")
-"""The fields of a ``_PeerAddress`` as bytes, of one length for every rank."""
+"""The fields of a ``_PeerAddress`` as bytes, of the same length for every rank."""
 
 
 class _PeerAddress(NamedTuple):
-    """The address of a rank's memory. It holds ``secret`` at ``address``, by which readers recognise it."""
+    """The address of a rank's memory.
+
+    ``secret`` is stored at ``address``, so that readers can recognise the process.
+    """
 
     host: bytes
     pid: int
@@ -138,16 +141,16 @@ class _PeerAddress(NamedTuple):
     secret: bytes
 
     def socket_name(self, index: int) -> str:
-        """The socket of the rank for its ``index``-th group: an abstract name, which leaves no file behind."""
+        """Return the name of the rank's socket for its ``index``-th group: an abstract name, which leaves no file."""
         return f"\0zeroir.{self.secret.hex()}.{index}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connected:
-    """What ``connect_peers`` has found.
+    """The result of ``connect_peers``.
 
-    ``peers`` has, for each group, the peers of this rank whose memory it reads, by their ranks. ``machines`` divides
-    the ranks of the job into sets that read each other's memory, ordered by their first ranks; all ranks have the same.
+    ``peers`` has, for each group, the peers whose memory this rank reads, by rank. ``machines`` divides the ranks of
+    the job into sets that read each other's memory, ordered by their first ranks; it is equal on all ranks.
     """
 
     peers: Sequence[Mapping[int, Peer]]
@@ -159,11 +162,11 @@ def connect_peers(
 ) -> Connected:
     """Connect this rank to the other ranks of each of its ``groups`` that are on its machine.
 
-    All ranks call this together, with their groups in one order. Two ranks are on one machine where each has read the
-    other's memory, and only there: names of hosts do not count. ``timeout`` bounds the wait for each later message.
+    All ranks call this together, with their groups in the same order. Two ranks are on one machine exactly where each
+    has read the other's memory; host names do not count. ``timeout`` bounds the wait for each later message.
     """
-    # Under Yama a process reads only its descendants, unless these name another process whose descendants may read
-    # them, too: here the launcher, the ancestor of all ranks. Without Yama the call fails, which is no error.
+    # With Yama a process may only read its descendants, unless these name another process whose descendants may read
+    # them too: here the launcher, the ancestor of all ranks. Without Yama the call fails, which does not matter.
     _libc.prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)
     secret = secrets.token_bytes(16)
     readable = ctypes.create_string_buffer(secret, len(secret))
@@ -200,7 +203,7 @@ def connect_peers(
         for group_peers in peers:
             for peer_rank in group_peers.keys() - near:
                 group_peers.pop(peer_rank).close()
-        # Every rank has connected to the lower ranks of its machine by now, so accepting waits for nobody.
+        # By now every rank has connected to the lower ranks of its machine, so accepting does not block.
         for group, group_peers, listener in zip(groups, peers, listeners, strict=True):
             callers = {
                 addresses[higher].pid: higher
@@ -210,7 +213,7 @@ def connect_peers(
             while callers:
                 channel, _ = listener.accept()
                 caller = callers.pop(_pid_of(channel), None)
-                if caller is None:  # a process that is no rank of this machine
+                if caller is None:  # not a rank of this machine
                     channel.close()
                     continue
                 channel.settimeout(timeout.total_seconds())
@@ -220,9 +223,9 @@ def connect_peers(
 
 
 def machines_of(reached: Sequence[bytes]) -> Sequence[Sequence[int]]:
-    """The machines of a job: byte ``j`` of row ``i`` is 1 where rank ``i`` has reached the memory of rank ``j``.
+    """Return the machines of a job: byte ``j`` of row ``i`` is 1 where rank ``i`` has read the memory of rank ``j``.
 
-    Each rank has a machine of its own where the ranks do not fall into sets that reach each other, and nobody else.
+    Where the ranks do not form disjoint sets that reach each other, each rank counts as a machine of its own.
     """
     ranks = range(len(reached))
     near = [
@@ -234,22 +237,22 @@ def machines_of(reached: Sequence[bytes]) -> Sequence[Sequence[int]]:
 
 
 def _new_socket(timeout: timedelta) -> socket.socket:
-    """A local socket that keeps messages apart and notices at once when its peer ends."""
+    """Return a local socket that preserves message boundaries and notices at once when its peer ends."""
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel.settimeout(timeout.total_seconds())
     return channel
 
 
 def _pid_of(channel: socket.socket) -> int:
-    """The process at the other end, as the kernel reports it."""
+    """Return the id of the process at the other end, as the kernel reports it."""
     credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid: int = _CREDENTIALS.unpack(credentials)[0]
     return pid
 
 
 def _require_readable(own: _PeerAddress, peer: _PeerAddress) -> None:
-    """Raise an OSError where this process cannot read the peer's memory."""
-    if peer.host != own.host:  # its process id means nothing here
+    """Raise OSError where this process cannot read the peer's memory."""
+    if peer.host != own.host:  # its process id has no meaning here
         raise OSError(errno.EXDEV, "another host")
     secret = ctypes.create_string_buffer(len(peer.secret))
     read_memory(peer.pid, peer.address, ctypes.addressof(secret), len(peer.secret))
@@ -258,7 +261,7 @@ def _require_readable(own: _PeerAddress, peer: _PeerAddress) -> None:
 
 
 def _host() -> bytes:
-    """32 bytes, equal on two ranks where process ids and socket names mean the same; random where that is unknown."""
+    """Return 32 bytes, equal on two ranks that share process ids and socket names; random where that is unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         namespaces = [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("pid", "net")]

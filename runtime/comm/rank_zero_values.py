@@ -1,4 +1,4 @@
-"""Values that only rank 0 has, broadcast to all ranks of a job in messages of bounded size."""
+"""Values that only rank 0 has, broadcast to all ranks of a job in messages of limited size."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from zeroir.runtime.comm.job import PeerError, exchanged, explained
 
 T = TypeVar("T")
 _INTERVAL_S: Final = 20.0
-"""Seconds between two messages of rank 0 that it is still working: well below the timeout of any collective."""
+"""Seconds between two messages by which rank 0 says that it still works: far below the timeout of any collective."""
 _MESSAGE_BYTES: Final = 4 << 20
 
 
 class _WorkState(IntEnum):
-    """The state of the work on rank 0, as it tells the others."""
+    """The state of rank 0's work, which it sends to the others."""
 
     UNDER_WAY = 0
     DONE = 1
@@ -32,10 +32,10 @@ class _WorkState(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankZeroValues:
-    """Brings the values of rank 0 to all ranks. Every rank calls each method, in the same order.
+    """Sends values of rank 0 to all ranks. Every rank calls each method, in the same order.
 
-    Messages lie on ``device`` and travel in torch's default group. With ``is_alone`` this process holds every rank, and
-    nothing travels.
+    Messages are on ``device`` and use torch's default group. With ``is_alone`` this process holds every rank, and
+    nothing is sent.
     """
 
     rank: int = 0
@@ -44,7 +44,7 @@ class RankZeroValues:
     interval_s: float = _INTERVAL_S
 
     def make(self, act: Callable[[], T], task: str) -> T | None:
-        """Call ``act`` on rank 0 and return its result there; return None on the other ranks, after rank 0 is done.
+        """Call ``act`` on rank 0 and return its result there; return None on the other ranks when rank 0 has finished.
 
         ``task`` is a verb phrase for the message of the other ranks. The task may last longer than the timeout of a
         collective: rank 0 sends signs of life.
@@ -67,13 +67,13 @@ class RankZeroValues:
         return made
 
     def send(self, message: Tensor) -> None:
-        """Overwrite every rank's message with that of rank 0, of the same length and dtype."""
+        """Overwrite every rank's ``message`` with that of rank 0, which has the same length and dtype."""
         if not self.is_alone:
             with explained():
                 dist.broadcast(message, src=0)
 
     def send_tensors(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
-        """Bring rank 0's tensors by name to every rank, in messages of bounded size; on other ranks to the CPU.
+        """Send rank 0's tensors by name to every rank, in messages of limited size; other ranks get them on the CPU.
 
         ``tensors`` is None on the other ranks.
         """
@@ -102,7 +102,7 @@ class RankZeroValues:
         return received
 
     def gather(self, own: Tensor) -> Tensor:
-        """Stack the rows of all ranks, in rank order, on the CPU."""
+        """Return the rows of all ranks, stacked in rank order, on the CPU."""
         return own.cpu() if self.is_alone else exchanged(own.flatten(), self.device)
 
     def _wait(self, task: str) -> None:
@@ -117,11 +117,11 @@ class RankZeroValues:
 
     @contextlib.contextmanager
     def _signs_of_life(self) -> Iterator[None]:
-        """Send signs of life from rank 0 while the body runs, however long it takes."""
+        """Send signs of life from rank 0 while the block runs, however long it takes."""
         is_over = threading.Event()
 
         def send_signs() -> None:
-            # If a rank is lost, this one learns of it at the next message after its work.
+            # If another rank is lost, this one learns of it with the next message after its work.
             with contextlib.suppress(PeerError):
                 while not is_over.wait(self.interval_s):
                     self._tell(_WorkState.UNDER_WAY)

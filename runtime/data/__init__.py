@@ -1,1 +1,1 @@
-"""The data of training: which samples come in which order, and how far a run has come in them."""
+"""The data of training: the order of samples, and the position of a run in it."""

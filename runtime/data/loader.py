@@ -1,4 +1,4 @@
-"""A loader whose batches are a pure function of a seed and a position: resumable anywhere, by any number of ranks."""
+"""A loader whose batches are a pure function of a seed and a position: resumable anywhere, with any number of ranks."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ from zeroir.runtime.training.random_states import host_generators_kept, seed_hos
 from zeroir.torch_ops.batches import Batch
 
 IS_GLOBAL: Final = "is_global"
-"""The key of a loader's state that is True where the state is the same on all ranks and serves any number of them."""
+"""The key of a loader's state that is True where the state is the same on all ranks and valid for any number of them.
+"""
 
 Sample = TypeVar("Sample")
 Sample_co = TypeVar("Sample_co", covariant=True)
 
 
 class SizedDataset(Protocol[Sample_co]):
-    """A data set with numbered samples, such as a map-style ``torch.utils.data.Dataset`` or a list."""
+    """A data set with indexed samples, such as a map-style ``torch.utils.data.Dataset`` or a list."""
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
 
     def __getitem__(self, index: int, /) -> Sample_co:
-        """The sample with this number, from 0."""
+        """Return the sample with this index, from 0."""
 
 
 class ResumableLoader(Generic[Sample]):
-    """An endless iterator over the batches of one rank; its state is how many samples all ranks have taken together.
+    """An endless iterator over the batches of one rank; its state is the number of samples that all ranks have taken.
 
-    The global order of samples depends on ``seed`` alone. Epoch follows epoch, each a new permutation of the data set
-    (or the data set as it stands, without ``shuffle``), and a batch may reach into the next epoch, so no sample is ever
-    dropped. Of each ``batch_size · world_size`` samples, rank r takes the r-th ``batch_size``. Another number of ranks
-    goes on in the same order.
+    The global order of samples depends on ``seed`` alone. Each epoch is a new permutation of the data set (or the data
+    set in its own order, without ``shuffle``), and a batch may extend into the next epoch, so no sample is ever
+    dropped. Of each ``batch_size · world_size`` samples, rank r takes the r-th ``batch_size``. A job with another
+    number of ranks continues in the same order.
 
-    Python's, numpy's and torch's global generators are seeded anew for each sample, and for ``collate``, so that
-    random transformations are the same for any number of workers and after any resume.
+    Python's, numpy's and torch's global generators are seeded anew for each sample, and for ``collate``, so that random
+    transformations are the same for any number of workers and after any resume.
 
-    ``dataset`` has a length and numbered samples. ``collate`` makes a batch of a list of samples; the default stacks
-    tensors as torch's ``DataLoader`` does, except that samples that are tuples give a tuple. ``num_workers``,
+    ``dataset`` has a length and indexed samples. ``collate`` makes a batch of a list of samples; the default stacks
+    tensors as torch's ``DataLoader`` does, but makes a tuple of samples that are tuples. ``num_workers``,
     ``prefetch_factor`` and ``pin_memory`` are those of ``DataLoader``.
 
     Raises:
@@ -86,7 +87,7 @@ class ResumableLoader(Generic[Sample]):
 
     @property
     def samples(self) -> int:
-        """The number of samples that all ranks have taken together; what workers hold ready does not count."""
+        """The number of samples that all ranks have taken together, without those that workers have prefetched."""
         return self._samples
 
     @property
@@ -95,7 +96,10 @@ class ResumableLoader(Generic[Sample]):
         return self._samples // self._order.size
 
     def state_dict(self) -> dict[str, object]:
-        """The position: the next batch begins at sample ``samples`` of the global order. It is equal on all ranks."""
+        """Return the position: the next batch starts at sample ``samples`` of the global order.
+
+        It is equal on all ranks.
+        """
         return {
             IS_GLOBAL: True,
             "samples": self._samples,
@@ -106,7 +110,7 @@ class ResumableLoader(Generic[Sample]):
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on at the position of ``state``; iterators made before this are of no more use.
+        """Continue at the position of ``state``; iterators made before are invalid.
 
         Raises:
             UserError: where the state is of another order of samples.
@@ -127,10 +131,10 @@ class ResumableLoader(Generic[Sample]):
         self._iterations += 1
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of this rank from the present position on, without end.
+        """Return an endless iterator over this rank's batches, from the current position on.
 
         Raises:
-            UserError: where a sample or ``collate`` fails; where another iterator was made since.
+            UserError: where a sample or ``collate`` fails, or where another iterator was made since.
         """
         self._iterations += 1
         return self._iterate(self._iterations)
@@ -150,7 +154,7 @@ class ResumableLoader(Generic[Sample]):
             pin_memory=self._pin_memory,
             collate_fn=_unchanged,
             worker_init_fn=_leave_process_group if self._num_workers else None,
-            # Otherwise each iterator would draw from the global generator.
+            # Without a generator each iterator would draw from the global one.
             generator=torch.Generator().manual_seed(0),
         )
         for batch in loader:
@@ -170,21 +174,21 @@ _IDENTITY: Final = {
     "seed": "the seed",
     "shuffle": "an order with shuffle =",
 }
-"""What must be equal for a position to mean the same, as messages name it."""
+"""The keys that must be equal for a position to mean the same, and their names in messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Failure:
-    """One sentence on an exception in the user's code, which a worker returns in place of a batch.
+    """A sentence on an exception in the user's code, which a worker returns instead of a batch.
 
-    An exception itself would reach the main process with the worker's traceback as its text.
+    The exception itself would reach the main process with the worker's traceback as its text.
     """
 
     sentence: str
 
 
 class _Explained:
-    """Turns an exception of the body into a ``_Failure``; ``what`` is what the body is doing."""
+    """Turns an exception of the block into a ``_Failure``; ``what`` says what the block does."""
 
     def __init__(self) -> None:
         self.what = ""
@@ -199,7 +203,7 @@ class _Explained:
 
 
 class _Places(Sampler[tuple[int, int]]):
-    """The positions [start, stop) of a rank's batches in the stream of samples, without end."""
+    """An endless iterator over the positions [start, stop) of a rank's batches in the stream of samples."""
 
     def __init__(self, *, start: int, batch_size: int, stride: int) -> None:
         self._start = start
@@ -214,7 +218,7 @@ class _Places(Sampler[tuple[int, int]]):
 
 
 class _BatchesByPlace(Dataset[object], Generic[Sample]):
-    """A data set of whole batches, by their positions in the stream of samples."""
+    """A data set of whole batches, indexed by their positions in the stream of samples."""
 
     def __init__(
         self,
@@ -228,7 +232,7 @@ class _BatchesByPlace(Dataset[object], Generic[Sample]):
         self._collate = collate
 
     def __getitem__(self, place: tuple[int, int]) -> object:
-        """The batch of these positions, or a ``_Failure``."""
+        """Return the batch of these positions, or a ``_Failure``."""
         start, stop = place
         samples: list[Sample] = []
         explained = _Explained()
@@ -244,7 +248,7 @@ class _BatchesByPlace(Dataset[object], Generic[Sample]):
 
 
 def _stacked(samples: Sequence[object]) -> Batch:
-    """Torch's batch of samples, but a tuple where it makes a list of samples that are tuples."""
+    """Collate samples as torch does, but make a tuple of samples that are tuples."""
     batch: object = default_collate(list(samples))
     if isinstance(batch, list) and isinstance(samples[0], tuple):
         return tuple(batch)
@@ -252,7 +256,7 @@ def _stacked(samples: Sequence[object]) -> Batch:
 
 
 def _sentence(what: str, error: Exception) -> str:
-    # The frame below the loader's is the user's; deeper frames may belong to a library.
+    # The frame below the loader's is the user's; deeper ones may belong to a library.
     frames = traceback.extract_tb(error.__traceback__)[1:2]
     place = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in frames)
     reason = " ".join(str(error).split())
@@ -273,7 +277,7 @@ def _size(dataset: object) -> int:
 
 
 def _leave_process_group(_worker: int) -> None:
-    """Leave the process group of the rank: torchrun sends SIGTERM to all of it, after which the rank needs its data."""
+    """Leave the rank's process group: torchrun sends SIGTERM to the whole group, and the rank still needs data then."""
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)
 

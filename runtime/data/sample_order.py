@@ -1,8 +1,8 @@
-"""The order in which a run takes samples: a pure function of a seed, whatever the number of ranks.
+"""The order in which a run takes samples: a pure function of a seed, for any number of ranks.
 
-The samples of all epochs form one endless stream. The positions ``[e · size, (e + 1) · size)`` of it are epoch e, a
-permutation of the data set that depends on the seed and e alone. Any part of the stream is computed at once and without
-memory for the rest, so a run that is resumed late in an epoch begins as fast as a new one.
+The samples of all epochs form one endless stream. Its positions ``[e · size, (e + 1) · size)`` are epoch e, a
+permutation of the data set that depends on the seed and e alone. Any part of the stream is computed directly, without
+memory for the rest, so a run that resumes late in an epoch starts as fast as a new one.
 
 A permutation is a Feistel network over two digits with base ⌈√size⌉, whose results outside the data set are encrypted
 again until they are inside ("cycle walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
@@ -23,16 +23,16 @@ _ROUNDS: Final = 8
 _ORDER: Final = 1
 _SAMPLE: Final = 2
 _BATCH: Final = 3
-"""What a number is drawn for; different uses of a seed are independent."""
+"""The uses of a seed; numbers drawn for different uses are independent."""
 
 _Words = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOrder:
-    """The stream of samples of a data set with ``size`` samples, shuffled or as they stand in it.
+    """The stream of samples of a data set with ``size`` samples, shuffled or in the order of the data set.
 
-    Seeds are for generators of random numbers that are seeded anew for each sample or batch: 0 ≤ seed < 2^63.
+    Seeds are for random generators that are seeded anew for each sample or batch: 0 ≤ seed < 2^63.
     """
 
     size: int
@@ -40,7 +40,7 @@ class SampleOrder:
     is_shuffled: bool = True
 
     def indices(self, start: int, stop: int) -> list[int]:
-        """The indices in the data set of the samples at positions [start, stop) of the stream."""
+        """Return the indices in the data set of the samples at positions [start, stop) of the stream."""
         indices: list[int] = []
         while start < stop:
             epoch, first = divmod(start, self.size)
@@ -50,11 +50,11 @@ class SampleOrder:
         return indices
 
     def sample_seed(self, position: int, index: int) -> int:
-        """The seed of the sample at a position, which has this index in the data set."""
+        """Return the seed of the sample at a position, which has this index in the data set."""
         return drawn(self.seed, _SAMPLE, position // self.size, index) >> 1
 
     def batch_seed(self, position: int) -> int:
-        """The seed of what is done with a whole batch whose first sample is at this position."""
+        """Return the seed for processing a whole batch whose first sample is at this position."""
         return drawn(self.seed, _BATCH, position) >> 1
 
     def _indices_in_epoch(self, epoch: int, first: int, end: int) -> list[int]:
@@ -68,7 +68,7 @@ class SampleOrder:
 
 
 def _encrypted(values: _Words, size: int, keys: list[int]) -> _Words:
-    """A permutation of [0, base²), where base = ⌈√size⌉."""
+    """Return a permutation of [0, base²), where base = ⌈√size⌉."""
     base = np.uint64(math.isqrt(size - 1) + 1)
     high, low = values // base, values % base
     for key in keys:
@@ -77,7 +77,7 @@ def _encrypted(values: _Words, size: int, keys: list[int]) -> _Words:
 
 
 def _mixed(values: _Words) -> _Words:
-    """One step of SplitMix64 for each value (Steele, Lea and Flood, Fast Splittable Pseudorandom Generators, 2014)."""
+    """Return one step of SplitMix64 for each value (Steele, Lea and Flood, Fast Splittable PRNGs, 2014)."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""The batches that a rank trains on, and the position in them, which a checkpoint keeps."""
+"""The batches that a rank trains on, and the position among them, which a checkpoint saves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ BatchFunction = Callable[..., Iterable[Batch]]
 """The user's ``batches(rank, world_size, seed, start_step=0)``; ``start_step`` may be missing."""
 
 Resumption = Literal["new", "loader", "start-step", "replay"]
-"""How data goes on: it begins anew, a loader takes its state, ``batches`` takes ``start_step``, or some are skipped."""
+"""How data continues: it starts over, a loader loads its state, ``batches`` takes ``start_step``, or batches are
+skipped."""
 
 _TAKEN: Final = "batches"
 _LOADER: Final = "loader"
@@ -29,20 +30,20 @@ _LOADER: Final = "loader"
 class StatefulLoader(Protocol):
     """A loader that knows its position, such as ``zeroir.ResumableLoader`` or torchdata's ``StatefulDataLoader``.
 
-    Its state is one rank's, or, where the key ``is_global`` of it is True, the same on all ranks for any number of
-    them.
+    Its state belongs to one rank. If its key ``is_global`` is True, the state is the same on all ranks and valid for
+    any number of them.
     """
 
     def state_dict(self) -> Mapping[str, object]:
-        """The position after the batches that were taken."""
+        """Return the position after the batches taken so far."""
 
     def load_state_dict(self, state: Mapping[str, object], /) -> object:
-        """Go on at that position with the next iterator."""
+        """Continue at that position with the next iterator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOfData:
-    """For whom the batches are: the first three arguments of the user's ``batches``."""
+    """The rank that the batches are for: the first three arguments of the user's ``batches``."""
 
     rank: int
     world_size: int
@@ -52,11 +53,11 @@ class RankOfData:
 class TrainingData:
     """The batches of one rank. ``function`` is the user's, and is called once, when the first batch is needed.
 
-    What it returns is iterated again, epoch after epoch, where it can be, as a list and a ``DataLoader`` can; before
-    each epoch but the first the sampler of a ``DataLoader`` is told its number, if it has ``set_epoch``. A generator
-    ends, and so does what a function with ``start_step`` returns, because that is the rest of the batches.
+    If its result can be iterated again, like a list or a ``DataLoader``, it is iterated epoch after epoch; before each
+    epoch but the first, ``set_epoch`` of a ``DataLoader``'s sampler is called if it exists. A generator ends, and so
+    does the result of a function with ``start_step``, because that is the rest of the batches.
 
-    The position counts the batches that were taken, not those that a loader holds ready.
+    The position counts the batches taken, not those that a loader has prefetched.
     """
 
     def __init__(self, function: BatchFunction, rank: RankOfData) -> None:
@@ -68,11 +69,11 @@ class TrainingData:
 
     @property
     def batches_taken(self) -> int:
-        """The number of batches that this rank took, those before a resume included."""
+        """The number of batches that this rank has taken, including those before a resume."""
         return self._taken
 
     def open(self) -> None:
-        """Call the user's function now, if it was not called yet.
+        """Call the user's function now, unless it was called before.
 
         Raises:
             UserError: where it fails.
@@ -80,7 +81,7 @@ class TrainingData:
         self._opened()
 
     def take(self, step: int) -> Batch:
-        """The next batch; ``step`` is the training step that needs it, for messages.
+        """Return the next batch; ``step`` is the training step that needs it, for messages.
 
         Raises:
             UserError: where there is none.
@@ -98,10 +99,10 @@ class TrainingData:
         return batch
 
     def state_dict(self) -> dict[str, object]:
-        """The position: the number of batches taken, and the state of the loader if it has one.
+        """Return the position: the number of batches taken, and the state of the loader if it has one.
 
         Raises:
-            UserError: where the loader fails to give its state.
+            UserError: where the loader fails to return its state.
         """
         self._opened()
         batches: object = self._batches
@@ -112,10 +113,10 @@ class TrainingData:
         return {_TAKEN: self._taken, _LOADER: state}
 
     def load_state_dict(self, state: Mapping[str, object], world_size: int) -> Resumption:
-        """Go on at a position that a rank of a job of ``world_size`` ranks has saved, and tell how.
+        """Continue at a position that a rank of a job of ``world_size`` ranks has saved; return how.
 
         Raises:
-            UserError: where these batches cannot go on there.
+            UserError: where these batches cannot continue there.
         """
         taken, loader_state = state.get(_TAKEN), state.get(_LOADER)
         if not isinstance(taken, int) or not isinstance(loader_state, Mapping | None):
@@ -193,10 +194,10 @@ class TrainingData:
 
     @property
     def _takes_start_step(self) -> bool:
-        """Whether the function has a parameter for the number of batches that were taken before."""
+        """Whether the function has a parameter for the number of batches taken before."""
         try:
             parameters = list(inspect.signature(self._function).parameters.values())
-        except (TypeError, ValueError):  # callables of C
+        except (TypeError, ValueError):  # callables written in C
             return True
         positional = [each for each in parameters if each.kind in _POSITIONAL]
         return len(positional) > 3 or any(
@@ -212,7 +213,7 @@ class TrainingData:
 
 
 def _epochs(batches: Iterable[Batch], first: Iterator[Batch]) -> Iterator[Batch]:
-    """The batches of ``first``, and then those of ``batches`` again and again, until an epoch has none."""
+    """Yield the batches of ``first``, and then those of ``batches`` again and again, until an epoch is empty."""
     set_epoch = None
     if not isinstance(batches, StatefulLoader):
         set_epoch = getattr(getattr(batches, "sampler", None), "set_epoch", None)
@@ -244,13 +245,13 @@ def _require_no_loader(batches: Iterable[Batch], taken: int) -> None:
 
 
 def _is_shuffled_without_seed(batches: Iterable[Batch]) -> bool:
-    """Whether torch's global generator, which nothing seeds, decides the order of a loader."""
+    """Return whether torch's global generator, which is not seeded, decides the order of a loader."""
     sampler = getattr(batches, "sampler", None)
     return isinstance(sampler, RandomSampler) and sampler.generator is None
 
 
 def repeated(batch: Callable[[], Batch]) -> BatchFunction:
-    """The batches of a model file without ``batches``: its example, again and again."""
+    """Return the batches of a model file without ``batches``: its example, over and over."""
 
     def batches(_rank: int, _world_size: int, _seed: int, _start_step: int) -> Iterator[Batch]:
         return repeat(batch())

@@ -1,1 +1,1 @@
-"""Buffers on disk: one file per rank without a name, read and written past the system's page cache."""
+"""Buffers on disk: one unnamed file per rank, read and written without the system's page cache."""

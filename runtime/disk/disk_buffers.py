@@ -1,4 +1,4 @@
-"""The buffers of one rank that are on disk: their places in the rank's file, and the bytes there."""
+"""The buffers of one rank that are on disk: their places in the rank's file, and their bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroir.runtime.disk.scratch_file import ScratchFile, whole_pages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlaceInFile:
-    """The offset of a buffer in the file and its size; up to the offset ``limit`` the bytes behind it are unused."""
+    """The offset and size of a buffer in the file; the bytes after it are unused up to the offset ``limit``."""
 
     offset: int
     size_bytes: int
@@ -22,10 +22,10 @@ class _PlaceInFile:
 
 
 class DiskBuffers:
-    """Buffers in a file of their own in ``folder``, or in the folder for temporary files. Each begins as zeros.
+    """Buffers in an unnamed file in ``folder``, or in the folder for temporary files; they are initialised with zeros.
 
     Raises:
-        UserError: in every method, where the disk or the folder refuses.
+        UserError: in every method, where the disk or the folder fails.
     """
 
     def __init__(self, folder: Path | None, rank: int) -> None:
@@ -35,21 +35,21 @@ class DiskBuffers:
 
     @property
     def is_direct(self) -> bool:
-        """Whether reads and writes go past the page cache."""
+        """Whether reads and writes bypass the page cache."""
         return self._file.is_direct
 
     @property
     def read_bytes(self) -> int:
-        """The bytes that were read from the file so far."""
+        """The bytes read from the file so far."""
         return self._requests.read_bytes
 
     @property
     def written_bytes(self) -> int:
-        """The bytes that were written to the file so far."""
+        """The bytes written to the file so far."""
         return self._requests.written_bytes
 
     def add(self, sizes_bytes: Mapping[str, int]) -> None:
-        """Allocate those of these buffers that are not there, all at once."""
+        """Allocate those of these buffers that are not allocated yet, all at once."""
         sizes = {name: size for name, size in sizes_bytes.items() if name not in self._places}
         offset = self._file.reserve(sum(map(whole_pages, sizes.values())))
         for name, size_bytes in sizes.items():
@@ -58,7 +58,7 @@ class DiskBuffers:
             offset = limit
 
     def add_parts(self, size_bytes: int, parts: Mapping[str, range]) -> None:
-        """Give buffers these bytes of a block of ``size_bytes``, which they share."""
+        """Place buffers at these byte ranges of a shared block of ``size_bytes``."""
         start = self._file.reserve(size_bytes)
         for name, part in parts.items():
             stop = start + part.stop
@@ -66,15 +66,15 @@ class DiskBuffers:
             self._places[name] = place
 
     def keep(self, names: Collection[str]) -> None:
-        """Give up all other buffers; their bytes in the file stay unused."""
+        """Forget all other buffers; their bytes in the file stay unused."""
         self._places = {name: self._places[name] for name in names}
 
     def reading(self, name: str, start_bytes: int, target: Tensor) -> PreparedTransfer:
-        """A function that reads the bytes of a buffer from ``start_bytes`` on into a flat tensor on the CPU."""
+        """Return a function that reads bytes of a buffer, from ``start_bytes`` on, into a flat CPU tensor."""
         return self._requests.reading(self._places[name].offset + start_bytes, target)
 
     def writing(self, name: str, start_bytes: int, source: Tensor) -> PreparedTransfer:
-        """A function that writes a flat tensor on the CPU to a buffer, from ``start_bytes`` on."""
+        """Return a function that writes a flat CPU tensor to a buffer, from ``start_bytes`` on."""
         place = self._places[name]
         stop = place.offset + start_bytes + source.numel() * source.itemsize
         is_end = stop == place.offset + place.size_bytes

@@ -1,4 +1,4 @@
-"""One sentence for each error of the system while buffers are kept on disk."""
+"""One sentence for each system error while buffers are on disk."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import Final
 from zeroir.errors import UserError
 
 _BROKEN_DISK: Final = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODEV, errno.ENXIO)
-"""A disk that fails or was removed, and a file system that is damaged."""
+"""Errors of a disk that fails or was removed, and of a damaged file system."""
 
 _ANOTHER: Final = "name a folder on another disk"
 
 
 def unusable(folder: str, rank: int, error: OSError, *, shortage: str = "") -> UserError:
-    """The error that a rank cannot keep buffers in a folder; ``shortage`` says how many bytes are missing."""
+    """Return the error that a rank cannot keep buffers in a folder; ``shortage`` says how many bytes are missing."""
     return UserError(
         f"Rank {rank} cannot keep its buffers on disk in '{folder}': {_reason(error, shortage)}."
     )
 
 
 def unreadable(folder: str, rank: int, error: OSError) -> UserError:
-    """The error that a rank cannot read its buffers on disk."""
+    """Return the error that a rank cannot read its buffers on disk."""
     return UserError(
         f"Rank {rank} cannot read its buffers on disk in '{folder}': {_reason(error)}; go on from the last checkpoint."
     )
 
 
 def unwritable(folder: str, rank: int, error: OSError) -> UserError:
-    """The error that a rank cannot write its buffers on disk."""
+    """Return the error that a rank cannot write its buffers on disk."""
     return UserError(
         f"Rank {rank} cannot write its buffers on disk in '{folder}': {_reason(error)}; go on from the last checkpoint."
     )
 
 
 def truncated(folder: str, rank: int) -> UserError:
-    """The error that a file gives fewer bytes than it was made for."""
+    """Return the error that a file has become shorter than it was created."""
     return UserError(
         f"Rank {rank} cannot read its buffers on disk in '{folder}': the file has become shorter, so something else "
         "changes it; name a folder of your own, and go on from the last checkpoint."
@@ -43,7 +43,7 @@ def truncated(folder: str, rank: int) -> UserError:
 
 
 def stuck(folder: str, rank: int) -> UserError:
-    """The error that a disk takes no further bytes, and gives no reason."""
+    """Return the error that a disk accepts no further bytes, and gives no reason."""
     return UserError(
         f"Rank {rank} cannot write its buffers on disk in '{folder}': the disk takes no further bytes; {_ANOTHER}, and "
         "go on from the last checkpoint."

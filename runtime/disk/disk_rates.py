@@ -1,4 +1,4 @@
-"""The rates of a disk as one rank sees them, measured with the reads and writes of buffers on disk.
+"""The transfer rates of a disk for one rank, measured with the reads and writes of buffers on disk.
 
 All ranks of a node measure at the same time, so that they share the disk as they do in training. Each figure is the
 median of several rounds, after the file was written once.
@@ -26,10 +26,10 @@ _ROUNDS: Final = 5
 def measure_disk(
     folder: Path, rank: int, meet: Callable[[], None], size_bytes: int = _SIZE_BYTES
 ) -> MeasuredDisk:
-    """The rates of the disk of a folder. ``meet`` returns on all ranks at once; all of them call this together.
+    """Measure the transfer rates of a folder's disk. ``meet`` is a barrier; all ranks call this together.
 
     Raises:
-        UserError: where the folder takes no file of twice ``size_bytes``, or the disk fails.
+        UserError: where the folder has no room for a file of twice ``size_bytes``, or the disk fails.
     """
     disk = DiskBuffers(folder, rank)
     disk.add({"read": size_bytes, "written": size_bytes})
@@ -64,7 +64,7 @@ def measure_disk(
 
 
 def page_aligned(size_bytes: int) -> torch.Tensor:
-    """Random bytes (u8) that begin at a page, so that the disk reaches them without a copy."""
+    """Return random bytes (u8) that begin at a page, so that the disk can access them without a copy."""
     block = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8)
     start = -block.data_ptr() % PAGE_BYTES
     return block[start : start + size_bytes].random_(255)

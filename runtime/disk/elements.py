@@ -1,4 +1,4 @@
-"""Elements of a buffer on disk, for those that take them chunk by chunk."""
+"""Elements of a buffer on disk, for consumers that read them chunk by chunk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zeroir.runtime.memory.rank_memory import RankMemory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementsOnDisk:
-    """Elements ``[start, stop)`` of a buffer on disk, which are read chunk by chunk when they are written."""
+    """Elements ``[start, stop)`` of a buffer on disk, which are read chunk by chunk."""
 
     memory: RankMemory
     buffer: str
@@ -24,5 +24,5 @@ class ElementsOnDisk:
         return self.stop - self.start
 
     def chunks(self) -> Iterator[Tensor]:
-        """Copies of the elements in order."""
+        """Return copies of the elements, chunk by chunk in order."""
         return self.memory.read_in_chunks(self.buffer, self.start, self.stop)

@@ -1,8 +1,8 @@
-"""Reads and writes of a scratch file: cut into requests of some MiB, several of which are under way at once.
+"""Reads and writes of a scratch file, split into requests of a few MiB, several of which run at once.
 
-Direct requests need offsets, sizes and addresses that are multiples of a page. A request that is not of this kind, such
-as the end of a shard, goes by way of an aligned block that each thread has. Where it changes a part of a page that has
-other bytes in use, the page is read before. So elements may begin and end anywhere; only the speed depends on it.
+Direct requests need offsets, sizes and addresses that are multiples of a page. Any other request, such as the end of a
+shard, goes through an aligned block of the thread. Where it changes part of a page that has other bytes in use, the
+page is read first. So elements may begin and end anywhere; this affects only the speed.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from zeroir.runtime.disk.disk_errors import stuck, truncated, unreadable, unwrit
 from zeroir.runtime.disk.scratch_file import PAGE_BYTES, ScratchFile, whole_pages
 
 REQUEST_BYTES: Final = 2 << 20
-"""The bytes of a request: so many that the time of Python for each is short beside that of the disk."""
+"""The bytes of a request: enough that Python's time for each is short compared to the disk's."""
 
 REQUESTS_AT_ONCE: Final = 8
-"""The requests under way at once, so that the disk always has the next ones."""
+"""The number of requests that run at once, so that the disk always has the next ones."""
 
 _ATTEMPTS: Final = 16
-"""The requests in a row without progress after which the disk is given up."""
+"""The number of consecutive requests without progress after which the disk counts as failed."""
 
 PreparedTransfer = Callable[[], None]
-"""A transfer that is ready to be carried out, any number of times. It returns when all its bytes are transferred."""
+"""A prepared transfer, which can run any number of times. It returns when all its bytes are transferred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DiskRequest:
-    """Bytes at an offset of the file, and their memory. Bytes behind them are unused up to ``limit``."""
+    """Bytes at an offset of the file, and their memory. The file's bytes after them are unused up to ``limit``."""
 
     offset: int
     memory: memoryview
@@ -54,9 +54,9 @@ class _DiskRequest:
 
 
 class Requests:
-    """Carries out reads and writes of a file for any thread.
+    """Reads and writes a file, from any thread.
 
-    ``read_bytes`` and ``written_bytes`` count what was asked of the system.
+    ``read_bytes`` and ``written_bytes`` count the bytes requested from the system.
     """
 
     def __init__(self, file: ScratchFile) -> None:
@@ -69,22 +69,25 @@ class Requests:
         self.written_bytes = 0
 
     def reading(self, offset: int, memory: Tensor) -> PreparedTransfer:
-        """A function that reads bytes at an offset of the file into a flat tensor on the CPU.
+        """Return a function that reads bytes at an offset of the file into a flat CPU tensor.
 
-        It raises a UserError where the disk fails.
+        It raises UserError where the disk fails.
         """
         return partial(self._all, self._read, list(self._requests(offset, memory, offset)))
 
     def writing(self, offset: int, memory: Tensor, *, limit: int) -> PreparedTransfer:
-        """A function that writes a flat tensor on the CPU at an offset of the file.
+        """Return a function that writes a flat CPU tensor at an offset of the file.
 
-        Bytes behind the tensor's are unused up to ``limit``, an offset of the file: they may change. The function
-        raises a UserError where the disk fails.
+        The file's bytes after the tensor's are unused up to the offset ``limit``, and may change. The function raises
+        UserError where the disk fails.
         """
         return partial(self._all, self._write, list(self._requests(offset, memory, limit)))
 
     def _requests(self, offset: int, memory: Tensor, limit: int) -> Iterator[_DiskRequest]:
-        """Pieces that end at multiples of a request's size; direct ones have whole pages alone, or parts of one."""
+        """Yield requests that end at multiples of a request's size.
+
+        Direct ones cover whole pages, or part of a single page.
+        """
         octets = memory.detach().view(torch.uint8)
         stop = offset + octets.numel()
         last_page = stop // PAGE_BYTES * PAGE_BYTES
@@ -105,7 +108,7 @@ class Requests:
             start = end
 
     def _all(self, run: Callable[[_DiskRequest], None], requests: Sequence[_DiskRequest]) -> None:
-        """Carry out requests. A failure is raised when none of them touches the memory any more."""
+        """Run requests. A failure is raised only when no request uses the memory any more."""
         if len(requests) == 1:
             run(requests[0])
             return
@@ -136,13 +139,13 @@ class Requests:
             pages[own] = request.memory
             self._transfer_out(first, pages)
             return
-        with self._changing_parts:  # Another thread may change another part of the page.
+        with self._changing_parts:  # Another thread may change the rest of the page.
             self._transfer_in(first, pages)
             pages[own] = request.memory
             self._transfer_out(first, pages)
 
     def _block(self) -> memoryview:
-        """This thread's block for one request; it begins at a page."""
+        """This thread's block for one request, aligned to a page."""
         block: memoryview | None = getattr(self._own, "block", None)
         if block is None:
             block = self._own.block = memoryview(mmap.mmap(-1, REQUEST_BYTES + PAGE_BYTES))
@@ -179,7 +182,7 @@ class Requests:
             self.written_bytes += len(source)
 
     def _progress(self, done: int, count: int, size_bytes: int) -> int:
-        """The bytes that are transferred, in whole pages until all are, because the next request begins there."""
+        """Return the bytes transferred so far: whole pages until all are, because the next request starts there."""
         done += count
         if done < size_bytes and self._file.is_direct:
             done -= done % PAGE_BYTES

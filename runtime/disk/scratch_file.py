@@ -1,11 +1,11 @@
-"""The file of one rank. It has no name: nothing is left of it however the process ends, and no other job can open it.
+"""The unnamed file of one rank: no trace of it remains however the process ends, and no other job can open it.
 
-The file is made in a folder without a name (``O_TMPFILE``), or its name is removed at once where a file system knows no
-such files. The system frees it with the last process that has it open; after a power cut, when the file system is next
-mounted. So there is nothing to lock, to recognise or to clean up, and several jobs may use one folder.
+The file is created without a name (``O_TMPFILE``), or its name is removed at once on file systems that do not support
+this. The system frees it when the last process that has it open ends, or after a power failure when the file system is
+next mounted. So there is nothing to lock, recognise or clean up, and several jobs may use one folder.
 
-All bytes are allocated before the first step (``posix_fallocate``), so a full disk shows there. Reads and writes go
-past the page cache (``O_DIRECT``) where the file system allows that: the host memory is needed for buffers.
+All bytes are allocated before the first step (``posix_fallocate``), so a full disk is noticed there. Reads and writes
+bypass the page cache (``O_DIRECT``) where the file system allows it, because the host memory is needed for buffers.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ from typing import Final
 from zeroir.runtime.disk.disk_errors import unusable
 
 PAGE_BYTES: Final = 4096
-"""Places in the file are multiples of this; so are the addresses, offsets and sizes of direct reads and writes.
+"""Offsets of buffers in the file are multiples of this; so are addresses, offsets and sizes of direct reads and writes.
 
-It is a multiple of the logical block size of every disk that Linux supports with pages of this size.
-"""
+It is a multiple of the logical block size of every disk that Linux supports with pages of this size."""
 
 _NO_UNNAMED_FILES: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)
-"""What ``O_TMPFILE`` gives on file systems and kernels without it."""
+"""The errors of ``O_TMPFILE`` on file systems and kernels that do not support it."""
 
 
 class ScratchFile:
-    """An open file without a name in ``folder``, or in the folder for temporary files.
+    """An open, unnamed file in ``folder``, or in the folder for temporary files.
 
     Raises:
-        UserError: where the folder does not exist or takes no files.
+        UserError: where the folder does not exist or no file can be created there.
     """
 
     def __init__(self, folder: Path | None, rank: int) -> None:
@@ -48,10 +47,10 @@ class ScratchFile:
             raise unusable(self.folder, rank, error) from error
         weakref.finalize(self, os.close, self.descriptor)
         self.is_direct = _go_past_page_cache(self.descriptor)
-        """Whether the page cache is left out; then offsets, sizes and addresses must be multiples of a page."""
+        """Whether the page cache is bypassed; then offsets, sizes and addresses must be multiples of a page."""
 
     def reserve(self, size_bytes: int) -> int:
-        """Allocate bytes, which are zeros, at the end of the file; returns their offset, a multiple of a page.
+        """Allocate bytes, initially zero, at the end of the file; return their offset, a multiple of a page.
 
         Raises:
             UserError: where the disk has too little space, or a limit or quota forbids a file of that size.
@@ -69,7 +68,7 @@ class ScratchFile:
 
 
 def whole_pages(size_bytes: int) -> int:
-    """The bytes rounded up to whole pages."""
+    """Return the bytes rounded up to whole pages."""
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -90,7 +89,7 @@ def _open_without_name(folder: str) -> int:
 
 
 def _go_past_page_cache(descriptor: int) -> bool:
-    """Leave out the page cache from now on; False where the file system refuses, as those in memory do."""
+    """Bypass the page cache from now on; return False where the file system does not support it, as those in memory."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -100,7 +99,7 @@ def _go_past_page_cache(descriptor: int) -> bool:
 
 
 def _shortage(folder: str, size_bytes: int) -> str:
-    """How many bytes are needed and free, in parentheses."""
+    """Return how many bytes are needed and free, in parentheses."""
     try:
         free_bytes = shutil.disk_usage(folder).free
     except OSError:

@@ -1,1 +1,1 @@
-"""Ranks join a job, tell each other that they live, and notice when they do different things."""
+"""How ranks join a job, tell each other that they are alive, and notice that they run different things."""

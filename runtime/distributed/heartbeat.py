@@ -1,12 +1,12 @@
-"""A sign of life from every rank, which tells a rank that was stopped from one that is slow.
+"""A sign of life from every rank, which distinguishes a stopped rank from a slow one.
 
 A collective waits minutes for a late rank, because loading, compiling and reading data may take that long. It need not
 wait for a rank whose process is frozen or has ended, or whose machine cannot be reached. So a small process beside each
-rank says in the job's store that the rank's process runs (``signs_of_life``), and a thread of the rank says where it is
-in its program, and checks that the next rank's signs go on. When the store itself is lost, the
-process that kept it has ended (torchrun's agent or rank 0), and this rank must end itself. It must do so, too, when the
-store does not answer, because a link between machines is down: TCP itself would wait for a quarter of an hour. The
-thread that talks to the store waits then, so another thread watches it.
+rank writes to the job's store that the rank's process runs (``signs_of_life``), and a thread of the rank writes the
+rank's position in its program and checks that the next rank's signs of life continue. When the store itself is lost,
+the process that hosted it has ended (torchrun's agent or rank 0), and this rank must end as well. It must also end when
+the store does not answer because a link between machines is down: TCP itself would wait for a quarter of an hour. The
+thread that talks to the store blocks in that case, so another thread watches it.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from zeroir.runtime.distributed.signs_of_life import (
 
 INTERVAL_S: Final = 3.0
 NOTICED_S: Final = INTERVAL_S + 1.0
-"""Seconds after which the rank before one that has ended, or each after the loss of the store, has noticed it."""
+"""Seconds until the previous rank has noticed the end of a rank, or every rank the loss of the store."""
 _SILENCE_S: Final = 60.0
 _PURPOSE: Final = "heartbeat"
 _DONE: Final = b"done"
 _ENDS: Final = "ends: "
-"""How the last sign of life of a rank begins that ends because of another one; the reason follows."""
+"""The beginning of the last sign of life of a rank that ends because of another one; the reason follows."""
 
 Alarm = Callable[[str], None]
-"""Receives one sentence that says why the job cannot continue."""
+"""A function that receives a sentence on why the job cannot continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatTiming:
     """Seconds between two signs of life, and seconds of silence after which a rank counts as lost.
 
-    At the end of a job rank 0 keeps the store for at most ``closing_s``, or that silence if it is longer: ranks may
-    take long to close their files and workers.
+    At the end of a job rank 0 keeps the store for at most ``closing_s``, or for the silence if that is longer: ranks
+    may take long to close their files and workers.
     """
 
     interval_s: float = INTERVAL_S
@@ -57,19 +57,19 @@ class HeartbeatTiming:
 
     @classmethod
     def within(cls, timeout: timedelta) -> Self:
-        """Silence of a fifth of the timeout of collectives, and of no more than a minute."""
+        """Return a silence of a fifth of the timeout of collectives, at most a minute."""
         silence_s = min(_SILENCE_S, timeout.total_seconds() / 5)
         interval_s = min(INTERVAL_S, silence_s / 20)
         return cls(interval_s=interval_s, silence_s=silence_s, closing_s=_SILENCE_S)
 
 
 class Heartbeat:
-    """Gives this rank's signs of life, and watches the next rank of the ring.
+    """Sends this rank's signs of life, and watches the next rank of the ring.
 
-    A sign of life also says where the rank is in its program, once there is a ``tell``. ``on_alarm`` is called when the
-    next rank, after its first sign of life, or the store has been silent for too long, when the process of that rank
-    has ended too early, or when the store is lost. ``hosts`` has the name of every rank's machine, once all have
-    joined; ``place`` is the store's address.
+    A sign of life includes the rank's position in its program, once ``tell`` is set. ``on_alarm`` is called when the
+    next rank, after its first sign of life, or the store has been silent for too long, when that rank's process has
+    ended too early, or when the store is lost. ``hosts`` has the name of every rank's machine, once all have joined;
+    ``place`` is the store's address.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Heartbeat:
         watch.start()
 
     def break_off(self) -> None:
-        """End the watch and the signs of life."""
+        """Stop the watch and the signs of life."""
         self._is_closed.set()
         self._end_signs()
 
@@ -109,9 +109,9 @@ class Heartbeat:
         self._thread.join(self._timing.interval_s)
 
     def stop(self) -> None:
-        """End the watch, and tell the other ranks that this rank's silence is no alarm from now on.
+        """Stop the watch, and tell the other ranks that this rank's silence is no longer an alarm.
 
-        Rank 0 stays until the others have done the same, because the store may end with its process.
+        Rank 0 waits until the others have done the same, because the store may end with its process.
         """
         self._end_signs()
         with contextlib.suppress(RuntimeError):
@@ -162,7 +162,10 @@ class Heartbeat:
             self._is_over.wait(self._timing.interval_s)
 
     def _pass_on(self, why: str) -> None:
-        """Sound the alarm; the rank before this one would otherwise miss this one, whose end explains nothing."""
+        """Raise the alarm.
+
+        First tell the previous rank why, because otherwise it would only notice that this one has ended.
+        """
         self._store.set(str(self._rank), f"{_ENDS}{why}")
         self._on_alarm(why)
 
@@ -203,9 +206,9 @@ class Heartbeat:
         )
 
     def ranks_behind(self) -> str | None:
-        """A sentence on a rank that has ended, or else on those that are behind the others by their last signs of life.
+        """Return a sentence on a rank that has ended, or else on those that are behind by their last signs of life.
 
-        None where none is known.
+        Return None where no such rank is known.
         """
         sentences: list[str | None] = []
 
@@ -226,7 +229,7 @@ class Heartbeat:
         return sentences[0] if sentences else None
 
     def is_first_with(self, sentence: str) -> bool:
-        """Whether no other rank has come here with this sentence, whatever numbers it names; True without the store."""
+        """Return whether this rank is the first with this sentence, up to the numbers in it; True without the store."""
         name = re.sub(r"\d+", "0", sentence)
         try:
             return self._store.add(f"said/{name}", 1) == 1
@@ -238,7 +241,10 @@ class Heartbeat:
         return None if count.startswith(_ENDS) else RankPosition.decoded(count.partition(" ")[2])
 
     def _count_of(self, rank: int) -> bytes:
-        """The counter of a rank and its position, ``_DONE``, or why it ends; empty before its first sign of life."""
+        """Return the last sign of life of a rank: counter and position, ``_DONE``, or why it ends.
+
+        Empty before the first.
+        """
         return self._value_of(str(rank))
 
     def _life_of(self, rank: int) -> bytes:
@@ -252,7 +258,7 @@ class Heartbeat:
 def watched(
     launch: LaunchEnvironment, on_alarm: Alarm, timing: HeartbeatTiming | None = None
 ) -> Iterator[Heartbeat | None]:
-    """Run a heartbeat while the body runs; a job of one rank needs none.
+    """Run a heartbeat while the block runs; a job of one rank needs none.
 
     Raises:
         UserError: where the job's store cannot be reached.
@@ -266,14 +272,14 @@ def watched(
         lambda timeout: open_store(client, _PURPOSE, timeout),
         (timing or HeartbeatTiming()).interval_s,
     )
-    # A connection of its own, because the job's may be blocked in a wait.
+    # A separate connection, because the job's own may be blocked in a wait.
     store = open_store(launch, _PURPOSE, JOIN_TIMEOUT)
     place = f" at {launch.address}:{launch.port}"
     heartbeat = Heartbeat(store, launch.rank, launch.world_size, on_alarm, timing, place)
     try:
         yield heartbeat
     except BaseException:
-        # The interpreter would abort the process at its end if the thread were inside torch's store.
+        # At exit the interpreter would abort the process if the thread were inside torch's store.
         heartbeat.break_off()
         raise
     heartbeat.stop()

@@ -12,14 +12,14 @@ _SIOCGIFADDR: Final = 0x8915
 """From <linux/sockios.h>: the IPv4 address of an interface."""
 
 _REQUEST: Final = struct.Struct("16s24x")
-"""``struct ifreq``: the name, and room for the answer, whose address begins 20 bytes after the start."""
+"""``struct ifreq``: the name, and room for the answer, whose address is at byte 20."""
 
 
 def interface_towards(host: str, port: int) -> str | None:
-    """The interface from which packets to a host leave; None where that is loopback or unknown, as with IPv6."""
+    """Return the interface for packets to a host; None where that is loopback or unknown, as with IPv6."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))  # sends nothing
+            probe.connect((host, port))  # sends no packet
             own = probe.getsockname()[0]
             if ipaddress.ip_address(own).is_loopback:
                 return None
@@ -33,9 +33,9 @@ def interface_towards(host: str, port: int) -> str | None:
 def _address_of(interface: str, probe: socket.socket) -> str | None:
     try:
         from fcntl import ioctl
-    except ImportError:  # no such call on this system
+    except ImportError:  # the call does not exist on this system
         return None
-    with contextlib.suppress(OSError):  # it has no address
+    with contextlib.suppress(OSError):  # the interface has no address
         answer = ioctl(probe.fileno(), _SIOCGIFADDR, _REQUEST.pack(interface.encode()[:15]))
         return socket.inet_ntoa(answer[20:24])
     return None

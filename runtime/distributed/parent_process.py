@@ -1,4 +1,4 @@
-"""Ends a rank whose agent has died: otherwise it would train for ever, and Ctrl-C could not stop it."""
+"""Ends a rank whose agent has died: otherwise it would train forever, and Ctrl-C could not stop it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def end_with_agent() -> None:
-    """Let Linux kill this process when the torchrun agent that started it dies, even by ``kill -9``.
+    """Make Linux kill this process when the torchrun agent that started it dies, even by ``kill -9``.
 
-    On other systems, and where another process lies between the agent and the rank, the heartbeat ends the rank: the
-    agent keeps the job's store. A process that torchrun did not start may outlive its parent, such as a shell.
+    On other systems, and where another process is between the agent and the rank, the heartbeat ends the rank, because
+    the agent hosts the job's store. A process that torchrun did not start may outlive its parent, such as a shell.
     """
     if not sys.platform.startswith("linux") or "TORCHELASTIC_RUN_ID" not in os.environ:
         return

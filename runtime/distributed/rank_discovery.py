@@ -1,8 +1,8 @@
-"""The ranks of a job find one another in its store, in which earlier attempts of the job have left their keys.
+"""The ranks of a job find one another in its store, which may contain keys of earlier attempts of the job.
 
-torchrun restarts a job with the same store, and a restart after machines came or went has even the same number. So a
-key alone does not tell whether a rank of this attempt wrote it: a rank that reads the address of a process that has
-ended waits in vain. Each rank therefore shows a token of its own, and rank 0 answers each token with that of the job.
+torchrun restarts a job with the same store, and even with the same attempt number when machines came or went. So a key
+alone does not show whether a rank of this attempt wrote it: a rank that read the address of a process that has ended
+would wait in vain. Each rank therefore writes a token of its own, and rank 0 answers each with the job's token.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _NOTE_AFTER_S: Final = 30.0
 
 
 class KeyValueStore(Protocol):
-    """The methods in use of torch's stores, whose types torch does not export."""
+    """The methods of torch's stores that zeroir uses; torch does not export their types."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Set a value, which every rank can read."""
+        """Set a value that every rank can read."""
 
     def get(self, key: str, /) -> bytes:
         """Wait for a value and return it."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter, which begins at 0, and return its value."""
+        """Add to a counter, which starts at 0, and return its value."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all keys have a value."""
+        """Return whether all keys have a value."""
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        """Return when all keys have a value; DistStoreError where one has none within the timeout."""
+        """Wait until all keys have a value; raise DistStoreError where one has none within the timeout."""
 
 
 class AbsentRankError(UserError):
-    """A rank did not answer the call in time; ``rank`` is the first such rank."""
+    """A rank did not answer in time; ``rank`` is the first such rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"Rank {rank} is absent.")
@@ -50,10 +50,10 @@ class AbsentRankError(UserError):
 
 
 def call_roll(store: KeyValueStore, rank: int, world_size: int, patience: timedelta) -> str:
-    """Return when every rank of this attempt has called this; the result is a new token, equal on all of them.
+    """Wait until every rank of this attempt has called this; return a new token, equal on all of them.
 
     Raises:
-        AbsentRankError: where a rank does not within ``patience``.
+        AbsentRankError: where a rank does not call it within ``patience``.
     """
     deadline = time.monotonic() + patience.total_seconds()
     if rank == 0:
@@ -75,7 +75,7 @@ def call_roll(store: KeyValueStore, rank: int, world_size: int, patience: timede
 
 
 def _answer_all(store: KeyValueStore, job: str, world_size: int, deadline: float) -> None:
-    """As rank 0: answer every token of every other rank, until each has seen its answer."""
+    """Answer every token of every other rank, on rank 0, until each has read its answer."""
     answered: dict[int, bytes] = {}
     note_s = time.monotonic() + _NOTE_AFTER_S
     missing = list(range(1, world_size))
@@ -100,7 +100,10 @@ def _answer_all(store: KeyValueStore, job: str, world_size: int, deadline: float
 
 
 def _awaited(store: KeyValueStore, key: str, deadline: float) -> bool:
-    """Whether the key gets a value in time. The store tells, because thousands of ranks should not ask repeatedly."""
+    """Wait for the key, and return whether it got a value in time.
+
+    The store notifies, so thousands of ranks need not poll.
+    """
     try:
         store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
     except dist.DistStoreError:

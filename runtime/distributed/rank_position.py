@@ -1,4 +1,4 @@
-"""Where a rank is in its program, as it tells the other ranks of its job."""
+"""The position of a rank in its program, which it sends to the other ranks of its job."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Final, Self
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPosition:
-    """A place in the course of a job: later places of any rank have a greater ``order``; ``text`` says it in words.
+    """A position of a rank in a job: later positions of any rank have a greater ``order``; ``text`` says it in words.
 
-    The order is that of the step, its micro-steps done, the section and the op; ranks issue the same ops.
+    The order consists of the step, its micro-steps done, the section and the op; all ranks issue the same ops.
     """
 
     order: tuple[int, int, int, int]
     text: str
 
     def encoded(self) -> str:
-        """One line, which ``decoded`` reads."""
+        """Return one line of text, which ``decoded`` reads."""
         return f"{' '.join(map(str, self.order))} {self.text}"
 
     @classmethod
     def decoded(cls, line: str) -> Self | None:
-        """The position of a line; None where it has none."""
+        """Return the position that a line encodes; None where there is none."""
         step, micro_steps, section, op, text = (line.split(" ", 4) + [""] * 5)[:5]
         if not text:
             return None
@@ -31,16 +31,19 @@ class RankPosition:
 
 
 def rank_name(rank: int, hosts: Sequence[str]) -> str:
-    """How a message names a rank: with its machine, where the job has several; ``hosts`` has that of each rank."""
+    """Return a rank's name for messages: with its machine where the job has several.
+
+    ``hosts`` has that of each rank.
+    """
     return f"Rank {rank} on {hosts[rank]}" if len(set(hosts)) > 1 else f"Rank {rank}"
 
 
 _LISTED: Final = 8
-"""The most machines, and the most ranks of one, that a message names."""
+"""The most machines, and the most ranks of one machine, that a message names."""
 
 
 def ranks_by_host(hosts: Sequence[str], *, only: str | None = None) -> str:
-    """The machines of a job and their ranks, as ``alpha (ranks 0, 1), beta (rank 2)``, or ``only`` one of them."""
+    """Return the machines and their ranks as ``alpha (ranks 0, 1), beta (rank 2)``, or ``only`` one of them."""
     ranks: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         if only in (None, host):
@@ -54,7 +57,7 @@ def ranks_by_host(hosts: Sequence[str], *, only: str | None = None) -> str:
 
 
 def behind(present: Sequence[RankPosition | None], hosts: Sequence[str] = ()) -> str | None:
-    """A sentence on the ranks that are behind the others, by the position of each rank; None where none is."""
+    """Return a sentence on the ranks that are behind the others, by the position of each rank; None where none is."""
     known = [(place.order, rank) for rank, place in enumerate(present) if place is not None]
     if not known or min(known)[0] == max(known)[0]:
         return None

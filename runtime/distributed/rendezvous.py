@@ -1,4 +1,4 @@
-"""A process joins its job: torchrun's environment variables, the job's store, and the default process group."""
+"""How a process joins its job: torchrun's environment variables, the job's store, and the default process group."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from zeroir.runtime.distributed.rank_discovery import AbsentRankError, KeyValueS
 from zeroir.runtime.distributed.slurm import become_rank_of_step
 
 JOIN_TIMEOUT: Final = timedelta(seconds=240)
-"""Seconds that ranks wait for a rank that does not join. An agent takes 30 s more to kill a frozen one."""
+"""Seconds that ranks wait for a rank that does not join. An agent needs 30 s more to kill a frozen one."""
 
 _NOTE_AFTER_S: Final = 30.0
-"""Seconds after which a process says what it is waiting for."""
+"""Seconds after which a process logs what it is waiting for."""
 _MOST_RANKS: Final = 65536
 _REMEDY: Final = "start the job with torchrun or `zeroir run --nproc`, which set it"
 
@@ -45,8 +45,8 @@ class JobRank:
 class LaunchEnvironment:
     """This process's rank according to torchrun's environment variables.
 
-    The job's store is at ``address`` and ``port``; ``port`` is None where this process is no rank of a job. With
-    ``is_host`` this process itself holds the store, because no agent of torchrun does.
+    The job's store is at ``address`` and ``port``; ``port`` is None where this process does not belong to a job. With
+    ``is_host`` this process itself hosts the store, because no torchrun agent does.
     """
 
     rank: int = 0
@@ -57,7 +57,7 @@ class LaunchEnvironment:
 
 
 def read_launch_environment() -> LaunchEnvironment:
-    """Read RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets; a task of srun sets them here itself.
+    """Read RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets; a task of srun first sets them itself.
 
     Raises:
         UserError: where they are incomplete or contradictory.
@@ -99,18 +99,18 @@ def _number(name: str, least: int, most: int, *, default: int | None = None) -> 
 
 
 def is_restart() -> bool:
-    """Whether torchrun has started the ranks of this job again after it lost some."""
+    """Return whether torchrun has restarted the ranks of this job after it lost some."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
 
 
 def open_store(launch: LaunchEnvironment, purpose: str, timeout: timedelta) -> KeyValueStore:
-    """A new connection to the part of the job's store for this purpose; the host rank creates the store.
+    """Return a new connection to this purpose's part of the job's store, which the host rank creates.
 
     Raises:
         UserError: where the store cannot be reached within the timeout.
     """
     assert launch.port is not None
-    # torchrun restarts a job with the same store, so the keys name the restart.
+    # torchrun restarts a job with the same store, so the keys include the restart.
     start = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
     try:
         with _noting_a_long_wait(launch, timeout):
@@ -130,7 +130,7 @@ def open_store(launch: LaunchEnvironment, purpose: str, timeout: timedelta) -> K
 
 @contextmanager
 def _noting_a_long_wait(launch: LaunchEnvironment, timeout: timedelta) -> Iterator[None]:
-    """Log a note where the body, which connects to the job's store, takes long; one from each machine is enough."""
+    """Log a note, once per machine, where the block takes long to connect to the job's store."""
 
     def note() -> None:
         try:
@@ -158,10 +158,10 @@ def _noting_a_long_wait(launch: LaunchEnvironment, timeout: timedelta) -> Iterat
 
 
 def join_job(timeout: timedelta = DEFAULT_TIMEOUT, patience: timedelta = JOIN_TIMEOUT) -> JobRank:
-    """Become a rank of the job that torchrun started, with NCCL on CUDA and gloo elsewhere; a job of one without it.
+    """Join the job that torchrun started, with NCCL on CUDA and gloo elsewhere; without torchrun, a job of one rank.
 
     ``timeout`` bounds later collectives of the default group, ``patience`` the wait for the other ranks to join. An
-    existing default group is used as it is.
+    existing default group is reused.
 
     Raises:
         UserError: where the environment is wrong, the other ranks do not join or cannot be reached, or this machine has
@@ -176,7 +176,7 @@ def join_job(timeout: timedelta = DEFAULT_TIMEOUT, patience: timedelta = JOIN_TI
             # Some machines cannot resolve their own name, and ranks of one machine do not need it.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         elif device.type != "cuda" and "GLOO_SOCKET_IFNAME" not in os.environ:
-            # Gloo listens at the address of the machine's own name, which often is one of loopback.
+            # Gloo listens at the address of the machine's own name, which is often a loopback address.
             interface = interface_towards(launch.address, launch.port)
             if interface is not None:
                 os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -202,7 +202,7 @@ def leave_job() -> None:
 
 
 def _called(launch: LaunchEnvironment, store: KeyValueStore, patience: timedelta) -> KeyValueStore:
-    """Return when every rank has reached this point, with a part of the store for this attempt of the job alone.
+    """Wait until every rank has reached this point; return a part of the store for this attempt of the job alone.
 
     Raises:
         UserError: where a rank does not reach it, or the store is lost.
@@ -239,7 +239,7 @@ def _cannot_join(launch: LaunchEnvironment, error: Exception) -> UserError:
 
 
 def _own_device() -> torch.device:
-    """The GPU for this rank, made current; the CPU where there is none."""
+    """Return the GPU of this rank, and make it current; the CPU where there is no GPU."""
     local_rank = _number("LOCAL_RANK", 0, _MOST_RANKS - 1, default=0)
     if not torch.cuda.is_available():
         return torch.device("cpu")

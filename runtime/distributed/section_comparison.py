@@ -1,8 +1,8 @@
 """Ranks that wait for each other compare the sections that they have run.
 
-Ranks that take different numbers of micro-steps come to wait for each other in different collectives, until the
-timeout. So each rank keeps a short history of its sections. Where it has begun none for some seconds, a thread shows
-the history in the job's store, and compares it with that of the next rank. Where nobody waits, nothing is sent.
+Ranks that take different numbers of micro-steps would wait for each other in different collectives until the timeout.
+So each rank keeps a short history of its sections. When it has started none for some seconds, a thread writes the
+history to the job's store, and compares it with that of the next rank. While no rank waits, nothing is sent.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ GRACE_S: Final = 5.0
 """Seconds without a new section after which a rank compares its history."""
 
 SHOWN_S: Final = GRACE_S + 3.0
-"""Seconds in which every rank that waits has shown its history."""
+"""Seconds within which every waiting rank has published its history."""
 
 _INTERVAL_S: Final = 1.0
 _POLL_S: Final = 0.2
 _END_S: Final = 10.0
-"""Seconds in which an agent ends the other ranks of the one that has said why."""
+"""Seconds that an agent needs to end the other ranks after one has printed the reason."""
 
 
 class SectionsOfRanks:
-    """The histories of all ranks of a job; all of them make one together, and close it."""
+    """The histories of all ranks of a job, which create and close this together."""
 
     def __init__(self, job: Job) -> None:
         self._rank, self._world_size = job.rank, dist.get_world_size()
         self._history = SectionHistory()
-        # Keys of an earlier engine, or of the job before a restart, may be in the same store.
+        # An earlier engine, or the job before a restart, may have left keys in the same store.
         token = exchanged_texts(uuid.uuid4().hex, job.device)[0]
-        # A connection of its own, because the job's may be blocked in a wait.
+        # A separate connection, because the job's own may be blocked in a wait.
         store = cast("Any", distributed_c10d._get_default_store()).clone()
         self._store: KeyValueStore = dist.PrefixStore(f"zeroir/sections/{token}", store)  # type: ignore[attr-defined]
         self._is_over = threading.Event()
@@ -59,16 +59,16 @@ class SectionsOfRanks:
         threading.Thread(target=self._watch, name="zeroir-sections", daemon=True).start()
 
     def begin(self, section: str, step: int, micro_steps: int) -> None:
-        """Note a section in which ranks meet; see ``SectionEntry``."""
+        """Record a section with collectives, as a ``SectionEntry``."""
         self._history.add(SectionEntry(section, step, micro_steps))
 
     def show(self) -> None:
-        """Let the other ranks see this rank's history as it is now."""
+        """Write this rank's current history to the store, for the other ranks."""
         with contextlib.suppress(RuntimeError):  # the store is gone
             self._store.set(str(self._rank), self._history.encoded())
 
     def error(self, patience_s: float) -> UserError | None:
-        """The error that the ranks do different things, if their histories tell so within ``patience_s``."""
+        """Return the error that the ranks differ, if their histories show it within ``patience_s``."""
         self.show()
         deadline = time.monotonic() + patience_s
         with contextlib.suppress(RuntimeError):  # the store is gone
@@ -82,7 +82,7 @@ class SectionsOfRanks:
         return None
 
     def close(self) -> None:
-        """End the comparison."""
+        """Stop the comparison."""
         self._is_over.set()
         atexit.unregister(self._is_over.set)
 
@@ -95,13 +95,13 @@ class SectionsOfRanks:
                 if time.monotonic() - seen_s < GRACE_S:
                     continue
                 self.show()
-                # Each compares with one, because thousands of ranks may wait.
+                # Each rank compares with one other, because thousands of ranks may wait.
                 if self._difference([self._rank, following]) is not None:
                     self._end()
 
     def _end(self) -> NoReturn:
-        """Say what the ranks do, and end the process, whose main thread is waiting in a collective."""
-        time.sleep(2 * _INTERVAL_S)  # The other ranks have shown their histories then, too.
+        """Print how the ranks differ, and end the process, whose main thread is blocked in a collective."""
+        time.sleep(2 * _INTERVAL_S)  # By then the other ranks have published their histories.
         sentence = self._difference(range(self._world_size))
         if not self._is_first():
             time.sleep(_END_S)

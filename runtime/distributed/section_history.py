@@ -1,4 +1,4 @@
-"""The sections that a rank has run, by which ranks that wait for each other notice that they do different things."""
+"""The sections that a rank has run, from which waiting ranks notice that they run different things."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from zeroir.ir.program import (
 )
 
 _REMEMBERED: Final = 256
-"""Entries of a history. Ranks meet in each section that it has, so they are never far apart."""
+"""The entries of a history. Ranks meet in each of its sections, so they are never far apart."""
 _LISTED: Final = 8
-"""The most ranks that a sentence lists."""
+"""The most ranks that a sentence names."""
 
 OTHER_PROGRAM: Final = "other program"
-"""What stands in a history for the change to another program, at which ranks meet, too."""
+"""The entry for the change to another program, at which ranks also meet."""
 
 
 class SectionEntry(NamedTuple):
-    """A section that a rank began in a step, counted from 1; ``micro_steps`` of the step were done at its end."""
+    """A section that a rank started in a step, counted from 1; ``micro_steps`` of the step are done when it ends."""
 
     section: str
     step: int
     micro_steps: int
 
     def in_words(self) -> str:
-        """What the rank did, after its name."""
+        """Return what the rank did, as the predicate of a sentence."""
         micro_step = f"micro-step {self.micro_steps} of step {self.step}"
         did = {
             MICRO_STEP: f"took {micro_step}, with more to follow",
@@ -47,14 +47,14 @@ class SectionEntry(NamedTuple):
 
 
 class SectionHistory:
-    """The last sections of a rank, numbered from its first one on. Any thread may read it."""
+    """The last sections of a rank, numbered from its first one. Any thread may read it."""
 
     def __init__(self) -> None:
         self._entries: deque[tuple[int, SectionEntry]] = deque(maxlen=_REMEMBERED)
         self.count = 0
 
     def add(self, entry: SectionEntry) -> None:
-        """Add the section that begins; a micro-step that is tried with another batch is one."""
+        """Add the section that starts; a micro-step that is retried with another batch counts once."""
         is_unique = entry.section in STEP_SECTIONS
         if is_unique and self._entries and self._entries[-1][1] == entry:
             return
@@ -62,17 +62,17 @@ class SectionHistory:
         self._entries.append((self.count, entry))
 
     def encoded(self) -> str:
-        """One line, which ``decoded`` reads."""
+        """Return one line of text, which ``decoded`` reads."""
         return json.dumps([[number, *entry] for number, entry in tuple(self._entries)])
 
 
 def decoded(line: str) -> Mapping[int, SectionEntry]:
-    """The entries of an encoded history, by their numbers."""
+    """Return the entries of an encoded history, by their numbers."""
     return {number: SectionEntry(*fields) for number, *fields in json.loads(line)}
 
 
 def difference(histories: Mapping[int, Mapping[int, SectionEntry]]) -> str | None:
-    """A sentence on the first section in which two ranks differ, by their histories; None where none is known."""
+    """Return a sentence on the first section in which two ranks differ; None where no difference is known."""
     for number in sorted({number for history in histories.values() for number in history}):
         ranks: dict[SectionEntry, list[int]] = {}
         for rank, history in sorted(histories.items()):

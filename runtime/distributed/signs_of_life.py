@@ -1,8 +1,8 @@
-"""A process beside a rank that tells the other ranks whether the rank's process runs, is stopped or has ended.
+"""A process beside each rank that tells the other ranks whether the rank's process runs, is stopped or has ended.
 
-A thread of the rank cannot: a call into a library may hold the interpreter's lock for minutes, and a process that calls
-``os._exit`` says nothing. The operating system knows both. The process is forked, because one that imports torch again
-would cost seconds and much memory.
+A thread of the rank cannot do this: a call into a library may hold the GIL for minutes, and a process that calls
+``os._exit`` says nothing. The operating system knows both. The process is forked, because a new one that imports torch
+would need seconds and much memory.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ ENDED: Final = b"ended"
 """The last sign of a process that has ended."""
 
 _POLL_S: Final = 0.1
-"""Seconds between two looks at the process."""
+"""Seconds between two checks of the process."""
 _LONGEST_GOODBYE_S: Final = 1
 
 OpenStore = Callable[[timedelta], KeyValueStore]
-"""Opens a new connection to the store within a time; UserError where it cannot be reached."""
+"""A function that opens a new connection to the store within a time; UserError where it cannot be reached."""
 
 
 def key_of_life(rank: int) -> str:
-    """Where the store has the signs of life of a rank: a number that grows, or ``ENDED``."""
+    """Return the store's key for the signs of life of a rank: its value is a number that grows, or ``ENDED``."""
     return f"life/{rank}"
 
 
 def start_signs_of_life(rank: int, open_store: OpenStore, interval_s: float) -> int:
-    """Start the process, which ends with this one, and return its id. This process should have no threads yet."""
+    """Start the process, which ends with this one, and return its id. This process should not have threads yet."""
     parent = os.getpid()
     with warnings.catch_warnings():
-        # Python warns of threads, whose locks the copy would never get; it takes none of them.
+        # Python warns of threads, whose locks the copy could never acquire; the copy uses none of these locks.
         warnings.simplefilter("ignore", DeprecationWarning)
         process = os.fork()
     if process == 0:
@@ -49,7 +49,7 @@ def start_signs_of_life(rank: int, open_store: OpenStore, interval_s: float) -> 
 
 
 def end_signs_of_life(process: int) -> None:
-    """End that process, so that no sign follows."""
+    """End that process, so that no further sign of life is sent."""
     os.kill(process, signal.SIGKILL)
     os.waitpid(process, 0)
 
@@ -75,25 +75,25 @@ def _live_beside(parent: int, rank: int, open_store: OpenStore, interval_s: floa
 
 
 def _leave_to_parent() -> None:
-    """Leave to the parent what the terminal or an agent asks for, what is open, and what is collected."""
+    """Leave signals, open files and garbage collection to the parent process."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(each, signal.SIG_IGN)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(nowhere, stream)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    gc.disable()  # A collection would copy the memory that both processes share.
+    gc.disable()  # A collection would copy memory that both processes share.
 
 
 def _opened(open_store: OpenStore) -> KeyValueStore | None:
     try:
         return open_store(timedelta(seconds=2))
-    except UserError:  # not yet there; the rank itself says so
+    except UserError:  # not written yet; the rank itself does it
         return None
 
 
 def _is_stopped(process: int) -> bool:
-    """Whether a process is stopped by a signal or a debugger; False where the system does not tell."""
+    """Return whether a process is stopped by a signal or a debugger; False where the system does not tell."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text()
     except OSError:

@@ -1,7 +1,7 @@
-"""A task that Slurm's ``srun`` has started is a rank of a job: its variables are translated to those of torchrun.
+"""Translates the variables of a task that Slurm's ``srun`` has started to those of torchrun, so that it is a rank.
 
-srun gives every task its own number, among all tasks of the job step and on its machine (srun(1), "output environment
-variables"). It says nothing about a meeting point, so the user exports MASTER_ADDR and MASTER_PORT as for torchrun.
+srun numbers the tasks of a job step, in total and on each machine (srun(1), "output environment variables"). It
+provides no address for the rendezvous, so the user exports MASTER_ADDR and MASTER_PORT as for torchrun.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zeroir.errors import UserError
 def become_rank_of_step(environment: MutableMapping[str, str]) -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in a task of a job step of several tasks.
 
-    Nothing changes where RANK is set, as below torchrun, and in a batch script or a step of one task.
+    Nothing changes where RANK is set, as under torchrun, or in a batch script or a step of one task.
 
     Raises:
         UserError: where MASTER_ADDR or MASTER_PORT is missing; each task would train alone.
@@ -37,10 +37,10 @@ def become_rank_of_step(environment: MutableMapping[str, str]) -> None:
 
 
 def _tasks_of_machine(environment: Mapping[str, str]) -> int | None:
-    """The tasks of the step on this machine; None where that is not said.
+    """Return the number of the step's tasks on this machine; None where it is unknown.
 
-    Slurm lists the tasks of each machine, and counts equal neighbours: ``2(x3),1`` is three machines of two tasks, and
-    one of one.
+    Slurm lists the tasks of each machine in run-length encoding: ``2(x3),1`` is three machines of two tasks, and one
+    machine of one task.
     """
     listed = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     tasks: list[int] = []

@@ -1,6 +1,6 @@
-"""Optimizer states that a checkpoint has in other bits than the program: FP32 states are rounded, codes are widened.
+"""Conversion of optimizer states whose width in a checkpoint differs: FP32 states are rounded, codes are widened.
 
-Blocks begin with parameters in both, so that the states of a parameter can be converted by themselves.
+Blocks start at parameters in both forms, so the states of each parameter can be converted separately.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.memory.tensors import common
 
 Fill = Callable[[Iterable[StoredElements], Tensor], None]
-"""Fills a flat tensor with stored elements, each at its ``offset``."""
+"""A function that fills a flat tensor with stored elements, each at its ``offset``."""
 
 _CHUNK_BLOCKS: Final = 4096
-"""Blocks that are converted together."""
+"""The number of blocks converted at once."""
 
 
 def fill_states_of_other_bits(
     program: Program, memory: RankMemory, stored: StoredParameters, fill: Fill
 ) -> None:
-    """Fill the states of a rank that the checkpoint has in other bits alone.
+    """Fill those states of a rank that the checkpoint has only in another width.
 
     Raises:
         UserError: where a file cannot be read.
@@ -85,14 +85,14 @@ def _chunks(blocks: range) -> Iterator[range]:
 
 
 def _elements(slot: Slot, blocks: range) -> range:
-    """The elements of a parameter in some of its blocks, counted from its first one."""
+    """Return the elements of a parameter in some of its blocks, counted from its first one."""
     return range(blocks.start * BLOCK_NUMEL, min(blocks.stop * BLOCK_NUMEL, slot.numel))
 
 
 def _rounded(
     stored: StoredParameters, slot: Slot, state: str, blocks: range, fill: Fill
 ) -> tuple[Tensor, Tensor]:
-    """The codes and the scales of blocks of a parameter whose state is stored in FP32."""
+    """Return the codes and scales of blocks of a parameter whose state is stored in FP32."""
     numel = len(blocks) * BLOCK_NUMEL
     values = torch.zeros(numel)
     fill(stored.of_parameter(slot, state, _elements(slot, blocks)), values)
@@ -102,7 +102,7 @@ def _rounded(
 
 
 def _widened(stored: StoredParameters, slot: Slot, state: str, blocks: range, fill: Fill) -> Tensor:
-    """The FP32 values of blocks of a parameter whose state is stored as codes and scales."""
+    """Return the FP32 values of blocks of a parameter whose state is stored as codes and scales."""
     numel = len(blocks) * BLOCK_NUMEL
     codes, scales = torch.zeros(numel, dtype=torch.uint8), torch.zeros(len(blocks))
     fill(stored.of_parameter(slot, CODES[state], _elements(slot, blocks)), codes)

@@ -1,7 +1,7 @@
-"""The functions of ``rounding`` as compiled code for tensors on the CPU: one pass over the elements for each.
+"""The functions of ``rounding`` as compiled code for CPU tensors: each makes one pass over the elements.
 
-The bits are those of torch's operators: all arithmetic is products, quotients and comparisons, and each rounds by
-itself. So it is of no consequence which rank has a compiler. The code is ``rounding.cpp``; it divides the
+The results are bitwise equal to those of torch's operators: all arithmetic is products, quotients and comparisons, each
+rounded separately. So it does not matter which ranks have a compiler. The code is in ``rounding.cpp``; it divides the
 blocks among the calling thread's threads as torch's operators do.
 """
 
@@ -46,14 +46,14 @@ class CompiledRounding:
         self._narrow = library.zeroir_narrow
         self._narrow.argtypes = [pointer, number, *[pointer] * 5]
         try:
-            # The symbols of a library are also looked up in the libraries that it is linked with.
+            # Symbols of a library are also looked up in the libraries that it is linked with.
             parallel_for = ctypes.CDLL(torch._C.__file__).torch_parallel_for
         except (OSError, AttributeError) as error:
             raise NoLibraryError(str(error)) from error
         self._parallel_for = ctypes.cast(parallel_for, pointer)
 
     def state(self, codes: Tensor, absmax: Tensor, *, signed: bool) -> CompiledState:
-        """The codes and scales of a state, which the result widens and writes.
+        """Return the codes and scales of a state, in a form that widens and narrows them.
 
         They are 1-d on the CPU: ``codes`` u8 of whole blocks and ``absmax`` f32 with an element for each block.
         """
@@ -72,9 +72,9 @@ class CompiledRounding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledState:
-    """Widens and narrows blocks of one state, as ``rounding`` does, without memory of its own.
+    """Widens and narrows blocks of one state, as ``rounding`` does, without additional memory.
 
-    ``values`` and ``steps`` are the addresses of tables that live as long as the process.
+    ``values`` and ``steps`` are the addresses of tables that exist as long as the process.
     """
 
     codes: Tensor
@@ -85,18 +85,18 @@ class CompiledState:
     narrow_blocks: Callable[..., int]
 
     def widen(self, blocks: slice, out: Tensor) -> None:
-        """Write the FP32 values of blocks to ``out``, 1-d; see ``rounding.widen``."""
+        """Write the FP32 values of blocks to ``out``, 1-d, as ``rounding.widen`` does."""
         codes, absmax, count = self._place(blocks, out)
         _check(self.widen_blocks(count, codes, absmax, self.values, out.data_ptr()))
 
     def narrow(self, blocks: slice, values: Tensor, is_skipped: Tensor | None = None) -> None:
-        """Round ``values``, 1-d, to blocks; see ``rounding.narrow``, but ``values`` stay as they are."""
+        """Round ``values``, 1-d, to blocks, as ``rounding.narrow`` does, but keep ``values`` unchanged."""
         codes, absmax, count = self._place(blocks, values)
         skip = None if is_skipped is None else is_skipped.data_ptr()
         _check(self.narrow_blocks(count, values.data_ptr(), self.steps, codes, absmax, skip))
 
     def _place(self, blocks: slice, wide: Tensor) -> tuple[int, int, int]:
-        """The addresses of the blocks' codes and scales, and the number of blocks."""
+        """Return the addresses of the blocks' codes and scales, and the number of blocks."""
         start, stop, _ = blocks.indices(self.absmax.numel())
         _require(wide, torch.float32, (stop - start) * BLOCK_NUMEL)
         codes = self.codes.data_ptr() + start * BLOCK_NUMEL
@@ -105,10 +105,11 @@ class CompiledState:
 
 @cache
 def code_steps(*, signed: bool) -> Tensor:
-    """The table of the compiled code, i32[65536]: the code of a number from its bits, by one look-up and one sum.
+    """Return the table of the compiled code, i32[65536]: it gives the code of a number by one look-up and one addition.
 
-    The upper half of the bits chooses an element, to which the lower half is added; the code is the upper half of the
-    sum. The element is the smaller of the half's two codes, and below it what the lower half lacks to the other one.
+    The upper half of the number's bits selects an element, to which the lower half is added; the code is the upper half
+    of the sum. The element's upper half is the smaller of the two possible codes, and its lower half is chosen so that
+    the sum carries exactly where the other code applies.
     """
     tables = code_map(_CPU, signed=signed)
     codes, bounds = tables.codes.numpy().astype(np.uint32), tables.bounds.numpy()
@@ -118,13 +119,13 @@ def code_steps(*, signed: bool) -> Tensor:
     if (bits[has_bound] >> 16 != halves[has_bound]).any():
         raise InternalError("a bound between two codes is not among the numbers that it divides")
     lower = bits & 0xFFFF
-    # The lower halves of negative numbers are counted from the other end.
+    # For negative numbers the lower halves are counted from the other end.
     lacks = np.where(halves >> 15, lower, 0xFFFF - lower)
     return torch.from_numpy((codes << 16 | np.where(has_bound, lacks, 0)).view(np.int32))
 
 
 def open_rounding(program: Program, device: torch.device) -> CompiledRounding | None:
-    """The compiled code where the CPU updates states of 8 bits; None elsewhere, and where there is no compiler.
+    """Return the compiled code where the CPU updates states of 8 bits; None elsewhere, and where there is no compiler.
 
     Without a compiler the first rank of the job warns.
     """
@@ -147,7 +148,7 @@ def open_rounding(program: Program, device: torch.device) -> CompiledRounding | 
 
 
 def _require(tensor: Tensor, dtype: torch.dtype, numel: int) -> None:
-    """Raise an InternalError for a tensor that the compiled code may not be called with."""
+    """Raise InternalError for a tensor that the compiled code does not support."""
     is_plain = tensor.is_cpu and tensor.is_contiguous()
     if not is_plain or tensor.dtype is not dtype or tensor.numel() != numel:
         raise InternalError(

@@ -1,7 +1,7 @@
 """Optimizer states of 8 bits in plain torch: an optimizer whose states are rounded after each of its steps.
 
-The definition of the rounding is in ``zeroir/ir/eight_bit_states.py``. Here a state stays an FP32 tensor, which holds
-the values that its codes and scales stand for.
+The rounding is defined in ``zeroir/ir/eight_bit_states.py``. Here a state remains an FP32 tensor with the values that
+its codes and scales represent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zeroir.runtime.optimizers.plain import PlainOptimizer
 
 
 class WithRoundedStates:
-    """Steps like the optimizer within, and rounds its states. Blocks begin with each parameter."""
+    """Steps like the wrapped optimizer, and then rounds its states. Blocks start at each parameter."""
 
     def __init__(self, optimizer: PlainOptimizer) -> None:
         self.optimizer = optimizer
@@ -33,7 +33,7 @@ class WithRoundedStates:
 
 
 def rounded(values: Tensor, *, signed: bool) -> Tensor:
-    """The nearest values that codes of 8 bits and FP32 scales of blocks of 256 stand for, in the same shape."""
+    """Return the nearest values that 8-bit codes with FP32 scales of blocks of 256 represent, in the same shape."""
     table = torch.tensor(sorted(code_values(signed=signed)))
     flat = values.flatten()
     blocks = F.pad(flat, (0, -flat.numel() % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL)

@@ -1,7 +1,7 @@
-"""One optimizer step with states of 8 bits: chunk by chunk, they are widened to FP32, updated, and rounded again.
+"""One optimizer step with states of 8 bits: each chunk is widened to FP32, updated, and rounded again.
 
-The update is that of FP32 states, by the same kernels. On a CPU compiled code widens and rounds, where there is some,
-and the FP32 states of one chunk exist at a time. Elsewhere these are many small kernels of torch with ``Scratch``.
+The update is the one for FP32 states, by the same kernels. On a CPU compiled code widens and rounds, if there is any,
+and only one chunk of FP32 states exists at a time. Elsewhere torch's kernels do, with ``Scratch``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zeroir.workspace.op_scratch import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodedState:
-    """A state of a region on one rank: u8 codes, the f32 scales of their blocks, and whether it can be negative."""
+    """A state of a region on one rank: u8 codes, the f32 scales of their blocks, and whether values can be negative."""
 
     codes: Tensor
     absmax: Tensor
@@ -35,7 +35,7 @@ class CodedState:
 
 
 class _RoundedState(Protocol):
-    """Blocks of a state as FP32 values of a chunk, and back."""
+    """Converts blocks of a state to FP32 values of a chunk, and back."""
 
     def widen(self, blocks: slice, out: Tensor) -> None: ...
 
@@ -44,7 +44,7 @@ class _RoundedState(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TorchState:
-    """Torch's operators; ``scratch`` is for the elements of a chunk."""
+    """A state that torch's operators convert; ``scratch`` has room for the elements of a chunk."""
 
     state: CodedState
     scratch: Scratch
@@ -65,9 +65,9 @@ class _TorchState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodedUpdate:
-    """The step of a region on one rank; ``param`` and ``grad`` are f32, of one numel with each state.
+    """The step of a region on one rank; ``param`` and ``grad`` are f32, with the same numel as each state.
 
-    ``compiled`` rounds the states of a region on the CPU; where it is None torch's operators do, to the same bits.
+    ``compiled`` rounds the states of a region on the CPU; where it is None torch's operators do, with equal bits.
     """
 
     algorithm: Algorithm
@@ -79,12 +79,12 @@ class CodedUpdate:
     compiled: CompiledRounding | None = None
 
     def prepare(self) -> None:
-        """Make the tables that the step reads, which a captured graph cannot make."""
+        """Create the tables that the step reads, because a captured graph cannot create them."""
         for state in self.states:
             code_map(self.param.device, signed=state.signed)
 
     def __call__(self) -> None:
-        """Carry out the step."""
+        """Run the step."""
         numel = self.param.numel()
         chunk_numel = min(numel, self._most_numel())
         widened = self.param.new_empty(len(self.states), chunk_numel)
@@ -101,7 +101,7 @@ class CodedUpdate:
                 state.narrow(blocks, wide, is_skipped)
 
     def _most_numel(self) -> int:
-        """The most elements of a chunk; the bits do not depend on it."""
+        """Return the most elements of a chunk; the results do not depend on it."""
         if self.param.device.type != "cpu":
             return CODED_CHUNK_NUMEL
         if self.compiled is None:
@@ -109,7 +109,7 @@ class CodedUpdate:
         return min(torch.get_num_threads() * CODED_THREAD_CHUNK_NUMEL, CODED_CHUNK_NUMEL)
 
     def _states(self, chunk_numel: int) -> Sequence[_RoundedState]:
-        """What widens and narrows the blocks of a chunk of each state."""
+        """Return the objects that widen and narrow the blocks of a chunk, one for each state."""
         if self.compiled is not None:
             return [
                 self.compiled.state(state.codes, state.absmax, signed=state.signed)

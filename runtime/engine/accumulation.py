@@ -1,4 +1,4 @@
-"""Micro-steps one by one: each runs when it is known whether it is the step's last."""
+"""Micro-steps one by one: each runs once it is known whether it is the last of its step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from zeroir.errors import UserError
 from zeroir.torch_ops.batches import Batch
 
 RunMicroSteps = Callable[[Sequence[Batch], bool], Sequence[Tensor]]
-"""Runs a group of micro-steps, whose last is the step's last one or not, and returns the loss of each, f32[]."""
+"""A function that runs a group of micro-steps and returns the loss of each, f32[]; the flag says that it ends the step.
+"""
 
 
 class MicroStepResult:
@@ -21,12 +22,12 @@ class MicroStepResult:
 
     @property
     def is_known(self) -> bool:
-        """Whether the micro-step has run; see ``loss``."""
+        """Whether the micro-step has run, so that ``loss`` can be read."""
         return self._loss is not None
 
     @property
     def loss(self) -> float:
-        """The loss of the batch on this rank, without its weight. Reading it waits for the device.
+        """The loss of the batch on this rank, without its weight. Reading it synchronizes with the device.
 
         Raises:
             UserError: where the micro-step has not run yet.
@@ -39,16 +40,16 @@ class MicroStepResult:
         return float(self._loss)
 
     def set(self, loss: Tensor) -> None:
-        """Give it its loss, f32[]."""
+        """Set the loss, f32[]."""
         self._loss = loss
 
 
 class Accumulation:
-    """The micro-steps of the step that has begun.
+    """The micro-steps of the current step.
 
-    They run in groups, of as many as ``group`` says. A group waits until it is complete and the next call says whether
-    it is the last, unless that is said at once. ``check`` raises a UserError for a batch that does not fit, and ``run``
-    runs a group; one that raises a UserError waits on.
+    They run in groups of ``group`` micro-steps. A group waits until it is complete and the next call shows whether it
+    is the last, unless that is given at once. ``check`` raises UserError for a batch that does not fit, and ``run``
+    runs a group; a group for which it raises UserError stays in the queue.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class Accumulation:
         self._count = 0
 
     def micro_step(self, batch: Batch, is_last: bool | None) -> MicroStepResult:
-        """Run the group that waits, and the one of this micro-step if it is complete and ``is_last`` is given.
+        """Run the waiting group, and the group of this micro-step if it is complete and ``is_last`` is given.
 
         Raises:
-            UserError: where the batch does not fit, the step's last micro-step has run already, or this one is the last
-                of the step and not of its group.
+            UserError: where the batch does not fit, the step's last micro-step has already run, or this is the last
+                micro-step of the step but not of its group.
         """
         self._check(batch)
         if self._is_last_done:
@@ -85,11 +86,11 @@ class Accumulation:
         return result
 
     def finish(self) -> None:
-        """Run the group that waits as the last one; the update follows.
+        """Run the waiting group as the last of the step; the update follows.
 
         Raises:
-            UserError: where there is no micro-step, its last one was said not to be the last, or a group is not
-                complete.
+            UserError: where there is no micro-step, the last one was declared not to be the last, or a group is
+                incomplete.
         """
         if self._count == 0:
             raise UserError(
@@ -107,12 +108,12 @@ class Accumulation:
         self._count = 0
 
     def require_none(self, what: str) -> None:
-        """Raise UserError where a step has begun; ``what`` is the method that needs the end of one."""
+        """Raise UserError where a step has begun; ``what`` is the method that must not be called within a step."""
         if self._count:
             raise UserError(f"A step has begun with micro_step(): call update() before {what}().")
 
     def require_known(self) -> None:
-        """Raise UserError unless it is known that no micro-step of the step that has begun is its last."""
+        """Raise UserError unless it is known that no micro-step of the current step so far is its last."""
         if self._waiting and not self._is_complete:
             raise UserError(
                 f"The program runs its micro-batches in groups of {self._group()}, and a group has begun: save after a "
@@ -129,7 +130,7 @@ class Accumulation:
             )
 
     def go_on(self, micro_steps: int) -> None:
-        """Forget the step that has begun, and go on after so many micro-steps of another one."""
+        """Discard the current step, and continue another one after ``micro_steps`` micro-steps."""
         self._waiting.clear()
         self._is_last_done = False
         self._count = micro_steps

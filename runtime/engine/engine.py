@@ -1,4 +1,7 @@
-"""The engine: one rank of a program on this process's device. It initialises, steps, evaluates and shows its state."""
+"""The engine: one rank of a program on this process's device.
+
+It initialises, steps, evaluates and exposes its state.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +46,13 @@ from zeroir.torch_ops.batches import Batch
 class Engine:
     """One rank of a program on this process's device.
 
-    The default process group must exist (``rendezvous.join_job``), unless the program is for one rank or the backend
-    is ``fake``. All ranks construct their engines and call their methods together, in one order. With ``cuda_graphs``
-    sections are launched as CUDA graphs where possible; see ``cuda_graphs``. With ``self_check`` every distinct kernel
-    is first compared with its operators; see ``self_check``. ``weight`` gives the weight of a batch where the program
-    takes weights. ``accumulating`` makes the program for steps of several batches; the engine goes on with it when it
-    first gets several. Buffers on disk are in a file without a name in ``disk_folder``, by default in the folder for
-    temporary files; nothing is left of it when the process ends.
+    The default process group must exist (``rendezvous.join_job``), unless the program is for one rank or the backend is
+    ``fake``. All ranks construct their engines and call their methods together, in the same order. With ``cuda_graphs``
+    sections are launched as CUDA graphs where possible (``cuda_graphs``). With ``self_check`` every distinct kernel is
+    first compared with its operators (``self_check``). ``weight`` returns the weight of a batch where the program takes
+    weights. ``accumulating`` compiles the program for steps of several batches; the engine switches to it at the first
+    such step. Buffers on disk are in an unnamed file in ``disk_folder``, by default in the folder for temporary files;
+    nothing remains of it when the process ends.
 
     Raises:
         UserError: where the programs of two ranks differ, the world size of the job is not the program's, or the result
@@ -118,22 +121,24 @@ class Engine:
 
     @property
     def step_count(self) -> int:
-        """Training steps that ``step`` has carried out, skipped ones included."""
+        """The number of training steps done by ``step``, including skipped ones."""
         return self.rank_program.step_count
 
     @property
     def program(self) -> Program:
-        """The program that runs now."""
+        """The program that runs at present."""
         return self.rank_program.program
 
     @property
     def job(self) -> Job:
-        """The ranks that run it together."""
+        """The ranks that run the program together."""
         return self.rank_program.job
 
     @property
     def optimizer(self) -> LiveOptimizer:
-        """The settings of the optimizer groups; changes count from the next update. All ranks change them alike.
+        """The settings of the optimizer groups; changes apply from the next update on.
+
+        All ranks must make the same changes.
 
         Raises:
             UserError: where the program updates nothing.
@@ -141,18 +146,18 @@ class Engine:
         return self.rank_program.optimizer
 
     def position(self) -> RankPosition:
-        """Where this rank is in its program. Any thread may ask."""
+        """Return the position of this rank in its program. Any thread may call it."""
         return self.rank_program.executor.position()
 
     def buffer(self, name: str) -> Tensor:
-        """A buffer of this rank; it is a copy only where the buffer is on disk."""
+        """Return a buffer of this rank; it is a copy only where the buffer is on disk."""
         return self.rank_program.memory.read(name)
 
     def scheduler(self, steps: int | None = None) -> Scheduler:
-        """The program's learning-rate schedule, which drives ``optimizer``: call its ``step`` after each step.
+        """Return the program's learning-rate schedule, which drives ``optimizer``: call its ``step`` after each step.
 
-        ``steps`` is the number of steps of the run, for a schedule that names no total. The settings of step 1 are set
-        at once.
+        ``steps`` is the number of steps of the run, for a schedule without a total of its own. The settings of step 1
+        are set immediately.
 
         Raises:
             UserError: where the program has no schedule, or the schedule needs ``steps``.
@@ -166,10 +171,10 @@ class Engine:
         return Scheduler(schedule, self.optimizer.param_groups, steps)
 
     def go_on_with(self, program: Program) -> None:
-        """Go on with another program of the same model, such as one for other batches. All ranks call this together.
+        """Switch to another program of the same model, such as one for other batches. All ranks call this together.
 
-        Parameters, states, buffers of the model, the loss scale, the step count and the settings stay as they are. The
-        new program takes several batches a step only if it was compiled for that.
+        Parameters, states, buffers of the model, the loss scale, the step count and the settings are kept. The new
+        program takes several batches a step only if it was compiled for that.
 
         Raises:
             UserError: within a step; where the program has other parameters, states or buffers of the model, or is for
@@ -182,7 +187,7 @@ class Engine:
         self.rank_program.replace(program)
 
     def _accumulate(self) -> None:
-        """Go on with the program for accumulation."""
+        """Switch to the program for gradient accumulation."""
         assert self._accumulating is not None
         program = self._accumulating()
         self._accumulating = None
@@ -198,38 +203,39 @@ class Engine:
         deep_copy: DeepCopy = copy.deepcopy,
         adapt: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        """Give every buffer its value before step 1, from the module on rank 0. All ranks call this together.
+        """Initialise every buffer from the module on rank 0. All ranks call this together.
 
-        ``source`` is a function that builds the module under ``seed``, and only rank 0 calls it; or a module in hand,
-        whose present values count. Its tensors become meta tensors of the same shape as their values move to the
-        engine, on all ranks, unless ``keep_module`` says otherwise. Parameters and persistent buffers that ``state``
-        has take their values from it. ``deep_copy`` and ``adapt`` make the modules that ``gathered`` lends; see
-        ``gathered``.
+        ``source`` is a function that builds the module under ``seed``, which only rank 0 calls; or a module whose
+        present values are used. As its values move to the engine, the module's tensors become meta tensors of the same
+        shape on all ranks, unless ``keep_module`` is True. Parameters and persistent buffers that ``state`` has are
+        taken from it. ``deep_copy`` and ``adapt`` create the modules that ``gathered`` yields.
 
         Raises:
             UserError: where the program was compiled from another module, the state lacks a tensor, or the values of a
-                rank differ from those of rank 0. A note on an error says whether a module in hand has lost its values.
+                rank differ from those of rank 0. A note on an error says whether the given module has lost its values.
         """
         self._values.initialise(
             source, seed, state=state, keep_module=keep_module, deep_copy=deep_copy, adapt=adapt
         )
 
     def initialise_flats(self, values: Mapping[str, Tensor]) -> None:
-        """Give buffers values by name; see ``state.initialise_flats``."""
+        """Initialise buffers from ``values`` by name, as ``state.initialise_flats`` does."""
         self._values.initialise_flats(values)
 
     @contextmanager
     def gathered(
         self, name: str = "", *, masters: bool = False, ema: bool = False
     ) -> Iterator[nn.Module]:
-        """Lend a module of the model, or the whole, with the present values, for reading. All ranks call this together.
+        """Yield a module of the model, or the whole model, with the present values, for reading.
 
-        ``name`` is as in ``named_modules``. The module is the user's class on this rank's device; its parameters have
-        the dtypes that the program computes with, or FP32 with ``masters``, and with ``ema`` the values of the moving
-        averages of ``--ema``. Its buffers have this rank's values. A module in hand is lent in the mode, training or
-        evaluation, that the user left it in; another one as it is built. Parts of the model that are not lent stay on
-        the meta device. At the end of the block the module's memory is freed, and every use of its tensors raises a
-        UserError.
+        All ranks call this together.
+
+        ``name`` is as in ``named_modules``. The module has the user's class and is on this rank's device; its
+        parameters have the dtypes that the program computes with, or FP32 with ``masters``, and with ``ema`` the values
+        of the moving averages of ``--ema``. Its buffers have this rank's values. A module that was passed to
+        ``initialise`` keeps its mode, training or evaluation; one built by a function has the mode in which it was
+        built. Other parts of the model are on the meta device. At the end of the block the module's memory is freed,
+        and every use of its tensors raises UserError.
 
         Raises:
             UserError: where the model has no such module, the engine was initialised without a module, the program
@@ -239,10 +245,10 @@ class Engine:
             yield module
 
     def return_values(self, module: nn.Module, device: torch.device | None = None) -> None:
-        """Give the module in hand the present values back, whole on every rank. All ranks call this together.
+        """Write the present values back to the user's module, unsharded on every rank. All ranks call this together.
 
-        Its tensors get their own dtypes, FP32 masters where there are some, on ``device``, by default the CPU. The
-        engine keeps its values.
+        Its tensors keep their own dtypes, get FP32 master weights where there are any, and are on ``device``, by
+        default the CPU. The engine keeps its values.
 
         Raises:
             UserError: where the program was not compiled from this module.
@@ -250,17 +256,20 @@ class Engine:
         self._values.return_to(module, device or torch.device("cpu"))
 
     def parameters(self, *, masters: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter with its name, whole, one unit after the other, FP32 masters where there are some.
+        """Yield all parameters with their names, unsharded, unit by unit, as FP32 master weights where there are any.
 
-        Each tensor is a copy. Tied parameters come under their first name. All ranks iterate together, to the end, and
-        do nothing else with the engine meanwhile.
+        Each tensor is a copy. Tied parameters come once, under their first name. All ranks iterate together, to the
+        end, and do nothing else with the engine meanwhile.
         """
         return self._values.parameters(masters=masters)
 
     def full_parameters(self, *, ema: bool = False) -> dict[str, Tensor]:
-        """Every parameter by name, whole, FP32 where the program has masters. All ranks call this together.
+        """Return all parameters by name, unsharded, FP32 where the program has master weights.
 
-        With ``ema`` these are the moving averages of ``--ema``; frozen parameters are themselves.
+        All ranks call this together.
+
+        With ``ema`` these are the moving averages of ``--ema``; frozen parameters have no average and are returned
+        themselves.
 
         Raises:
             UserError: with ``ema``, where the program keeps no averages.
@@ -268,29 +277,34 @@ class Engine:
         return self._values.full_parameters(ema=ema)
 
     def full_state(self) -> dict[tuple[str, str], Tensor]:
-        """Parameters, masters and optimizer states, whole, by (flat, quantity). All ranks call this together."""
+        """Return parameters, master weights and states, unsharded, by (flat, quantity).
+
+        All ranks call this together.
+        """
         return self._values.full_state()
 
     def state_dict(
         self, *, rank0_only: bool = False, only_trained: bool = False
     ) -> dict[str, Tensor]:
-        """What the module's ``state_dict`` would have: whole tensors on the CPU, copied. All ranks call this together.
+        """Return the module's ``state_dict``: unsharded copies of tensors on the CPU. All ranks call this together.
 
-        Parameters are FP32 where the program has masters. Tied ones stand under each of their names. With
-        ``rank0_only`` the result is empty on the other ranks, with ``only_trained`` it lacks frozen parameters.
+        Parameters are FP32 where the program has master weights. Tied ones appear under each of their names. With
+        ``rank0_only`` the result is empty on the other ranks; with ``only_trained`` it lacks frozen parameters.
         """
         return self._values.state_dict(rank0_only=rank0_only, only_trained=only_trained)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Tensor], strict: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Take over whole tensors by the names of the module; the optimizer's state stays. Every rank gives them alike.
+        """Load unsharded tensors by the module's names; the optimizer's state is kept. Every rank passes the same.
 
-        Moving averages begin with them before step 1. Returns the missing and the unknown names, as
-        ``nn.Module.load_state_dict`` does.
+        Moving averages restart from them as before step 1.
+
+        Returns:
+            The missing and the unknown names, as ``nn.Module.load_state_dict`` does.
 
         Raises:
-            UserError: where a tensor has another shape, with ``strict`` where a name is missing or unknown; then
+            UserError: where a tensor has another shape, or with ``strict`` where a name is missing or unknown; then
                 nothing has changed. Within a step.
         """
         self._accumulation.require_none("load_state_dict")
@@ -300,9 +314,9 @@ class Engine:
     def optimizer_state_dict(
         self, *, rank0_only: bool = False
     ) -> dict[str, dict[str, object] | list[dict[str, object]]]:
-        """The optimizer's state by the names of parameters, whole, on the CPU. All ranks call this together.
+        """Return the optimizer's state by parameter name, unsharded, on the CPU. All ranks call this together.
 
-        Its form is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, with torch's names of
+        It has the form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, with torch's names of
         states. With ``rank0_only`` the result is empty on the other ranks.
 
         Raises:
@@ -311,20 +325,20 @@ class Engine:
         return self._values.optimizer_state_dict(rank0_only=rank0_only)
 
     def step(self, batch: Batch | list[Batch]) -> StepResult:
-        """One training step on a batch, or on a list of batches, over which the gradient accumulates.
+        """Run one training step on a batch, or on a list of batches over which the gradient accumulates.
 
-        A program that was compiled for accumulation takes any number of them, the same on every rank. One that runs its
-        micro-batches unit by unit takes as many as it runs so, or a multiple.
+        A program compiled for accumulation takes any number of them, the same on every rank. A program that runs its
+        micro-batches unit by unit takes a multiple of their number.
 
         Raises:
-            UserError: where the shape or dtype of a batch is not the compiled one, where the program was compiled for
-                one batch and gets several, or where another rank is lost.
+            UserError: where the shape or dtype of a batch differs from the compiled one, where the program was compiled
+                for one batch and gets several, or where another rank is lost.
         """
         self._accumulation.require_none("step")
         self._checkpoints.report()
         batches: list[Batch] = batch if isinstance(batch, list) else [batch]
         if len(batches) > 1:
-            for each in batches:  # before the first of them adds to the sums
+            for each in batches:  # before the first of them is added to the sums
                 inputs_of(self.program, each)
             if self._accumulating is not None:
                 self._accumulate()
@@ -336,23 +350,23 @@ class Engine:
     def micro_step(self, batch: Batch, is_last: bool | None = None) -> MicroStepResult:
         """Add the gradient of one batch to those of the step; ``update`` ends the step.
 
-        The last micro-step differs from the others: it reduces gradients, and may update parameters as they get ready.
-        So a micro-step runs with the next call of ``micro_step`` or ``update``, which shows whether it was the last,
-        unless ``is_last`` says so at once; the batch must stay as it is until then. Where the program runs groups of
-        micro-batches unit by unit, a group runs when it is known of its last one. All ranks call this together.
+        The last micro-step differs from the others: it reduces gradients, and may update parameters as soon as they are
+        ready. So a micro-step runs with the next call of ``micro_step`` or ``update``, which shows whether it was the
+        last, unless ``is_last`` is given; the batch must not change until then. Where the program runs groups of
+        micro-batches unit by unit, a group runs once this is known of its last one. All ranks call this together.
 
         Raises:
-            UserError: as ``step``; where the step's last micro-step has run already, or the step would end within a
+            UserError: as ``step``; where the step's last micro-step has already run, or the step would end within a
                 group.
         """
         self._checkpoints.report()
         return self._accumulation.micro_step(batch, is_last)
 
     def update(self) -> StepResult:
-        """Update the parameters by the gradients of the micro-steps since the last update.
+        """Update the parameters with the gradients of the micro-steps since the last update.
 
         Raises:
-            UserError: as ``step``; where no micro-step precedes it, or the last one was said not to be the last.
+            UserError: as ``step``; where no micro-step precedes it, or the last one was declared not to be the last.
         """
         self._accumulation.finish()
         (result,) = self.rank_program.executor.update()
@@ -361,17 +375,17 @@ class Engine:
 
     @property
     def last_result(self) -> StepResult | None:
-        """The result of the last step, also where ``optimizer.step()`` took it; None before the first."""
+        """The result of the last step, including one by ``optimizer.step()``; None before the first."""
         return self._last_result
 
     @property
     def loss_scale(self) -> float:
-        """The loss scale of the next step; 1 without loss scaling. Reading it waits for the device."""
+        """The loss scale of the next step; 1 without loss scaling. Reading it synchronizes with the device."""
         (scale,) = self.rank_program.executor.loss_scale()
         return scale
 
     def evaluate(self, batch: Batch) -> Evaluation:
-        """Evaluate one batch of this rank as the model does under ``eval()``; training goes on as if it had not been.
+        """Evaluate one batch of this rank with the model in ``eval()`` mode; this does not affect training.
 
         All ranks call it together, before the first step or between two steps.
 
@@ -384,7 +398,7 @@ class Engine:
         return Evaluation(rank=evaluation)
 
     def average(self, value: float) -> float:
-        """The mean of every rank's value, added in rank order. All ranks call this together."""
+        """Return the mean of every rank's value, added in rank order. All ranks call this together."""
         return self.job.average(value)
 
     def save(
@@ -397,17 +411,19 @@ class Engine:
         wait: bool = True,
         read_back: bool = False,
     ) -> PendingSave:
-        """Save everything that training needs to go on to a new checkpoint at ``path``. All ranks call this together.
+        """Save everything that training needs to continue to a new checkpoint at ``path``.
 
-        With ``wait=False`` training goes on as soon as this rank's state is copied to memory of the host, and a thread
-        writes it; a failure is raised by the next ``step``, ``save`` or ``close``, if not by the result's ``wait``. A
-        save that is under way is finished first. ``metrics`` of rank 0 are kept with the checkpoint. ``shared`` of rank
-        0 and ``state`` of each rank are trees of numbers, texts, lists, tuples, dictionaries, tensors and arrays, which
-        ``load`` returns. Within a step its micro-steps so far are saved, too. With ``read_back`` the files are compared
-        with their checksums before the save ends.
+        All ranks call this together.
+
+        With ``wait=False`` training continues as soon as this rank's state is copied to host memory, and a thread
+        writes it; a failure is raised by the result's ``wait``, or else by the next ``step``, ``save`` or ``close``. A
+        previous save is finished first. ``metrics`` of rank 0 are stored in the checkpoint. ``shared`` of rank 0 and
+        ``state`` of each rank are trees of numbers, texts, lists, tuples, dictionaries, tensors and arrays, which
+        ``load`` returns. Within a step its micro-steps so far are saved as well. With ``read_back`` the files are
+        compared with their checksums before the save ends.
 
         Raises:
-            UserError: where the checkpoint cannot be written, something is at ``path``, an earlier save failed, or the
+            UserError: where the checkpoint cannot be written, ``path`` exists, an earlier save failed, or the
                 last micro-step waits for the next.
         """
         self._accumulation.require_known()
@@ -422,17 +438,16 @@ class Engine:
         )
 
     def load(self, path: str | os.PathLike[str], *, weights_only: bool = False) -> LoadedState:
-        """Go on with a checkpoint, whatever the stage, mesh and precision that saved it. All ranks call this together.
+        """Load a checkpoint, whatever the stage, mesh and precision that saved it. All ranks call this together.
 
-        Parameters, moving averages, optimizer states, buffers of the model, loss scale, step count, settings of
-        optimizer groups and seed come from it; an engine that was not initialised needs nothing else. Everything is
-        checked first. Of the sums of a step that had begun an engine with another program takes none. ``weights_only``
-        loads parameters, averages and buffers, and training begins anew. A CheckpointWarning on rank 0 names what the
-        checkpoint lacks.
+        It sets parameters, moving averages, optimizer states, buffers of the model, loss scale, step count, settings of
+        optimizer groups and seed; the engine need not be initialised before. Everything is checked first. The sums of
+        an unfinished step are loaded only by an engine with the same program. ``weights_only`` loads parameters,
+        averages and buffers, and training starts over. A CheckpointWarning on rank 0 names what the checkpoint lacks.
 
         Raises:
             UserError: where a file is damaged, or the checkpoint has other parameters, shapes, buffers or optimizers
-                than the program; then the engine is as it was.
+                than the program; then the engine is unchanged.
         """
         loaded = self._checkpoints.load(
             self._running,
@@ -457,44 +472,50 @@ class Engine:
         )
 
     def _running_within(self) -> Running:
-        """What runs a checkpoint that was saved within a step: the program for steps of several batches."""
+        """Return the ranks of this process, with the program for steps of several batches."""
         self._accumulate()
         return self._running
 
     def first_bad_parameter(self) -> BadParameter | None:
-        """The first parameter whose gradient is not finite, between the last micro-step and the update.
+        """Return the first parameter whose gradient is not finite, between the last micro-step and the update.
 
-        None where there is none. An update that overlaps the backward has changed gradients by then: compile with
-        ``overlap_update=False``. All ranks call this together.
+        Return None where there is none. An update that overlaps the backward has changed gradients by then: compile
+        with ``overlap_update=False``. All ranks call this together.
         """
         with self.rank_program.between_sections():
             return first_bad_parameter(self.program, self.rank_program.memory, self.job)
 
     def record(self, step: int) -> None:
-        """Record the beginning and end of every op of that step, counting from 1, for ``timelines``."""
+        """Record the start and end of every op of that step, counted from 1, for ``timelines``."""
         self._recording.record(step)
 
     def timelines(self) -> list[list[Span]] | None:
-        """The recorded spans of every rank, on one clock; None on ranks other than 0. All ranks call this together."""
+        """Return the recorded spans of every rank, on one clock; None on ranks other than 0.
+
+        All ranks call this together.
+        """
         return self._recording.timelines()
 
     def workspaces(self, step: Callable[[], object]) -> Mapping[str, int]:
-        """The bytes that each segment takes beside its buffers during ``step``, which steps this engine; by digest."""
+        """Return the bytes that each segment uses beside its buffers during ``step``, which steps this engine.
+
+        By digest.
+        """
         return self._recording.workspaces(step)
 
     def finish(self) -> None:
-        """Return when this rank's device has done all submitted work."""
+        """Wait until this rank's device has done all submitted work."""
         self.rank_program.executor.finish()
 
     def close(self) -> None:
         """Stop the streams and destroy the process groups, once the device has done all submitted work.
 
-        A save under way is finished first. After a failure of a step this waits for nothing else, because a stream may
-        hang in a collective with a lost peer. On a CUDA device the groups are then left to the end of the process, at
-        which torch aborts them, since it would wait for their collectives before.
+        The current save is finished first. After a failed step this waits for nothing else, because a stream may hang
+        in a collective with a lost peer. On a CUDA device the groups then remain until the process ends and torch
+        aborts them, because destroying them would wait for their collectives.
 
         Raises:
-            UserError: where the last save failed, and nothing has raised its error yet.
+            UserError: where the last save failed and its error was not raised before.
         """
         try:
             self._checkpoints.close()
@@ -510,5 +531,5 @@ class Engine:
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """The device itself; for CUDA without an index the current one. Threads have current devices of their own."""
+    """Return the device with an index: for CUDA without one the current device, which differs between threads."""
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device

@@ -1,9 +1,11 @@
-"""The optimizer groups of a running program as a ``torch.optim.Optimizer``; its settings count from the next update.
+"""The optimizer groups of a running program as a ``torch.optim.Optimizer``.
+
+Changed settings apply from the next update.
 
 ``param_groups`` have the settings that torch's optimizer of the same name has (``lr``, ``betas``, ``weight_decay``, …),
-so that every ``torch.optim.lr_scheduler`` drives them unchanged. Before an update, settings that changed are written to
-the scalar buffers of their group, which the program reads; nothing is compiled again. Parameters and states are not
-here: their shards are in the buffers of the program.
+so every ``torch.optim.lr_scheduler`` drives them unchanged. Before an update, changed settings are written to the
+scalar buffers of their group, which the program reads; nothing is recompiled. The optimizer has neither parameters nor
+states: their shards are in the buffers of the program.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from zeroir.runtime.comm.job import Job, PeerError
 from zeroir.runtime.memory.rank_memory import RankMemory
 
 Settings = tuple[float, ...]
-"""The learning rate of a group, and then the hyper-parameters of its algorithm."""
+"""The learning rate of a group, followed by the hyper-parameters of its algorithm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +43,14 @@ class _LiveGroup:
 
     @property
     def places(self) -> Iterator[tuple[Setting, str, int | None]]:
-        """For each number of the settings where torch has it: its key, and its index if the key has several numbers."""
+        """For each number of the settings, its key in torch's group, and its index if the key has several numbers."""
         for setting in (LEARNING_RATE, *self.algorithm.declaration.settings):
             for key, index in setting.torch_places:
                 yield setting, key, index
 
 
 class LiveOptimizer(torch.optim.Optimizer):
-    """The settings of a program's optimizer groups; see the module's docstring.
+    """The settings of a program's optimizer groups as a ``torch.optim.Optimizer``.
 
     Each group has the keys of torch's optimizer, ``name``, ``param_names``, and ``params``: tensors of the parameters'
     shapes on the meta device. All ranks must give the groups the same settings. ``update`` finishes a step whose
@@ -96,10 +98,10 @@ class LiveOptimizer(torch.optim.Optimizer):
         return tuple(group.algorithm for group in self._groups)
 
     def settings(self) -> list[Settings]:
-        """The present settings of each group.
+        """Return the present settings of each group.
 
         Raises:
-            UserError: where a setting has no valid value.
+            UserError: where a setting has an invalid value.
         """
         if len(self.param_groups) != len(self._groups):
             raise UserError(
@@ -112,20 +114,20 @@ class LiveOptimizer(torch.optim.Optimizer):
         ]
 
     def require(self, updates: Sequence[Mapping[str, object]]) -> None:
-        """Check that the groups may have these settings, in the order of ``param_groups``, beside those that they have.
+        """Check these changes to the settings, in the order of ``param_groups``.
 
         Raises:
-            UserError: where a setting has no valid value.
+            UserError: where a setting has an invalid value.
         """
         self.settings()
         for group, present, update in zip(self._groups, self.param_groups, updates, strict=True):
             _require_valid(group, _settings(group, {**present, **update}))
 
     def write(self) -> None:
-        """Write the settings that changed since they were last written, on every local rank.
+        """Write the settings that changed since the last write, on every local rank.
 
         Raises:
-            UserError: where a setting has no valid value; then nothing is written.
+            UserError: where a setting has an invalid value; then nothing is written.
         """
         settings = self.settings()
         if settings == self._written:
@@ -141,16 +143,16 @@ class LiveOptimizer(torch.optim.Optimizer):
         self._written = settings
 
     def write_to(self, memories: Iterable[RankMemory]) -> None:
-        """Write to other memories from now on, and every setting at first."""
+        """Write to other memories from now on, starting with all settings."""
         self._memories = list(memories)
         self._written = [(math.nan,) * len(settings) for settings in self._first]
 
     def forget_written(self) -> None:
-        """Note that the scalar buffers have their first values again."""
+        """Note that the scalar buffers have their initial values again."""
         self._written = list(self._first)
 
     def report_update(self) -> None:
-        """Let schedulers and the hooks of ``step`` know of an update that the engine made."""
+        """Notify schedulers and the hooks of ``step`` of an update by the engine."""
         self._is_reported = True
         try:
             self.step()
@@ -180,10 +182,10 @@ class LiveOptimizer(torch.optim.Optimizer):
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: every step begins with new gradients."""
+        """Do nothing: every step starts with new gradients."""
 
     def add_param_group(self, param_group: Mapping[str, object]) -> None:
-        """Refuse another group: groups are part of the program.
+        """Reject another group, because groups are part of the program.
 
         Raises:
             UserError: always, for a caller other than the constructor.
@@ -192,11 +194,12 @@ class LiveOptimizer(torch.optim.Optimizer):
             raise UserError(
                 "engine.optimizer takes no further groups, which are part of the program: compile it again with them."
             )
-        # torch's own adds the settings of the first group, which others may not have, and imports torch's compiler.
+        # torch's own method adds the settings of the first group, which others may not have, and imports torch's
+        # compiler.
         self.param_groups.append(dict(param_group))
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Take over the settings that ``state_dict`` gave; the states of parameters belong to checkpoints.
+        """Load the settings that ``state_dict`` returned; the states of parameters belong to checkpoints.
 
         Raises:
             UserError: where there are states of parameters, or other groups.
@@ -224,16 +227,16 @@ class LiveOptimizer(torch.optim.Optimizer):
 class SettingsOfRanks:
     """Writes the settings of an optimizer before each step of a rank, and compares them with those of other ranks.
 
-    The number of micro-steps so far is compared with them, because each rank divides by that of its own step. The
-    comparison is an exchange of a few numbers between all ranks. It takes place at steps 1, 2, 4, and so on, and
-    from ``COMPARED_EVERY`` on at each multiple of it, so that it costs no time worth mentioning.
+    The number of micro-steps so far is compared as well, because each rank divides by that of its own step. The
+    comparison exchanges a few numbers between all ranks. It runs at steps 1, 2, 4, and so on, and from
+    ``COMPARED_EVERY`` on at each multiple of it, so its cost is negligible.
     """
 
     optimizer: LiveOptimizer
     job: Job
 
     def before_micro_step(self, step: int, *, micro_steps: int, is_last: bool) -> None:
-        """Write what changed, for a step that is counted from 1.
+        """Write changed settings, for a step that is counted from 1.
 
         Raises:
             UserError: where a setting is invalid, or where two ranks have different ones, or took different numbers of
@@ -265,7 +268,7 @@ def _is_compared(step: int) -> bool:
 
 
 def _require_same_counts(counts: Sequence[float], step: int, own_rank: int) -> None:
-    """Raise an error where two ranks took different numbers of micro-steps until the last one of a step."""
+    """Raise an error where two ranks took different numbers of micro-steps up to the last one of a step."""
     for rank, count in enumerate(counts):
         if count != counts[0]:
             kind = UserError if rank == own_rank else PeerError
@@ -276,7 +279,7 @@ def _require_same_counts(counts: Sequence[float], step: int, own_rank: int) -> N
 
 
 def _require_same(owners: Sequence[str], rows: Sequence[Sequence[float]], own_rank: int) -> None:
-    """Raise an error where two rows differ; ``owners`` are the groups whose settings stand there."""
+    """Raise an error where two rows differ; ``owners`` are the groups of their values."""
     for rank, row in enumerate(rows):
         for group, value, first in zip(owners, row, rows[0], strict=True):
             if value != first:
@@ -291,7 +294,7 @@ def _require_same(owners: Sequence[str], rows: Sequence[Sequence[float]], own_ra
 
 
 def _groups(program: Program) -> list[_LiveGroup]:
-    """The groups of the program's header. Settings stand where it declares them, whatever the steps read them from."""
+    """Return the groups of the program's header, with the settings at the places that it declares."""
     parameters: dict[str, list[tuple[str, tuple[int, ...]]]] = {g.name: [] for g in program.groups}
     intervals: dict[str, list[tuple[int, int, str]]] = {flat.name: [] for flat in program.flats}
     for group in program.groups:
@@ -325,7 +328,7 @@ def _placeholder(shape: tuple[int, ...]) -> Tensor:
 
 
 def _first_settings(group: _LiveGroup, first: Mapping[str, tuple[float, ...]]) -> Settings:
-    """The settings before the first step; a scalar without a value is 0."""
+    """Return the settings before the first step; a scalar without a value is 0."""
     values: list[float] = []
     for region in (group.lr, group.hyper):
         of_buffer = first.get(region.buffer, (0.0,) * region.stop)
@@ -334,16 +337,16 @@ def _first_settings(group: _LiveGroup, first: Mapping[str, tuple[float, ...]]) -
 
 
 def _as_torch_has_them(group: _LiveGroup, settings: Settings) -> Mapping[str, Value]:
-    """The settings of a group under the keys of torch's optimizers."""
+    """Return the settings of a group under the keys of torch's optimizers."""
     lr, *hyper = settings
     return {"lr": lr, **group.algorithm.declaration.torch_settings(hyper)}
 
 
 def _settings(group: _LiveGroup, param_group: Mapping[str, object]) -> Settings:
-    """The settings of a group as the program has them.
+    """Return the settings of a group as the program stores them.
 
     Raises:
-        UserError: where one is missing or no number.
+        UserError: where one is missing or not a number.
     """
     numbers: list[float] = []
     for setting, key, index in group.places:
@@ -360,16 +363,16 @@ def _settings(group: _LiveGroup, param_group: Mapping[str, object]) -> Settings:
 
 
 def _number_of_choice(setting: Setting, given: object) -> float | None:
-    """The number of a choice; torch takes None for the default. None where it is no choice."""
+    """Return the number of a choice, the default for None as in torch; None where it is not a choice."""
     choice = setting.default if given is None else given
     return float(setting.choices.index(choice)) if choice in setting.choices else None
 
 
 def _number(group: _LiveGroup, setting: Setting, key: str, value: object, given: object) -> float:
-    """A value that is no float as one; ``given`` is what stands under the key.
+    """Convert a value that is not a float to one; ``given`` is the whole value under the key.
 
     Raises:
-        UserError: where it is no number.
+        UserError: where it is not a number.
     """
     if isinstance(value, Tensor):
         raise _invalid(group, key, "a tensor", "a number, which needs no wait for the device")
@@ -381,7 +384,7 @@ def _number(group: _LiveGroup, setting: Setting, key: str, value: object, given:
 
 
 def _require_valid(group: _LiveGroup, settings: Settings) -> None:
-    """Raise UserError for the first setting that is out of its range, or does not fit the others."""
+    """Raise UserError for the first setting that is out of its range, or inconsistent with the others."""
     declaration = group.algorithm.declaration
     values = dict(zip(("lr", *declaration.hyper_names), settings, strict=True))
     for (setting, *_), (name, value) in zip(group.places, values.items(), strict=True):

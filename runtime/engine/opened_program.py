@@ -1,4 +1,4 @@
-"""A program made ready to run on one rank: its memory, compiled kernels, streams and CUDA graphs."""
+"""A program ready to run on one rank: its memory, compiled kernels, streams and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The arguments of an engine that do not depend on its program. Buffers on disk are in ``disk_folder``."""
+    """The arguments of an engine that do not depend on its program.
+
+    ``disk_folder`` is the folder of buffers on disk.
+    """
 
     backend: Backend | None
     kernels: KernelBackend
@@ -53,7 +56,7 @@ class OpenedProgram:
     def close(self, job: Job) -> None:
         """Stop the streams and destroy the process groups, once the device has done all submitted work.
 
-        See ``Engine.close`` for what happens after a failure.
+        ``Engine.close`` describes what happens after a failure.
         """
         is_stuck = self.memory.device.type == "cuda" and self.executor.has_failed
         if is_stuck and not job.is_alone:
@@ -74,7 +77,7 @@ def open_program(
     settings: EngineSettings,
     kept: RankMemory | None = None,
 ) -> OpenedProgram:
-    """Make everything that runs a program, with the contents of the memory ``kept`` of another one."""
+    """Create everything that runs a program, with the contents of the memory ``kept`` of the previous one."""
     memory = RankMemory(
         program, job.rank, device, disk_folder=settings.disk_folder, is_deferred=True
     )
@@ -117,7 +120,7 @@ def _open_streams(
 
 
 def open_clock(program: Program, device: torch.device) -> StreamClock:
-    """The clock by which ops of the device's streams are recorded."""
+    """Return the clock for recording ops of the device's streams."""
     if device.type != "cuda":
         return HostClock()
     from zeroir.runtime.execution.cuda import CudaClock

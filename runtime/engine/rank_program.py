@@ -1,4 +1,4 @@
-"""A program on one rank, ready to run, which another program of the same model may replace."""
+"""A program on one rank, ready to run; another program of the same model may replace it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zeroir.runtime.memory.rank_memory import RankMemory
 
 
 class RankProgram:
-    """The program, its memory, and what executes it; ``job`` connects it with the other ranks.
+    """The program, its memory, and its executor; ``job`` connects it with the other ranks.
 
     ``update`` updates the parameters, for an optimizer whose ``step`` does so.
     """
@@ -41,7 +41,7 @@ class RankProgram:
         self._open(program)
 
     def _open(self, program: Program, kept: RankMemory | None = None) -> None:
-        """Make everything that runs a program, with the contents of the memory ``kept`` of another one."""
+        """Create everything that runs a program, with the contents of the memory ``kept`` of the previous one."""
         settings = self._settings
         self.program = program
         self.job = open_job(program, settings.backend, self.device, settings.timeout)
@@ -63,12 +63,12 @@ class RankProgram:
 
     @property
     def executor(self) -> StepExecutor:
-        """What executes the sections."""
+        """The executor of the sections."""
         return self.opened.executor
 
     @property
     def step_count(self) -> int:
-        """The training steps so far, skipped ones included."""
+        """The number of training steps so far, including skipped ones."""
         return self.executor.step_count
 
     @property
@@ -85,16 +85,19 @@ class RankProgram:
 
     @contextmanager
     def between_sections(self) -> Iterator[None]:
-        """Give the block the device, which has done all submitted work. An error of the block is one of the engine."""
+        """Run the block on the device, which has done all submitted work.
+
+        An error of the block is an error of the engine.
+        """
         with self.executor.entered():
             self.executor.finish()
             yield
 
     def replace(self, program: Program) -> None:
-        """Run another program: parameters, master weights and states keep their tensors."""
+        """Switch to another program: parameters, master weights and states keep their tensors."""
         step_count, seed = self.step_count, self.executor.seed
         if self._sections is not None:
-            # Another rank may be in a section, and is to know why its connection breaks.
+            # Another rank may be in a section, and should learn why its connection breaks.
             self._sections.begin(OTHER_PROGRAM, step_count + 1, self.executor.micro_steps_done)
             self._sections.show()
         self.opened.close(self.job)
@@ -105,7 +108,7 @@ class RankProgram:
             self.memory.allocate()
 
     def allocate_once(self) -> None:
-        """Before the first step, allocate what is not allocated yet."""
+        """Allocate what is not allocated yet, before the first step."""
         if self._is_allocated:
             return
         self._is_allocated = True
@@ -115,7 +118,7 @@ class RankProgram:
             self.memory.allocate()
 
     def fill(self, set_values: Callable[[], object]) -> None:
-        """Set the contents of buffers before step 1, and allocate the rest; the settings are written anew."""
+        """Set the contents of buffers before step 1, and allocate the rest; the settings are written again."""
         with self.between_sections():
             set_values()
             self.memory.allocate()
@@ -123,7 +126,7 @@ class RankProgram:
             self._optimizer.forget_written()
 
     def close(self) -> None:
-        """Stop the streams and destroy the process groups; see ``Engine.close``."""
+        """Stop the streams and destroy the process groups, as ``Engine.close`` describes."""
         self.opened.close(self.job)
         if self._sections is not None:
             self._sections.close()

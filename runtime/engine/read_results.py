@@ -18,10 +18,11 @@ class RankResult:
     """The results of a step on one rank.
 
     ``loss`` is f32[]: the mean over the step's micro-batches of this rank, weighted where they have weights;
-    ``mean_loss`` that over all ranks, or None where the program does not report it. ``weight`` is the sum of this
+    ``mean_loss`` is that over all ranks, or None where the program does not report it. ``weight`` is the sum of this
     rank's weights, f32[] or the number of micro-batches. ``is_skipped`` and ``grad_norm`` are f32[], or None where the
-    program reports neither; the norm is of the averaged, unscaled gradient, before clipping. ``is_redone`` is f32[]:
-    whether the host undid its speculative update, or None where the update waits. Reading a value waits for the device.
+    program does not report them; the norm is that of the averaged, unscaled gradient, before clipping. ``is_redone`` is
+    f32[]: whether the host undid its speculative update, or None without speculation. Reading a value synchronizes with
+    the device.
     """
 
     loss: Tensor
@@ -36,7 +37,7 @@ class RankResult:
 class RankEvaluation:
     """The results of an evaluation on one rank: the loss of its batch, f32[], and the declared outputs.
 
-    The tensors of the outputs are copies, which later evaluations leave as they are.
+    The outputs are copies, which later evaluations do not change.
     """
 
     loss: Tensor
@@ -45,7 +46,7 @@ class RankEvaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeforeUpdate:
-    """Values of a rank that the update may change: its mean loss and its loss scale, f32[], None without scaling."""
+    """Values of a rank that the update may change: its mean loss, and its loss scale, f32[] or None without scaling."""
 
     loss: Tensor
     weight: Tensor | float
@@ -54,12 +55,12 @@ class BeforeUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class RankResults:
-    """Reads the results of a program from the buffers of a rank that its reports name."""
+    """Reads the results of a program from a rank's buffers that its reports name."""
 
     program: Program
 
     def batch_losses(self, memory: RankMemory) -> Tensor:
-        """The losses of the micro-batches of the section that has just run, copied: f32[Program.interleaved].
+        """Return copies of the losses of the micro-batches of the section that has just run: f32[Program.interleaved].
 
         Raises:
             UserError: where the program reports none.
@@ -67,7 +68,7 @@ class RankResults:
         return self._required(memory, Quantity.BATCH_LOSS).clone()
 
     def before_update(self, memory: RankMemory, weight: Tensor | float) -> BeforeUpdate:
-        """What the update may change, copied; ``weight`` is the sum of the weights of the rank's micro-batches."""
+        """Copy what the update may change; ``weight`` is the sum of the weights of the rank's micro-batches."""
         return BeforeUpdate(
             loss=self._required(memory, Quantity.LOSS)[0].clone() / weight,
             weight=weight,
@@ -76,7 +77,7 @@ class RankResults:
 
     def after_update(self, memory: RankMemory, before: BeforeUpdate) -> RankResult:
         """The results of the step that the update ended."""
-        # Without weights of the host's, each micro-batch has the weight 1, and ranks have the same number of them.
+        # Without weights from the host, each micro-batch has the weight 1, and all ranks have the same number of them.
         total: Tensor | float = self.program.mesh.world_size * before.weight
         if self.program.weight is not None:
             total = self._required(memory, Quantity.SUMMED_WEIGHT)[0]
@@ -98,7 +99,7 @@ class RankResults:
         )
 
     def evaluation(self, memory: RankMemory) -> RankEvaluation:
-        """The results of the section ``evaluate``, which has just run."""
+        """Return the results of the section ``evaluate``, which has just run."""
         values = [
             (output.path, memory.buffer(output.buffer).clone().view(output.shape))
             for output in self.program.outputs

@@ -1,4 +1,4 @@
-"""Recordings of steps: when each op ran, and the memory that segments took."""
+"""Recordings of steps: when each op ran, and the memory that segments used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Recording:
         self._recorder = SpanRecorder()
 
     def record(self, step: int) -> None:
-        """Record the beginning and end of every op of that step."""
+        """Record the start and end of every op of that step."""
         rank_program = self._rank_program
         rank_program.executor.finish()  # no op of an earlier recording may still be running
         self._recorder.begin(open_clock(rank_program.program, rank_program.device))
@@ -32,7 +32,7 @@ class Recording:
         return None if encoded is None else aligned(encoded)
 
     def workspaces(self, step: Callable[[], object]) -> Mapping[str, int]:
-        """The bytes that each segment takes beside its buffers during ``step``, by digest."""
+        """Return the bytes that each segment uses beside its buffers during ``step``, by digest."""
         rank_program = self._rank_program
         if rank_program.device.type == "cpu":
             return on_host(rank_program.program, step)

@@ -1,4 +1,4 @@
-"""The results of an engine's methods; see ``Engine``."""
+"""The results of an engine's methods."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zeroir.runtime.engine.read_results import RankEvaluation, RankResult
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StepResult:
-    """The results of ``Engine.step`` on this rank; see ``RankResult``. Reading a value waits for the device."""
+    """The results of ``Engine.step`` on this rank. Reading a value synchronizes with the device."""
 
     rank: RankResult
 
@@ -49,23 +49,23 @@ class StepResult:
 
     @property
     def is_skipped(self) -> bool:
-        """Whether an overflow on any rank, or a weight of 0 on all ranks, left everything as it was."""
+        """Whether the update was skipped, because of an overflow on any rank or a weight of 0 on all ranks."""
         return self.rank.is_skipped is not None and bool(self.rank.is_skipped > 0)
 
     @property
     def is_redone(self) -> bool:
-        """Whether clipping or an overflow undid the speculative update of a host; False where updates wait."""
+        """Whether clipping or an overflow undid the host's speculative update; False without speculation."""
         return self.rank.is_redone is not None and bool(self.rank.is_redone > 0)
 
     @property
     def grad_norm(self) -> float | None:
-        """Global L2 norm of the averaged gradient before clipping; None where the program computes none."""
+        """The global L2 norm of the averaged gradient before clipping; None where the program does not compute it."""
         return None if self.rank.grad_norm is None else float(self.rank.grad_norm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Evaluation:
-    """The results of ``Engine.evaluate`` on this rank; see ``RankEvaluation``. Reading the loss waits for it."""
+    """The results of ``Engine.evaluate`` on this rank. Reading the loss synchronizes with the device."""
 
     rank: RankEvaluation
 
@@ -75,7 +75,7 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """The loss of this rank's batch (``Engine.average`` gives the mean over ranks)."""
+        """The loss of this rank's batch; ``Engine.average`` computes the mean over ranks."""
         return float(self.rank.loss)
 
     @property

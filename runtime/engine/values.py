@@ -1,4 +1,4 @@
-"""The values of the model that a program holds on a rank between steps: set, gathered, and as state dictionaries."""
+"""The values of the model on a rank between steps: setting and gathering them, and state dictionaries."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ModelValues:
         deep_copy: DeepCopy,
         adapt: Callable[[nn.Module], None] | None,
     ) -> None:
-        """Give every buffer its value before step 1, from the module on rank 0."""
+        """Initialise every buffer from the module on rank 0."""
         rank_program = self._rank_program
         from_rank_zero = (
             ALONE
@@ -74,7 +74,7 @@ class ModelValues:
         self._adapt = adapt
 
     def initialise_flats(self, values: Mapping[str, Tensor]) -> None:
-        """Give buffers values by name; see ``state.initialise_flats``."""
+        """Initialise buffers from ``values`` by name, as ``state.initialise_flats`` does."""
         program, memory = self._rank_program.program, self._rank_program.memory
         self._rank_program.fill(
             lambda: state_of_buffers.initialise_flats(program, [memory], values)
@@ -83,7 +83,7 @@ class ModelValues:
 
     @contextmanager
     def gathered(self, name: str, *, masters: bool, ema: bool) -> Iterator[nn.Module]:
-        """Give the block a module of the model with the present values, for reading."""
+        """Yield a module of the model with the present values, for reading."""
         rank_program = self._rank_program
         if self._make is None:
             raise UserError(
@@ -107,7 +107,7 @@ class ModelValues:
             yield module
 
     def return_to(self, module: nn.Module, device: torch.device) -> None:
-        """Give the module in hand the present values, whole on every rank."""
+        """Write the present values to the user's module, unsharded on every rank."""
         rank_program = self._rank_program
         with rank_program.between_sections(), memory_for("the whole model on each rank"):
             return_values(
@@ -115,7 +115,7 @@ class ModelValues:
             )
 
     def parameters(self, *, masters: bool) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter with its name, whole, one unit after the other."""
+        """Yield every parameter with its name, unsharded, unit by unit."""
         rank_program = self._rank_program
         with rank_program.between_sections():
             pass
@@ -131,7 +131,7 @@ class ModelValues:
             yield slot.name, values
 
     def full_parameters(self, *, ema: bool) -> dict[str, Tensor]:
-        """Every parameter by name, whole."""
+        """Return every parameter by name, unsharded."""
         rank_program = self._rank_program
         with rank_program.between_sections():
             return state_of_buffers.full_parameters(
@@ -139,7 +139,7 @@ class ModelValues:
             )
 
     def full_state(self) -> dict[tuple[str, str], Tensor]:
-        """Parameters, masters and optimizer states, whole, by (flat, quantity)."""
+        """Return parameters, master weights and optimizer states, unsharded, by (flat, quantity)."""
         rank_program = self._rank_program
         with rank_program.between_sections():
             return state_of_buffers.full_state(
@@ -147,7 +147,7 @@ class ModelValues:
             )
 
     def state_dict(self, *, rank0_only: bool, only_trained: bool) -> dict[str, Tensor]:
-        """What the module's ``state_dict`` would have."""
+        """Return the module's ``state_dict``."""
         rank_program = self._rank_program
         is_kept = rank_program.job.rank == 0 or not rank0_only
         facts = self.facts() if is_kept else ModelFacts()
@@ -165,7 +165,7 @@ class ModelValues:
     def load_state_dict(
         self, state_dict: Mapping[str, Tensor], *, is_strict: bool
     ) -> tuple[list[str], list[str]]:
-        """Take over whole tensors by the names of the module; returns the missing and the unknown names."""
+        """Load unsharded tensors by the module's names; return the missing and the unknown names."""
         rank_program = self._rank_program
         with rank_program.between_sections():
             names = state_dicts.load_module_state(
@@ -183,7 +183,7 @@ class ModelValues:
     def optimizer_state_dict(
         self, *, rank0_only: bool
     ) -> dict[str, dict[str, object] | list[dict[str, object]]]:
-        """The optimizer's state by the names of parameters, whole, on the CPU."""
+        """Return the optimizer's state by parameter name, unsharded, on the CPU."""
         rank_program = self._rank_program
         optimizer = rank_program.optimizer
         with rank_program.between_sections():
@@ -196,7 +196,7 @@ class ModelValues:
             )
 
     def facts(self) -> ModelFacts:
-        """The names and the configuration of the user's model, where there is one; made anew where none was noted."""
+        """Return the names and the configuration of the user's model, if there is one; they are determined once."""
         if self._facts is None:
             self._facts = ModelFacts() if self._make is None else model_facts(self._make())
         return self._facts

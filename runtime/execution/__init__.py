@@ -1,1 +1,1 @@
-"""Issue the ops of sections on streams, and execute them on real or virtual ranks."""
+"""Issues the ops of sections on streams, and executes them on real or virtual ranks."""

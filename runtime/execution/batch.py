@@ -15,7 +15,7 @@ from zeroir.torch_ops.types import TORCH_DTYPE
 
 
 def write_inputs(program: Program, memory: RankMemory, batch: Batch, micro_batch: int) -> None:
-    """Copy a batch to a micro-batch's slices of the program's input buffers; see :func:`inputs_of`."""
+    """Copy a batch, after the checks of ``inputs_of``, to a micro-batch's slices of the program's input buffers."""
     for binding, tensor in inputs_of(program, batch):
         numel = math.prod(binding.shape)
         region = slice_region(program, binding.buffer, micro_batch, numel)
@@ -23,7 +23,7 @@ def write_inputs(program: Program, memory: RankMemory, batch: Batch, micro_batch
 
 
 def inputs_of(program: Program, batch: Batch) -> list[tuple[InputBinding, Tensor]]:
-    """The tensor of a batch for each input of the program.
+    """Return the tensor of a batch for each input of the program.
 
     Raises:
         BatchError: where the structure, a shape, a dtype or a constant of the batch is not the compiled one, or a
@@ -61,7 +61,7 @@ def _checked(binding: InputBinding, leaves: BatchLeaves) -> Tensor:
 
 
 def _is_shorter(shape: tuple[int, ...], compiled: tuple[int, ...]) -> bool:
-    """Whether a tensor has fewer samples than the program was compiled for, and is otherwise of the compiled shape."""
+    """Return whether a tensor differs from the compiled shape only in having fewer samples."""
     return bool(shape and compiled) and shape[0] < compiled[0] and shape[1:] == compiled[1:]
 
 
@@ -85,7 +85,7 @@ def _check_constant(binding: ConstantBinding, leaves: BatchLeaves) -> None:
 
 
 def _unknown(program: Program, leaves: BatchLeaves) -> BatchError:
-    """The error on a tensor or constant for which the program has no place."""
+    """Return the error for a tensor or constant that the program does not use."""
     bound = {binding.path for binding in program.inputs}
     bound |= {binding.path for binding in program.batch_constants}
     path = next(path for path in (*leaves.tensors, *leaves.constants) if path not in bound)

@@ -1,12 +1,12 @@
-"""The streams and events of a program on a CUDA device: each is one of CUDA's own.
+"""The streams and events of a program on a CUDA device, each of which is a CUDA stream or event.
 
-Streams that the host or a disk executes keep a worker thread. CUDA cannot wait for a thread, so whoever issues ops of
-a device stream that must wait for such a thread waits itself. Streams of copies have threads of their own for that:
-these wait for the host's ops, issue the copies and record their events, while the issuing thread goes on. It waits
-itself only where a stream that computes or communicates needs what such a copy brings: until the copy is issued.
+Streams that the host or a disk executes have a worker thread. CUDA cannot wait for a thread, so a thread that issues
+ops of a device stream which must wait for a worker waits itself. Copy streams have their own threads for that: these
+wait for the host's ops, issue the copies and record their events, while the issuing thread continues. The issuing
+thread itself waits only until such a copy is issued, where a compute or communication stream needs its result.
 
-Submitted ops can be captured as a CUDA graph instead of carried out (``CudaStreams.capture``). Torch has no public
-interface for cleaning up after a capture, least of all after one that failed; all private interfaces used are here.
+Submitted ops can be captured as a CUDA graph instead of run (``CudaStreams.capture``). Torch has no public interface
+for cleaning up after a capture, in particular after a failed one; all private interfaces used are here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from zeroir.runtime.execution.trace import HostClock, Mark, Task, WatchOp
 
 
 class CudaClock:
-    """Marks moments of a device stream by CUDA events on the current stream, and of others by the host's clock."""
+    """Marks times of a device stream by CUDA events on the current stream, and of other streams by the host's clock."""
 
     def __init__(self, program: Program, device: torch.device) -> None:
         self._on_device = frozenset(
@@ -56,7 +56,6 @@ class CudaClock:
         self._first_ns = time.perf_counter_ns()
 
     def mark(self, stream: str) -> Mark:
-        """See ``StreamClock.mark``."""
         if stream not in self._on_device:
             return self._host.mark(stream)
         event = _timed_event()
@@ -105,7 +104,7 @@ class CudaStreams:
         for stream in program.streams:
             match stream.executor:
                 case Executor.DEVICE if stream.name == COMPUTE:
-                    # The user's own work is on it, too, unless the user changes the current stream.
+                    # The user's own work runs on it as well, unless the user changes the current stream.
                     self._streams[stream.name] = torch.cuda.current_stream(device)
                 case Executor.DEVICE:
                     if stream.name in used:
@@ -119,23 +118,22 @@ class CudaStreams:
         self._thread = threading.local()
         self._apart = issued_apart(program)
         self._tails: dict[str, LateEvent] = {}
-        """For each stream that a thread issues, the event of its last op that crosses no boundary."""
+        """For each stream that a thread issues, the event of its last op that is not pending across sections."""
         self._events: dict[str, Event] = {}
         self._crossing = frozenset(p.event for s in program.sections for p in s.exit.pending)
         self._last: dict[str, list[PendingSignal]] = {name: [] for name in self._streams}
         self._before_capture: Mapping[str, Event] = {}
-        """While ops are captured: the events that were signalled before."""
+        """The events that were signalled before the current capture."""
         self._awaited: list[str] = []
-        """The ones among them for which the captured ops wait."""
+        """Those of them for which the captured ops wait."""
         self._capture_stream: torch.cuda.Stream | None = None
         self._pool: torch.cuda._POOL_HANDLE | None = None
 
     def stream(self, name: str) -> torch.cuda.Stream:
-        """The CUDA stream of that name."""
+        """Return the CUDA stream of that name."""
         return self._streams[name]
 
     def bind(self, op: Op, run: Task, watch: WatchOp | None = None) -> Task:
-        """See ``Streams.bind``."""
         match op:
             case Wait():
                 return self._waiting(op, watch)
@@ -149,7 +147,7 @@ class CudaStreams:
                 return lambda: self._on_device(op.stream, op.event, task)
 
     def join(self, pending: Collection[str]) -> None:
-        """See ``Streams.join``. The host itself does not wait for the device."""
+        """Order later ops after earlier ones, as ``Streams.join`` requires. The host does not wait for the device."""
         self._threads.join([name for name in pending if self._is_of_thread(name)])
         signals: dict[str, torch.cuda.Event] = {}
         for name, stream in self._streams.items():
@@ -168,16 +166,14 @@ class CudaStreams:
                     stream.wait_event(signal)
 
     def finish(self) -> None:
-        """See ``Streams.finish``. Copies to and from pinned memory are under way until the device has done them."""
+        """Wait until all ops are done, on the device as well: it executes the copies to and from pinned memory."""
         self._threads.join(())
         torch.cuda.synchronize(self._device)
 
     def signal(self, event: str) -> None:
-        """See ``Streams.signal``."""
         self._events[event] = self._streams[COMPUTE].record_event()
 
     def waiting_for(self, events: Collection[str]) -> Task:
-        """See ``Streams.waiting_for``."""
         of_device = [self._events[name] for name in events if name in self._events]
         of_device.append(self._streams[COMPUTE].record_event())
         wait_for_threads = self._threads.waiting_for(
@@ -194,7 +190,7 @@ class CudaStreams:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """See ``Streams.entered``: the current stream may be another one than compute's."""
+        """Order the block between the caller's work on its current stream, which may differ from the compute stream."""
         own, callers = self._streams[COMPUTE], torch.cuda.current_stream(self._device)
         if own == callers:
             yield
@@ -205,18 +201,17 @@ class CudaStreams:
         callers.wait_event(own.record_event())
 
     def close(self) -> None:
-        """See ``Streams.close``."""
         self._threads.close()
 
     def capture(self, issue: Callable[[], None]) -> CudaGraph:
-        """Capture the ops that ``issue`` submits, on all streams, instead of carrying them out.
+        """Capture the ops that ``issue`` submits, on all streams, instead of running them.
 
         The caller joins the streams before and after. Where the ops wait for events that were pending before, the whole
-        graph waits for them, each time that it is launched. All graphs of this object take their memory from one pool,
-        so no two may run at once, and each overwrites the results that another left there.
+        graph waits for them at each launch. All graphs of this object allocate from one pool, so no two may run at
+        once, and each overwrites the results of the others.
 
         Raises:
-            RuntimeError: where something cannot be captured; then nothing was carried out.
+            RuntimeError: where something cannot be captured; then nothing was run.
         """
         if self._capture_stream is None:
             # CUDA cannot capture a default stream, and compute may be one, so another stream replaces it.
@@ -232,13 +227,13 @@ class CudaStreams:
         self._before_capture, self._awaited = events, []
         try:
             with torch.cuda.stream(self._capture_stream):
-                # Other threads, such as NCCL's own, may go on calling CUDA.
+                # Other threads, such as NCCL's own, may continue to call CUDA.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 self._fork()
                 issue()
                 self._rejoin()
                 with warnings.catch_warnings():
-                    # A section may have no work for the device, such as an all-reduce of one rank.
+                    # A section may have no work for the device, for example an all-reduce of one rank.
                     warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
                     graph.capture_end()
         except BaseException:
@@ -248,7 +243,8 @@ class CudaStreams:
             # Events that were recorded in a capture are invalid outside it.
             self._streams, self._events, self._last = own, events, last
             self._before_capture = {}
-            # The scratch memory of matrix products belongs to the graph; torch would keep it until the process ends.
+            # The scratch memory of matrix products belongs to the graph; otherwise torch would keep it until the
+            # process ends.
             torch._C._cuda_clearCublasWorkspaces()
 
         awaited = self._awaited
@@ -260,7 +256,7 @@ class CudaStreams:
         return CudaGraph(graph=graph, stream=own[COMPUTE], wait=wait)
 
     def _fork(self) -> None:
-        """Let every stream join the capture, but those of threads: they copy to or from the host, as no graph does."""
+        """Make all streams join the capture, except those of threads, whose copies to or from the host no graph has."""
         begin = self._streams[COMPUTE].record_event()
         for name, stream in self._streams.items():
             if name != COMPUTE and name not in self._apart:
@@ -294,7 +290,7 @@ class CudaStreams:
     def _on_device(self, name: str, event: str | None, run: Task) -> None:
         stream = self._streams[name]
         if event in self._crossing:
-            # A join leaves out an op that may still be pending, but not the earlier ops of its stream.
+            # A join excludes an op that may still be pending, but not the earlier ops of its stream.
             self._last[name].append(PendingSignal(event=event, before=stream.record_event()))
         else:
             self._last[name].clear()
@@ -309,7 +305,7 @@ class CudaStreams:
         enqueue()
 
     def _issued_by_thread(self, op: IssuedOp, task: Task) -> Task:
-        """Hand the op to the stream's thread, which issues it and records its event."""
+        """Pass the op to the stream's thread, which issues it and records its event."""
         events: deque[LateEvent] = deque()
 
         def issue() -> None:
@@ -336,7 +332,7 @@ class CudaStreams:
         return hand_over
 
     def _is_of_thread(self, name: str) -> bool:
-        """Whether a thread carries out or issues the op that signals the event."""
+        """Return whether a thread runs or issues the op that signals the event."""
         return isinstance(self._events.get(name, LateEvent()), LateEvent)
 
     def _waiting(self, op: Wait, watch: WatchOp | None) -> Task:
@@ -355,7 +351,7 @@ class CudaStreams:
                 # CUDA cannot capture a wait for work outside the graph.
                 self._awaited.append(op.waited)
                 return
-            if self._is_of_thread(op.waited):  # carried out or issued by it
+            if self._is_of_thread(op.waited):  # run or issued by it
                 # The watch marks moments on the current stream.
                 with torch.cuda.stream(self._streams.get(op.on)):
                     of_threads()
@@ -372,7 +368,7 @@ class CudaStreams:
         return wait
 
     def _wait_in_thread(self, op: Wait, watch: WatchOp | None) -> None:
-        """Let the thread that issues a stream's ops wait for another thread, and the stream for the device."""
+        """Make the thread that issues a stream's ops wait for another thread, and the stream for the device."""
         stream, event = self._streams[op.on], self._events.get(op.waited)
         is_of_thread = self._is_of_thread(op.waited)
         wait_for_thread = self._threads.waiting_for([op.waited]) if is_of_thread else _nothing
@@ -391,7 +387,7 @@ class CudaStreams:
         self._threads.call(op.on, partial(self._in_thread, on_stream))
 
     def _order(self, stream: torch.cuda.Stream, name: str) -> None:
-        """Order a stream after an event of the device; the caller waits until the event is recorded."""
+        """Order a stream after an event of the device; the calling thread waits until the event is recorded."""
         if self._is_of_thread(name):
             self._threads.waiting_for([name])()
         event = recorded(self._events[name])
@@ -405,10 +401,10 @@ class CudaStreams:
         self._in_thread(run)
 
     def _in_thread(self, task: Task) -> None:
-        """Carry a task out in a worker thread. These begin on device 0, which need not be this process's.
+        """Run a task in a worker thread with this process's device current; new threads start with device 0.
 
-        In a thread that stays on it, the end of a block on a stream of this device makes a context on device 0, which
-        takes hundreds of megabytes there.
+        In a thread on device 0, the end of a block on a stream of another device would create a context on device 0,
+        which takes hundreds of megabytes there.
         """
         if not getattr(self._thread, "is_on_device", False):
             torch.cuda.set_device(self._device)

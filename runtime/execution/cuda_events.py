@@ -1,4 +1,4 @@
-"""Events of a CUDA device that threads record."""
+"""CUDA events that threads record."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Event = torch.cuda.Event | LateEvent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingSignal:
-    """An op whose event has the name of one that is pending between sections; ``before`` precedes it on its stream."""
+    """An op that signals an event which can be pending between sections; ``before`` precedes it on its stream."""
 
     event: str
     before: Event
 
 
 def under_way(last: Sequence[PendingSignal], pending: Collection[str]) -> list[PendingSignal]:
-    """The last ops of a stream that signal ``pending``; where two ops signal one name, the later counts."""
+    """Return the last ops of a stream that signal ``pending``; where two ops signal one name, the later one counts."""
     left = set(pending)
     first = len(last)
     while first > 0 and last[first - 1].event in left:
@@ -37,12 +37,12 @@ def under_way(last: Sequence[PendingSignal], pending: Collection[str]) -> list[P
 
 
 def recorded(event: Event | None) -> torch.cuda.Event | None:
-    """The event of the device; None where there is none, or none yet."""
+    """Return the CUDA event; None where there is none or it is not recorded yet."""
     return event.recorded if isinstance(event, LateEvent) else event
 
 
 def synchronize(event: Event) -> None:
-    """Wait for the device; a late event must have been recorded."""
+    """Wait for the device; a late event must already be recorded."""
     arrived = recorded(event)
     assert arrived is not None
     arrived.synchronize()

@@ -1,20 +1,20 @@
 """Whole sections as CUDA graphs: issued op by op a few times, then captured, and from then on launched in one call.
 
-A graph repeats the work of the device that was captured, at the same addresses, but not the work of the host.
-``why_not`` says which sections can be graphs. For these holds:
+A graph repeats the captured work of the device, at the same addresses, but not the work of the host. ``why_not``
+decides which sections can be graphs. For these the following holds:
 
-* Buffers stay where they are, temporary ones too. Batches are copied into their buffers before a launch, and losses
+* Buffers keep their addresses, temporary ones too. Batches are copied into their buffers before a launch, and losses
   are read after it. Other memory of kernels comes from a pool that the graphs of an engine share; no two run at once.
-* Copies between the device and planned host memory are work of the device: that memory is pinned and stays where it is,
+* Copies between the device and planned host memory are work of the device: that memory is pinned and keeps its address,
   too. Only snapshots are allocated later, at the first save. No other op of a graph uses host memory.
 * Every launch reads learning rate, loss scale and step count on the device. The optimizer's other hyper-parameters are
-  read on the host. While they change, the section is issued op by op, and once they have stayed the same for a step it
-  is captured anew, which takes as long as several steps.
-* A section may wait for copies of section ``save``, which are under way beside the steps. Its graph as a whole waits
+  read on the host. While they change, the section is issued op by op, and once they have been constant for a step it
+  is captured again, which takes as long as several steps.
+* A section may wait for copies of section ``save``, which overlap with the steps. Its graph as a whole waits
   for them, so after a save it is issued op by op once: then each op waits for its own copy alone.
-* A step that is recorded (``Engine.record``) is issued op by op. Profilers show a graph's kernels without the names of
+* A recorded step (``Engine.record``) is issued op by op. Profilers show a graph's kernels without the names of
   their ops. Torch's watchdog does not see a graph's collectives, so only the heartbeat notices a lost rank.
-* When the capture of a section fails, nothing was carried out. From then on every rank issues that section op by op,
+* When the capture of a section fails, nothing was run. From then on every rank issues that section op by op,
   and a warning gives the reason.
 """
 
@@ -38,14 +38,14 @@ from zeroir.runtime.kernels.foreign import op_outside_graphs
 from zeroir.runtime.memory.rank_memory import RankMemory
 
 WARM_UP: Final = 2
-"""How often a section is issued op by op before it is captured. The first time sets up libraries, communicators and
-kernels, which cannot be captured; the second time shows that everything is there."""
+"""How often a section is issued op by op before it is captured. The first run initialises libraries, communicators and
+kernels, which cannot be captured; the second run shows that everything is initialised."""
 
 _ON_HOST: Final = frozenset({Backend.GLOO, Backend.PEER_MEMORY, Backend.PEER_MEMORY_AND_GLOO})
 
 
 def why_not(program: Program, section: Section, backend: Backend = Backend.LOCAL) -> str | None:
-    """The reason that a section cannot be a graph when this backend carries its collectives; None where it can."""
+    """Return why a section cannot be a graph when this backend runs its collectives; None where it can."""
     if not section.body:
         return "it is empty"
     signalled = {op.event for op in section.body if not isinstance(op, ops.Wait)}
@@ -88,13 +88,13 @@ def why_not(program: Program, section: Section, backend: Backend = Backend.LOCAL
 
 
 def _is_pinned_copy(op: ops.Op, buffer: Buffer) -> bool:
-    """Whether the op copies from or to planned host memory, or begins or ends such a buffer, on the device."""
+    """Return whether the op copies from or to planned host memory, or allocates or frees it, on the device."""
     is_planned = buffer.space is Space.HOST and buffer.role is not Role.SNAPSHOT
     return is_planned and isinstance(op, ops.Memory | ops.ToHost | ops.ToDevice)
 
 
 def _buffers(op: ops.Op) -> Iterator[str]:
-    """The buffers that an op uses, begins or ends, except hyper-parameters, which are constants of a graph."""
+    """Yield the buffers that an op uses, allocates or frees, except hyper-parameters, which are graph constants."""
     effect = effects(op)
     for region in (*effect.reads, *effect.writes, *effect.accumulates):
         settings = op.settings if isinstance(op, ops.StepOp) else ()
@@ -105,7 +105,7 @@ def _buffers(op: ops.Op) -> Iterator[str]:
 
 
 def _waiting_sections(program: Program) -> Mapping[str, frozenset[str]]:
-    """For each section the others that wait for an event which it signals and leaves pending."""
+    """Return for each section the others that wait for an event which it signals and leaves pending."""
     waiting: dict[str, set[str]] = {}
     for section in program.sections:
         for op in section.body:
@@ -124,22 +124,25 @@ class ReplayableGraph(Protocol):
     """A captured section."""
 
     def replay(self) -> None:
-        """Repeat its work, after all work that was submitted before."""
+        """Repeat its work, after all work submitted before."""
 
     def reset(self) -> None:
-        """Release it."""
+        """Release its resources."""
 
 
 class Capturer(Protocol):
     """Streams that can be captured."""
 
     def capture(self, issue: Callable[[], None]) -> ReplayableGraph:
-        """Capture the ops that ``issue`` submits instead of carrying them out; RuntimeError where it cannot."""
+        """Capture the ops that ``issue`` submits instead of running them.
+
+        Raise RuntimeError where that is impossible.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CapturedSection:
-    """A section's graph, and the hyper-parameters that are constants of it."""
+    """A section's graph, and the hyper-parameters that are constants in it."""
 
     graph: ReplayableGraph
     hyper: tuple[float, ...]
@@ -173,8 +176,8 @@ class SectionGraphs:
         self._captured: dict[str, _CapturedSection] = {}
         self._waiting = _waiting_sections(program)
         self._not_as_graph: set[str] = set()
-        """The sections to issue op by op when they run next, because a save has begun."""
-        # An empty section needs no graph, and one that saves runs seldom.
+        """The sections to issue op by op in their next run, because a save has started."""
+        # An empty section needs no graph, and a section that saves runs rarely.
         worth_a_warning = {
             name: reason
             for name, reason in self._refused.items()
@@ -189,9 +192,9 @@ class SectionGraphs:
         return frozenset(self._captured)
 
     def run(self, section: Section, issue: Callable[[], None]) -> None:
-        """Carry out a section, whose ops ``issue`` submits; the caller joins the streams before and after."""
+        """Run a section, whose ops ``issue`` submits; the caller joins the streams before and after."""
         name = section.name
-        # All ranks save together, so all issue the same sections op by op: NCCL asks for that.
+        # All ranks save together, so all issue the same sections op by op, which NCCL requires.
         self._not_as_graph |= self._waiting.get(name, frozenset())
         if name in self._refused or name in self._not_as_graph:
             self._not_as_graph.discard(name)
@@ -220,7 +223,7 @@ class SectionGraphs:
         self._captured.clear()
 
     def _hyper_parameters(self, name: str) -> tuple[float, ...]:
-        """The present hyper-parameters, on the host, of the section's updates."""
+        """Return the present hyper-parameters, on the host, of the section's updates."""
         buffers = (self._memory.buffer(buffer) for buffer in self._hyper_buffers[name])
         return tuple(value for buffer in buffers for value in buffer.tolist())
 
@@ -234,7 +237,7 @@ class SectionGraphs:
         except (RuntimeError, ZeroirError) as error:
             cause = error.__cause__ if error.__cause__ is not None else error
             reason = f"capturing it failed: {(str(cause) or type(cause).__name__).splitlines()[0]}"
-        # Some libraries set collectives up during the capture, so either all ranks capture or none does.
+        # Some libraries initialise collectives during the capture, so either all ranks capture or none does.
         is_captured = self._job.average(0.0 if graph is None else 1.0) == 1.0
         if is_captured and graph is not None:
             if name in self._captured:

@@ -1,7 +1,8 @@
 """The steps, evaluations and saves of a program: the sections that each of them runs, and the values that it writes.
 
-It decides nothing: only what is in the program happens. ``SectionRunner`` issues the ops of a section; streams say when
-an op runs, handlers what it does, a comm how ranks exchange elements, and kernels how a segment is computed.
+It decides nothing: only what is in the program happens. ``SectionRunner`` issues the ops of a section; streams
+determine when an op runs, handlers what it does, a comm how ranks exchange elements, and kernels how a segment is
+computed.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from zeroir.torch_ops.batches import Batch
 
 
 class StepSettings(Protocol):
-    """Writes what the host may change between steps, such as learning rates."""
+    """Writes settings that the host may change between steps, such as learning rates."""
 
     def before_micro_step(self, step: int, *, micro_steps: int, is_last: bool) -> None:
-        """Write it for a step, counted from 1. No op that uses it is under way. The update follows if ``is_last``.
+        """Write the settings of a step, counted from 1, while no op uses them. The update follows if ``is_last``.
 
-        ``micro_steps`` are those taken so far, with this one, in all steps.
+        ``micro_steps`` counts those of all steps so far, including this one.
         """
 
     def after_update(self) -> None:
-        """Take notice of an update."""
+        """Note that the parameters were updated."""
 
 
 class StepExecutor:
-    """Runs the sections of a program for the local ranks; the engine and lockstep share it."""
+    """Runs the sections of a program for the local ranks, both in the engine and in lockstep."""
 
     def __init__(
         self,
@@ -67,9 +68,9 @@ class StepExecutor:
         self.local_ranks = local_ranks
         self.step_count = 0
         self.micro_steps_done = 0
-        """Micro-steps of the step that has begun."""
+        """Micro-steps done of the current step."""
         self._earlier_micro_steps = 0
-        """Those of the steps before it, since this executor or its ``restart``."""
+        """Micro-steps of the steps before it, since this executor was created or ``restart`` was called."""
         self.seed = seed
         self._weight = weight
         self._weights = [
@@ -85,7 +86,10 @@ class StepExecutor:
         self._saved: list[SavedState] = []
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[RankResult]:
-        """One training step: ``batches[rank][micro_step]`` for the local ranks; one result per local rank."""
+        """Run one training step on ``batches[rank][micro_step]`` of the local ranks.
+
+        Return one result per local rank.
+        """
         counts = {len(micro_batches) for micro_batches in batches}
         (micro_steps,) = counts
         self.require_micro_steps(micro_steps)
@@ -102,9 +106,10 @@ class StepExecutor:
             return self._update()
 
     def micro_steps(self, groups: Sequence[Sequence[Batch]], *, is_last: bool) -> list[Tensor]:
-        """One micro-step, or as many as a section runs: ``groups[rank][micro_step]`` for the local ranks.
+        """Run one micro-step, or as many as a section runs, on ``groups[rank][micro_step]`` of the local ranks.
 
-        Returns the losses of each rank's batches, f32[micro_steps], unweighted. ``is_last`` is about the last of them.
+        Returns:
+            The losses of each rank's batches, f32[micro_steps], unweighted. ``is_last`` refers to the last of them.
         """
         group = self._program.interleaved
         done = self.micro_steps_done + len(groups[0])
@@ -114,7 +119,7 @@ class StepExecutor:
             return [self._results.batch_losses(memory) for memory in self.local_ranks.memories]
 
     def update(self) -> list[RankResult]:
-        """The update after the last micro-step; one result per local rank."""
+        """Run the update after the last micro-step; return one result per local rank."""
         self.require_micro_steps(self.micro_steps_done)
         with self._streams.entered():
             return self._update()
@@ -164,13 +169,16 @@ class StepExecutor:
         return f"after step {self.step_count}"
 
     def _watch(self) -> Watch | None:
-        """The observer of the present step, if there is one."""
+        """Return the observer of the current step, if there is one."""
         if self._to_watch is None or self._to_watch[0] != self.step_count + 1:
             return None
         return self._to_watch[1]
 
     def loss_scale(self) -> list[float]:
-        """The loss scale of the next step on each local rank, 1 where the program has none; waits for the device."""
+        """Return the loss scale of the next step on each local rank, 1 where the program has none.
+
+        Wait for the device.
+        """
         with self._streams.entered():
             scales = [self._results.loss_scale(memory) for memory in self.local_ranks.memories]
             return [1.0 if scale is None else float(scale) for scale in scales]
@@ -192,10 +200,10 @@ class StepExecutor:
             return [self._results.evaluation(memory) for memory in self.local_ranks.memories]
 
     def save_state(self) -> list[SavedState]:
-        """Copy the state of the training to host memory by the program's section ``save``; one result per local rank.
+        """Copy the training state to host memory by the program's section ``save``; return one result per local rank.
 
-        Returns while the copies may be under way: the steps that follow wait where they would overwrite what is still
-        to be copied. Returns only after earlier results have been released. The first call allocates the host memory.
+        Return while copies may still run: the following steps wait before they overwrite what is still to be copied.
+        Wait until earlier results have been released. The first call allocates the host memory.
 
         Raises:
             UserError: where the program has no such section.
@@ -212,38 +220,38 @@ class StepExecutor:
         return self._saved
 
     def compare_sections(self, sections: SectionsOfRanks) -> None:
-        """Note there the sections in which ranks meet."""
+        """Record in ``sections`` the sections with collectives."""
         self._runner.sections = sections
 
     def watch(self, step: int, watch: Watch) -> None:
-        """Observe every op of that step alone, counting from 1. Ops stay bound to each ``watch`` that was given."""
+        """Observe every op of that step alone, counted from 1. Ops remain bound to each ``watch`` that was given."""
         self._to_watch = step, watch
 
     def entered(self) -> AbstractContextManager[None]:
-        """A body between steps, on the compute stream; see ``Streams.entered``."""
+        """Return a context between steps, on the compute stream, as ``Streams.entered`` does."""
         return self._streams.entered()
 
     def finish(self) -> None:
-        """Return when all ops are done, on the device too, also the copies of ``save_state``.
+        """Wait until all ops are done, on the device too, including the copies of ``save_state``.
 
-        Whoever reads or changes buffers without an op of the program calls this first: copies of new parameters to the
-        device, among others, may still be under way.
+        Call this before reading or changing buffers other than by an op of the program: for example, copies of new
+        parameters to the device may still be running.
         """
         self._streams.finish()
 
     @property
     def has_failed(self) -> bool:
-        """Whether a section or a change of values began and did not end."""
+        """Whether a section or a change of values started and did not finish."""
         return self._runner.has_failed
 
     def weight_sums(self) -> list[float]:
-        """The sum of the weights of the micro-batches of the step that has begun, on each local rank."""
+        """Return the sum of the weights of the current step's micro-batches, on each local rank."""
         return [weights.sum for weights in self._weights]
 
     def restart(self, step_count: int) -> None:
-        """Forget the step that has begun, and go on after so many steps; the buffers get their values from elsewhere.
+        """Discard the current step, and continue after ``step_count`` steps; the caller sets the values of the buffers.
 
-        What a step hands to the next one beside the buffers at rest is established before the next section.
+        State that a step passes to the next one outside the persistent buffers is restored before the next section.
         """
         self.step_count = step_count
         self.micro_steps_done = 0
@@ -255,21 +263,21 @@ class StepExecutor:
             memory.settle(())
 
     def changing(self) -> AbstractContextManager[None]:
-        """A body that changes the values of buffers; if it fails, no section may run."""
+        """Return a context that changes the values of buffers; if it fails, no section may run afterwards."""
         return self._runner.changing()
 
     def establish(self, name: str) -> None:
-        """Establish the entry state of a section, which is to run next, by the values of the buffers at rest."""
+        """Restore the entry state of the next section from the values of the persistent buffers."""
         self._runner.establish(name)
 
     def go_on_within(self, micro_steps: int, weight_sums: Sequence[float]) -> None:
-        """Go on within a step after so many micro-steps; the local ranks have these sums of weights."""
+        """Continue within a step after ``micro_steps`` micro-steps; ``weight_sums`` has one sum per local rank."""
         self.micro_steps_done = micro_steps
         for weights, total in zip(self._weights, weight_sums, strict=True):
             weights.go_on(total)
 
     def position(self) -> RankPosition:
-        """The op that began last, or that the host is outside the program. Any thread may ask."""
+        """Return the op that started last, or that the host is outside the program. Any thread may call it."""
         position, done = self._runner.position, (self.step_count, self.micro_steps_done)
         if position is None:
             return RankPosition(
@@ -287,7 +295,7 @@ class StepExecutor:
         self._streams.close()
 
     def _set_inputs(self, groups: Sequence[Sequence[Batch]], micro_step: int) -> None:
-        """Write the batches of local ranks and their seeds; ``micro_step`` is the number of each rank's first batch."""
+        """Write the batches of local ranks and their seeds; ``micro_step`` is the index of each rank's first batch."""
         for memory, own in zip(self.local_ranks.memories, groups, strict=True):
             for index, batch in enumerate(own):
                 write_inputs(self._program, memory, batch, index)
@@ -301,7 +309,7 @@ class StepExecutor:
                     sites.copy_(torch.tensor(seeds, dtype=sites.dtype))
 
     def require_micro_steps(self, micro_steps: int) -> None:
-        """Raise UserError where the program cannot make a step of this many micro-steps."""
+        """Raise UserError where the program cannot run a step of this many micro-steps."""
         group = self._program.interleaved
         if micro_steps < 1:
             raise UserError("A step needs at least one batch.")

@@ -1,6 +1,6 @@
 """The handlers: what each op does to the buffers of the ranks of this process.
 
-An op is prepared once: its tensors are looked up, its views made, its kernel found. A step calls the prepared ops.
+Each op is prepared once: its tensors and its kernel are looked up, its views created. A step calls the prepared ops.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from zeroir.torch_ops.types import TORCH_DTYPE
 class LocalRanks:
     """The ranks of this process: their memories, and the backends that communicate and compute for them.
 
-    ``memories`` has one element on a real backend, and one for every rank of the mesh in lockstep. ``rounding`` is the
-    compiled code that rounds states of 8 bits on the CPU; where it is None torch's operators do.
+    ``memories`` has one element with a real backend, and one for every rank of the mesh in lockstep. ``rounding`` is
+    the compiled code that rounds states of 8 bits on the CPU; where it is None torch's operators do.
 
     Raises:
-        UserError: where the types that a segment declares are not those that its operators make, or an operator of a
-            library or the model is not registered.
+        UserError: where the types that a segment declares differ from those that its operators produce, or an operator
+            of a library or the model is not registered.
     """
 
     program: Program
@@ -69,8 +69,8 @@ class LocalRanks:
         self.kernels.finish()
 
     def kernel(self, op: ops.Compute) -> Kernel:
-        """The kernel of one op of the program; ops that bind a segment alike share it."""
-        # The key has the segment's name, because its digest takes longer to compute; the backend compares digests.
+        """Return the kernel of an op of the program; ops with the same segment and bindings share it."""
+        # The key is the segment's name, because its digest takes longer to compute; the backend compares digests.
         key = (op.segment, tuple(bindings(op)))
         kernel = self._kernels.get(key)
         if kernel is None:
@@ -79,9 +79,9 @@ class LocalRanks:
         return kernel
 
     def prepare(self, op: ops.Op) -> PreparedOp:
-        """A function that carries out one op for every local rank. Streams order the ops, so a ``wait`` does nothing.
+        """Return a function that runs an op for every local rank. Streams order the ops, so a ``wait`` does nothing.
 
-        The function raises an InternalError where the op uses a buffer that is not allocated at that moment.
+        The function raises InternalError where the op uses a buffer that is not allocated at that time.
         """
         match op:
             case ops.Wait():
@@ -112,7 +112,7 @@ class LocalRanks:
         return run_on_every_rank
 
     def prepare_collective(self, op: ops.CollectiveOp) -> PreparedCollective:
-        """A collective with the tensors of every local rank."""
+        """Return a collective with the tensors of every local rank."""
         pairs = [
             [
                 TensorPair(
@@ -142,20 +142,20 @@ class LocalRanks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedCollective:
-    """A collective's tensors, and the temporary buffers that hold them."""
+    """A collective's tensors, and the temporary buffers that contain them."""
 
     tensors: CollectiveTensors
     temporaries: frozenset[str]
     memories: Sequence[RankMemory]
 
     def require_live(self) -> None:
-        """Raise an InternalError unless every rank has allocated these buffers."""
+        """Raise InternalError unless every rank has allocated these buffers."""
         for memory in self.memories:
             memory.require(self.temporaries)
 
 
 def _checked(prepared: PreparedOp, memory: RankMemory, names: frozenset[str]) -> PreparedOp:
-    """The op, preceded by a check that the buffers that it uses are allocated."""
+    """Return the op, preceded by a check that the buffers it uses are allocated."""
     if not names:
         return prepared
 
@@ -167,7 +167,7 @@ def _checked(prepared: PreparedOp, memory: RankMemory, names: frozenset[str]) ->
 
 
 def communicate(op: ops.CollectiveOp, tensors: CollectiveTensors, comm: Comm) -> None:
-    """Let the backend carry out a collective."""
+    """Run a collective on the backend."""
     match op:
         case ops.Gather():
             comm.all_gather(tensors)

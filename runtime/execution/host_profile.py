@@ -1,7 +1,7 @@
-"""The rates of one rank's host: copies to and from the device, plain copies in memory, and an update.
+"""The transfer rates of one rank's host: copies to and from the device, copies within memory, and an update.
 
-All ranks of a node measure at the same time, so that what they share is shared. Each figure is the median of several
-rounds over tensors that are larger than the caches, after a round that touches the memory first.
+All ranks of a node measure at the same time, so that they share the memory and links as in training. Each figure is the
+median of several rounds over tensors that are larger than the caches, after a round that first touches the memory.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _UPDATED_NUMEL: Final = 4 << 20
 _ROUNDS: Final = 7
 
 UPDATE_TRAFFIC_BYTES: Final = 32
-"""Bytes that Adam reads and writes for an element: the parameter, its gradient and two moments, each of them both."""
+"""Bytes that Adam reads and writes per element: the parameter, its gradient and two moments, each read and written."""
 
 
 def measure_host(device: torch.device, meet: Callable[[], None]) -> MeasuredHost:
-    """The rates of this rank. ``meet`` returns on all ranks at once; all of them call this together."""
+    """Measure the transfer rates of this rank. ``meet`` is a barrier; all ranks call this together."""
     rounds = _TimedRounds(device, meet)
     host, other = (_host_tensor(_COPIED_BYTES, device) for _ in range(2))
     near, far = (torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
@@ -52,14 +52,14 @@ def measure_host(device: torch.device, meet: Callable[[], None]) -> MeasuredHost
 
 
 class _TimedRounds:
-    """Times tasks that run at once, each on a stream or a thread of its own as in a step."""
+    """Times concurrent tasks, each on a stream or a thread of its own as in a step."""
 
     def __init__(self, device: torch.device, meet: Callable[[], None]) -> None:
         self._device = device
         self._meet = meet
 
     def seconds(self, *tasks: Callable[[], object]) -> float:
-        """The median seconds until all of the tasks are done."""
+        """Return the median seconds until all tasks are done."""
         with ThreadPoolExecutor(len(tasks)) as threads:
             measured = [self._once(threads, tasks) for _ in range(1 + _ROUNDS)]
         return median(measured[1:])
@@ -86,7 +86,7 @@ def _host_tensor(size_bytes: int, device: torch.device) -> Tensor:
 
 
 def _adam() -> Callable[[], None]:
-    """An update of tensors of some size by Adam, as the host carries it out."""
+    """Return an Adam update of a fixed size, as the host runs it."""
     param, grad, *states = (torch.zeros(_UPDATED_NUMEL) for _ in range(4))
     operands = Operands(
         params=[param],

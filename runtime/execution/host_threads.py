@@ -1,4 +1,4 @@
-"""How many threads an update on the host may use, beside a device that computes."""
+"""How many threads an update on the host may use while a device computes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 
 def update_threads() -> int:
-    """The threads of one rank's update on the host of a device: its share of the cores but one, and at least one.
+    """Return the threads of one rank's update on a device's host: its share of the cores minus one, at least one.
 
-    A process that is bound to some of the machine's cores has all of these; otherwise the ranks of the machine
-    (``LOCAL_WORLD_SIZE``, which torchrun sets) share its cores equally. One core is left to the thread that issues ops.
-    ``OMP_NUM_THREADS`` above 1 is the user's own number. It does not count where it is 1, because torchrun sets that
-    for every job of several ranks, and one thread would be many times slower than the memory.
+    A process bound to some of the machine's cores uses these; otherwise the ranks of the machine (``LOCAL_WORLD_SIZE``,
+    which torchrun sets) share its cores equally. One core is left to the thread that issues ops. The user may set
+    ``OMP_NUM_THREADS`` above 1. The value 1 is ignored, because torchrun sets it for every job of several ranks, and
+    one thread would be many times slower than the memory.
     """
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given.isdecimal() and int(given) > 1:
@@ -25,5 +25,5 @@ def update_threads() -> int:
 
 
 def use_update_threads() -> None:
-    """Let torch's operators in the calling thread use these threads; those in other threads keep their number."""
+    """Set this number of threads for torch's operators in the calling thread only."""
     torch.set_num_threads(update_threads())

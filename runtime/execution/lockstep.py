@@ -1,10 +1,10 @@
 """All ranks of a program in one process: the reference semantics of the IR.
 
 Ops that no wait orders may run in any order, and here they do: each stream is a queue, and a seeded scheduler chooses
-the queue whose head runs next. A collective takes two turns. Between them its destinations hold NaN, and the scheduler
-chooses whether its sources are read in the first or the second. Undefined and released memory holds NaN, too, and it is
-an error to use a released buffer. So a program that lacks a wait gives wrong numbers, or an error, for some seed, and a
-correct program gives the same numbers for every seed.
+the queue whose head runs next. A collective takes two turns. Between them its destinations contain NaN, and the
+scheduler chooses whether its sources are read in the first or the second. Undefined and released memory also contains
+NaN, and using a released buffer is an error. So a program that lacks a wait gives wrong numbers, or an error, for some
+seed, and a correct program gives the same numbers for every seed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CPU = torch.device("cpu")
 
 
 class Lockstep:
-    """All ranks of a program, stepped together. ``schedule_seed`` decides the order of unordered ops.
+    """All ranks of a program, stepped together. ``schedule_seed`` determines the order of unordered ops.
 
     Ops of ``late_streams`` run as late as waits allow.
     """
@@ -90,17 +90,17 @@ class Lockstep:
         )
 
     def initialise(self, factory: Factory, seed: int) -> None:
-        """Fill every rank's buffers from the user's module; see ``initial``."""
+        """Initialise every rank's buffers from the user's module, as ``initial.initialise`` does."""
         initial.initialise(self.program, self._memories, factory, seed)
         self._poison_stale_gradients()
 
     def initialise_flats(self, values: Mapping[str, Tensor]) -> None:
-        """Fill every rank's buffers by name; see ``state.initialise_flats``."""
+        """Initialise every rank's buffers by name, as ``state.initialise_flats`` does."""
         state.initialise_flats(self.program, self._memories, values)
         self._poison_stale_gradients()
 
     def save(self, path: str) -> None:
-        """Save the state of all ranks; see ``Engine.save``."""
+        """Save the state of all ranks, as ``Engine.save`` does."""
         self._checkpoints.save(
             self._running,
             path,
@@ -112,7 +112,7 @@ class Lockstep:
         )
 
     def load(self, path: str) -> LoadedState:
-        """Go on with a checkpoint on all ranks; see ``Engine.load``."""
+        """Load a checkpoint on all ranks, as ``Engine.load`` does."""
         loaded = self._checkpoints.load(self._running, path, weights_only=False, has_values=False)
         self._poison_stale_gradients()
         return loaded
@@ -144,26 +144,29 @@ class Lockstep:
 
     @cached_property
     def optimizer(self) -> LiveOptimizer:
-        """The settings of the optimizer groups of all ranks; changes count from the next update."""
+        """The settings of the optimizer groups of all ranks; changes apply from the next update on."""
         optimizer = LiveOptimizer(self.program, self._memories, self._executor.update)
         self._executor.settings = SettingsOfRanks(optimizer=optimizer, job=self._job)
         return optimizer
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[RankResult]:
-        """One training step: ``batches[rank][micro_step]``; one result per rank."""
+        """Run one training step on ``batches[rank][micro_step]``; return one result per rank."""
         return self._executor.step(batches)
 
     def micro_step(self, batches: Sequence[Batch], *, is_last: bool) -> list[Tensor]:
-        """One micro-step on a batch per rank, where a section runs one; the loss of each, f32[]."""
+        """Run one micro-step on one batch per rank; return the loss of each, f32[]."""
         losses = self._executor.micro_steps([[batch] for batch in batches], is_last=is_last)
         return [loss[0] for loss in losses]
 
     def micro_steps(self, groups: Sequence[Sequence[Batch]], *, is_last: bool) -> list[Tensor]:
-        """As many micro-steps as a section runs, on ``groups[rank][micro_step]``; the losses of each rank."""
+        """Run as many micro-steps as a section runs, on ``groups[rank][micro_step]``.
+
+        Return the losses of each rank.
+        """
         return self._executor.micro_steps(groups, is_last=is_last)
 
     def update(self) -> list[RankResult]:
-        """The update after the last micro-step; one result per rank."""
+        """Run the update after the last micro-step; return one result per rank."""
         return self._executor.update()
 
     def evaluate(self, batches: Sequence[Batch]) -> list[RankEvaluation]:
@@ -171,15 +174,15 @@ class Lockstep:
         return self._executor.evaluate(batches)
 
     def save_state(self) -> list[SavedState]:
-        """The state of each rank, copied to snapshots; see ``StepExecutor.save_state``."""
+        """Copy the state of each rank to snapshots, as ``StepExecutor.save_state`` does."""
         return self._executor.save_state()
 
     def loss_scales(self) -> list[float]:
-        """The loss scale of the next step on each rank, 1 where the program has none."""
+        """Return the loss scale of the next step on each rank, 1 where the program has none."""
         return self._executor.loss_scale()
 
     def buffers(self, rank: int) -> Mapping[str, Tensor]:
-        """The persistent buffers of one rank but for its snapshots; only those on disk are copied."""
+        """Return the persistent buffers of one rank except its snapshots; only those on disk are copied."""
         memory = self._memories[rank]
         return {
             b.name: memory.read(b.name)
@@ -188,7 +191,7 @@ class Lockstep:
         }
 
     def full_parameters(self, *, ema: bool = False) -> dict[str, Tensor]:
-        """Every parameter by name, whole, FP32 masters where there are some; with ``ema`` the moving averages.
+        """Return all parameters by name, unsharded, FP32 master weights where there are any; with ``ema`` the averages.
 
         Raises:
             UserError: with ``ema``, where the program keeps no averages.
@@ -198,10 +201,10 @@ class Lockstep:
         return state.full_parameters(self.program, self._memories, comm, ema=ema)
 
     def full_state(self) -> dict[tuple[str, str], Tensor]:
-        """Parameters, masters and optimizer states by (flat, quantity), whole, without the padding at the end.
+        """Return parameters, master weights and states by (flat, quantity), unsharded, without the padding at the end.
 
         Raises:
-            InternalError: where ranks hold different bits of the same elements, or padding is not zero.
+            InternalError: where ranks have different bits of the same elements, or padding is not zero.
         """
         self._executor.finish()
         return state.full_state(self.program, self._memories, self._local_ranks.comm)
@@ -235,7 +238,7 @@ class _QueuedOp:
 
 
 class SeededStreams:
-    """Streams as queues; a seeded choice among the heads that are ready runs next."""
+    """Streams as queues; a seeded random choice among the heads that are ready runs next."""
 
     def __init__(
         self,
@@ -250,7 +253,10 @@ class SeededStreams:
         self._events: dict[str, OpEvent] = {}
 
     def bind(self, op: Op, run: Task, watch: WatchOp | None = None) -> Task:
-        """See ``Streams.bind``: ops stay in their queues until the host waits or a section ends."""
+        """Return a task that enqueues the op, as ``Streams.bind`` does.
+
+        Ops run when the host waits or a section ends.
+        """
         task = run if watch is None else watch(run)
         collective: PreparedCollective | None = None
         if isinstance(op, ops.Collective):
@@ -273,7 +279,6 @@ class SeededStreams:
                 self._enqueue(op.stream, item)
 
     def join(self, pending: Collection[str]) -> None:
-        """See ``Streams.join``."""
         left_pending = {self._events[name] for name in pending if name in self._events}
         self._run_until(
             [
@@ -285,25 +290,24 @@ class SeededStreams:
         )
 
     def finish(self) -> None:
-        """See ``Streams.finish``."""
         self.join(())
 
     def signal(self, event: str) -> None:
-        """See ``Streams.signal``."""
         self._events[event] = OpEvent(is_done=True)
 
     def waiting_for(self, events: Collection[str]) -> Task:
-        """See ``Streams.waiting_for``; but only the thread that issues the ops may call it, for it runs them."""
-        self.join(self._events)  # All ops that are not pending, such as those of compute.
+        """Return a function that runs ops until ``events`` are done.
+
+        Only the thread that issues the ops may call it.
+        """
+        self.join(self._events)  # all ops that are not pending, such as those of the compute stream
         signalled = [self._events[name] for name in events]
         return lambda: self._run_until(signalled)
 
     def entered(self) -> AbstractContextManager[None]:
-        """See ``Streams.entered``."""
         return nullcontext()
 
     def close(self) -> None:
-        """See ``Streams.close``."""
         self._queues.clear()
 
     def _enqueue(self, stream: str, item: _QueuedOp) -> None:
@@ -352,7 +356,7 @@ class SeededStreams:
         item.event.is_done = True
 
     def _begin(self, tensors: CollectiveTensors) -> CollectiveTensors:
-        """Read the sources now, or leave that to the second turn, and poison the destinations."""
+        """Read a collective's sources, or leave that to the second turn, and fill the destinations with NaN."""
         is_early = self._random.random() < 0.5
         pairs = [
             [
@@ -374,5 +378,5 @@ class SeededStreams:
 
 
 def _is_shared(pair: TensorPair) -> bool:
-    """Whether source and destination lie in one buffer."""
+    """Return whether source and destination share storage."""
     return pair.source.untyped_storage().data_ptr() == pair.destination.untyped_storage().data_ptr()

@@ -1,6 +1,6 @@
-"""The arithmetic of an update beside the optimizer: norms, overflow, decisions, averages, the loss scale.
+"""The arithmetic of an update apart from the optimizer: norms, overflow, decisions, averages, the loss scale.
 
-Everything stays on the device; nothing waits for it.
+Everything stays on the device; the host does not wait for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zeroir.workspace.op_scratch import (
 def sum_of_squares(
     sources: Sequence[Tensor], destination: Tensor, *, is_added: bool = False
 ) -> None:
-    """Write the FP32 sum of squares, chunk by chunk in order, to an f32[1]; it begins with 0 or with what is there."""
+    """Write the FP32 sum of squares, chunk by chunk in order, to an f32[1], or with ``is_added`` add it there."""
     total = destination.clone() if is_added else torch.zeros_like(destination)
     for source in sources:
         for start in range(0, source.numel(), SQUARES_CHUNK_NUMEL):
@@ -31,7 +31,7 @@ def sum_of_squares(
 
 
 def add(source: Tensor, destination: Tensor) -> None:
-    """Add vectors of one length in the destination's dtype."""
+    """Add a vector to one of the same length, in the destination's dtype."""
     if source.dtype is not destination.dtype and destination.device.type == "cpu":
         # torch would convert the whole source first; chunks stay in the cache.
         for start in range(0, source.numel(), CONVERTED_CHUNK_NUMEL):
@@ -43,12 +43,18 @@ def add(source: Tensor, destination: Tensor) -> None:
 
 
 def scale(region: Tensor, by: Tensor) -> None:
-    """Multiply a floating vector by a vector of one element; where that is 0, infinities and NaN become 0, too."""
+    """Multiply a floating-point vector by a vector of one element.
+
+    Where that is 0, infinities and NaN also become 0.
+    """
     region.mul_(by).masked_fill_(by == 0, 0.0)
 
 
 def has_overflow(sources: Sequence[Tensor], destination: Tensor, *, is_added: bool = False) -> None:
-    """Write 1 to an f32[1] where any element is infinite or NaN, else 0, or leave what is there."""
+    """Write 1 to an f32[1] where any element is infinite or NaN.
+
+    Otherwise 0, or with ``is_added`` leave it unchanged.
+    """
     # aminmax needs no scratch memory, and propagates NaN.
     extremes = [extreme for source in sources if source.numel() for extreme in source.aminmax()]
     if not is_added:
@@ -68,7 +74,7 @@ def guess(
     loss_scale: Tensor | None,
     weight: Tensor | None,
 ) -> None:
-    """Carry out ``ops.Guess``. Every tensor is f32[1]; of a longer ``loss_scale`` the first element counts."""
+    """Run ``ops.Guess``. Every tensor is f32[1]; of a longer ``loss_scale`` the first element is used."""
     gradient_divisor.copy_(_unclipped_divisor(gradient_divisor, divisor, weight, loss_scale))
     torch.add(step, 1.0, out=next_step)
 
@@ -98,7 +104,7 @@ def decide(
     guess: Tensor | None = None,
     redo: Tensor | None = None,
 ) -> None:
-    """Carry out ``ops.Decide``. Every tensor is f32[1]; of a longer ``loss_scale`` the first element counts."""
+    """Run ``ops.Decide``. Every tensor is f32[1]; of a longer ``loss_scale`` the first element is used."""
     scale = _unclipped_divisor(gradient_divisor, divisor, weight, loss_scale)
     if max_norm is not None and norm is not None:
         clip = max_norm / (norm.sqrt() / scale + 1e-6)
@@ -123,7 +129,7 @@ def decide(
 
 
 def average(param: Tensor, mean: Tensor, decay: float, skip: Tensor | None) -> None:
-    """Carry out ``ops.Average`` on flat f32 tensors of one length, chunk by chunk."""
+    """Run ``ops.Average`` on flat f32 tensors of the same length, chunk by chunk."""
     scratch = mean.new_empty(min(mean.numel(), AVERAGED_CHUNK_NUMEL))
     moved = None if skip is None else torch.empty_like(scratch)
     is_skipped = None if skip is None else skip > 0
@@ -150,7 +156,7 @@ def update_scale(
     refill: Refill = Refill.WINDOW,
     weight: Tensor | None = None,
 ) -> None:
-    """Carry out ``ops.UpdateScale`` on f32[3] = (scale, steps since the last change, hysteresis left)."""
+    """Run ``ops.UpdateScale`` on f32[3] = (scale, steps since the last change, hysteresis left)."""
     scale, good_steps, left = state.unbind()
     is_skipped = skip[0] > 0
     is_spent = left <= 1

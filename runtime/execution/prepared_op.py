@@ -9,7 +9,7 @@ PreparedOp = Callable[[], object]
 
 
 def one_after_the_other(prepared: Sequence[PreparedOp]) -> PreparedOp:
-    """A function that calls several in order."""
+    """Return a function that calls several in order."""
     if len(prepared) == 1:
         return prepared[0]
 

@@ -1,4 +1,4 @@
-"""Steps of an engine, timed and recorded in turns for a profile, on all ranks at once."""
+"""Steps of an engine, alternately timed and recorded for a profile, on all ranks at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeroir.runtime.data.training_data import TrainingData
 from zeroir.runtime.engine.engine import Engine
 
 WARM_UP: Final = 3
-"""Unmeasured steps at the beginning, in which kernels are made and memory is first touched."""
+"""Unmeasured steps at the start, which compile kernels and touch memory for the first time."""
 
 _TIMED: Final = 2
 
@@ -22,8 +22,8 @@ _TIMED: Final = 2
 class StepMeasurements:
     """The measurements of all rounds, on rank 0.
 
-    ``seconds`` has the mean time of each round's unrecorded steps; ``steps`` the spans of one recorded step of each
-    round, by rank. ``workspaces`` are the bytes that each segment took on rank 0 beside its buffers, by the segment's
+    ``seconds`` has the mean time of each round's unrecorded steps; ``steps`` has the spans of one recorded step of each
+    round, by rank. ``workspaces`` has the bytes that each segment used on rank 0 beside its buffers, by the segment's
     digest.
     """
 
@@ -45,7 +45,7 @@ class StepMeasurements:
 
 
 def record(engine: Engine, data: TrainingData, *, rounds: int) -> StepMeasurements | None:
-    """Take steps, in turns timed and recorded; None on ranks other than 0. All ranks call this together."""
+    """Run steps, alternately timed and recorded; return None on ranks other than 0. All ranks call this together."""
     micro_steps = int(engine.program.option.get("micro_steps", "1"))
 
     def step() -> None:
@@ -57,13 +57,13 @@ def record(engine: Engine, data: TrainingData, *, rounds: int) -> StepMeasuremen
     seconds: list[float] = []
     steps: list[Sequence[Sequence[Span]]] = []
     for _ in range(rounds):
-        engine.average(0.0)  # all ranks begin together
+        engine.average(0.0)  # all ranks start together
         start = time.perf_counter()
         for _ in range(_TIMED):
             step()
         engine.finish()
         seconds.append((time.perf_counter() - start) / _TIMED)
-        # The step after a gathering of spans is slower than most, so the one after it is recorded.
+        # The step after spans were gathered is slower than most, so the next one is recorded.
         engine.record(engine.step_count + 2)
         step()
         step()

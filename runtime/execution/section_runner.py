@@ -1,4 +1,4 @@
-"""Issues the ops of a program's sections, in order, each on its stream; see ``StepExecutor``."""
+"""Issues the ops of a program's sections, in order, each on its stream, for ``StepExecutor``."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from zeroir.runtime.execution.trace import Task, Watch
 from zeroir.runtime.state import state
 
 RunSection = Callable[[Section, Callable[[], None]], None]
-"""Carries out a section whose ops the function submits."""
+"""A function that runs a section, whose ops the given function submits."""
 
 
 class SectionRunner:
     """Runs whole sections of a program for the local ranks.
 
-    Ops are bound to their streams once, at the section's first run. With ``run_section`` sections run as it says, such
-    as by CUDA graphs, unless their ops are observed. An error names the op that failed.
+    Ops are bound to their streams once, at the section's first run. ``run_section`` replaces this way of running them,
+    for example with CUDA graphs, unless ops are observed. An error names the op that failed.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SectionRunner:
         self._prepared: dict[str, list[Task]] = {}
         self._bound: dict[tuple[str, Watch | None], list[Task]] = {}
         self.sections: SectionsOfRanks | None = None
-        """What ranks tell each other of the sections in which they meet."""
+        """The record of the sections with collectives, which the ranks compare."""
         self._shared = {
             section.name
             for section in self._program.sections
@@ -68,16 +68,16 @@ class SectionRunner:
 
     @property
     def position(self) -> OpPosition | None:
-        """The op that began last; None outside sections. Any thread may ask."""
+        """The op that started last; None outside sections. Any thread may read it."""
         return self._position
 
     @property
     def has_failed(self) -> bool:
-        """Whether a section or a change of values began and did not end."""
+        """Whether a section or a change of values started and did not finish."""
         return self._has_failed
 
     def run(self, name: str, when: str, watch: Watch | None = None) -> None:
-        """Run a section, each op of it within ``watch`` if that is given; errors say ``when``: ``of step 3``.
+        """Run a section, observed by ``watch`` if that is given; errors mention ``when``, such as ``of step 3``.
 
         Raises:
             UserError: where the program has no such section, an earlier one failed, memory runs out or a batch does
@@ -95,7 +95,7 @@ class SectionRunner:
                 "An earlier step failed in its middle, and left a part of the values changed: make a new engine."
             )
         self._when[name] = when
-        self._has_failed = True  # until the section has run to its end
+        self._has_failed = True  # until the section has finished
         with torch.no_grad():
             if not self._is_begun:
                 self._begin(section)
@@ -111,9 +111,9 @@ class SectionRunner:
         self._position = None
 
     def approach(self, name: str, step: int, micro_steps: int) -> None:
-        """Take the first op of a section, which is to run next, as the one that began last.
+        """Set the position to the first op of the section that runs next.
 
-        ``step`` counts from 1; ``micro_steps`` of it are done at the end of the section.
+        ``step`` counts from 1; ``micro_steps`` of it are done when the section ends.
         """
         section = self._program.section_by_name.get(name)
         ops_in_order = () if section is None else section.positioned_ops()
@@ -122,17 +122,17 @@ class SectionRunner:
             self.sections.begin(name, step, micro_steps)
 
     def establish(self, name: str) -> None:
-        """Establish the entry state of a section, which is to run next, by the values of the buffers at rest."""
+        """Restore the entry state of the next section from the values of the persistent buffers."""
         with torch.no_grad():
             self._begin(self._program.section_by_name[name])
 
     def restart(self) -> None:
-        """Establish the entry state of the next section that runs, as before the first one."""
+        """Restore the entry state of the next section that runs, as before the first one."""
         self._is_begun = False
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """A body that changes the values of buffers; if it fails, no section may run."""
+        """Run a block that changes the values of buffers; if it fails, no section may run afterwards."""
         self._has_failed = True
         yield
         self._has_failed = False
@@ -143,7 +143,10 @@ class SectionRunner:
         return labels(self._program)
 
     def _begin(self, section: Section) -> None:
-        """Establish the entry state of the first section; later sections find theirs as their predecessors leave it."""
+        """Establish the entry state of the first section.
+
+        Each later section starts from the exit state of the previous one.
+        """
         self._is_begun = True
         state.establish(
             self._program, self._local_ranks.memories, self._local_ranks.comm, section.entry
@@ -172,7 +175,7 @@ class SectionRunner:
         ]
 
     def _task(self, position: OpPosition, op: ops.Op) -> Task:
-        """The function that carries an op out, the same whether it is observed or not."""
+        """Return the function that runs an op, observed or not."""
         step = self._local_ranks.prepare(op)
 
         def run() -> None:
@@ -196,7 +199,7 @@ class SectionRunner:
         return named
 
     def _different(self, error: Exception) -> UserError | None:
-        """The error that the ranks do different things, if this one comes from that."""
+        """Return the error that the ranks run different things, if that caused this error."""
         if self.sections is None:
             return None
         match error:
@@ -208,7 +211,7 @@ class SectionRunner:
                 return None
 
     def _explained(self, position: OpPosition, error: Exception) -> ZeroirError:
-        """The error to raise for a failure in an op: it names the failure, the op and a remedy."""
+        """Return the error to raise for a failed op, which names the failure, the op and a remedy."""
         place = f"{self.labels[position]} {self._when[position.section]}"
         if (different := self._different(error)) is not None:
             return different

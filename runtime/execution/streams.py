@@ -1,7 +1,7 @@
 """The streams and events of a program on a CPU: one thread per stream.
 
-The stream ``compute`` runs in the thread that issues the ops, so that it needs no core of its own; every other stream
-has a worker thread with a first-in first-out queue. An event is done or failed as soon as its op is.
+The stream ``compute`` runs in the thread that issues the ops, so it needs no core of its own; every other stream has a
+worker thread with a FIFO queue. An event is done or failed as soon as its op is.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Streams(Protocol):
     """Runs ops in the order that their streams and waits require."""
 
     def bind(self, op: Op, run: Task, watch: WatchOp | None = None) -> Task:
-        """A task that enqueues the op on its stream, each time that it is called; ``run`` carries the op out.
+        """Return a task that enqueues the op on its stream at each call; ``run`` runs the op.
 
-        For a ``wait`` the task orders a stream or the host, and ``run`` does nothing. ``watch`` observes the op, and a
+        For a ``wait`` the task orders a stream or the host, and ``run`` does nothing. ``watch`` observes the op, or a
         thread that waits for another.
         """
 
@@ -34,26 +34,26 @@ class Streams(Protocol):
         """Order all later ops, on every stream, after all earlier ones except those that signal ``pending``."""
 
     def finish(self) -> None:
-        """Return when all ops are done, so that the host may read and overwrite what they used in any memory."""
+        """Wait until all ops are done, so that the host may read and overwrite any memory that they used."""
 
     def signal(self, event: str) -> None:
-        """Mark an event as done that a step before the first would have signalled."""
+        """Mark an event as done that a step before the first one would have signalled."""
 
     def waiting_for(self, events: Collection[str]) -> Task:
-        """A function that returns once these events, and all ops of ``compute`` so far, are done.
+        """Return a function that waits until these events, and all ops of ``compute`` so far, are done.
 
-        Any thread may call it. It raises the failure of an op where these ops will never be done.
+        Any thread may call it. It raises the failure of an op that prevents these ops from ever being done.
         """
 
     def entered(self) -> AbstractContextManager[None]:
-        """Order the body after the work that its caller submitted itself, and before the work that it submits next."""
+        """Order the block after the caller's own earlier work, and before its later work."""
 
     def close(self) -> None:
-        """Stop, and drop the tasks that are still queued."""
+        """Stop, and discard the tasks that are still queued."""
 
 
 class OpEvent:
-    """Whether one execution of an op is done."""
+    """Whether one run of an op is done."""
 
     __slots__ = ("is_done",)
 
@@ -80,7 +80,7 @@ class _StreamThread:
         self._tasks.put(task)
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread after its present task."""
+        """End the thread after its current task."""
         self._tasks.put(None)
         self._thread.join(timeout_s)
 
@@ -95,7 +95,10 @@ _STOP_TIMEOUT_S: Final = 5.0
 
 
 class ThreadStreams:
-    """Streams of one process on the CPU. A stream's failure reaches the issuing thread, even while that waits."""
+    """Streams of one process on the CPU.
+
+    A failure in a stream is raised in the issuing thread, even while that waits.
+    """
 
     def __init__(self, inline: Iterable[str] = (COMPUTE,)) -> None:
         self._inline = frozenset(inline)
@@ -105,14 +108,13 @@ class ThreadStreams:
         self._failure: BaseException | None = None
 
     def bind(self, op: Op, run: Task, watch: WatchOp | None = None) -> Task:
-        """See ``Streams.bind``."""
         if isinstance(op, Wait):
             return self._waiting(op, watch)
         if watch is not None:
             run = watch(run)
         match op:
             case Alloc() | Release() if op.stream in self._inline and op.event is None:
-                # There is nothing to order, and the next op that computes notices a failure elsewhere.
+                # There is nothing to order, and the next compute op notices a failure elsewhere.
                 return run
             case _ if op.stream in self._inline:
                 return self._inline_task(op.event, run)
@@ -120,10 +122,9 @@ class ThreadStreams:
                 return lambda: self._enqueue(op.stream, op.event, run)
 
     def join(self, pending: Collection[str]) -> None:
-        """See ``Streams.join``."""
         left_pending = {self._events[name] for name in pending if name in self._events}
         for worker in self._workers.values():
-            # A queue runs in order, so the last of its ops that must be done stands for all before it.
+            # A queue runs in order, so the last op that must be done implies all before it.
             for event in reversed(worker.issued):
                 if event not in left_pending:
                     self._await(event)
@@ -133,15 +134,13 @@ class ThreadStreams:
             raise self._failure
 
     def finish(self) -> None:
-        """See ``Streams.finish``."""
         self.join(())
 
     def signal(self, event: str) -> None:
-        """See ``Streams.signal``."""
         self._events[event] = _DONE
 
     def waiting_for(self, events: Collection[str]) -> Task:
-        """See ``Streams.waiting_for``: the thread that calls this has itself done the ops of ``compute``."""
+        """Return a function that waits for ``events``; the calling thread has already run the ops of ``compute``."""
         signalled = [self._events[name] for name in events]
 
         def wait() -> None:
@@ -151,15 +150,13 @@ class ThreadStreams:
         return wait
 
     def entered(self) -> AbstractContextManager[None]:
-        """See ``Streams.entered``: the caller is the thread that issues the ops."""
         return nullcontext()
 
     def call(self, stream: str, task: Task) -> None:
-        """Enqueue a task that is no op, behind the ops of the stream."""
+        """Enqueue a task that is not an op, after the ops of the stream."""
         self._worker(stream).put(task)
 
     def close(self) -> None:
-        """See ``Streams.close``."""
         timeout_s = _STOP_TIMEOUT_S if self._failure is None else 0.0
         for worker in self._workers.values():
             worker.stop(timeout_s)

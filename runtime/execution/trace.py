@@ -1,4 +1,4 @@
-"""The beginning and end of every op of a step, on each stream of each rank; ``zeroir run --trace`` writes them."""
+"""The start and end of every op of a step, on each stream of each rank, for ``zeroir run --trace``."""
 
 from __future__ import annotations
 
@@ -15,52 +15,51 @@ from zeroir.ir.program import OpPosition
 from zeroir.ir.spans import Span
 
 Mark = Callable[[], int]
-"""A marked moment: it returns nanoseconds on this machine's monotonic clock, once the device has reached it."""
+"""A marked time: it returns nanoseconds on this machine's monotonic clock, once the device has reached it."""
 
 
 Task = Callable[[], None]
 
 Watch = Callable[[OpPosition, Op, Task], Task]
-"""Returns a task like the given one, which carries an op out; each call counts as the op at that position."""
+"""A function that returns an observed version of a task, which runs the op at that position."""
 
 WatchOp = Callable[[Task], Task]
 """A ``Watch`` of one op."""
 
 
 class StreamClock(Protocol):
-    """Marks moments in the order of a stream."""
+    """Marks times in the order of a stream."""
 
     def mark(self, stream: str) -> Mark:
-        """The moment at which the stream has done all tasks that it was given so far."""
+        """Mark the time at which the stream has done all tasks submitted so far."""
 
 
 class HostClock:
     """A clock for streams whose ops are done when their calls return."""
 
     def mark(self, _: str) -> Mark:
-        """The present moment."""
+        """Mark the present time."""
         now = time.perf_counter_ns()
         return lambda: now
 
 
 class SpanRecorder:
-    """Observes ops, on any thread, and keeps the spans of time in which they ran."""
+    """Observes ops, on any thread, and records the spans of time in which they ran."""
 
     def __init__(self) -> None:
         self._clock: StreamClock = HostClock()
         self._records: list[tuple[OpPosition, Mark, Mark]] = []
 
     def begin(self, clock: StreamClock) -> None:
-        """Forget all spans, and use this clock from now on."""
+        """Discard all spans, and use this clock from now on."""
         self._clock = clock
         self._records = []
 
     def watch(self, position: OpPosition, op: Op, run: Task) -> Task:
-        """See ``Watch``."""
         stream = effects(op).stream
 
         def watched() -> None:
-            # An op that ends after the next recording has begun does not belong to that.
+            # An op that ends after the next recording has started does not belong to it.
             records = self._records
             start = self._clock.mark(stream)
             run()
@@ -69,7 +68,7 @@ class SpanRecorder:
         return watched
 
     def spans(self) -> list[Span]:
-        """The spans of all observed ops, in the order of their ends; every stream must have done them."""
+        """Return the spans of all observed ops, in the order of their ends; every stream must have done them."""
         return [
             Span(position.section, position.index, start(), end())
             for position, start, end in self._records
@@ -77,14 +76,14 @@ class SpanRecorder:
 
 
 def to_bytes(spans: Sequence[Span]) -> bytes:
-    """One rank's spans, and the clock readings that ``aligned`` needs."""
+    """Encode one rank's spans, and the clock readings that ``aligned`` needs."""
     wall_ns = time.time_ns() - time.perf_counter_ns()
     rows = [astuple(span) for span in spans]
     return json.dumps({"clock": _clock_name(), "wall_ns": wall_ns, "spans": rows}).encode()
 
 
 def aligned(parts: Sequence[bytes]) -> list[list[Span]]:
-    """Every rank's spans, from its ``to_bytes``, on one clock that begins with the first of them.
+    """Return every rank's spans, decoded from ``to_bytes``, on one clock that starts with the first of them.
 
     Ranks of one machine share its monotonic clock; several machines are aligned by their wall clocks.
     """
@@ -102,7 +101,7 @@ def _moved(span: Span, by_ns: int) -> Span:
 
 
 def _clock_name() -> str:
-    """A name that only processes with the same monotonic clock share."""
+    """Return a name that only processes with the same monotonic clock share."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

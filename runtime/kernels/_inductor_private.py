@@ -1,12 +1,12 @@
-"""Compiles segments with Inductor and loads the results; all use of torch's private interfaces for this is here.
+"""Compiles segments with Inductor and loads the results; only this module uses torch's private interfaces for that.
 
 Compiling imports the compiler, which takes seconds and about 120 MB, and happens in other processes
 (``compile_worker``). Loading and running import none of it: a compiled segment is a library with a C interface.
 
 A library reads its arguments and writes its destinations, which are inputs of its function like the arguments; it
 returns nothing. Its interface is one function (``segment.h``). AOTInductor's own interface (``interface.h``, with a
-container of models) takes three times as long to compile as the segment, and serves the cases that need it: constants,
-and operators without a C function in torch.
+container of models) takes three times as long to compile as the segment. It is used only where it is necessary: for
+constants, and for operators without a C function in torch.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ EXTERN_CALLS: Final = "kernel.json"
 
 _SEGMENT_HEADER: Final = Path(__file__).with_name("segment.h")
 _FUNCTION: Final = "zeroir_run"
-"""The function that ``segment.h`` exports; a library without it holds a model in AOTInductor's container."""
+"""The function that ``segment.h`` exports; a library without it contains a model in AOTInductor's container."""
 
 _PLACE: Final = "zeroir_place"
-"""Its function that says on which device the segment runs."""
+"""The library's function that returns the device of the segment."""
 
 Decompositions = Mapping[torch._ops.OpOverload, Callable[..., object]]
 
 _C_FUNCTIONS: Final = ("mm_out", "bmm_out", "addmm_out")
-"""Operators of ``torch_ops.out_variants`` that stand for torch's C functions of the same names and arguments."""
+"""Operators of ``torch_ops.out_variants`` that correspond to torch's C functions of the same names and arguments."""
 
 _OWN_C_FUNCTIONS: Final = ("embedding_gradient",)
-"""Operators of ``torch_ops.out_variants`` for which ``segment.h`` has such a function."""
+"""Operators of ``torch_ops.out_variants`` for which ``segment.h`` has a C function."""
 
 OPTIONS: Final[Mapping[str, object]] = {
-    # Only the order of the graph ensures that a destination is read after it is written.
+    # Only the order of the graph ensures that a destination is written before it is read.
     "reorder_for_locality": False,
     # Shapes and strides were fixed when the segment was compiled.
     "size_asserts": False,
@@ -61,7 +61,7 @@ OPTIONS: Final[Mapping[str, object]] = {
     "aot_inductor.enable_frame_pointer": False,
     "aot_inductor.enable_line_tables": False,
 }
-"""Inductor's options; those that a version of torch lacks are left out."""
+"""Inductor's options; those that a version of torch lacks are omitted."""
 
 
 def compile_library(
@@ -73,9 +73,9 @@ def compile_library(
     *,
     host_inputs: frozenset[int] = frozenset(),
 ) -> None:
-    """Compile a graph of torch operators that returns nothing into ``folder``, with more decompositions.
+    """Compile a graph of torch operators that returns nothing into ``folder``, with additional decompositions.
 
-    ``inputs`` are the types of the graph's inputs; those in ``host_inputs`` lie on the host.
+    ``inputs`` are the types of the graph's inputs; those in ``host_inputs`` are on the host.
     """
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -149,10 +149,10 @@ def _compile(
 
 @contextmanager
 def _as_function(folder: Path) -> Iterator[Mapping[str, object]]:
-    """Options that compile a segment as one function, ``segment.h``, instead of AOTInductor's container of models.
+    """Yield options that compile a segment as one function, ``segment.h``, instead of AOTInductor's container.
 
-    They are the options of a model for static linking: its class has its own name, and a header of that name declares
-    it. Torch writes that header unless it exists.
+    They are the options of a model for static linking: its class has its own name, declared in a header of that name.
+    Torch writes that header unless it exists.
     """
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
@@ -164,7 +164,7 @@ def _as_function(folder: Path) -> Iterator[Mapping[str, object]]:
         "aot_inductor.dynamic_linkage": False,
         "aot_inductor.model_name_for_generated_files": name,
     }
-    # These checks run only on request of an environment variable, but take as long to compile as the rest.
+    # An environment variable enables these checks at run time, but they take as long to compile as the rest.
     checks = "generate_input_output_runtime_checks"
     with _replaced(CppWrapperCpu, checks, lambda _: None):
         yield options
@@ -172,7 +172,7 @@ def _as_function(folder: Path) -> Iterator[Mapping[str, object]]:
 
 @contextmanager
 def _as_model() -> Iterator[Mapping[str, object]]:
-    """Options that compile a segment as a model in AOTInductor's container."""
+    """Yield options that compile a segment as a model in AOTInductor's container."""
     from torch._inductor.lowering import lowerings
 
     operators = [getattr(torch.ops.zeroir, name).default for name in _OWN_C_FUNCTIONS]
@@ -212,7 +212,7 @@ def _quick_check_of_instructions() -> Iterator[None]:
 
 @contextmanager
 def _replaced(owner: type, name: str, function: Callable[..., object]) -> Iterator[None]:
-    """Replace a method of a class in the body, if the class has a method of that name."""
+    """Replace a method of a class within the block, if the class has a method of that name."""
     original = vars(owner).get(name)
     if original is None:
         yield
@@ -225,7 +225,7 @@ def _replaced(owner: type, name: str, function: Callable[..., object]) -> Iterat
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether dead-code elimination must keep a node: an input, the output, or an operator that writes."""
+    """Return whether dead-code elimination must keep a node: an input, the output, or an operator that writes."""
     if node.op in ("placeholder", "output"):
         return True
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
@@ -283,8 +283,8 @@ def _lower_ours() -> None:
         FillingCall(op, tensors, [arg for arg in args if isinstance(arg, int | float)])
 
     def store(out: ir.TensorBox, value: ir.TensorBox) -> None:
-        # The value may be computed in its destination, because no other node reads it. Inputs, and results of
-        # operators that Inductor only calls, have their own memory.
+        # The value may be computed in its destination, because no other node reads it. Inputs, and results of operators
+        # that Inductor only calls, have their own memory.
         data = value.data
         is_computed = isinstance(data, ir.StorageBox) and isinstance(
             data.data, ir.Pointwise | ir.Reduction
@@ -298,7 +298,7 @@ def _lower_ours() -> None:
 
 
 def _describes_calls(folder: Path) -> Path | None:
-    """The file that describes calls of operators without a C function; None where there are no such calls."""
+    """Return the file that describes calls of operators without a C function; None where there are no such calls."""
     for path in folder.glob("*.wrapper.json"):
         if json.loads(path.read_text()).get("nodes"):
             return path
@@ -306,7 +306,7 @@ def _describes_calls(folder: Path) -> Path | None:
 
 
 def _keep_only(folder: Path, *names: str) -> None:
-    """Delete all files but the named ones; where any are named, a device's binaries stay, too."""
+    """Delete all files but the named ones; where any are named, keep a device's binaries as well."""
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_dir():
             path.rmdir()
@@ -325,7 +325,10 @@ class Library(Protocol):
 
 
 def load_library(folder: Path, device: torch.device) -> Library:
-    """Load the result of ``compile_library``; RuntimeError or OSError where it does not fit this torch or machine."""
+    """Load the result of ``compile_library``.
+
+    Raise RuntimeError or OSError where it does not match this torch or machine.
+    """
     import zeroir.torch_ops  # noqa: F401 - libraries look zeroir's operators up by name
 
     path = folder / LIBRARY
@@ -344,7 +347,7 @@ def _runner(path: Path, device: torch.device) -> Library:
     run = torch._C._aoti.AOTIModelContainerRunnerCuda(str(path), 1, str(device), binaries).run
 
     def on_device(tensors: list[Tensor], /) -> None:
-        # It asks the device whether the segment's last call is done, and fails for ever if that was captured.
+        # It asks the device whether the segment's last call is done, and fails permanently if that call was captured.
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a compiled segment calls operators that exist only in Python")
         run(tensors)
@@ -358,13 +361,13 @@ _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
 
 
 def _handles(tensors: list[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    """Handles of tensors, which the library owns."""
+    """Return handles of tensors, which the library owns."""
     capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)
     return (ctypes.c_void_p * len(capsules))(*[_pointer(capsule, None) for capsule in capsules])
 
 
 def _current_stream(device: torch.device) -> int | None:
-    """The handle of the current stream; None on the CPU, which has none."""
+    """Return the handle of the current stream; None on the CPU, which has none."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 
 
@@ -374,7 +377,7 @@ def _check(code: int) -> None:
 
 
 class _SegmentFunction:
-    """The function of a library, called without the interpreter's lock; several threads may call it on the CPU."""
+    """The function of a library, called without the GIL; several threads may call it on the CPU."""
 
     def __init__(self, library: ctypes.CDLL, device: torch.device, folder: Path) -> None:
         if device.type == "cuda":
@@ -388,15 +391,14 @@ class _SegmentFunction:
         self._device = device
 
     def __call__(self, tensors: list[Tensor], /) -> None:
-        """See ``Library``."""
         handles = _handles(tensors)
         _check(self._run(handles, len(handles), _current_stream(self._device)))
 
 
 class _AotModel:
-    """A model in AOTInductor's container, called through its C interface without the interpreter's lock.
+    """A model in AOTInductor's container, called through its C interface without the GIL.
 
-    torch's own runner keeps the lock, which would stop work that overlaps with the segment, such as communication. On a
+    torch's own runner holds the GIL, which would stop work that overlaps with the segment, such as communication. On a
     GPU it also waits for the segment's last call, because several threads may call it; here only one thread does.
     """
 
@@ -422,7 +424,6 @@ class _AotModel:
         self._results = (ctypes.c_void_p * 1)()
 
     def __call__(self, tensors: list[Tensor], /) -> None:
-        """See ``Library``."""
         handles = _handles(tensors)
         stream = _current_stream(self._device)
         _check(self._run(self._handle, handles, len(handles), self._results, 0, stream, None))

@@ -1,4 +1,4 @@
-"""The interface of kernel backends; the program does not depend on the choice among them."""
+"""The interface of kernel backends; the program does not depend on the choice of backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Kernels(Protocol):
     """A kernel backend."""
 
     def compile(self, segment: Segment, bindings: Sequence[Binding | None]) -> Kernel:
-        """The kernel of a segment; segments of one digest with equal bindings are compiled once."""
+        """Return the kernel of a segment; segments with equal digests and bindings are compiled once."""
 
     def finish(self) -> None:
         """Make all kernels ready to run; call it once after the last ``compile``, before the first step."""

@@ -1,7 +1,7 @@
-"""Compiled segments on disk: a folder per key, written whole or not at all, and locks between processes.
+"""Compiled segments on disk: a folder per key, written atomically, and locks between processes.
 
-A key is a hash of everything that the compiled code depends on. An entry lists its files with their hashes, so that
-one that was cut short or damaged is compiled again.
+A key is a hash of everything that the compiled code depends on. An entry lists its files with their hashes, so that a
+truncated or damaged one is compiled again.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from zeroir.ir.segments.bindings import Binding
 from zeroir.ir.segments.segment import Segment
 
 FORMAT: Final = 3
-"""The version of the entries' contents and of the way they are compiled."""
+"""The version of the entries' contents and of how they are compiled."""
 
 _MANIFEST: Final = "entry.json"
 
 
 def cache_folder() -> Path:
-    """``ZEROIR_CACHE_DIR``, or ``zeroir`` in the user's cache folder (``XDG_CACHE_HOME``, ``~/.cache``)."""
+    """Return ``ZEROIR_CACHE_DIR``, or ``zeroir`` in the user's cache folder (``XDG_CACHE_HOME``, ``~/.cache``)."""
     named = os.environ.get("ZEROIR_CACHE_DIR")
     if named:
         return Path(named).expanduser()
@@ -42,7 +42,7 @@ def cache_folder() -> Path:
 def kernel_key(
     segment: Segment, bindings: Sequence[Binding | None], device: torch.device, threads: int
 ) -> str:
-    """SHA-256 of everything that a segment's compiled code depends on; ``threads`` is the number that run its loops."""
+    """Return the SHA-256 of everything that a segment's compiled code depends on; ``threads`` run its loops."""
     parts = (
         FORMAT,
         __version__,
@@ -57,13 +57,13 @@ def kernel_key(
 
 
 def code_key(source: bytes, flags: Sequence[str]) -> str:
-    """SHA-256 of everything that a library for this machine's CPU depends on, apart from the compiler's version."""
+    """Return the SHA-256 of all that a library for this machine's CPU depends on, except the compiler's version."""
     parts = (FORMAT, source, tuple(flags), platform.system(), _processor(torch.device("cpu")))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _processor(device: torch.device) -> tuple[object, ...]:
-    """The processor whose instructions the code uses."""
+    """Return the processor whose instructions the code uses."""
     if device.type == "cuda":
         name, capability = (
             torch.cuda.get_device_name(device),
@@ -74,7 +74,7 @@ def _processor(device: torch.device) -> tuple[object, ...]:
 
 
 def _cpu_flags() -> str:
-    """The instruction sets of the CPU, because code is compiled for exactly this machine."""
+    """Return the instruction sets of the CPU, because code is compiled for exactly this machine."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -83,13 +83,13 @@ def _cpu_flags() -> str:
 
 
 class KernelCache:
-    """The entries under one folder. Methods that write raise an OSError where the folder is not writable."""
+    """The entries in one folder. Methods that write raise OSError where the folder is not writable."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "kernels"
 
     def find(self, key: str) -> Path | None:
-        """The folder of an entry, or None where it is missing, incomplete or damaged."""
+        """Return the folder of an entry, or None where it is missing, incomplete or damaged."""
         entry = self._folder / key
         try:
             manifest = json.loads((entry / _MANIFEST).read_bytes())
@@ -101,18 +101,18 @@ class KernelCache:
 
     @contextmanager
     def draft(self) -> Iterator[Path]:
-        """A temporary folder beside the entries, to compile into."""
+        """Yield a temporary folder beside the entries, to compile into."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
             prefix="draft-", dir=self._folder, ignore_cleanup_errors=True
         ) as name:
-            # A folder inside the temporary one may be moved away.
+            # A folder inside the temporary one may be moved out of it.
             folder = Path(name) / "entry"
             folder.mkdir()
             yield folder
 
     def keep(self, key: str, draft: Path) -> Path:
-        """Make an entry of a draft; the caller holds the key's lock. A damaged entry of the key is replaced."""
+        """Turn a draft into an entry; the caller holds the key's lock. A damaged entry of the key is replaced."""
         files = {path.name: _hash(path) for path in sorted(draft.iterdir())}
         (draft / _MANIFEST).write_text(json.dumps({"files": files}))
         entry = self._folder / key
@@ -123,7 +123,7 @@ class KernelCache:
 
     @contextmanager
     def locked(self, key: str, *, wait: bool) -> Iterator[bool]:
-        """Hold the key's lock while compiling it; without ``wait``, False where another process holds it."""
+        """Hold the key's lock in the block; without ``wait``, yield False where another process holds it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self._folder / f"{key}.lock")
         try:

@@ -27,11 +27,14 @@ Value = (
     | list["Value"]
 )
 Resolve = Callable[[Sequence[Tensor | None]], Value]
-"""Returns one argument of a call, given the values of a segment by number."""
+"""A function that returns one argument of a call, given the values of a segment by index."""
 
 
 def operator(name: str) -> torch._ops.OpOverload:
-    """``aten.mm.default`` as torch's operator; UserError where this version of torch lacks it."""
+    """Return torch's operator for a name such as ``aten.mm.default``.
+
+    UserError where this version of torch lacks it.
+    """
     parts = name.split(".")
     try:
         namespace, packet, overload = parts
@@ -47,7 +50,7 @@ def operator(name: str) -> torch._ops.OpOverload:
 
 
 def constant(arg: NodeArg, device: torch.device) -> Value:
-    """An argument that uses no value of the segment."""
+    """Return an argument that uses no value of the segment."""
     match arg:
         case Symbol(name="device"):
             return device
@@ -69,12 +72,12 @@ def constant(arg: NodeArg, device: torch.device) -> Value:
 
 
 def has_ref(arg: NodeArg) -> bool:
-    """Whether an argument uses a value of the segment."""
+    """Return whether an argument uses a value of the segment."""
     return isinstance(arg, Ref) or (isinstance(arg, tuple) and any(map(has_ref, arg)))
 
 
 def resolver(arg: NodeArg, device: torch.device) -> Resolve:
-    """A function that returns the argument in each call."""
+    """Return a function that resolves the argument in each call."""
     if isinstance(arg, Ref):
         index = arg.index
         return lambda values: values[index]
@@ -86,13 +89,13 @@ def resolver(arg: NodeArg, device: torch.device) -> Resolve:
 
 
 def is_multiple(function: torch._ops.OpOverload) -> bool:
-    """Whether an operator returns several tensors, or a list of them."""
+    """Return whether an operator returns several tensors, or a list of them."""
     returns = function._schema.returns
     return len(returns) != 1 or str(returns[0].type) == "List[Tensor]"
 
 
 def out_overload(function: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The overload that writes the operator's one result to a given tensor; None where there is no useful one.
+    """Return the overload that writes the operator's one result to a given tensor; None where there is no useful one.
 
     Overloads that torch generates are useless: they compute the result elsewhere and copy it.
     """

@@ -19,7 +19,7 @@ class KernelBackend(StrEnum):
 
 
 def open_kernels(backend: KernelBackend, device: torch.device) -> Kernels:
-    """The kernel backend of that name on a device."""
+    """Return the kernel backend of that name on a device."""
     match backend:
         case KernelBackend.EAGER:
             return EagerKernels(device)

@@ -1,8 +1,8 @@
-"""Compiles missing segments in several worker processes at once, none of them twice on one host.
+"""Compiles missing segments in several worker processes at once, each of them once per host.
 
 Every rank of a host goes through the missing segments twice. First it compiles those that no other rank has locked,
-starting at a different one than the others. Then it waits for theirs. So ranks share the work, and the segment of a
-rank that is killed passes to another.
+starting at a different one than the others. Then it waits for the rest. So ranks share the work, and another rank takes
+over the segment of a rank that is killed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zeroir.runtime.kernels.compile_worker import Request, receive, send
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostShare:
-    """This rank's share of its host's cores, which all ranks of the host compile on."""
+    """This rank's share of its host's cores, on which all ranks of the host compile."""
 
     rank: int = 0
     local_rank: int = 0
@@ -46,7 +46,7 @@ class HostShare:
         )
 
     def workers(self, jobs: int) -> int:
-        """The most processes that compile for this rank."""
+        """Return the most processes that compile for this rank."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return max(1, min(jobs, (cores or 1) // self.local_world_size))
 
@@ -88,7 +88,7 @@ def compile_missing(
 
 
 class _CompileProcess:
-    """A process that compiles; it starts with the first request, and again after it has died."""
+    """A compiler process; it starts with the first request, and again after it has died."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -131,9 +131,9 @@ def _start() -> subprocess.Popen[bytes]:
     environment = dict(os.environ)
     # Later processes reuse Inductor's headers and its findings about the compiler.
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
-    # Segments are compiled side by side already; for a GPU's kernels Inductor would start as many processes again.
+    # Segments are already compiled in parallel; for a GPU's kernels Inductor would start as many processes again.
     environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    # The worker is no rank of the job.
+    # The worker is not a rank of the job.
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         environment.pop(name, None)
     home = str(Path(zeroir.__file__).parents[1])

@@ -1,7 +1,7 @@
 """The process that compiles segments, so that the training process never imports the compiler.
 
-It reads requests from its standard input and answers each on its standard output: eight bytes of length, then
-msgpack. An answer is empty, or the reason that the segment could not be compiled.
+It reads requests from its standard input and answers each on its standard output: eight bytes of length, then msgpack.
+An answer is empty, or the reason that the segment could not be compiled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LENGTH_BYTES = 8
 class Request:
     """A request to compile a segment into an empty folder, for a device and a number of threads.
 
-    ``operators`` are the foreign operators that it calls.
+    ``operators`` are the operators of libraries or the model that it calls.
     """
 
     segment: Segment
@@ -53,7 +53,7 @@ def receive(stream: IO[bytes]) -> bytes | None:
 
 
 def compile_segment(request: Request, stand_ins: StandIns) -> None:
-    """Compile in this process, which ``stand_ins`` gives the foreign operators."""
+    """Compile in this process, in which ``stand_ins`` defines the operators of libraries and the model."""
     import torch
 
     from zeroir.runtime.kernels import _inductor_private, graph
@@ -75,7 +75,7 @@ def compile_segment(request: Request, stand_ins: StandIns) -> None:
 
 
 def main() -> None:
-    """Serve until the standard input ends."""
+    """Serve requests until the standard input ends."""
     requests = sys.stdin.buffer
     # The output of compilers must not mix with the answers.
     answers = os.fdopen(os.dup(1), "wb")

@@ -1,4 +1,4 @@
-"""Call torch's meta kernels without importing torch's compiler, which takes a second or more on every rank.
+"""Calls torch's meta kernels without importing torch's compiler, which takes a second or more on every rank.
 
 Many of these kernels are Python functions that are excluded from compilation. Their first call imports the compiler
 only to be excluded (``torch._compile._disable_dynamo``).
@@ -17,12 +17,12 @@ F = TypeVar("F", bound=Callable[..., object])
 
 _COMPILER: Final = "torch._dynamo"
 _NOTED: Final = "__dynamo_disable"
-"""The attribute of a function that holds its excluded version after the first call."""
+"""The attribute of a function in which torch stores its excluded version after the first call."""
 
 
 @contextmanager
 def compiler_not_imported() -> Iterator[None]:
-    """A body in which functions that are excluded from compilation do not import the compiler.
+    """Within the block, calls of functions that are excluded from compilation do not import the compiler.
 
     A function that needs the compiler for anything else still imports it.
     """
@@ -49,7 +49,7 @@ class _StandIn(ModuleType):
         return function
 
     def leave(self) -> None:
-        """Restore the state in which no function has been called yet."""
+        """Restore the state before any such function was called."""
         if sys.modules.get(_COMPILER) is self:
             del sys.modules[_COMPILER]
         for function in self._called:

@@ -1,4 +1,4 @@
-"""Libraries of our own C++ code for the CPU, compiled for this machine once and kept in the cache of kernels."""
+"""Libraries of our own C++ code for the CPU, compiled once for this machine and kept in the cache of kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FLAGS: Final = (
     "-std=c++17",
     "-O3",
     "-march=native",
-    # Each operation rounds by itself.
+    # Each operation rounds separately.
     "-ffp-contract=off",
     # No bit of a result depends on these two, but without them loops are not vectorised.
     "-fno-math-errno",
@@ -27,15 +27,15 @@ _FLAGS: Final = (
 )
 
 _LONGEST_S: Final = 120.0
-"""A compiler that takes longer does not answer; it needs less than a second."""
+"""Seconds after which the compiler counts as hanging; it normally needs less than one."""
 
 
 class NoLibraryError(Exception):
-    """The reason for which there is no library."""
+    """The library is not available, for the given reason."""
 
 
 def cpp_compiler() -> str | None:
-    """The C++ compiler: ``CXX``, or one that Inductor looks for; None where there is none."""
+    """Return the C++ compiler: ``CXX``, or one that Inductor looks for; None where there is none."""
     named = os.environ.get("CXX")
     names = [named] if named else ["g++", "clang++"]
     return next((name for name in names if shutil.which(name)), None)
@@ -45,9 +45,9 @@ NO_COMPILER: Final = "there is no C++ compiler; install g++ or clang++, or name 
 
 
 def load_cpp_library(source: Path) -> ctypes.CDLL:
-    """The library of one C++ file, which includes no headers but the language's.
+    """Load the library of one C++ file, which includes only headers of the language.
 
-    Its functions run without the interpreter's lock. Processes of one host compile it once.
+    Its functions run without the GIL. Processes of one host compile it once.
 
     Raises:
         NoLibraryError: where the cache lacks it and it cannot be compiled, or it does not load.

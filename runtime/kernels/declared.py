@@ -1,4 +1,4 @@
-"""Checks that the nodes of segments have the results that they declare, by running every operator on meta tensors.
+"""Checks that the nodes of segments have their declared results, by running every operator on meta tensors.
 
 Buffers, offsets and proofs rest on the types that a program declares, and a program is a file. Views are checked
 wherever a program is read (``zeroir.ir.segments.views``); here torch's own meta kernels give the results of the other
@@ -32,11 +32,11 @@ _NORMS: Final = frozenset(
 _BOOKKEEPING: Final = frozenset(
     {"aten._embedding_bag.default", "aten._embedding_bag_forward_only.default"}
 )
-"""Operators whose further results serve only their own backward, in shapes that differ between devices."""
+"""Operators whose additional results serve only their own backward, in shapes that differ between devices."""
 
 
 def misdeclared(segments: Iterable[Segment]) -> str | None:
-    """A clause about the first node whose operator makes other results than declared, or refuses the call.
+    """Return a clause on the first node whose operator produces other results than declared, or rejects the call.
 
     Equal nodes are checked once.
     """
@@ -64,7 +64,7 @@ def _misdeclared(segments: Iterable[Segment]) -> str | None:
 
 
 def _nameless(args: object) -> Hashable:
-    """The arguments without the numbers of values; 1, 1.0 and True stay different."""
+    """Return the arguments with all values made equal; 1, 1.0 and True remain different."""
     if isinstance(args, Ref):
         return Ref
     if isinstance(args, tuple):
@@ -74,7 +74,7 @@ def _nameless(args: object) -> Hashable:
 
 def _problem(node: Node, types: Sequence[TensorType | None]) -> str | None:
     function = operator(node.op)
-    # By number, because a resolver looks them up so.
+    # Indexed by value, because a resolver looks them up that way.
     values = cast(
         "Sequence[Tensor | None]",
         {ref.index: _meta_tensor(types[ref.index]) for ref in node.refs()},

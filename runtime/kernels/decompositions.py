@@ -1,4 +1,4 @@
-"""Zeroir's operators in terms of torch's, so that a compiler fuses them or calls torch's kernels without Python."""
+"""Decompositions of zeroir's operators into torch's, so that a compiler fuses them or calls torch's kernels."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from zeroir.torch_ops.strided import scatter_by_index, strided_view_by_index
 
 
 def decompositions(device: torch.device) -> Mapping[torch._ops.OpOverload, Callable[..., object]]:
-    """The operators of zeroir that are decomposed on a device; a compiler calls the others as they are.
+    """Return the decompositions of zeroir's operators on a device; a compiler calls all other operators as they are.
 
-    Strided views are decomposed on every device, because a compiler chooses strides itself; on the CPU all are. On CUDA
-    the choice among attention kernels needs real tensors, and a fused kernel cannot read a seed on the host.
+    Strided views are decomposed on every device, because a compiler chooses strides itself; on the CPU all operators
+    are. On CUDA the choice of an attention kernel needs real tensors, and a fused kernel cannot read a seed on the
+    host.
     """
     ours = torch.ops.zeroir
     by_index: dict[torch._ops.OpOverload, Callable[..., object]] = {

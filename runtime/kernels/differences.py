@@ -1,6 +1,6 @@
-"""Differences of a kernel's result from that of its operators.
+"""Differences between a kernel's result and that of its operators.
 
-Numbers are compared where both are finite. Elsewhere infinity must be the same infinity, and NaN must be NaN.
+Numbers are compared where both are finite. Elsewhere both must be the same infinity, or both NaN.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _BEYOND_NOISE: Final = 256.0
 
 
 def difference(result: Tensor, wanted: Tensor, allowed: float | None) -> str | None:
-    """The difference of a result, as the end of a sentence; None where there is none.
+    """Return the difference of a result, as the end of a sentence; None where there is none.
 
     ``allowed`` is relative to the largest finite number wanted; None allows every result.
     """
@@ -34,9 +34,9 @@ def difference(result: Tensor, wanted: Tensor, allowed: float | None) -> str | N
 
 
 def is_beyond_noise(result: Tensor, wanted: Tensor, disturbed: Tensor) -> bool:
-    """Whether a difference exceeds the effect of roundings; ``disturbed`` is the result for rounded arguments.
+    """Return whether a difference exceeds the effect of rounding; ``disturbed`` is the result for rounded arguments.
 
-    Elements that roundings make infinite or NaN, or finite, decide nothing.
+    Elements that rounding changes between finite and not finite are ignored.
     """
     actual, expected, noisy = result.double(), wanted.double(), disturbed.double()
     is_stable = ~_unlike(expected, noisy)
@@ -53,6 +53,6 @@ def _finite(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _unlike(first: Tensor, second: Tensor) -> Tensor:
-    """Where one is infinite or NaN and the other is not, or is another infinity."""
+    """Return a mask of the elements where one is infinite or NaN and the other is not, or is another infinity."""
     is_alike = (first == second) | (first.isnan() & second.isnan())
     return ~(is_alike | _finite(first, second))

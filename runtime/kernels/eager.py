@@ -1,11 +1,11 @@
-"""The reference kernels: call torch's operators one by one, writing results where they belong.
+"""The reference kernels: call torch's operators one by one, and write results to their destinations.
 
-``workspace.eager_plan`` plans the destination of each result and the moment when a value is dropped. The last operator
-of an output writes straight into its destination, by its ``out=`` overload or, for an embedding's gradient, by an
-operator of zeroir; so the gradient of a matrix is never copied, and the bits are the same. An operator with several
-results, such as a layer norm's backward, has no such overload, and its results are copied as soon as they exist.
+``workspace.eager_plan`` plans the destination of each result and when a value is dropped. The last operator of an
+output writes directly into its destination, by its ``out=`` overload or, for an embedding's gradient, by an operator of
+zeroir; so the gradient of a matrix is never copied, and the bits are the same. An operator with several results, such
+as a layer norm's backward, has no such overload, and its results are copied as soon as they exist.
 
-The types of a segment may come from another device, whose kernels give their results other strides. These matter to a
+The types of a segment may come from another device, where kernels return results with other strides. These matter for a
 view of the result, so before a view the result is copied to the recorded strides.
 """
 
@@ -35,7 +35,7 @@ from zeroir.workspace.eager_plan import (
 )
 
 Undo = Callable[[Tensor], Tensor]
-"""Inverts views: it returns the view of a destination in which a value must be written."""
+"""A function that inverts views: it returns the view of a destination in which a value must be written."""
 
 
 class EagerKernels:
@@ -46,14 +46,13 @@ class EagerKernels:
         self._compiled: dict[tuple[str, tuple[Binding | None, ...]], Kernel] = {}
 
     def compile(self, segment: Segment, bindings: Sequence[Binding | None]) -> Kernel:
-        """See ``Kernels.compile``."""
         key = (segment.digest(), tuple(bindings))
         if key not in self._compiled:
             self._compiled[key] = compile_eager(segment, bindings, self._device)
         return self._compiled[key]
 
     def finish(self) -> None:
-        """See ``Kernels.finish``: nothing is left to do."""
+        """Do nothing: compiled kernels are ready to run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +70,9 @@ class _DestinationView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OperatorCall:
-    """One call of an operator. With ``target`` it fills that tensor, its argument ``out``, instead of making one.
+    """One call of an operator. With ``target`` it writes to that tensor, its argument ``out``, instead of a new one.
 
-    ``layouts`` are those of its results that must have given strides, with these strides.
+    ``layouts`` are those of its results that need certain strides, with these strides.
     """
 
     function: Callable[..., object]
@@ -110,7 +109,7 @@ class _OperatorCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyToDestination:
-    """A copy of a value to a destination, or its addition, as planned."""
+    """A planned copy of a value to a destination, or its addition to the destination."""
 
     plan: FillTarget
     target: _DestinationView
@@ -137,7 +136,6 @@ class EagerKernel:
     steps: Sequence[_OperatorCall | CopyToDestination]
 
     def __call__(self, arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:
-        """See ``Kernel``."""
         values: list[Tensor | None] = [None] * self.values
         values[: len(arguments)] = arguments
         for step in self.steps:
@@ -179,7 +177,7 @@ def _prepared(call: RunNode, device: torch.device) -> _OperatorCall:
 
 
 def laid_out(value: Tensor | None, stride: tuple[int, ...]) -> Tensor | None:
-    """The tensor with these strides, or a copy that has them; strides of dimensions of size 1 do not matter."""
+    """Return the tensor with these strides, or a copy that has them; strides of dimensions of size 1 do not matter."""
     if value is None or value.stride() == stride:
         return value
     pairs = zip(value.shape, value.stride(), stride, strict=True)
@@ -197,14 +195,13 @@ _SCATTERS: Final = {
     "aten.select_scatter.default": "aten.select.int",
     "aten.slice_scatter.default": "aten.slice.Tensor",
 }
-"""Operators that copy a tensor and write to a view of the copy, with the operator that makes the view.
+"""Operators that copy a tensor and write to a view of the copy, with the operator that creates the view.
 
-Torch would copy the whole storage of the tensor: the block that holds all temporary buffers.
-"""
+Torch would copy the whole storage of the tensor: the block of all temporary buffers."""
 
 
 def _function(node: Node) -> Callable[..., object]:
-    """The operator of a node, or a function with the same results that takes less memory."""
+    """Return the operator of a node, or a function with the same results that needs less memory."""
     if node.op == "aten.copy.default":
         return _overwritten
     if node.op in _SCATTERS:
@@ -233,7 +230,7 @@ _Filler = tuple[Callable[..., object], tuple[NodeArg, ...]]
 
 
 def _filler(node: Node, device: torch.device) -> _Filler | None:
-    """The call that writes the bits of the node's result to a given tensor; None where there is none."""
+    """Return the call that writes the node's result to a given tensor, with equal bits; None where there is none."""
     if len(node.results) != 1:
         return None
     if node.op == "aten.embedding_dense_backward.default" and device.type == "cpu":
@@ -250,7 +247,7 @@ def _fill_embedding_gradient(
 
 
 def in_place(segment: Segment, bindings: Bindings) -> Mapping[int, tuple[int, Undo | None]]:
-    """Values that can be computed in a destination: value → (output, the inverse of the views between them)."""
+    """Return values that can be computed in a destination: value → (output, the inverse of the views between them)."""
     targets = planning.in_place(segment, bindings)
     return {value: (target.output, _undo(target.views)) for value, target in targets.items()}
 

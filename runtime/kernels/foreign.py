@@ -1,7 +1,7 @@
-"""Operators that a library or the model registers: they must be there before a program runs, and be what it declares.
+"""Checks of operators that a library or the model registers: they must exist and match the program's declarations.
 
-A program only names them. Nothing is imported on behalf of a program, because a program is a file and importing runs
-code; the process that runs it imports what registers them, as the model file does.
+A program only names them. A program never causes an import, because a program is a file and importing runs code; the
+process that runs it imports the modules that register them, as the model file does.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ _READ_ON_HOST: Final = frozenset(
         "zeroir.grouped_mm.default",
     }
 )
-"""Products of groups in another dtype than BF16: the host reads the ends of the groups and calls a product for each."""
+"""Grouped products in other dtypes than BF16: the host reads the ends of the groups and calls a product for each."""
 
 
 def op_outside_graphs(segment: Segment) -> str | None:
-    """An operator of a segment that no CUDA graph can repeat, because it reads values on the host or says so itself."""
+    """Return an operator of a segment that cannot be in a CUDA graph: it reads values on the host, or declares so."""
     for node in segment.nodes:
         if node.op in _READ_ON_HOST:
             return node.op
@@ -88,13 +88,13 @@ def watched_call(
     kwargs: Mapping[str, object],
     is_close: Callable[[Tensor, Tensor], bool],
 ) -> object:
-    """Call a foreign operator twice, and require that it does what its schema and its fake kernel say.
+    """Call a foreign operator twice, and require that it does what its schema and its fake kernel declare.
 
-    ``is_close`` tells whether the results of two equal calls are equal enough.
+    ``is_close`` returns whether the results of two equal calls are equal enough.
 
     Raises:
-        UserError: where it changes an argument, returns memory of one, makes results of other types than declared, or
-            other results when it is called again, or takes more memory than its declared workspace.
+        UserError: where it changes an argument, returns memory of one, returns results of other types than declared, or
+            other results when it is called again, or needs more memory than its declared workspace.
     """
     leaves = pytree.tree_leaves((args, kwargs))
     operands = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -124,7 +124,7 @@ def watched_call(
 def _second_call(
     node: Node, call: Callable[[], object], operands: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], str | None]:
-    """The results of a second call, and the problem where it takes more memory than the program says."""
+    """Return the results of a second call, and the problem where it needs more memory than the program declares."""
     if node.workspace_bytes is None or torch._C._autograd._profiler_enabled():
         return _tensors(call()), None
     returned, taken_bytes = measured(call, device_of(operands, {}))
@@ -154,12 +154,12 @@ def _types_problem(node: Node, results: Sequence[Tensor]) -> str | None:
 
 
 def _is_identical(tensor: Tensor, copy: Tensor) -> bool:
-    """Whether two tensors of one type are equal, NaN to NaN."""
+    """Return whether two tensors of one type are equal, with NaN equal to NaN."""
     return bool(((tensor == copy) | ((tensor != tensor) & (copy != copy))).all())
 
 
 def _shares_memory(tensors: Sequence[Tensor], first: int) -> bool:
-    """Whether one of the tensors from ``first`` on has the storage of another tensor."""
+    """Return whether one of the tensors from ``first`` on shares storage with another tensor."""
     storages = [x.untyped_storage().data_ptr() for x in tensors if x.numel()]
     made = [x.untyped_storage().data_ptr() for x in tensors[first:] if x.numel()]
     return any(storages.count(address) > 1 for address in made)

@@ -1,9 +1,9 @@
 """A segment and its destinations as one graph of torch operators, for a compiler.
 
-The graph takes the arguments and then the destinations, and returns nothing. The value behind an output is stored in
-its destination as soon as it exists, and later nodes read it there, so that no value is in memory twice. Matrix
-products write straight to the destination (``torch_ops.out_variants``); by itself Inductor would compute them in a
-tensor of its own and copy it.
+The graph takes the arguments and then the destinations, and returns nothing. The value of an output is stored in its
+destination as soon as it exists, and later nodes read it there, so that no value is in memory twice. Matrix products
+write directly to the destination (``torch_ops.out_variants``); by itself Inductor would compute them in a tensor of its
+own and copy it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Argument = fx.node.Argument
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphOutputs:
-    """The outputs that a segment's graph writes to its further inputs, by number, in the order of these inputs.
+    """The outputs that a segment's graph writes to its additional inputs, by index, in the order of these inputs.
 
     ``direct`` are the outputs that the graph writes to their destinations; ``scratch`` those whose destination overlaps
-    other tensors of the call, so that they are copied or added to it once everything has been read.
+    other tensors of the call, so that they are copied or added to it after everything has been read.
     """
 
     direct: tuple[int, ...]
@@ -48,7 +48,7 @@ def graph_outputs(bindings: Sequence[Binding | None]) -> GraphOutputs:
 
 
 def input_types(segment: Segment, bindings: Sequence[Binding | None]) -> list[TensorType]:
-    """The types of the graph's inputs: arguments, direct destinations, scratch tensors."""
+    """Return the types of the graph's inputs: arguments, direct destinations, scratch tensors."""
     kinds = segment.types()
     outputs = graph_outputs(bindings)
     types = list(segment.inputs)
@@ -65,7 +65,7 @@ _SEEDED: Final = {"zeroir.dropout.default": 2, "zeroir.uniform.default": 1}
 
 
 def host_inputs(segment: Segment) -> frozenset[int]:
-    """The arguments that lie on the host on every device: seeds."""
+    """Return the arguments that are on the host on every device, which are seeds."""
     makers = _makers(segment)
     seeds: set[int] = set()
     for node in segment.nodes:
@@ -82,7 +82,7 @@ def host_inputs(segment: Segment) -> frozenset[int]:
 def build_graph(
     segment: Segment, bindings: Sequence[Binding | None], device: torch.device
 ) -> fx.GraphModule:
-    """The segment as a graph; its inputs are those of ``input_types``."""
+    """Return the segment as a graph; its inputs are those of ``input_types``."""
     return _GraphBuilder(segment, bindings, device).build()
 
 
@@ -91,7 +91,7 @@ class _GraphBuilder:
         self, segment: Segment, bindings: Sequence[Binding | None], device: torch.device
     ) -> None:
         outputs = graph_outputs(bindings)
-        # A scratch tensor is private to the call, so the graph always writes it, and never adds to it.
+        # A scratch tensor is private to the call, so the graph always writes to it and never adds.
         self._bindings = [
             binding
             if binding is None or binding.is_exclusive
@@ -149,7 +149,7 @@ class _GraphBuilder:
             self._values.append(result)
 
     def _fill(self, node: Node, output: int, undo: Undo | None) -> bool:
-        """Compute the node's result in the destination, if there is an operator for that."""
+        """Compute the node's result in the destination; return whether there is an operator for that."""
         args = [self._argument(arg) for arg in node.args]
         into = torch.ops.zeroir
         match node.op:
@@ -173,7 +173,7 @@ class _GraphBuilder:
         return True
 
     def _add(self, node: Node, output: int, undo: Undo | None) -> bool:
-        """Add the node's result to the destination's elements, if that can be done in place."""
+        """Add the node's result to the destination in place; return whether that is possible."""
         args = [self._argument(arg) for arg in node.args]
         match node.op:
             case "aten.mm.default":
@@ -189,7 +189,7 @@ class _GraphBuilder:
         return True
 
     def _add_rows(self, out: fx.Node, grad: Argument, rows: Argument, *, padding: float) -> None:
-        """Add each row of a gradient to the row of the destination that was looked up, except the padding's."""
+        """Add each row of a gradient to the destination's row that was looked up, except the padding row."""
         aten = torch.ops.aten
         if padding >= 0:
             is_padding = self._call_function(aten.eq.Scalar, rows, padding)
@@ -222,7 +222,7 @@ class _GraphBuilder:
 def _sums(
     segment: Segment, bindings: Sequence[Binding | None]
 ) -> Mapping[int, tuple[int, Undo | None]]:
-    """Values that are only added to one destination: value → (output, the inverse of the views between them)."""
+    """Return values that are only added to one destination: value → (output, the inverse of the views between them)."""
     written = [
         replace(binding, mode=Mode.WRITE)
         if binding is not None and binding.mode is Mode.ACCUMULATE
@@ -245,7 +245,7 @@ def _sums(
 
 
 def _makers(segment: Segment) -> Mapping[int, Node]:
-    """The node that makes each value."""
+    """Return the node that computes each value."""
     makers: dict[int, Node] = {}
     first = len(segment.inputs)
     for node in segment.nodes:
@@ -255,7 +255,7 @@ def _makers(segment: Segment) -> Mapping[int, Node]:
 
 
 def _adds_rows(node: Node) -> bool:
-    """Whether an embedding's gradient may be added row by row: each sum is rounded, too coarsely in 16 bits."""
+    """Return whether an embedding's gradient may be added row by row; 16 bits would round each sum too coarsely."""
     (kind,) = node.results
     return node.args[4] is False and kind is not None and kind.dtype is DType.F32
 

@@ -2,12 +2,12 @@
 
 ``compile`` looks a segment up in the cache; ``finish``, or the first call of a kernel, compiles missing segments in
 other processes. This process loads libraries and never imports the compiler. Without a C++ compiler, and for a segment
-that Inductor refuses, eager kernels are used, with one warning.
+that Inductor rejects, eager kernels are used, with one warning.
 
 Results differ from those of eager kernels: Inductor adds in another order, keeps fused values in FP32 and has its own
 polynomials for elementary functions. Eager mode rounds every value between two operators, with a relative error of at
 most eps / 2, and a sum in another order differs by a few roundings of its partial sums. Over a path of d operators such
-errors, taken as independent, grow with √d. So results may differ by 4 × eps × √d, relative to the largest element;
+errors, if independent, grow with √d. So results may differ by 4 × eps × √d, relative to the largest element;
 ``kernels.tolerance`` computes this.
 """
 
@@ -55,7 +55,7 @@ class InductorKernels:
         self._missing: dict[str, Request] = {}
 
     def compile(self, segment: Segment, bindings: Sequence[Binding | None]) -> Kernel:
-        """See ``Kernels.compile``. ``finish`` completes the kernel; otherwise the kernel's first call does."""
+        """Return the kernel of a segment, which ``finish``, or otherwise its first call, completes."""
         key = kernel_key(segment, bindings, self._device, self._threads)
         existing = self._kernels.get(key)
         if existing is not None:
@@ -115,7 +115,7 @@ class InductorKernels:
 
 @dataclass(slots=True, eq=False)
 class InductorKernel:
-    """A segment that runs a library, or an eager kernel instead; its first call calls ``finish`` if it has neither."""
+    """A segment that runs a library or an eager kernel; its first call calls ``finish`` if it has neither."""
 
     segment: Segment
     bindings: tuple[Binding | None, ...]
@@ -127,7 +127,6 @@ class InductorKernel:
         self._kernel = kernel
 
     def __call__(self, arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:
-        """See ``Kernel``."""
         if self._kernel is None:
             self.finish()
         assert self._kernel is not None
@@ -149,7 +148,7 @@ class _LibraryKernel:
         if not self.outputs.scratch:
             self.library(tensors)
             return
-        # The destination may overlap an argument, so the results are copied to it when everything has been read.
+        # The destination may overlap an argument, so the results are copied to it after everything has been read.
         targets = [destinations[output] for output in self.outputs.scratch]
         scratch = [torch.empty_like(target) for target in targets if target is not None]
         self.library([*tensors, *scratch])

@@ -1,12 +1,12 @@
 """Compares each distinct kernel once with the plain form of its segment, before training.
 
 A planned kernel reads and writes views of the memory that all buffers share, computes results in their destinations,
-and leaves copies out. The plain form calls the segment's operators one by one on separate tensors. On the same random
+and omits copies. The plain form calls the segment's operators one by one on separate tensors. On the same random
 numbers both must give the same results, except for a few roundings: at another address an operator may add in another
 order.
 
-The check runs before the buffers hold anything. It fills the arguments and destinations of a kernel, and zeroes the
-persistent buffers afterwards. Beside the buffers it needs the memory of one segment at a time.
+The check runs before the buffers are initialised. It fills the arguments and destinations of a kernel, and zeroes the
+persistent buffers afterwards. In addition to the buffers it needs the memory of one segment at a time.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from zeroir.workspace.eager_plan import laid_out_values
 from zeroir.workspace.scratch.allowance import GROUPED_PRODUCTS
 
 _OTHER_KERNELS: Final = 64.0
-"""The tolerance of other kernels, as a multiple of that of a CPU's eager kernels."""
+"""The tolerance of all other kernels, as a multiple of that of the CPU's eager kernels."""
 
 _SCALES: Final = (1.0, 2.0**-8)
-"""Sizes of random numbers, tried in turn: repeated sums of the larger ones may leave no significant digit."""
+"""Magnitudes of random numbers, tried in turn: repeated sums of the larger ones may leave no significant digit."""
 
 _REFUSALS: Final = (
     ArithmeticError,
@@ -52,19 +52,19 @@ _REFUSALS: Final = (
     TypeError,
     ValueError,
 )
-"""Exceptions by which operators refuse their arguments; those of libraries and models are written in Python."""
+"""Exceptions by which operators reject their arguments; those of libraries and models are written in Python."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfCheckResult:
-    """The number of distinct kernels compared, and the reason for each that could not be, by segment."""
+    """The number of distinct kernels compared, and by segment the reason for each that could not be."""
 
     compared: int
     skipped: Mapping[str, str]
 
 
 def check_kernels(local_ranks: LocalRanks, kernels: KernelBackend) -> SelfCheckResult:
-    """Compare the kernels of the local ranks, whose buffers hold nothing yet, in the memory of the first rank.
+    """Compare the kernels of the local ranks, whose buffers are not initialised yet, in the memory of the first rank.
 
     Raises:
         UserError: where the results of a kernel differ from the plain form's.
@@ -82,8 +82,8 @@ def check_kernels(local_ranks: LocalRanks, kernels: KernelBackend) -> SelfCheckR
 
 
 def _distinct(local_ranks: LocalRanks, memory: RankMemory) -> Iterator[ops.Compute]:
-    """One call of each kernel: that whose arguments have the largest offsets in memory."""
-    # A digest leaves out what nodes declare of their workspaces, which is checked, too.
+    """Yield one call of each kernel: the one whose arguments have the largest offsets in memory."""
+    # A digest ignores the workspaces that nodes declare, which are checked as well.
     kernels_by_name = {
         segment.name: (segment.digest(), tuple(node.workspace_bytes for node in segment.nodes))
         for segment in local_ranks.program.segments
@@ -103,7 +103,7 @@ def _distinct(local_ranks: LocalRanks, memory: RankMemory) -> Iterator[ops.Compu
 def _compare(
     op: ops.Compute, local_ranks: LocalRanks, memory: RankMemory, kernels: KernelBackend
 ) -> str | None:
-    """The reason that the call cannot be judged; None where kernel and plain form agree."""
+    """Return why the call cannot be compared; None where kernel and plain form agree."""
     call = _CheckedCall(
         op=op,
         segment=local_ranks.program.segment_by_name[op.segment],
@@ -134,7 +134,7 @@ class _CheckedCall:
     destinations: Sequence[Tensor | None]
 
     def compare(self, kernel: Kernel, scale: float, kernels: KernelBackend) -> str | None:
-        """The reason that numbers of this size decide nothing; None where kernel and plain form agree.
+        """Return why numbers of this magnitude show nothing; None where kernel and plain form agree.
 
         Raises:
             UserError: where they differ.
@@ -173,7 +173,7 @@ class _CheckedCall:
     def _fill(self, scale: float) -> None:
         """Fill the tensors with positive numbers, where most functions are defined, and with valid indices."""
         limits, group_rows = _index_limits(self.segment), _group_rows(self.segment)
-        # Destinations come first, because one that overlaps an argument must hold the argument's numbers.
+        # Destinations come first, because one that overlaps an argument must contain the argument's numbers.
         for tensor in self.destinations:
             if tensor is not None:
                 _randomise(tensor, scale, 1)
@@ -183,7 +183,7 @@ class _CheckedCall:
                 _fill_group_ends(tensor, group_rows[number])
 
     def _expected(self) -> list[Tensor | None]:
-        """The contents of the destinations that the plain form gives."""
+        """Return the contents of the destinations according to the plain form."""
         device = next((x.device for x in self.destinations if x is not None), torch.device("cpu"))
         copies = [_separate(argument) for argument in self.arguments]
         results = _plain_results(self.segment, copies, device)
@@ -233,7 +233,7 @@ def _randomise(tensor: Tensor, scale: float, limit: int) -> None:
 
 
 def _span(tensor: Tensor) -> Tensor:
-    """All elements from the first to the last of a view, as one dimension."""
+    """Return all elements from the first to the last of a view, as one dimension."""
     numel = span_numel(tuple(tensor.shape), tensor.stride())
     return tensor.as_strided((numel,), (1,), tensor.storage_offset())
 
@@ -248,12 +248,14 @@ _LOOKUPS: Final[Mapping[str, tuple[int, int, int | None]]] = {
 }
 """Ops that look up indices: the positions of the table and of the indices among the arguments, and the dimension.
 
-Without a dimension here, the argument after the tensor gives it, or the first argument is the number of rows.
-"""
+Where the dimension is None, it is the argument after the tensor, or the first argument is the number of rows."""
 
 
 def _index_limits(segment: Segment) -> dict[int, int]:
-    """The exclusive upper limit for each input that is only used as indices; for other integers only 0 is safe."""
+    """Return the exclusive upper limit of each input that is only used as indices.
+
+    For other integers only 0 is safe.
+    """
     types = segment.types()
     sources = {number: number for number in range(len(segment.inputs))}
     limits: dict[int, int] = {}
@@ -275,7 +277,7 @@ def _index_limits(segment: Segment) -> dict[int, int]:
 
 
 def _group_rows(segment: Segment) -> dict[int, int]:
-    """The number of rows in all groups, for each input that is the ends of groups."""
+    """Return the number of rows in all groups, for each input that contains the ends of groups."""
     types = segment.types()
     rows: dict[int, int] = {}
     for node in segment.nodes:
@@ -304,7 +306,7 @@ def _fill_group_ends(ends: Tensor, rows: int) -> None:
 
 
 def _rows(node: Node, types: Sequence[TensorType | None]) -> int:
-    """The number of rows in the table."""
+    """Return the number of rows in the table."""
     position, _, dim = _LOOKUPS[node.op]
     table = node.args[position]
     if not isinstance(table, Ref):
@@ -319,14 +321,14 @@ def _rows(node: Node, types: Sequence[TensorType | None]) -> int:
 
 
 def _separate(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, in separate memory."""
+    """Return a copy with the same strides, in separate memory."""
     return _span(tensor).clone().as_strided(tensor.shape, tensor.stride())
 
 
 def _plain_results(
     segment: Segment, arguments: Sequence[Tensor], device: torch.device
 ) -> list[Tensor]:
-    """The segment's outputs, computed node by node; every value is dropped after its last use."""
+    """Return the segment's outputs, computed node by node; every value is dropped after its last use."""
     values: list[Tensor | None] = list(arguments)
     strided = laid_out_values(segment)
     last = {ref.index: at for at, node in enumerate(segment.nodes) for ref in node.refs()}
@@ -361,7 +363,7 @@ def _results(
 
 
 def _is_repeated(result: Tensor, again: Tensor) -> bool:
-    """Whether two equal calls of an operator gave equal results, up to the order of sums on several threads."""
+    """Return whether two equal calls of an operator gave equal results, up to the order of sums on several threads."""
     eps = torch.finfo(result.dtype).eps if result.dtype.is_floating_point else 0.0
     return difference(again, result, 4 * eps * _OTHER_KERNELS) is None
 
@@ -370,7 +372,7 @@ def _is_repeated(result: Tensor, again: Tensor) -> bool:
 
 
 def _allowed(segment: Segment, result: Tensor, kernels: KernelBackend) -> float | None:
-    """The allowed difference relative to the largest element; None where one rounding can change results at will."""
+    """Return the allowed difference relative to the largest element; None where one rounding can change any result."""
     is_reference = result.device.type == "cpu" and kernels is KernelBackend.EAGER
     if not result.dtype.is_floating_point:
         return 0.0 if is_reference else None

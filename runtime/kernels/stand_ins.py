@@ -1,7 +1,7 @@
 """Stand-ins for foreign operators in the process that compiles segments.
 
-That process imports nothing of a library or a model. To compile a call it needs the operator's schema and the types of
-the results, and the program declares both.
+That process imports no library and no model. To compile a call it needs the operator's schema and the types of the
+results, and the program declares both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StandIns:
     _results: dict[Hashable, tuple[TensorType | None, ...]] = field(default_factory=dict)
 
     def define(self, operators: Iterable[Operator], segment: Segment) -> None:
-        """Define the operators, unless that was done before, and note the calls of a segment."""
+        """Define the operators, unless they are already defined, and record the calls of a segment."""
         for operator in operators:
             if operator.name not in self._defined:
                 self._defined.add(operator.name)
@@ -68,7 +68,7 @@ class StandIns:
 
 
 def node_key(node: Node, types: Sequence[TensorType | None]) -> Hashable:
-    """The call of a node: the types of its tensors, and its numbers, words and flags, all by the names of arguments."""
+    """Return the key of a node's call: types of its tensors, and its numbers, words and flags, by argument name."""
 
     def key(arg: NodeArg) -> Hashable:
         if isinstance(arg, Ref):
@@ -84,7 +84,7 @@ def node_key(node: Node, types: Sequence[TensorType | None]) -> Hashable:
 def call_key(
     op: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Hashable:
-    """The same of a call."""
+    """Return the same key for an actual call."""
     named = {name: _key(arg) for name, arg in kwargs.items()}
     return str(op), _by_name(op, [_key(arg) for arg in args], named)
 
@@ -98,12 +98,15 @@ def _key(arg: object) -> Hashable:
 def _by_name(
     op: torch._ops.OpOverload, keys: Sequence[Hashable], named: Mapping[str, Hashable]
 ) -> Hashable:
-    """The key of each argument by its name; one that is not given has its default."""
+    """Return the key of each argument by its name; an omitted one has its default."""
     arguments = op._schema.arguments
     given = {**{a.name: key for a, key in zip(arguments, keys, strict=False)}, **named}
     return tuple((a.name, given.get(a.name, _key(a.default_value))) for a in arguments)
 
 
 def _plain(arg: object) -> Hashable:
-    """A number, word or flag, where 1 is 1.0 but not True; None for what decides about no shape, such as a dtype."""
+    """Return a number, word or flag, where 1 equals 1.0 but not True.
+
+    None for what affects no shape, such as a dtype.
+    """
     return (isinstance(arg, bool), arg) if isinstance(arg, _Plain) and arg is not None else None

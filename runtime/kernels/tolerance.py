@@ -11,9 +11,9 @@ from zeroir.torch_ops.types import TORCH_DTYPE
 
 
 def tolerance(segment: Segment) -> float:
-    """The allowed difference between results of two kernel backends, relative to the largest element of an output.
+    """Return the allowed difference between results of two kernel backends, relative to an output's largest element.
 
-    4 × eps × √d, with eps of the narrowest floating dtype in the segment and d operators on its longest path. An
+    It is 4 × eps × √d, with eps of the narrowest floating dtype in the segment and d operators on its longest path. An
     embedding's gradient may be summed row by row, so it counts as many operators as rows are looked up.
     """
     kinds = segment.types()

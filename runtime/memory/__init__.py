@@ -1,1 +1,1 @@
-"""Allocate the buffers of a rank, and measure what operators take beside them."""
+"""Allocates the buffers of a rank, and measures the workspaces of operators."""

@@ -1,7 +1,7 @@
 """The allocations of a piece of code, as torch's CPU allocator reports them: every block, and the operators around it.
 
 Only this module uses private names of torch's profiler; where a version of torch lacks them, the error names it. It
-observes the host's memory; a device's allocator has counters of its own.
+observes the host's memory; a device's allocator has its own counters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOTICES: Final = (
 
 
 class Range(NamedTuple):
-    """A call of an operator, or a stretch of time with a name."""
+    """A call of an operator, or a named period of time."""
 
     name: str
     start_ns: int
@@ -50,17 +50,17 @@ class AllocatorEvent:
 
 
 def allocations(action: Callable[[], object]) -> list[AllocatorEvent]:
-    """The events of an action, in the order of time; the action's result is kept until its end.
+    """Return the events of an action, in temporal order; the action's result is kept until the end.
 
     Torch's profiler reports only the allocations of this thread.
     """
     gc.collect()
     is_collecting = gc.isenabled()
-    gc.disable()  # Older garbage must not be freed during the action.
+    gc.disable()  # Earlier garbage must not be freed during the action.
     try:
         with (
             _without_notices(),
-            # Without `acc_events` torch 2.12 warns of later cycles, and there are none.
+            # Without `acc_events` torch 2.12 warns about later cycles, of which there are none.
             profile(
                 activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
             ) as profiler,
@@ -83,7 +83,7 @@ def allocations(action: Callable[[], object]) -> list[AllocatorEvent]:
 
 @contextmanager
 def _without_notices() -> Iterator[None]:
-    """Remove the profiler's notices about itself from standard error; it has no switch for them."""
+    """Remove the profiler's notices about itself from standard error; it has no option for that."""
     with tempfile.TemporaryFile() as held:
         sys.stderr.flush()
         own = os.dup(_STDERR)
@@ -101,7 +101,7 @@ def _without_notices() -> Iterator[None]:
 
 
 def peak_bytes(events: Iterable[AllocatorEvent]) -> int:
-    """The most bytes that are allocated at once, counting only the blocks of these events."""
+    """Return the most bytes that are allocated at once, counting only the blocks of these events."""
     live = most = 0
     for event in events:
         live += event.size_bytes
@@ -110,14 +110,14 @@ def peak_bytes(events: Iterable[AllocatorEvent]) -> int:
 
 
 def left_bytes(events: Iterable[AllocatorEvent]) -> int:
-    """The bytes that these events allocate and do not free."""
+    """Return the bytes that these events allocate and do not free."""
     return sum(event.size_bytes for event in events)
 
 
 def by_range(
     events: Iterable[AllocatorEvent], names: Iterable[str]
 ) -> Mapping[str, Sequence[AllocatorEvent]]:
-    """The events inside ranges of these names; under the empty name, the events outside all of them."""
+    """Return the events inside ranges of these names; under the empty name, the events outside all of them."""
     wanted = frozenset(names)
     by_name: dict[str, list[AllocatorEvent]] = {}
     for event in events:

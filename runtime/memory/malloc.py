@@ -21,7 +21,7 @@ _DEFAULT_MMAP_BYTES: Final = 128 * 1024
 
 
 def return_freed_memory() -> bool:
-    """Return large blocks to the kernel whenever they are freed; for code that runs only once.
+    """Return large blocks to the kernel whenever they are freed, for code that runs only once.
 
     Otherwise glibc keeps large blocks after it has freed the first, and small blocks then fragment them.
     """
@@ -29,9 +29,9 @@ def return_freed_memory() -> bool:
 
 
 def keep_freed_memory() -> bool:
-    """Reuse freed memory, in one arena for all threads; for training steps.
+    """Reuse freed memory, in one arena for all threads, for training steps.
 
-    False where the C library has no such setting. The setting applies to the whole process.
+    Return False where the C library has no such setting. The setting applies to the whole process.
     """
     return _set({_M_TRIM_THRESHOLD: _LARGEST, _M_MMAP_THRESHOLD: _LARGEST, _M_ARENA_MAX: 1})
 

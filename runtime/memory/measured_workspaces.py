@@ -1,4 +1,4 @@
-"""The memory that each segment of a step takes beside its buffers, measured by torch's allocators for a profile."""
+"""The memory that each segment of a step uses beside its buffers, measured by torch's allocators for a profile."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from zeroir.runtime.memory.allocations import allocations, by_range, peak_bytes
 
 
 def on_host(program: Program, step: Callable[[], object]) -> Mapping[str, int]:
-    """Take a step; return the most bytes that a call of each segment held at once, by the segment's digest.
+    """Run a step; return the most bytes that a call of each segment held at once, by the segment's digest.
 
-    The calling thread must carry out the computation, each op in a profiler range named by its label.
+    The calling thread must run the computation, each op in a profiler range named by its label.
     """
     names = labels(program)
     events_by_label = by_range(allocations(step), names.values())
@@ -32,14 +32,17 @@ def on_host(program: Program, step: Callable[[], object]) -> Mapping[str, int]:
 
 
 class DeviceWatcher:
-    """Watches the allocator of a CUDA device while ops are issued, for then it allocates and frees their memory."""
+    """Watches the allocator of a CUDA device while ops are issued, because it allocates and frees memory then."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._peaks: list[tuple[Op, int]] = []
 
     def watch(self, _: OpPosition, op: Op, run: Task) -> Task:
-        """See ``trace.Watch``. Only compute ops are watched; other threads may carry out others beside them."""
+        """Return an observed version of a compute op's task.
+
+        Other ops are not observed, because other threads may run them.
+        """
         if not isinstance(op, ops.Compute):
             return run
 
@@ -52,12 +55,12 @@ class DeviceWatcher:
         return watched
 
     def workspaces(self, program: Program) -> Mapping[str, int]:
-        """The most bytes that a call of each segment held at once, by the segment's digest."""
+        """Return the most bytes that a call of each segment held at once, by the segment's digest."""
         return _largest(program, self._peaks)
 
 
 def _largest(program: Program, peaks: Iterable[tuple[Op, int]]) -> Mapping[str, int]:
-    """The largest peak of the calls of each segment, in bytes by digest."""
+    """Return the largest peak of the calls of each segment, in bytes by digest."""
     largest: dict[str, int] = {}
     for op, peak in peaks:
         if isinstance(op, ops.Compute):

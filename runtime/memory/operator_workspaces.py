@@ -13,10 +13,10 @@ from zeroir.torch_ops.foreign_workspaces import ForeignOperator, resolved
 
 
 def measure_workspace(op: ForeignOperator, *args: object, **kwargs: object) -> int:
-    """Call an operator twice, and return the most bytes that the second call held at once, less those of its results.
+    """Call an operator twice; return the most bytes that the second call held at once, minus those of its results.
 
     The operator runs on the device of its first tensor. The first call is not measured, because libraries then allocate
-    what they keep for later calls.
+    memory that they keep for later calls.
 
     Raises:
         UserError: if the operator is not registered, or is one of torch or zeroir.
@@ -28,7 +28,7 @@ def measure_workspace(op: ForeignOperator, *args: object, **kwargs: object) -> i
 
 
 def measured(call: Callable[[], object], device: torch.device) -> tuple[object, int]:
-    """The result of a call, and the most bytes that it held at once less those of the elements of its results."""
+    """Return the result of a call, and the most bytes that it held at once minus those of its results' elements."""
     results: list[object] = []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -46,11 +46,11 @@ def measured(call: Callable[[], object], device: torch.device) -> tuple[object, 
 
 
 def device_of(args: object, kwargs: object) -> torch.device:
-    """The device of the first tensor among the arguments of a call; the CPU where there is none."""
+    """Return the device of the first tensor among the arguments of a call; the CPU where there is none."""
     leaves = pytree.tree_leaves((args, kwargs))
     return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
 
 
 def _requested_bytes(device: torch.device, moment: str) -> int:
-    """What was asked of the allocator, which rounds each block up."""
+    """Return the bytes requested of the allocator, which rounds each block up."""
     return int(torch.cuda.memory_stats(device)[f"requested_bytes.all.{moment}"])

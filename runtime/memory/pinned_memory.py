@@ -1,7 +1,7 @@
-"""Host memory that a CUDA device copies from and to by itself: pinned, and no more of it than is asked for.
+"""Host memory that a CUDA device accesses directly: pinned, and not larger than requested.
 
-Torch's own pinned allocator rounds every request up to a power of two, so that the states of an optimizer could take
-twice their bytes. Large tensors are mapped page by page here and registered with CUDA instead.
+Torch's own pinned allocator rounds every request up to a power of two, so the states of an optimizer could take twice
+their bytes. Large tensors are mapped page by page here and registered with CUDA instead.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 LARGE_BYTES: Final = 1 << 20
-"""From this size on a tensor has pages of its own; below it, rounding up costs little."""
+"""From this size on a tensor has its own pages; below it, rounding up costs little."""
 
 _SUCCESS: Final = 0
 _PORTABLE: Final = 1
-"""The flag of cudaHostRegister by which memory is pinned for every device."""
+"""The flag of cudaHostRegister that pins memory for every device."""
 
 
 def pinned_empty(numel: int, dtype: torch.dtype) -> Tensor:
-    """A pinned 1-d tensor with undefined elements, or zeros.
+    """Return a pinned 1-d tensor with undefined elements, or zeros.
 
     Raises:
         MemoryError: where the host has too little memory left that may be pinned.
@@ -41,6 +41,6 @@ def pinned_empty(numel: int, dtype: torch.dtype) -> Tensor:
     code = int(runtime.cudaHostRegister(address, size_bytes, _PORTABLE))
     if code != _SUCCESS:
         raise MemoryError(f"CUDA cannot pin {size_bytes:,} bytes of host memory (error {code})")
-    # Before the pages are given back: the array is freed first, because it refers to them.
+    # This runs before the pages are unmapped: the array is freed first, because it refers to them.
     weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
     return torch.frombuffer(memory, dtype=dtype)

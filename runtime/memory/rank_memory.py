@@ -23,29 +23,29 @@ from zeroir.runtime.memory.tensors import poison
 from zeroir.torch_ops.types import TORCH_DTYPE
 
 CHUNK_BYTES: Final = 32 << 20
-"""The most bytes on the host of a buffer on disk that is read or written between steps."""
+"""The most host bytes at once for a buffer on disk that is read or written between steps."""
 
 
 def allocation_range(space: Space) -> str:
-    """The name under which profilers show the allocations of this space: on a CPU, all are in one memory."""
+    """Return the name under which profilers show the allocations of this space: on a CPU, all are in one memory."""
     return f"{space} memory"
 
 
 class RankMemory:
     """The buffers of one rank while a program runs.
 
-    The constructor allocates everything but snapshots, which are allocated at their first use, with undefined elements:
-    persistent buffers, as zeros, and one block per space for the temporary
-    buffers, at the offsets of the program's plan (computed here where the program has none). With ``is_deferred`` each
-    persistent buffer, and the blocks, are allocated at their first use, and the rest by ``allocate``: so a module in
-    hand can be freed while its values move to the buffers. ``alloc`` and ``release`` only mark buffers as live or not,
-    so a view of a buffer is made once; its user calls ``require`` before each use. With ``is_poisoned`` undefined
-    elements are NaN and a released buffer is overwritten, so that a wrong order of ops shows in the numbers. ``placed``
-    gives the offsets to several ranks that share them.
+    The constructor allocates everything except snapshots, which are allocated at their first use, with undefined
+    elements: persistent buffers, as zeros, and one block per space for the temporary buffers, at the offsets of the
+    program's plan (computed here where the program has none). With ``is_deferred`` each persistent buffer, and the
+    blocks, are allocated at their first use, and the rest by ``allocate``, so that a module can be freed while its
+    values move to the buffers. ``alloc`` and ``release`` only mark buffers as live or not, so each view of a buffer is
+    created once; its user calls ``require`` before each use. With ``is_poisoned`` undefined elements are NaN and a
+    released buffer is overwritten, so that a wrong order of ops shows in the numbers. ``placed`` passes the offsets to
+    several ranks that share them.
 
     Buffers on disk have no tensors: ``load`` and ``store`` copy their elements, and between steps ``read`` and
-    ``write``, which serve buffers in every space. They are in a file in ``disk_folder``, by default in the folder for
-    temporary files; see ``DiskBuffers``. Methods that use them raise a UserError where the disk or the folder refuses.
+    ``write`` do, which work for buffers in every space. They are in a file in ``disk_folder``, by default in the folder
+    for temporary files (``DiskBuffers``). Methods that use them raise UserError where the disk or the folder fails.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class RankMemory:
             self._disk = self._new_disk()
 
     def adopt(self, other: RankMemory) -> frozenset[str]:
-        """Take the persistent buffers of another program's memory that are like this one's, with their contents.
+        """Take over the persistent buffers of another program's memory that match this one's, with their contents.
 
-        Alike are buffers of one name, space, dtype and number of elements; their names are returned.
+        Buffers match if they have the same name, space, dtype and number of elements; their names are returned.
         """
         names: set[str] = set()
         on_disk: set[str] = set()
@@ -114,7 +114,7 @@ class RankMemory:
         return name in self._live
 
     def require(self, names: frozenset[str]) -> None:
-        """Raise an InternalError unless all these buffers are allocated now."""
+        """Raise InternalError unless all these buffers are allocated now."""
         if not names <= self._live:
             name = min(names - self._live)
             raise InternalError(
@@ -122,7 +122,7 @@ class RankMemory:
             )
 
     def settle(self, temporaries: Collection[str]) -> None:
-        """Set which temporary buffers are live, after ops that were not carried out one by one."""
+        """Set which temporary buffers are live, after ops that were not run one by one."""
         self._live = {*self._persistent, *temporaries}
 
     def clear(self, names: Collection[str]) -> None:
@@ -135,7 +135,7 @@ class RankMemory:
         return name in self._on_disk
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Elements of a live buffer as a 1-d tensor: of one on disk a copy on the CPU, otherwise no copy."""
+        """Return elements of a live buffer as a 1-d tensor: a copy on the CPU if it is on disk, otherwise no copy."""
         if name not in self._on_disk:
             return self.buffer(name)[start:stop]
         self.require(frozenset((name,)))
@@ -148,7 +148,7 @@ class RankMemory:
     def read_in_chunks(
         self, name: str, start: int = 0, stop: int | None = None
     ) -> Iterator[Tensor]:
-        """Elements of a live buffer in order: of one on disk in copies of 32 MiB, otherwise all at once, not copied."""
+        """Yield elements of a live buffer in order: copies of 32 MiB if it is on disk, otherwise a view of all."""
         buffer = self._buffer_by_name[name]
         stop = buffer.numel if stop is None else stop
         per_chunk = stop - start
@@ -158,7 +158,7 @@ class RankMemory:
             yield self.read(name, first, min(first + per_chunk, stop))
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Copy the elements of a flat tensor of any dtype and device to a live buffer, from element ``start`` on."""
+        """Copy a flat tensor of any dtype and device to a live buffer, from element ``start`` on."""
         if name not in self._on_disk:
             self.buffer(name)[start : start + values.numel()].copy_(values)
             return
@@ -176,18 +176,18 @@ class RankMemory:
             return
         buffer = self._buffer_by_name[name]
         stop = buffer.numel if stop is None else stop
-        # Of one dimension, so that one element, too, has a stride of 1, and its bytes can be viewed.
+        # One-dimensional, so that even a single element has a stride of 1 and its bytes can be viewed.
         zero = torch.zeros(1, dtype=TORCH_DTYPE[buffer.dtype])
         self.write(name, start, zero.expand(stop - start))
 
     def loading(self, source: Region, destination: Region) -> PreparedTransfer:
-        """A function that reads a region on disk into one on the host, live or not; see ``require``."""
+        """Return a function that reads a region on disk into one on the host, live or not; call ``require`` before."""
         start, _ = source.local_range(self._mesh, self._coordinate)
         target = self.region(destination)
         return self.disk.reading(source.buffer, start * target.itemsize, target)
 
     def storing(self, source: Region, destination: Region) -> PreparedTransfer:
-        """A function that writes a region on the host to one on disk, live or not; see ``require``."""
+        """Return a function that writes a region on the host to one on disk, live or not; call ``require`` before."""
         start, _ = destination.local_range(self._mesh, self._coordinate)
         elements = self.region(source)
         return self.disk.writing(destination.buffer, start * elements.itemsize, elements)
@@ -215,24 +215,24 @@ class RankMemory:
             disk.add_parts(placement.size_bytes, parts)
 
     def buffer(self, name: str) -> Tensor:
-        """The whole buffer, which is not on disk, as a 1-d tensor; InternalError where it is not live."""
+        """Return the whole buffer, which is not on disk, as a 1-d tensor; raise InternalError where it is not live."""
         if name not in self._live:
             self.require(frozenset((name,)))
         return self._tensor(name)
 
     def region(self, region: Region) -> Tensor:
-        """The elements of the region on this rank as a 1-d tensor, live or not; see ``require``."""
+        """Return the region's elements on this rank as a 1-d tensor, live or not; call ``require`` before."""
         start, stop = region.local_range(self._mesh, self._coordinate)
         return self._tensor(region.buffer)[start:stop]
 
     def view(self, view: View) -> Tensor:
-        """The strided tensor of the view on this rank, live or not; see ``require``."""
+        """Return the strided tensor of the view on this rank, live or not; call ``require`` before."""
         start, _ = view.region.local_range(self._mesh, self._coordinate)
         tensor = self._tensor(view.region.buffer)
         return tensor.as_strided(view.shape, view.stride, tensor.storage_offset() + start)
 
     def offset_numel(self, view: View) -> int:
-        """The index of the view's first element in its memory: the buffer itself, or the block of its space."""
+        """Return the index of the view's first element in its memory: the buffer itself, or the block of its space."""
         start, _ = view.region.local_range(self._mesh, self._coordinate)
         buffer = self._buffer_by_name[view.region.buffer]
         if buffer.is_persistent:
@@ -241,7 +241,7 @@ class RankMemory:
         return offset_bytes // buffer.dtype.itemsize_bytes + start
 
     def alloc(self, name: str) -> None:
-        """Begin a temporary buffer."""
+        """Mark a temporary buffer as live."""
         if name in self._live:
             raise InternalError(f"rank {self.rank} allocates buffer %{name}, which is live already")
         self._live.add(name)
@@ -249,7 +249,7 @@ class RankMemory:
             self._poison(name)
 
     def release(self, name: str) -> None:
-        """End a temporary buffer."""
+        """Mark a temporary buffer as not live."""
         if name not in self._live:
             self.require(frozenset((name,)))
         if self._is_poisoned:
@@ -266,7 +266,7 @@ class RankMemory:
         self.write(name, 0, undefined.expand(buffer.numel))
 
     def _tensor(self, name: str) -> Tensor:
-        """The whole buffer, live or not, allocated if need be."""
+        """Return the whole buffer, live or not; allocate it if necessary."""
         tensor = self._tensors.get(name)
         if tensor is not None:
             return tensor
@@ -304,7 +304,7 @@ class RankMemory:
             case Space.DEVICE:
                 return torch.empty(numel, dtype=torch_dtype, device=self.device)
             case Space.HOST if self.device.type == "cuda":
-                # CUDA makes a context on the device on which it is asked to pin.
+                # CUDA creates a context on the device on which it is asked to pin.
                 with torch.cuda.device(self.device):
                     return pinned_empty(numel, torch_dtype)
             case Space.HOST if self._on_disk:
@@ -318,9 +318,9 @@ class RankMemory:
 
 
 def _at_page(numel: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor on the CPU that begins at a page, so that disks reach it without a copy.
+    """Return an uninitialised CPU tensor that is aligned to a page, so that disks can access it without a copy.
 
-    Pinned memory begins at a page anyway.
+    Pinned memory is aligned to pages anyway.
     """
     octets = torch.empty(numel * dtype.itemsize + PAGE_BYTES, dtype=torch.uint8)
     start = -octets.data_ptr() % PAGE_BYTES

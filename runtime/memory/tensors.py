@@ -17,12 +17,12 @@ def poison(tensor: Tensor) -> None:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which contributions are added: FP32 for narrower floating dtypes, otherwise the dtype itself."""
+    """Return the dtype in which contributions are added: FP32 for narrower floating dtypes, otherwise ``dtype``."""
     is_narrow = dtype.is_floating_point and dtype.itemsize < 4
     return torch.float32 if is_narrow else dtype
 
 
 def common(a: range, b: range) -> range:
-    """The intersection of two ranges of elements."""
+    """Return the intersection of two ranges of elements."""
     start = max(a.start, b.start)
     return range(start, max(start, min(a.stop, b.stop)))

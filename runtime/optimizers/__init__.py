@@ -1,4 +1,4 @@
-"""The updates of the optimizers, in torch: one file has those of each, and ``catalogue`` lists them.
+"""The updates of the optimizers, in torch: one file for each optimizer, and ``catalogue`` lists them.
 
-What an optimizer declares of itself for every package is in ``zeroir.ir.optimizers``.
+The declarations of the optimizers, for all packages, are in ``zeroir.ir.optimizers``.
 """

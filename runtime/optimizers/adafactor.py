@@ -1,4 +1,4 @@
-"""Adafactor, as torch.optim has it."""
+"""Adafactor, as in torch.optim."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zeroir.runtime.optimizers.operands import KeptPart, WholeOperands, WholePar
 
 
 def step(operands: WholeOperands) -> None:
-    """Update parameters of any shape by their gradients, and move their factored second moments."""
+    """Update parameters of any shape from their gradients, and their factored second moments."""
     beta2_decay, eps1, eps2, most, weight_decay = operands.hyper.tolist()
     # Before the first step that is not skipped the count is 0, and the result is never used.
     lr, count = number(operands.lr), largest(number(operands.step), 1.0)
@@ -39,7 +39,7 @@ def step(operands: WholeOperands) -> None:
 def _variance(
     parameter: WholeParameter, weight: Number, eps1: float, is_skipped: Tensor | None
 ) -> Tensor | None:
-    """Move the second moments, and return those of the elements; None where this rank updates none."""
+    """Update the second moments, and return those of the elements; None where this rank updates none."""
     gradient = parameter.direction
     if len(parameter.kept) == 1:
         (moments,) = parameter.kept

@@ -1,4 +1,4 @@
-"""Adam and AdamW by torch's fused kernels."""
+"""Adam and AdamW with torch's fused kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zeroir.runtime.optimizers.operands import Operands
 
 
 def adam(operands: Operands) -> None:
-    """Update parameters and moments, with the weight decay as a part of the gradient."""
+    """Update parameters and moments, with the weight decay as part of the gradient."""
     _update(torch.ops.aten._fused_adam_.tensor_lr, operands)
 
 

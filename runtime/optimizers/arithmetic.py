@@ -1,7 +1,7 @@
-"""Arithmetic that the updates of several optimizers have in common.
+"""Arithmetic shared by the updates of several optimizers.
 
-On a CPU, numbers that torch.optim reads from tensors are read likewise. On a CUDA device they stay there, so that
-nothing waits for it; then a step may differ from torch's in the last digit.
+On a CPU, numbers that torch.optim reads from tensors are read in the same way. On a CUDA device they stay there, so
+that the host does not wait; then a step may differ from torch's in the last digit.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Number = float | Tensor
 
 
 def chunks(pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """The elements at one place in each of several flat tensors of one length, chunk by chunk."""
+    """Yield the elements of several flat tensors of the same length, chunk by chunk."""
     for start in range(0, pieces[0].numel(), STEPPED_CHUNK_NUMEL):
         yield tuple(piece[start : start + STEPPED_CHUNK_NUMEL] for piece in pieces)
 
 
 def skipped(skip: Tensor | None) -> Tensor | None:
-    """Whether the update is skipped, as a tensor on the device; None where it never is."""
+    """Return whether the update is skipped, as a tensor on the device; None where it never is."""
     return None if skip is None else skip.reshape(()) > 0
 
 
@@ -37,27 +37,27 @@ def overwrite(old: Tensor, new: Tensor, is_skipped: Tensor | None) -> None:
 
 
 def learning_rate(lr: Tensor) -> Tensor:
-    """The learning rate as torch's kernels read it: any float on the host, FP32 on a CUDA device."""
+    """Return the learning rate as torch's kernels read it: any float on the host, FP32 on a CUDA device."""
     return lr if lr.device.type == "cpu" else lr.to(torch.float32)
 
 
 def number(value: Tensor) -> Number:
-    """One element: on a CPU as a number of the host, in which torch.optim computes."""
+    """Return one element: on a CPU as a Python float, with which torch.optim computes."""
     return float(value) if value.device.type == "cpu" else value.to(torch.float64).reshape(())
 
 
 def norm(values: Tensor) -> Number:
-    """The L2 norm."""
+    """Return the L2 norm."""
     return number(torch.linalg.vector_norm(values))
 
 
 def largest(value: Number, bound: float) -> Number:
-    """The larger of two numbers."""
+    """Return the larger of two numbers."""
     return value.clamp(min=bound) if isinstance(value, Tensor) else max(value, bound)
 
 
 def least(value: Number, bound: Number) -> Number:
-    """The smaller of two numbers in one place."""
+    """Return the smaller of two numbers, both on the host or both on the device."""
     if isinstance(value, Tensor) and isinstance(bound, Tensor):
         return torch.minimum(value, bound)
     assert not isinstance(value, Tensor)

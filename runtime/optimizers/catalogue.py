@@ -2,7 +2,7 @@
 
 One call updates the elements of one group in a region, piece by piece, or the whole parameters of a group. torch's
 kernels divide the gradient by their argument ``grad_scale``, so unscaling, averaging over ranks and clipping need no
-pass of their own; they also store the divided gradient. Where ``skip`` is 1 nothing changes.
+separate pass; they also store the divided gradient. Where ``skip`` is 1 nothing changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zeroir.runtime.optimizers.plain import MakePlain
 
 
 def divided(operands: Operands) -> None:
-    """Take the gradients themselves as directions."""
+    """Use the divided gradients themselves as directions."""
     for direction, grad in zip(operands.params, operands.grads, strict=True):
         direction.copy_(grad.div_(operands.divisor))
 
@@ -63,7 +63,7 @@ UPDATES: Final[Mapping[Algorithm, ElementUpdate | WholeUpdate]] = {
 
 
 def element_update(algorithm: Algorithm) -> ElementUpdate:
-    """The update of an optimizer that works element by element.
+    """Return the update of an optimizer that works element by element.
 
     Raises:
         ValueError: where it works on whole parameters.
@@ -75,7 +75,7 @@ def element_update(algorithm: Algorithm) -> ElementUpdate:
 
 
 def whole_update(algorithm: Algorithm) -> WholeUpdate:
-    """The update of an optimizer that works on whole parameters.
+    """Return the update of an optimizer that works on whole parameters.
 
     Raises:
         ValueError: where it works element by element.

@@ -1,4 +1,4 @@
-"""Optimizer steps chunk by chunk, where more than the fused kernel happens to each chunk while a cache holds it."""
+"""Optimizer steps chunk by chunk, which do more than the fused kernel to each chunk while it is in the cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeroir.workspace.op_scratch import SPECULATED_CHUNK_NUMEL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPieces:
-    """The parts of a region that a group has, and its operands, whose params, grads and states are empty."""
+    """The parts of a region that belong to a group, and its operands, with empty params, grads and states."""
 
     pieces: Sequence[slice]
     operands: Operands
@@ -42,7 +42,7 @@ class GroupPieces:
 
 
 def _within(pieces: Sequence[slice], chunk: slice) -> Iterator[slice]:
-    """The parts of pieces within a chunk, counted from its first element."""
+    """Yield the parts of pieces within a chunk, counted from its first element."""
     for piece in pieces:
         start, stop = max(piece.start, chunk.start), min(piece.stop, chunk.stop)
         if start < stop:
@@ -53,8 +53,8 @@ def _within(pieces: Sequence[slice], chunk: slice) -> Iterator[slice]:
 class SpeculativeUpdate:
     """The ops ``speculative_step`` and ``commit_step`` of a region on one rank.
 
-    ``param``, ``states`` and what is ``kept`` of them, in this order, are f32 in host memory; ``grad`` has any floating
-    dtype and stays as it is, and ``rounded`` follows ``param`` in its own.
+    ``param``, ``states`` and their copies ``kept``, in this order, are f32 in host memory; ``grad`` has any floating
+    dtype and does not change, and ``rounded`` is a copy of ``param`` in its own dtype.
     """
 
     algorithm: Algorithm
@@ -66,14 +66,14 @@ class SpeculativeUpdate:
     rounded: Tensor | None
 
     def speculate(self) -> None:
-        """Keep the old elements, and update them."""
+        """Copy the elements to ``kept``, and update them."""
         for chunk, scratch in self._chunks():
             for tensor, kept in zip((self.param, *self.states), self.kept, strict=True):
                 kept[chunk].copy_(tensor[chunk])
             self._step(chunk, scratch)
 
     def commit(self, redo: Tensor) -> None:
-        """Leave the elements as they are, or with a ``redo`` of 1 update the old ones."""
+        """Keep the updated elements, or with a ``redo`` of 1 update the old ones again."""
         if not redo.item():
             return
         for chunk, scratch in self._chunks():
@@ -82,7 +82,7 @@ class SpeculativeUpdate:
             self._step(chunk, scratch)
 
     def _chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Each chunk of the region, with scratch memory for its gradient."""
+        """Yield each chunk of the region, with scratch memory for its gradient."""
         numel = self.param.numel()
         scratch = self.param.new_empty(min(numel, SPECULATED_CHUNK_NUMEL))
         for start in range(0, numel, SPECULATED_CHUNK_NUMEL):

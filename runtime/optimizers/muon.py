@@ -1,4 +1,4 @@
-"""Muon, as torch.optim has it."""
+"""Muon, as in torch.optim."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RMS_ADAMW: Final = 0.2
 
 
 def directions(operands: Operands) -> None:
-    """Move the momentum, chunk by chunk, and write it to the directions, once more with the gradient for Nesterov's."""
+    """Update the momentum, chunk by chunk, and write it to the directions, with Nesterov's gradient term if enabled."""
     momentum, nesterov, *_ = operands.hyper.tolist()
     (buffers,) = operands.states
     is_skipped = skipped(operands.skip)
@@ -52,7 +52,7 @@ def step(operands: WholeOperands) -> None:
 
 
 def orthogonalise(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> None:
-    """Replace a BF16 matrix by its Newton-Schulz iteration: singular values come near 1, vectors stay.
+    """Replace a BF16 matrix by its Newton-Schulz iteration: singular values approach 1, singular vectors are kept.
 
     The operations are those of torch.optim.Muon, in its order and on tensors of its layout.
     """

@@ -1,4 +1,4 @@
-"""The tensors of one update on one rank: of single elements, or of whole parameters."""
+"""The tensors of one update on one rank, of elements or of whole parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zeroir.workspace.op_scratch import STEPPED_CHUNK_NUMEL
 class Operands:
     """Operands of the update of a group's elements in a region.
 
-    ``params``, ``grads`` and each of ``states`` are pieces, flat f32, of which those at one index have one length.
+    ``params``, ``grads`` and each of ``states`` are pieces, flat f32; those at one index have the same length.
     ``step``, ``divisor`` and ``skip`` are f32[1] and ``lr`` f64[1] on their device; ``hyper`` is f64 on the host.
     ``padding`` are the parts of the flat that belong to no parameter.
     """
@@ -36,8 +36,8 @@ class Operands:
 class KeptPart:
     """A tensor of the state that an optimizer keeps of a whole parameter.
 
-    ``whole`` is all of it in its shape, as it was before the step unless this rank keeps all of it; ``own`` is the flat
-    part that this rank keeps, from the element ``start`` on. It may be empty.
+    ``whole`` is the entire tensor in its shape, from before the step unless this rank keeps all of it; ``own`` is the
+    flat part that this rank keeps, from the element ``start`` on. It may be empty.
     """
 
     whole: Tensor
@@ -45,7 +45,7 @@ class KeptPart:
     start: int
 
     def move(self, new: Tensor, is_skipped: Tensor | None = None) -> None:
-        """Give this rank's part the elements of ``new``, which has the shape of the whole, unless ``is_skipped``."""
+        """Set this rank's part from ``new``, which has the shape of the whole, unless ``is_skipped``."""
         part = new.flatten()[self.start : self.start + self.own.numel()]
         overwrite(self.own, part, is_skipped)
 
@@ -55,8 +55,8 @@ class WholeParameter:
     """Tensors of one parameter on one rank.
 
     ``direction`` has the parameter's shape. ``param`` is the flat part that this rank updates, from the parameter's
-    element ``start`` on; it may be empty. ``whole`` is all of the parameter, before the step, where the optimizer reads
-    that, and ``kept`` its own state of the parameter.
+    element ``start`` on; it may be empty. ``whole`` is the entire parameter, before the step, where the optimizer reads
+    it, and ``kept`` is the optimizer's own state of the parameter.
     """
 
     direction: Tensor
@@ -68,10 +68,10 @@ class WholeParameter:
     def apply(
         self, update: Tensor, factor: Number, rate: Number, is_skipped: Tensor | None
     ) -> None:
-        """Change this rank's part to parameter × factor − update × rate, chunk by chunk.
+        """Set this rank's part to parameter × factor − update × rate, chunk by chunk.
 
-        Nothing depends on how the flat is cut: torch's kernels for additions and products round each element alike,
-        wherever a piece begins.
+        The result does not depend on the sharding: torch's kernels for additions and products round each element in the
+        same way, wherever a piece starts.
         """
         numel = self.param.numel()
         part = update.flatten()[self.start : self.start + numel]

@@ -1,4 +1,4 @@
-"""Optimizers as plain PyTorch has them: the reference for the updates of programs."""
+"""Optimizers of plain PyTorch: the reference for the updates of programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class PlainOptimizer(Protocol):
-    """What is used of a ``torch.optim.Optimizer``."""
+    """The part of ``torch.optim.Optimizer`` that is used."""
 
     param_groups: list[dict[str, Any]]
 
@@ -22,4 +22,4 @@ class PlainOptimizer(Protocol):
 
 
 MakePlain = Callable[[Sequence[Tensor], Mapping[str, Any]], PlainOptimizer]
-"""An optimizer of these parameters from the settings under torch's keys, with ``lr``."""
+"""A function that creates an optimizer of these parameters from settings under torch's keys, with ``lr``."""

@@ -1,4 +1,4 @@
-"""The updates of a program on one rank, ready to run: their tensors, group by group."""
+"""Prepares the updates of a program on one rank: looks up their tensors, group by group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from zeroir.runtime.state.state import flat_start
 def prepare_update(
     op: ops.StepOp, memory: RankMemory, program: Program, rounding: CompiledRounding | None
 ) -> PreparedOp:
-    """An op that reads a gradient and the settings of groups; ``rounding`` is compiled code for states in 8 bits."""
+    """Prepare an op that reads a gradient and the settings of groups.
+
+    ``rounding`` is compiled code for 8-bit states.
+    """
     match op:
         case ops.Direction():
             return _directions(op, memory, program)
@@ -50,7 +53,7 @@ def _optional(memory: RankMemory, region: Region | None) -> Tensor | None:
 
 
 def _element_update(op: ops.OptimizerStep, memory: RankMemory, program: Program) -> PreparedOp:
-    """One call of the optimizer for each group that has elements in the region on this rank."""
+    """Prepare one call of the optimizer for each group that has elements in the region on this rank."""
     param, grad = memory.region(op.param), memory.region(op.grad)
     states = [memory.region(state) for state in op.states]
     padding = _padding(op.param, memory, program)
@@ -79,7 +82,7 @@ def _coded_update(
     program: Program,
     rounding: CompiledRounding | None,
 ) -> PreparedOp:
-    """One step for all groups, because the states are widened and rounded once for all of them."""
+    """Prepare one step for all groups, because the states are widened and rounded once for all of them."""
     param = memory.region(op.param)
     update = CodedUpdate(
         algorithm=op.algorithm,
@@ -120,7 +123,7 @@ def _group_pieces(
     memory: RankMemory,
     program: Program,
 ) -> list[GroupPieces]:
-    """What each group of an op has on this rank."""
+    """Return the parts of each group of an op on this rank."""
     skip = None if isinstance(op, ops.SpeculativeStep) else op.skip
     padding = _padding(op.param, memory, program)
     return [
@@ -143,7 +146,7 @@ def _group_pieces(
 
 
 def _directions(op: ops.Direction, memory: RankMemory, program: Program) -> PreparedOp:
-    """One call for each group that has elements in the region on this rank."""
+    """Prepare one call for each group that has elements in the region on this rank."""
     direction, grad = memory.region(op.direction), memory.region(op.grad)
     states = [memory.region(state) for state in op.states]
     updates: list[PreparedOp] = []
@@ -167,7 +170,7 @@ def _directions(op: ops.Direction, memory: RankMemory, program: Program) -> Prep
 
 
 def _pieces(region: Region, group: str, memory: RankMemory, program: Program) -> list[slice]:
-    """The parts of a region that belong to a group, on this rank, counted from the region's first local element."""
+    """Return the parts of a region on this rank that belong to a group, counted from its first local element."""
     mesh = program.mesh
     resting = program.at_rest(region)
     holds = None if resting is None else program.buffer_by_name[resting.buffer].holds
@@ -185,7 +188,7 @@ def _pieces(region: Region, group: str, memory: RankMemory, program: Program) ->
 
 
 def _padding(region: Region, memory: RankMemory, program: Program) -> list[Tensor]:
-    """The parts of a region of parameters that belong to no parameter, on this rank."""
+    """Return the parts of a region of parameters on this rank that belong to no parameter."""
     resting = program.at_rest(region)
     holds = None if resting is None else program.buffer_by_name[resting.buffer].holds
     if resting is None or not isinstance(holds, FlatContent):
@@ -195,7 +198,7 @@ def _padding(region: Region, memory: RankMemory, program: Program) -> list[Tenso
     start = flat_start(program, program.buffer_by_name[resting.buffer], memory.rank)
     parameters = memory.region(region)
     padding: list[Tensor] = []
-    free = first  # all elements before belong to a parameter or are in the list
+    free = first  # All elements before belong to a parameter or are in the list.
     for slot in program.flat_by_name[holds.flat].slots:
         taken = max(slot.offset - start, first)
         if free < min(taken, stop):

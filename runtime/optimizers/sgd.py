@@ -1,4 +1,4 @@
-"""SGD by torch's fused kernel."""
+"""SGD with torch's fused kernel."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from zeroir.runtime.optimizers.operands import Operands
 def update(operands: Operands) -> None:
     """Update parameters and momentum."""
     momentum, dampening, nesterov, weight_decay = operands.hyper.tolist()
-    # Without momentum there is no state, as in torch.optim; CUDA's kernel would refuse one.
+    # Without momentum there is no state, as in torch.optim; CUDA's kernel would reject one.
     states = operands.states[0] if momentum and operands.states else ()
-    # The first step takes the gradient itself as momentum. A buffer of zeros gives the same without dampening, so only
+    # The first step uses the gradient itself as momentum. A buffer of zeros gives the same without dampening, so only
     # with dampening must the host read the step count from the device.
     is_first_step = bool(states) and dampening != 0.0 and operands.step.item() == 1.0
     torch.ops.aten._fused_sgd_.tensor_lr(

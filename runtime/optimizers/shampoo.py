@@ -13,7 +13,7 @@ from zeroir.runtime.optimizers.operands import WholeOperands
 
 
 def step(operands: WholeOperands) -> None:
-    """Update matrices by their gradients, and move the sums of products."""
+    """Update matrices from their gradients, and the sums of products."""
     eps, weight_decay = operands.hyper.tolist()
     lr, is_skipped = number(operands.lr), skipped(operands.skip)
     for parameter in operands.parameters:
@@ -34,7 +34,10 @@ def step(operands: WholeOperands) -> None:
 
 
 def inverse_fourth_root(matrix: Tensor, eps: float) -> Tensor:
-    """The power −1/4 of a symmetric matrix with ``eps`` added to its diagonal, whose negative eigenvalues are noise."""
+    """Return the power −1/4 of a symmetric matrix plus ``eps`` × identity.
+
+    Negative eigenvalues are noise and become 0.
+    """
     values: Tensor
     vectors: Tensor
     values, vectors = torch.linalg.eigh(matrix)

@@ -19,10 +19,10 @@ from zeroir.runtime.state.state import flat_start
 
 
 def prepare_whole_step(op: ops.OptimizerStep, memory: RankMemory, program: Program) -> PreparedOp:
-    """One call for each group that has parameters in the flat.
+    """Prepare one call for each group that has parameters in the flat.
 
     Raises:
-        InternalError: where the updated buffer rests with no flat; no proved program has such a step.
+        InternalError: where the updated buffer holds no flat between steps; no verified program has such a step.
     """
     resting = program.at_rest(op.param)
     holds = None if resting is None else program.buffer_by_name[resting.buffer].holds
@@ -50,7 +50,7 @@ def prepare_whole_step(op: ops.OptimizerStep, memory: RankMemory, program: Progr
 
 
 def _group(program: Program, flat: Flat, slot: Slot) -> str | None:
-    """The group of a parameter."""
+    """Return the group of a parameter."""
     for group in program.groups:
         for name, start, stop in group.intervals:
             if name == flat.name and start <= slot.offset < stop:
@@ -61,7 +61,7 @@ def _group(program: Program, flat: Flat, slot: Slot) -> str | None:
 def _parameters(
     op: ops.OptimizerStep, memory: RankMemory, program: Program, flat: Flat
 ) -> Iterator[tuple[Slot, WholeParameter]]:
-    """The parameters that this rank computes: those that meet its slice, or of whose state it keeps a part."""
+    """Yield the parameters that this rank updates: those in its slice, or of whose state it keeps a part."""
     start, stop = _elements(op.param, memory, program)
     param, directions = memory.region(op.param), memory.region(op.grad)
     declared = op.algorithm.declaration.whole
@@ -88,7 +88,7 @@ def _parameters(
 def _kept(
     op: ops.OptimizerStep, memory: RankMemory, program: Program, flat: Flat
 ) -> Iterator[tuple[KeptPart, ...]]:
-    """What the optimizer keeps of each parameter of the flat, in order."""
+    """Yield the states that the optimizer keeps of each parameter of the flat, in order."""
     state = op.algorithm.declaration.own_state
     if state is None or op.factors is None:
         yield from (() for _ in flat.slots)
@@ -110,7 +110,7 @@ def _kept(
 
 
 def _elements(region: Region, memory: RankMemory, program: Program) -> tuple[int, int]:
-    """The elements of a region on this rank, in the coordinates of what rests there: the first, and behind the last."""
+    """Return the first element of a region on this rank and its end, as indices of the flat that it holds at rest."""
     resting = program.at_rest(region)
     assert resting is not None
     first, stop = resting.local_range(program.mesh, program.mesh.coordinate(memory.rank))

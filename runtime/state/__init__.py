@@ -1,1 +1,1 @@
-"""Set the contents of buffers before the first step, and read them back whole."""
+"""Sets the contents of buffers before the first step, and reads them back unsharded."""

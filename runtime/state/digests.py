@@ -1,8 +1,8 @@
-"""Digests of tensors that ranks hold in parts: the digest of the whole is the sum of the digests of its parts.
+"""Digests of sharded tensors: the digest of the whole is the sum of the digests of its parts.
 
 A tensor is read as 64-bit words in the order of its elements; elements outside a part count as zeros. Each word is
 multiplied by a factor that depends on its position, and the products are added modulo 2⁶⁴. A changed or displaced
-element changes the sum, except by accident. The digest does not protect against intent.
+element changes the sum, except by accident. The digest does not protect against deliberate changes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _WORD_BYTES: Final = 8
 
 
 class Digester:
-    """Computes digests, and keeps the factors of words on each device."""
+    """Computes digests, and caches the factors of words on each device."""
 
     def __init__(self) -> None:
         self._factors: dict[torch.device, Tensor] = {}
 
     def digest(self, values: Tensor, first: int) -> Tensor:
-        """The digest (i64[], on the tensor's device) of a flat tensor that begins at element ``first`` of the whole."""
+        """Return the digest (i64[], on its device) of a flat tensor that starts at element ``first`` of the whole."""
         total = torch.zeros((), dtype=torch.int64, device=values.device)
         per_word = _WORD_BYTES // values.itemsize
         per_block = _BLOCK_WORDS * per_word
@@ -35,13 +35,13 @@ class Digester:
             stop = min(start + per_block - offset, values.numel())
             words = _words(values[start:stop], offset % per_word, per_word)
             factors = self._factors_on(values.device)[offset // per_word :][: words.numel()]
-            # The factor is odd, so that no bit of the sum is lost.
+            # The factor is odd, so no bit of the sum is lost.
             total += (words * factors).sum() * (2 * block + 1)
             start = stop
         return total
 
     def _factors_on(self, device: torch.device) -> Tensor:
-        """An odd number for each position in a block (i64)."""
+        """Return an odd number for each position in a block (i64)."""
         if device not in self._factors:
             factors = torch.arange(1, 1 + _BLOCK_WORDS, dtype=torch.int64, device=device)
             for _ in range(2):
@@ -52,7 +52,10 @@ class Digester:
 
 
 def _words(values: Tensor, offset: int, per_word: int) -> Tensor:
-    """The values as words (i64), the first at an offset in its word; the rest of the outer words is zero."""
+    """Return the values as words (i64), the first value at an offset in its word.
+
+    The outer words are padded with zeros.
+    """
     trailing = -(offset + values.numel()) % per_word
     if offset or trailing or values.storage_offset() % per_word:
         padded = values.new_zeros(offset + values.numel() + trailing)

@@ -1,4 +1,4 @@
-"""Whole parameters, gathered from the shards of all ranks, flat by flat."""
+"""Unsharded parameters, gathered from the shards of all ranks, flat by flat."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def whole_parameters(
     masters: bool,
     ema: bool = False,
 ) -> Iterator[tuple[Slot, list[Tensor]]]:
-    """Every parameter, or those that ``names`` has by the names of their slots, with one copy for each local rank.
+    """Yield every parameter, or those in ``names`` by the names of their slots, with one copy for each local rank.
 
-    A copy has the parameter's shape and memory of its own, on the rank's device, in the dtype that the segments compute
-    with; with ``masters`` FP32 where the program has masters. With ``ema`` it holds the moving average where there is
-    one. One flat at a time is gathered, or the wanted parameters alone where they are less than half of it. All ranks
+    A copy has the parameter's shape and its own memory, on the rank's device, in the dtype with which segments compute,
+    or with ``masters`` in FP32 where the program has master weights. With ``ema`` it is the moving average where there
+    is one. One flat at a time is gathered, or only the wanted parameters where they are less than half of it. All ranks
     iterate together.
 
     Raises:
@@ -64,7 +64,7 @@ def whole_parameters(
 def flat_buffers(
     program: Program, flat: str, quantities: Sequence[str]
 ) -> list[tuple[Buffer, FlatContent]]:
-    """The persistent buffers that hold a quantity of a flat between steps, with their contents."""
+    """Return the persistent buffers that hold a quantity of a flat between steps, with their contents."""
     return [
         (buffer, buffer.holds)
         for buffer in program.buffers
@@ -82,9 +82,9 @@ def flat_part(
     dtype: torch.dtype,
     elements: range,
 ) -> list[Tensor]:
-    """These elements of a flat from the buffers that hold it, converted to ``dtype``, once per local rank.
+    """Return these elements of a flat from the buffers that hold it, converted to ``dtype``, once per local rank.
 
-    Where they are not all elements of sharded buffers, only the ranks that hold some of them send anything. On a real
+    Where they are not all elements of sharded buffers, only the ranks that hold some of them send data. On a real
     backend all ranks call this together.
     """
     parts = [torch.zeros(len(elements), dtype=dtype, device=memory.device) for memory in ranks]
@@ -119,8 +119,8 @@ def flat_part(
 def _source(
     program: Program, flat: Flat, *, masters: bool, ema: bool
 ) -> tuple[list[tuple[Buffer, FlatContent]], torch.dtype]:
-    """The buffers that hold the wanted values of a flat's parameters, and the dtype to give."""
-    # Between steps the parameters may exist only as masters.
+    """Return the buffers that hold the wanted values of a flat's parameters, and the dtype of the result."""
+    # Between steps the parameters may exist only as master weights.
     quantities = (MASTER, PARAM) if masters else (PARAM, MASTER)
     buffers_of = (
         flat_buffers(program, flat.name, (quantity,))

@@ -1,8 +1,8 @@
-"""A plain module with the present values of the parameters, lent between two steps.
+"""A plain module with the present values of the parameters, available between two steps.
 
-The module is the user's class, made anew for each block on the meta device. Its parameters and buffers get memory and
-values, gathered flat by flat, and lose them when the block ends. The module remains, but every use of its tensors then
-raises an error, so that nobody computes with old values or keeps a copy of the model by keeping the module.
+The module has the user's class and is created for each block on the meta device. Its parameters and buffers get memory
+and values, gathered flat by flat, and lose them when the block ends. The module remains, but then every use of its
+tensors raises an error, so that no code computes with old values or keeps a copy of the model by keeping the module.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _READABLE: Final[frozenset[object]] = frozenset(
         for name in ("shape", "dtype", "device", "layout", "ndim", "is_meta", "requires_grad")
     }
 )
-"""What an object keeps telling of itself after the block."""
+"""Attributes that can still be read after the block."""
 
 
 class ReturnedTensor(Tensor):
-    """What a lent tensor becomes: it has a shape and a dtype, and every other use of it raises a UserError."""
+    """A gathered tensor after its block: it has a shape and a dtype, and every other use of it raises UserError."""
 
     @classmethod
     def __torch_function__(
@@ -52,7 +52,7 @@ class ReturnedTensor(Tensor):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Refuse to compute with a returned tensor."""
+        """Raise an error for computations with a returned tensor."""
         if func in _READABLE:
             plain: Callable[..., object] = super().__torch_function__
             return plain(func, types, args, dict(kwargs or {}))
@@ -65,10 +65,9 @@ class ReturnedTensor(Tensor):
 
 
 def module_maker(source: Factory | nn.Module, deep_copy: DeepCopy = copy.deepcopy) -> Factory:
-    """A function that makes the user's module anew: its parameters, at least, are on the meta device.
+    """Return a function that creates the user's module; at least its parameters are on the meta device.
 
-    A module in hand is copied by ``deep_copy`` as it is at the time of the call, and all its named tensors are on the
-    meta device.
+    A module is copied by ``deep_copy`` as it is at the time of the call, with all its named tensors on the meta device.
     """
     if isinstance(source, nn.Module):
         return partial(_copied, source, deep_copy)
@@ -85,9 +84,9 @@ def _copied(module: nn.Module, deep_copy: DeepCopy) -> nn.Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleGatherer:
-    """Lends the modules of a program on one rank. ``comm`` gathers; all ranks borrow together.
+    """Gathers modules of a program on one rank. ``comm`` gathers; all ranks call this together.
 
-    ``make`` makes the whole module. ``others`` are the values of tensors that the program does not hold. ``adapt``
+    ``make`` creates the whole module. ``others`` are the values of tensors that the program does not hold. ``adapt``
     makes a module compute in the dtypes of the program's parameters, where some are kept in FP32.
     """
 
@@ -100,7 +99,7 @@ class ModuleGatherer:
 
     @contextmanager
     def gathered(self, name: str, *, masters: bool, ema: bool) -> Iterator[nn.Module]:
-        """See ``Engine.gathered``."""
+        """Yield a module with the present values, as ``Engine.gathered`` does."""
         whole = self.make()
         module = _submodule(whole, name)
         if self.adapt is not None and not masters:
@@ -134,7 +133,7 @@ class ModuleGatherer:
         masters: bool,
         ema: bool,
     ) -> None:
-        """Give tensors, with all their names, memory and values."""
+        """Give tensors, which are listed with all their names, memory and values."""
         bindings = {b.name: b for b in self.program.module_buffers if b.data is None}
         device = self.memory.device
         of_slot: dict[str, list[Tensor]] = {}
@@ -158,19 +157,19 @@ class ModuleGatherer:
 
 
 def _put(tensors: NamedTensors, tensor: Tensor, values: Tensor) -> None:
-    """Give a tensor of a module other values, and their memory."""
+    """Replace a tensor of a module by one with other values and memory."""
     is_parameter = isinstance(tensor, nn.Parameter)
     new = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
     tensors.replace(tensor, new)
 
 
 def _first(values: Mapping[str, T], names: Sequence[str]) -> T | None:
-    """The value of the first name that has one."""
+    """Return the value of the first name that has one."""
     return next((values[name] for name in names if name in values), None)
 
 
 def _name_in(module: str, names: Sequence[str]) -> str:
-    """That of a tensor's names by which a module has it."""
+    """Return the one of a tensor's names that is in a module."""
     prefix = f"{module}." if module else ""
     return next((name for name in names if name.startswith(prefix)), names[0])
 
@@ -190,7 +189,7 @@ def _submodule(whole: nn.Module, name: str) -> nn.Module:
 
 
 def _refuse_changes(changed: Sequence[tuple[str, bool]]) -> None:
-    """Refuse in-place changes of parameters, and warn of those of buffers, which a forward in training mode makes."""
+    """Reject in-place changes of parameters, and warn of those of buffers, which a forward in training mode makes."""
     parameters = [name for name, is_parameter in changed if is_parameter]
     if parameters:
         raise UserError(

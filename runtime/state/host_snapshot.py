@@ -1,7 +1,7 @@
-"""The state of the training in host memory, as section ``save`` copied it.
+"""The training state in host memory, as section ``save`` copied it.
 
-``StepExecutor.save_state`` returns while the copies may still be under way. Another thread may wait for them and write
-them to files while training goes on. The host buffers belong to the reader until it releases them.
+``StepExecutor.save_state`` returns while the copies may still be running. Another thread may wait for them and write
+them to files while training continues. The host buffers belong to the reader until it releases them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class SavedTensor:
 
 
 class SavedState:
-    """The state of one rank: ``tensors`` has the copies by the name of the buffer that was copied.
+    """The state of one rank: ``tensors`` has the copies by the name of the copied buffer.
 
-    The tensors are not to be read before ``wait`` has returned, nor after ``release``. All methods may be called from
-    any thread.
+    The tensors may only be read after ``wait`` has returned and before ``release``. All methods may be called from any
+    thread.
     """
 
     def __init__(self, tensors: Mapping[str, SavedTensor], wait: Callable[[], None]) -> None:
@@ -40,31 +40,31 @@ class SavedState:
         self._released = threading.Event()
 
     def wait(self) -> None:
-        """Return once all copies are done; no stream of the training waits.
+        """Wait until all copies are done; the training's streams do not wait.
 
         Raises:
-            Exception: what made an op fail, where the copies will never be done.
+            Exception: the error of a failed op, where the copies will never be done.
         """
         self._wait()
 
     def release(self) -> None:
-        """Leave the host memory to the next save, which until then does not begin."""
+        """Release the host memory for the next save, which waits for that."""
         self._released.set()
 
     def wait_until_released(self) -> None:
-        """Return once ``release`` was called."""
+        """Wait until ``release`` was called."""
         self._released.wait()
 
 
 def saved_states(
     program: Program, memories: Sequence[RankMemory], wait: Callable[[], None]
 ) -> list[SavedState]:
-    """The snapshots of each rank of this process; ``wait`` returns once their copies are done."""
+    """Return the snapshots of each rank of this process; ``wait`` waits until their copies are done."""
     return [SavedState(_snapshots(program, memory), wait) for memory in memories]
 
 
 def snapshot_events(program: Program) -> list[str]:
-    """The events after which all snapshots of the program are complete."""
+    """Return the events after which all snapshots of the program are complete."""
     contents = (buffer.holds for buffer in program.buffers if buffer.role is Role.SNAPSHOT)
     return [
         content.event

@@ -1,9 +1,9 @@
 """The initial values of persistent buffers.
 
-Rank 0 has the module: it builds it whole, on the CPU, or has it in hand (see ``module_values``). It sends the values to
-all ranks, tensor by tensor, in messages of a few MiB; every rank copies the elements of its own buffers. As soon as the
-values of a tensor are sent, rank 0 frees it, so it holds the model once. The parameters are those of plain PyTorch,
-whatever the constructor does. Digests then prove that the ranks hold the values of rank 0.
+Rank 0 has the module: it builds it on the CPU, or got it from the user (``module_values``). It sends the values to all
+ranks, tensor by tensor, in messages of a few MiB; every rank copies the elements of its own buffers. As soon as the
+values of a tensor are sent, rank 0 frees it, so the model exists only once. The parameters are those of plain PyTorch,
+whatever the constructor does. Digests then verify that the ranks have the values of rank 0.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from zeroir.torch_ops.types import IR_DTYPE, TORCH_DTYPE
 
 MESSAGE_BYTES: Final = 4 << 20
 _BATCH_NUMEL: Final = 16 << 20
-"""Elements of the tensors that rank 0 reads from a state before it sends them; one tensor may have more."""
+"""Elements of the tensors that rank 0 reads from a state before it sends them; a single tensor may have more."""
 _ALIGNMENT_BYTES: Final = 16
 _DTYPES: Final = tuple(DType)
 
@@ -61,17 +61,18 @@ def initialise(
 ) -> Mapping[str, Tensor]:
     """Fill the persistent buffers of the ranks for step 0; in a job all ranks call this together.
 
-    Parameters, masters, averages and module buffers get the values of rank 0 (masters and averages without rounding to
-    16 bits), constants their data, and scalars the program's values. Everything else, padding included, is zero. Rank 0
-    calls the factory, or reads its module in hand; a ``state`` has precedence over their values. The tensors of a
-    module in hand are freed as their values move to the buffers, on the other ranks without being read, unless
-    ``keep_module`` says otherwise. Without ``from_rank_zero`` this process is rank 0. Returns the values of the
-    module's tensors that the program does not hold, on the CPU or where the module has them; they are those of rank 0,
-    too.
+    Parameters, master weights, averages and module buffers get the values of rank 0 (master weights and averages
+    without rounding to 16 bits), constants their data, and scalars the program's values. Everything else, including
+    padding, is zero. Rank 0 calls the factory, or reads the given module; a ``state`` takes precedence over their
+    values. The tensors of a given module are freed as their values move to the buffers, on the other ranks without
+    being read, unless ``keep_module`` is True. Without ``from_rank_zero`` this process is rank 0.
+
+    Returns:
+        Rank 0's values of the module's tensors that the program does not hold, on the CPU or where the module has them.
 
     Raises:
         UserError: where the program was compiled from another module, the state fails, or the values of a rank differ
-            from the module's. A note on the error says in which state the module in hand is left.
+            from the module's. A note on the error says in which state a given module is left.
     """
     memories = list(ranks)
     fill_constants(program, memories)
@@ -98,7 +99,7 @@ def _open(
     *,
     keep_module: bool,
 ) -> ModuleValues:
-    """The values of rank 0."""
+    """Return the values of rank 0."""
     is_in_hand = isinstance(source, nn.Module)
     if isinstance(source, nn.Module):
         module = source
@@ -121,7 +122,7 @@ def _open(
 
 @contextmanager
 def _noting(source: Factory | nn.Module, *, is_kept: bool) -> Iterator[None]:
-    """Say on an error what it leaves of a module in hand."""
+    """Add a note to an error that says in which state it leaves a given module."""
     try:
         yield
     except BaseException as error:
@@ -137,7 +138,7 @@ def _noting(source: Factory | nn.Module, *, is_kept: bool) -> Iterator[None]:
 class _HoldingBuffer:
     """A buffer that holds elements of a tensor, from the ``start``-th on; ``start`` may be negative.
 
-    With ``axis`` each coordinate holds the elements that follow those of the previous coordinate.
+    With ``axis`` each coordinate holds the elements after those of the previous coordinate.
     """
 
     buffer: Buffer
@@ -145,12 +146,12 @@ class _HoldingBuffer:
     axis: str | None = None
 
     def on(self, mesh: Mesh, rank: int) -> range:
-        """The elements in the buffer of one rank."""
+        """Return the elements in the buffer of one rank."""
         shift = 0 if self.axis is None else mesh.coordinate(rank)[self.axis] * self.buffer.numel
         return range(self.start + shift, self.start + shift + self.buffer.numel)
 
     def anywhere(self, mesh: Mesh) -> range:
-        """The elements in the buffers of all coordinates together."""
+        """Return the elements in the buffers of all coordinates together."""
         count = 1 if self.axis is None else mesh.size(self.axis)
         return range(self.start, self.start + count * self.buffer.numel)
 
@@ -174,7 +175,7 @@ class _MessagePart:
 
 
 def _tensors(program: Program) -> list[_ModuleTensor]:
-    """The tensors that rank 0 sends, each with at least one element, in the same order on all ranks."""
+    """Return the tensors that rank 0 sends, each with at least one element, in the same order on all ranks."""
     tensors: list[_ModuleTensor] = []
     for flat in program.flats:
         buffers = flat_buffers(program, flat.name, (PARAM, MASTER, EMA))
@@ -198,7 +199,7 @@ def _tensors(program: Program) -> list[_ModuleTensor]:
 
 
 def _messages(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterator[list[_MessagePart]]:
-    """Cut tensors into parts, and fill one message after the other with them."""
+    """Split tensors into parts, and yield messages that consist of these."""
     parts: list[_MessagePart] = []
     used = 0
     for index, (numel, dtype) in enumerate(zip(numels, dtypes, strict=True)):
@@ -216,7 +217,7 @@ def _messages(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterator[
 
 
 def _batches(tensors: Sequence[_ModuleTensor]) -> Iterator[range]:
-    """Positions of successive tensors that are read from a state together."""
+    """Yield ranges of indices of tensors that are read from a state together."""
     start, numel = 0, 0
     for index, tensor in enumerate(tensors):
         if numel and numel + tensor.numel > _BATCH_NUMEL:
@@ -235,7 +236,8 @@ def _hand_out(
 ) -> Tensor:
     """Fill the buffers of all ranks with the values, which rank 0 has.
 
-    Returns the digests of the values of rank 0 (i64, one for each home of each tensor); zeros on other ranks.
+    Returns:
+        The digests of the values of rank 0 (i64, one for each home of each tensor); zeros on other ranks.
     """
     message = torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device=from_rank_zero.device)
     sent: list[Tensor] = []
@@ -253,7 +255,7 @@ def _hand_out(
 
 
 def _dtype_codes(tensors: Sequence[_ModuleTensor], values: ModuleValues | None) -> Tensor:
-    """Read tensors; the dtypes of their values, as positions in ``_DTYPES``."""
+    """Read tensors; return the dtypes of their values, as positions in ``_DTYPES``."""
     assert values is not None  # on rank 0
     codes = [_DTYPES.index(IR_DTYPE[values.fetch(tensor.name)]) for tensor in tensors]
     return torch.tensor(codes, dtype=torch.uint8)
@@ -268,7 +270,7 @@ def _hand_out_batch(
     from_rank_zero: RankZeroValues,
     message: Tensor,
 ) -> list[Tensor]:
-    """``_hand_out`` of tensors whose values have these dtypes."""
+    """Fill buffers as ``_hand_out`` does, for tensors whose values have these dtypes."""
     mesh, digester = program.mesh, Digester()
     sent = [[torch.zeros((), dtype=torch.int64) for _ in tensor.homes] for tensor in tensors]
     for parts in _messages([tensor.numel for tensor in tensors], dtypes):
@@ -312,7 +314,7 @@ def _require_agreement(
     sent: Tensor,
     from_rank_zero: RankZeroValues,
 ) -> None:
-    """Raise a UserError unless the ranks, each or together, hold the values of rank 0."""
+    """Raise UserError unless all ranks, each or together, have the values of rank 0."""
     mesh, digester = program.mesh, Digester()
     homes = [(tensor, home) for tensor in tensors for home in tensor.homes]
     held = torch.zeros(len(memories), len(homes), dtype=torch.int64)
@@ -355,5 +357,5 @@ def _named(group: Sequence[int]) -> str:
 
 
 def _slice(values: Tensor, elements: range, start: int) -> Tensor:
-    """These elements, out of a flat tensor that begins with the ``start``-th."""
+    """Return these elements of a flat tensor that starts with the ``start``-th."""
     return values[elements.start - start : elements.stop - start] if elements else values[:0]

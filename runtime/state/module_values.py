@@ -1,9 +1,9 @@
-"""The values with which a program begins: those of a module that rank 0 builds, or of a module in hand.
+"""The initial values of a program: those of a module that rank 0 builds, or of a module that the user passes.
 
 The values of a built module are those of ``torch.manual_seed(seed); model()``, because exactly that runs. Those of a
-module in hand are its present ones. A module whose tensors are on the meta device takes them from a *state*, for
-instance an opened file of safetensors, tensor by tensor. The program's buffers take the place of the module's tensors:
-each is freed as soon as its values are in them.
+given module are its present ones. A module whose tensors are on the meta device takes them from a *state*, for example
+an opened file of safetensors, tensor by tensor. The program's buffers replace the module's tensors: each tensor is
+freed as soon as its values are in the buffers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Factory = Callable[[], nn.Module]
 _FLOATING = frozenset(dtype for dtype in IR_DTYPE if dtype.is_floating_point)
 
 StateSource = Mapping[str, Tensor] | Callable[[str], Tensor]
-"""Tensors by name, for instance a ``state_dict``, or the method ``get_tensor`` of an opened file of safetensors."""
+"""Tensors by name, for example a ``state_dict``, or the method ``get_tensor`` of an opened file of safetensors."""
 
 
 def watched_source(
     source: Factory | nn.Module, watch: Callable[[nn.Module], None]
 ) -> Factory | nn.Module:
-    """A source of the same module; ``watch`` is called with the module as soon as it exists."""
+    """Return a source of the same module that calls ``watch`` with the module as soon as it exists."""
     if isinstance(source, nn.Module):
         watch(source)
         return source
@@ -52,7 +52,7 @@ def watched_source(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTensor:
-    """A tensor of the module that the program holds, by all its names, the first of which the program uses.
+    """A tensor of the module that the program holds, with all its names; the program uses the first.
 
     ``dtypes`` are those that the module's tensor may have: a floating parameter is converted to the program's dtype.
     """
@@ -68,7 +68,7 @@ class HeldTensor:
 
 
 def held_tensors(program: Program) -> list[HeldTensor]:
-    """The parameters and buffers of the module that the program holds, those without elements included."""
+    """Return the parameters and buffers of the module that the program holds, including those without elements."""
     return [
         *(
             HeldTensor(
@@ -96,8 +96,8 @@ def held_tensors(program: Program) -> list[HeldTensor]:
 class ModuleValues:
     """The values of a module's tensors by name, from the state where it has them. Only rank 0 reads them.
 
-    With ``is_kept`` the module keeps its tensors. A module that ``is_made`` for these values may have buffers that the
-    user's code keeps, such as the weights of classes: what holds them besides the module keeps them.
+    With ``is_kept`` the module keeps its tensors. A module that ``is_made`` for these values may share buffers with the
+    user's code, such as the weights of classes: only the module's own references to them are replaced.
 
     Raises:
         UserError: where module and state lack a tensor of the program, or it has a different shape or no values.
@@ -129,7 +129,7 @@ class ModuleValues:
             self._require(tensor)
 
     def fetch(self, name: str) -> torch.dtype:
-        """Read a tensor from the state, if that has it, and keep it until ``free``; returns the dtype of its values.
+        """Read a tensor from the state, if it is there, and keep it until ``free``; return the dtype of its values.
 
         Raises:
             UserError: where the state fails, or its tensor has another shape.
@@ -147,7 +147,7 @@ class ModuleValues:
         return fetched.dtype
 
     def elements(self, name: str) -> Tensor:
-        """The values, flat and row-major: a view, or a copy that is kept until the next call for another name."""
+        """Return the values, flat and row-major: a view, or a copy that is kept until another name is requested."""
         if self._row_major is None or self._row_major[0] != name:
             values = self._fetched.get(name)
             values = self._tensors[name].detach() if values is None else values
@@ -155,14 +155,17 @@ class ModuleValues:
         return self._row_major[1]
 
     def free(self, name: str) -> None:
-        """Free the memory of a tensor, whose values are elsewhere now: the module's becomes a meta tensor."""
+        """Free the memory of a tensor whose values were copied: the module's tensor becomes a meta tensor."""
         self._row_major = None
         self._fetched.pop(name, None)
         if not self._is_kept:
             _free(self._tensors, self._held[name], is_made=self._is_made)
 
     def shared_storage(self) -> tuple[str, str, int] | None:
-        """The names of two tensors of the program in one storage, and its bytes: freeing one of them frees nothing."""
+        """Return the names of two tensors of the program that share storage, and its bytes.
+
+        Freeing one frees nothing.
+        """
         first: dict[int, str] = {}
         for name in self._held:
             tensor = self._tensors[name]
@@ -174,7 +177,7 @@ class ModuleValues:
         return None
 
     def others(self) -> dict[str, Tensor]:
-        """The values of the tensors that the program does not hold, by first name: no section reads them."""
+        """Return the values of the tensors that the program does not hold, by first name; no section reads them."""
         values: dict[str, Tensor] = {}
         held = {name for tensor in self._held.values() for name in tensor.names}
         for tensor, names in self._tensors.names_by_tensor():
@@ -223,7 +226,7 @@ class ModuleValues:
             )
 
     def _is_in_state(self, names: tuple[str, ...]) -> bool:
-        """Whether the state gives this tensor its values. A function is asked for what a ``state_dict`` has."""
+        """Return whether the state provides this tensor's values; a function must provide those of a ``state_dict``."""
         match self._state:
             case None:
                 return False
@@ -266,7 +269,9 @@ def free_module(program: Program, module: nn.Module) -> None:
 
 
 def _free(tensors: NamedTensors, held: HeldTensor, *, is_made: bool = False) -> None:
-    for name in held.names:  # Names of one parameter may be several tensors in the same memory.
+    for (
+        name
+    ) in held.names:  # Several names of a parameter may be several tensors with the same memory.
         if name in tensors and not tensors[name].is_meta:
             tensor = tensors[name]
             everywhere = not is_made or isinstance(tensor, nn.Parameter)
@@ -287,7 +292,7 @@ def built_without_values(factory: Factory) -> nn.Module:
     """Build the user's module with its parameters on the meta device; buffers and other tensors have their values.
 
     A parameter becomes a meta tensor when it is registered, before its values are drawn. Where the constructor needs
-    the values of parameters, they have them.
+    the values of parameters, they are available.
     """
     twins = WeakTensorKeyDictionary()
 
@@ -312,7 +317,7 @@ def built_without_values(factory: Factory) -> nn.Module:
 def _registration(
     hook: Callable[[nn.Module, str, nn.Parameter], nn.Parameter | None],
 ) -> Iterator[None]:
-    # torch's annotation leaves out the parameter that a hook may return.
+    # torch's annotation omits the parameter that a hook may return.
     register = nn.modules.module.register_module_parameter_registration_hook
     handle = register(cast("Callable[..., None]", hook))
     try:

@@ -15,8 +15,8 @@ _swap: Final[Callable[[Tensor, Tensor], None]] = swap_tensors
 class NamedTensors:
     """The parameters, buffers and plain attributes of a module that are tensors, by fully-qualified name.
 
-    A tensor with several names, such as a tied parameter, is one object. Names are those of the module when this object
-    is made.
+    A tensor with several names, such as a tied parameter, is one object. The names are those at the time of
+    construction.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -44,18 +44,18 @@ class NamedTensors:
         return name in self._places
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor itself, not a copy; KeyError where there is none of that name."""
+        """Return the tensor itself, not a copy; KeyError where there is none of that name."""
         container, key = self._places[name]
         value = container[key]
         assert isinstance(value, Tensor)
         return value
 
     def is_saved(self, name: str) -> bool:
-        """Whether the module's ``state_dict`` has the tensor: a parameter or a persistent buffer."""
+        """Return whether the module's ``state_dict`` has the tensor: a parameter or a persistent buffer."""
         return name not in self._non_persistent
 
     def names_by_tensor(self) -> list[tuple[Tensor, tuple[str, ...]]]:
-        """Every tensor with all its names, in the order of the first ones."""
+        """Return every tensor with all its names, in the order of the first ones."""
         names: dict[int, list[str]] = {}
         tensors: dict[int, Tensor] = {}
         for name in self._places:
@@ -65,11 +65,11 @@ class NamedTensors:
         return [(tensors[key], tuple(group)) for key, group in names.items()]
 
     def replace(self, old: Tensor, new: Tensor, *, everywhere: bool = True) -> None:
-        """Put ``new`` in the place of a tensor, under all its names; its attributes are kept.
+        """Replace a tensor by ``new``, under all its names; its attributes are kept.
 
-        With ``everywhere`` the tensor's object itself becomes ``new``, so whoever refers to it, for instance an
-        optimizer, does not keep its old memory. Without, or where torch forbids that because of a weak reference to it
-        or a graph of autograd with it, the module alone changes.
+        With ``everywhere`` the tensor's object itself becomes ``new``, so other references to it, for example an
+        optimizer's, do not keep its old memory. Without ``everywhere``, or where torch forbids that because of a weak
+        reference or an autograd graph, only the module changes.
         """
         vars(new).update(vars(old))
         if everywhere:
@@ -85,7 +85,7 @@ class NamedTensors:
 
 
 def without_memory(tensor: Tensor) -> Tensor:
-    """A tensor on the meta device with the shape, dtype and strides of ``tensor``; a parameter where that is one."""
+    """Return a meta tensor with the shape, dtype and strides of ``tensor``, or a meta parameter."""
     with torch.inference_mode(mode=False):
         empty = torch.empty_like(tensor.detach(), device="meta")
         if isinstance(tensor, nn.Parameter):

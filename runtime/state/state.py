@@ -1,4 +1,4 @@
-"""The contents of buffers between steps: set by name, established before the first step, and read back whole."""
+"""The contents of buffers between steps: set by name, restored before the first step, and read back unsharded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zeroir.runtime.state.full_parameters import flat_buffers, flat_part, whole_
 from zeroir.torch_ops.types import TORCH_DTYPE
 
 _TRAINED = (PARAM, MASTER, EMA)
-"""Quantities that have the values of the parameters before the first step."""
+"""Quantities whose values equal the parameters before the first step."""
 
 
 def initialise_flats(
@@ -30,7 +30,7 @@ def initialise_flats(
     """Fill the persistent buffers of the ranks from values by buffer name.
 
     For a buffer that holds part of a flat, the value is the whole flat, with any amount of padding at the end, and each
-    rank copies its part; for any other buffer it is the buffer's elements. Masters, averages and further copies of
+    rank copies its part; for any other buffer it is the buffer's elements. Master weights, averages and other copies of
     parameters without a value equal the parameters, scalars get the program's values, and everything else is zero.
 
     Raises:
@@ -59,10 +59,10 @@ def initialise_flats(
 
 
 def take_over(program: Program, memory: RankMemory, earlier: RankMemory) -> None:
-    """Begin with the persistent buffers of another program's memory, and with first values of the other scalars.
+    """Take over the persistent buffers of another program's memory, and initialise the remaining scalars.
 
-    Constants are the program's own, and the loss begins with 0: a program for one micro-step leaves that of its last
-    step there.
+    Constants are the program's own, and the loss starts with 0, because a program for one micro-step leaves that of its
+    last step there.
     """
     kept = memory.adopt(earlier) - {b.buffer for b in program.module_buffers if b.data is not None}
     memory.clear({b.buffer for b in program.module_buffers if b.data is not None})
@@ -73,10 +73,10 @@ def take_over(program: Program, memory: RankMemory, earlier: RankMemory) -> None
 
 
 def require_same_state(present: Program, following: Program) -> None:
-    """Raise UserError unless a program can go on with the persistent buffers of another one, which runs at present.
+    """Raise UserError unless a program can continue with the persistent buffers of the present one.
 
-    Both have the same mesh, parameters in the same places, states, settings and buffers of the model. Constants, sums
-    of gradients, inputs and outputs may differ.
+    Both must have the same mesh, parameters in the same places, states, settings and buffers of the model. Constants,
+    sums of gradients, inputs and outputs may differ.
     """
     if present.mesh != following.mesh:
         raise UserError(
@@ -104,7 +104,7 @@ def _text(mesh: Mesh) -> str:
 
 
 def _state(program: Program) -> dict[str, object]:
-    """What a program keeps from step to step, by the names of flats, persistent buffers and buffers of the model."""
+    """Return what a program keeps between steps, by the names of flats, persistent buffers and buffers of the model."""
     buffers = {
         buffer.name: (buffer.space, buffer.dtype, buffer.numel, buffer.holds)
         for buffer in program.buffers
@@ -118,10 +118,10 @@ def _state(program: Program) -> dict[str, object]:
 
 
 def fill_constants(program: Program, ranks: Iterable[RankMemory]) -> None:
-    """Give every constant of the program its value."""
+    """Set every constant of the program to its value."""
     for binding in program.module_buffers:
         if binding.data:
-            # A copy, because torch refuses read-only memory.
+            # A copy, because torch rejects read-only memory.
             dtype = TORCH_DTYPE[program.buffer_by_name[binding.buffer].dtype]
             values = torch.frombuffer(bytearray(binding.data), dtype=dtype)
             for memory in ranks:
@@ -131,7 +131,7 @@ def fill_constants(program: Program, ranks: Iterable[RankMemory]) -> None:
 def fill_scalars(
     program: Program, ranks: Iterable[RankMemory], *, without: Collection[str] = ()
 ) -> None:
-    """Give every scalar its value before the first step, but for those ``without``."""
+    """Set every scalar to its value before the first step, except those ``without``."""
     for memory in ranks:
         for scalar in program.scalars:
             if scalar.buffer in without:
@@ -141,7 +141,7 @@ def fill_scalars(
 
 
 def flat_start(program: Program, buffer: Buffer, rank: int) -> int:
-    """The index in the flat of a buffer's first element on this rank."""
+    """Return the index in the flat of a buffer's first element on this rank."""
     content = buffer.holds
     assert isinstance(content, FlatContent)
     return held_elements(content, buffer.numel, program.mesh.coordinate(rank)).start
@@ -150,7 +150,7 @@ def flat_start(program: Program, buffer: Buffer, rank: int) -> int:
 def full_flat(
     program: Program, ranks: Sequence[RankMemory], comm: Comm, flat: Flat, quantity: str
 ) -> list[Tensor] | None:
-    """All elements of a quantity of a flat, once per local rank; None where no persistent buffer holds it.
+    """Return all elements of a quantity of a flat, once per local rank; None where no persistent buffer holds it.
 
     On a real backend all ranks must call this together, because it gathers shards.
     """
@@ -167,14 +167,14 @@ def full_flat(
 
 
 _EQUAL_AT_FIRST = {PARAM: (MASTER,), MASTER: (PARAM,), EMA: (MASTER, PARAM)}
-"""What has the values of a quantity before the first step, where no buffer at rest holds that quantity."""
+"""The quantities with the same values before the first step, where no persistent buffer holds the quantity itself."""
 
 
 def establish(program: Program, ranks: Sequence[RankMemory], comm: Comm, entry: State) -> None:
-    """Establish the entry state of the first section: the live buffers that a step hands to the next.
+    """Create the entry state of the first section: the live buffers that a step passes to the next.
 
-    They hold elements of a flat that an earlier step would have gathered, or zeros, like gradients and what no buffer
-    at rest holds. All ranks call this together.
+    They contain elements of a flat that an earlier step would have gathered, or zeros, like gradients and quantities
+    that no persistent buffer holds. All ranks call this together.
     """
     for name in entry.live:
         for memory in ranks:
@@ -203,9 +203,11 @@ def establish(program: Program, ranks: Sequence[RankMemory], comm: Comm, entry: 
 def full_parameters(
     program: Program, ranks: Sequence[RankMemory], comm: Comm, *, ema: bool = False
 ) -> dict[str, Tensor]:
-    """Every parameter by name, whole, FP32 where the program has masters. All ranks call this together.
+    """Return all parameters by name, unsharded, FP32 where the program has master weights.
 
-    With ``ema`` these are the moving averages; frozen parameters, which have none, are themselves.
+    All ranks call this together.
+
+    With ``ema`` these are the moving averages; frozen parameters have no average and are returned themselves.
 
     Raises:
         UserError: with ``ema``, where the program keeps no averages.
@@ -220,12 +222,12 @@ def full_parameters(
 def full_state(
     program: Program, ranks: Sequence[RankMemory], comm: Comm
 ) -> dict[tuple[str, str], Tensor]:
-    """Parameters, masters and optimizer states by (flat, quantity), whole, without the padding at the end.
+    """Return parameters, master weights and states by (flat, quantity), unsharded, without the padding at the end.
 
     All ranks call this together.
 
     Raises:
-        InternalError: where local ranks hold different bits for one element, or padding is not zero.
+        InternalError: where local ranks have different bits for one element, or padding is not zero.
     """
     values: dict[tuple[str, str], Tensor] = {}
     for flat in program.flats:

@@ -1,7 +1,7 @@
 """State dictionaries of torch: full tensors by the names of the user's module, and those of an optimizer by parameter.
 
-``module_state`` is what ``nn.Module.state_dict`` has, ``optimizer_state`` what
-``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` gives with ``full_state_dict`` and ``cpu_offload``.
+``module_state`` corresponds to ``nn.Module.state_dict``, ``optimizer_state`` to
+``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` with ``full_state_dict`` and ``cpu_offload``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zeroir.runtime.state.state import full_flat
 
 _NO_SETTINGS: Final = frozenset({"params", "param_names", "name"})
 _NO_STATES: Final = (OWN_STATES.keys() - OWN_STATES_OF_TORCH) | {*QUANTITIES_OF_BLOCKS}
-"""Quantities that no optimizer of torch has by themselves."""
+"""Quantities that no optimizer of torch has on their own."""
 
 
 def module_state(
@@ -45,11 +45,11 @@ def module_state(
     is_kept: bool,
     only_trained: bool = False,
 ) -> dict[str, Tensor]:
-    """Parameters (FP32 where the program has masters) and persistent buffers, whole, copied to the CPU.
+    """Return parameters (FP32 where the program has master weights) and persistent buffers, copied to the CPU.
 
-    ``others`` are the tensors of the module that the program does not hold. Names stand in the module's order, where it
-    is known. All ranks call this together; without ``is_kept`` this one takes part, and its result is empty. With
-    ``only_trained`` frozen parameters are neither gathered nor there.
+    ``others`` are the tensors of the module that the program does not hold. Names are in the module's order, where it
+    is known. All ranks call this together; without ``is_kept`` this rank takes part, and its result is empty. With
+    ``only_trained`` frozen parameters are neither gathered nor returned.
     """
     names = None
     if only_trained:
@@ -83,10 +83,13 @@ def load_module_state(
     is_strict: bool,
     has_averages: bool,
 ) -> tuple[list[str], list[str]]:
-    """Give parameters, masters and buffers of a rank the values of a state dictionary, which it need not change.
+    """Set parameters, master weights and buffers of a rank to the values of a state dictionary.
 
-    Moving averages get them, too, unless ``has_averages``. Nothing changes where an error is raised. Returns the names
-    of the module that the dictionary lacks, and those that it alone has.
+    Moving averages are set as well, unless ``has_averages``. Nothing changes where an error is raised. The dictionary
+    may lack names.
+
+    Returns:
+        The names of the module that the dictionary lacks, and those that the module lacks.
 
     Raises:
         UserError: where a tensor has another shape; with ``is_strict`` where names are missing or unknown.
@@ -143,10 +146,11 @@ def load_module_state(
 def optimizer_state(
     program: Program, memory: RankMemory, comm: Comm, optimizer: LiveOptimizer, *, is_kept: bool
 ) -> dict[str, dict[str, object] | list[dict[str, object]]]:
-    """The states of the optimizer by parameter, whole, copied to the CPU, and the settings of its groups.
+    """Return the optimizer's states by parameter, unsharded, copied to the CPU, and the settings of its groups.
 
-    Names of states are those of torch's optimizers; states that torch does not know are left out, and those of 8 bits
-    are widened to FP32. All ranks call this together; without ``is_kept`` this one takes part, and its result is empty.
+    Names of states are those of torch's optimizers; states that torch does not know are omitted, and those of 8 bits
+    are widened to FP32. All ranks call this together; without ``is_kept`` this rank takes part, and its result is
+    empty.
     """
     states: dict[str, dict[str, object]] = {}
     for flat in program.flats:
@@ -185,7 +189,7 @@ def optimizer_state(
 
 
 def _part(part: PlacedPart, values: Tensor) -> Tensor:
-    """A copy of a tensor that is kept of one parameter, among those of the whole flat."""
+    """Return a copy of one parameter's tensor of state, out of that of the whole flat."""
     return values[part.offset : part.stop].clone().view(part.shape)
 
 

@@ -1,4 +1,4 @@
-"""The values of an engine put back into the module in hand that they came from."""
+"""Writes the values of an engine back to the user's module that they came from."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from zeroir.runtime.state.named_tensors import NamedTensors
 def return_values(
     program: Program, memory: RankMemory, comm: Comm, module: nn.Module, device: torch.device
 ) -> None:
-    """Give a module the present values, on ``device`` and in the dtypes of its own tensors. Ranks call it together.
+    """Set a module's tensors to the present values, on ``device`` and in their own dtypes.
 
-    One unit at a time is gathered. Buffers have the values of this rank, and tensors that the program does not hold
-    stay as they are.
+    All ranks call this together.
+
+    One unit at a time is gathered. Buffers get the values of this rank, and tensors that the program does not hold are
+    not changed.
 
     Raises:
         UserError: where the module lacks a tensor of the program.

@@ -31,9 +31,9 @@ class Retention:
 
 @dataclass(slots=True, kw_only=True)
 class Saves:
-    """Saves a training run in a folder after every ``every``-th step and after the last one. Ranks call it together.
+    """Saves a training run to a folder after every ``every``-th step and after the last. All ranks call this together.
 
-    Files are written while training goes on. Rank 0 holds the folder.
+    Files are written while training continues. Rank 0 holds the folder.
     """
 
     training: TrainingState
@@ -52,10 +52,10 @@ class Saves:
         is_last: bool,
         report: Callable[[SaveReport], None],
     ) -> None:
-        """Save if a checkpoint is due, and report the one that has become durable. After the last step, wait for it.
+        """Save if a checkpoint is due, and report one that has become durable. After the last step, wait for it.
 
         Raises:
-            UserError: where a checkpoint cannot be saved, old ones cannot be removed, or the folder has gone.
+            UserError: where a checkpoint cannot be saved, old ones cannot be removed, or the folder has disappeared.
         """
         self._settle(report)
         if is_last or (self.every is not None and step % self.every == 0):
@@ -67,7 +67,7 @@ class Saves:
                 self._cleaning.wait()
 
     def _begin(self, step: int, metrics: Mapping[str, float]) -> None:
-        # The name counts on rank 0 alone.
+        # Only rank 0's name counts.
         path = self.root if self.held is None else self.held.next_path(step)
         pending = self.training.engine.save(
             path,
@@ -80,7 +80,7 @@ class Saves:
         self._pending = (step, pending)
 
     def _settle(self, report: Callable[[SaveReport], None], *, is_awaited: bool = False) -> None:
-        """Report the save under way if it has ended, and remove what it makes superfluous."""
+        """Report the current save if it has ended, and remove checkpoints that are no longer kept."""
         if self._pending is None or not (is_awaited or self._pending[1].is_done):
             return
         step, pending = self._pending
@@ -93,17 +93,20 @@ class Saves:
             self._cleaning = _Cleaning(self.held, self.retention, verified=path)
 
     def _saved(self, pending: PendingSave) -> str:
-        """The path of a checkpoint that is durable in the folder that this job holds."""
+        """Return the path of a checkpoint that is durable in the folder that this job holds."""
         try:
             return pending.wait()
         finally:
-            # If the folder has gone, this is why a save failed, or what it has saved is elsewhere.
+            # If the folder has disappeared, that is why a save failed, or what it has saved is elsewhere.
             if self.held is not None:
                 self.held.hold.require()
 
 
 class _Cleaning:
-    """Removes checkpoints in a thread, because large files take long; ``verified`` is one that was read back whole."""
+    """Removes checkpoints in a thread, because large files take long.
+
+    ``verified`` is one that was read back completely.
+    """
 
     def __init__(self, held: HeldFolder, retention: Retention, *, verified: str) -> None:
         self._failure: BaseException | None = None
@@ -113,7 +116,7 @@ class _Cleaning:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when they are removed; warn of those that do not count.
+        """Wait until they are removed; warn of folders that do not count as checkpoints.
 
         Raises:
             UserError: where one cannot be removed.

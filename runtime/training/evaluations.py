@@ -15,13 +15,13 @@ from zeroir.torch_ops.batches import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluations:
-    """Evaluate after every ``every``-th step and after the last, each time on the batches of a new iterator."""
+    """Evaluations after every ``every``-th step and after the last, each on the batches of a new iterator."""
 
     every: int
     batches: Callable[[], Iterable[Batch]]
 
     def is_due(self, step: int, steps: int) -> bool:
-        """Whether an evaluation follows this step, which counts from 1, of so many."""
+        """Return whether an evaluation follows this step, counted from 1, of ``steps``."""
         return step % self.every == 0 or step == steps
 
 
@@ -35,14 +35,14 @@ class HasLoss(Protocol):
 
 
 class Evaluator(Protocol):
-    """An engine, as far as evaluations use it; see ``Engine``."""
+    """The part of an engine that evaluations use."""
 
     def evaluate(self, batch: Batch, /) -> HasLoss:
         """Evaluate one batch of this rank."""
         ...
 
     def average(self, value: float, /) -> float:
-        """The mean of every rank's value."""
+        """Return the mean of every rank's value."""
         ...
 
 
@@ -50,7 +50,8 @@ class Evaluator(Protocol):
 class EvaluationReport:
     """One evaluation, after ``step`` steps.
 
-    ``loss`` is the mean over all ranks and batches, ``batches`` the number of each rank's, ``seconds`` the time of all.
+    ``loss`` is the mean over all ranks and batches, ``batches`` the number of batches per rank, ``seconds`` the total
+    time.
     """
 
     step: int
@@ -63,7 +64,7 @@ def evaluate(engine: Evaluator, evaluations: Evaluations, step: int) -> Evaluati
     """Evaluate once on all ranks together. The report is the same on every rank, except for times.
 
     Raises:
-        UserError: on every rank, where the batches fail, do not fit, or are not equally many on all ranks.
+        UserError: on every rank, where the batches fail, do not fit, or differ in number between ranks.
     """
     start = time.perf_counter()
     losses: list[float] = []
@@ -93,7 +94,7 @@ def evaluate(engine: Evaluator, evaluations: Evaluations, step: int) -> Evaluati
 
 
 def _next(iterator: Iterator[Batch], step: int) -> tuple[Batch, bool]:
-    """The next batch, and whether there is one."""
+    """Return the next batch, and whether there is one."""
     try:
         with in_users_code("eval_batches()", f" after step {step}"):
             return next(iterator), True
@@ -102,7 +103,7 @@ def _next(iterator: Iterator[Batch], step: int) -> tuple[Batch, bool]:
 
 
 def _unequal(count: int, *, is_there: bool) -> UserError:
-    """The ranks' batches are not equally many; the ranks whose batches have ended say so."""
+    """Return the error for different numbers of batches; the ranks whose batches have ended report it."""
     if is_there:
         return PeerError(
             f"eval_batches() yields more than {count} batches here than on another rank."

@@ -10,15 +10,15 @@ from zeroir.schedules import SchedulePoint, parse_schedule
 
 
 class Scheduler:
-    """Gives optimizer groups the settings of a schedule: those of step 1 at once, and of each further step by ``step``.
+    """Sets the settings of optimizer groups by a schedule: those of step 1 at once, and of each later step by ``step``.
 
     ``schedule`` is the text of a schedule, ``groups`` are ``param_groups`` like those of torch's optimizers, and
-    ``steps`` is the number of steps of the run, for a schedule that names no total. The factors of a schedule multiply
-    the learning rate that each group has at first; its absolute values are those of all groups. Betas are set in the
+    ``steps`` is the number of steps of the run, for a schedule without a total of its own. The factors of a schedule
+    multiply the initial learning rate of each group; its absolute values apply to all groups. Betas are set in the
     groups that have them.
 
     Raises:
-        UserError: where the schedule needs ``steps``, and there are none.
+        UserError: where the schedule needs ``steps``, and they are not given.
     """
 
     def __init__(
@@ -42,18 +42,18 @@ class Scheduler:
 
     @property
     def needs_steps(self) -> bool:
-        """Whether the number of steps of the run counts; see ``Schedule.needs_steps``."""
+        """Whether the schedule depends on the number of steps of the run."""
         return self._schedule.needs_steps
 
     def step(self, *, is_skipped: bool = False) -> None:
-        """Set the settings of the next step, after one step; a skipped step is repeated with its settings."""
+        """Set the settings of the next step, after a step; a skipped step is repeated with its settings."""
         self._updates_done += not is_skipped
         self._set()
 
     def state_dict(self) -> dict[str, object]:
-        """The number of updates that counted, and what the schedule multiplies: the first learning rate of each group.
+        """Return the number of updates that counted, and the initial learning rate of each group.
 
-        ``schedule`` and ``steps`` tell what they were given for, and are not loaded.
+        ``schedule`` and ``steps`` document what these belong to, and are not loaded.
         """
         return {
             "schedule": self._schedule.text(),
@@ -63,10 +63,10 @@ class Scheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on after as many updates, from the same first learning rates, by this scheduler's own schedule and steps.
+        """Continue after as many updates from the same initial learning rates, by this scheduler's own schedule.
 
         Raises:
-            UserError: where the state is of another number of groups, or is none of a scheduler.
+            UserError: where the state is of another number of groups, or not a scheduler's.
         """
         updates_done, lrs = state.get("updates_done"), state.get("lrs")
         if (
@@ -86,7 +86,7 @@ class Scheduler:
         self._set()
 
     def go_to(self, updates_done: int) -> None:
-        """Set the settings of the step after so many updates."""
+        """Set the settings of the step after ``updates_done`` updates."""
         self._updates_done = updates_done
         self._set()
 

@@ -12,14 +12,14 @@ from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.torch_ops.batches import Batch
 
 WeightFunction = Callable[..., object]
-"""From a batch to its weight: a number that is not negative, or a tensor of one element."""
+"""A function from a batch to its weight: a non-negative number, or a tensor of one element."""
 
 
 def weight_of(function: WeightFunction, batch: Batch) -> float | Tensor:
-    """The weight of a batch. The value of a tensor on another device than the CPU is not read.
+    """Return the weight of a batch. The value of a tensor on a device other than the CPU is not read.
 
     Raises:
-        UserError: where the function fails, or its value is no finite number or negative.
+        UserError: where the function fails, or its value is not a finite number or negative.
     """
     try:
         weight = function(batch)
@@ -46,7 +46,7 @@ def weight_of(function: WeightFunction, batch: Batch) -> float | Tensor:
 
 
 class RankWeights:
-    """The sum of the weights of this rank's micro-batches since the last step began.
+    """The sum of the weights of this rank's micro-batches since the last step started.
 
     Without a buffer for weights each micro-batch weighs 1.
     """
@@ -57,7 +57,7 @@ class RankWeights:
         self._sum: Tensor | float = 0.0
 
     def add(self, batch: Batch, function: WeightFunction | None, micro_batch: int = 0) -> None:
-        """Count a batch, and write its weight to the program's buffer, in the place of a micro-batch of a section."""
+        """Count a batch, and write its weight to the program's buffer, at the micro-batch's index in its section."""
         if self._buffer is None:
             self._sum += 1.0
             return
@@ -76,17 +76,17 @@ class RankWeights:
 
     @property
     def sum(self) -> float:
-        """The sum so far; reading it waits for the device."""
+        """The sum so far; reading it synchronizes with the device."""
         return float(self._sum)
 
     def go_on(self, total: float) -> None:
-        """Begin with the sum that another run of the step had."""
+        """Start with the sum that another run of the step had."""
         if self._buffer is None:
             self._sum = total
         else:
             self._sum = self._memory.buffer(self._buffer).new_tensor(total)
 
     def take(self) -> Tensor | float:
-        """The sum, f32[] or a number of micro-batches; the next step begins with 0."""
+        """Return the sum, f32[] or a number of micro-batches; the next step starts with 0."""
         total, self._sum = self._sum, 0.0
         return total

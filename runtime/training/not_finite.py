@@ -1,4 +1,4 @@
-"""The first parameter with a gradient that is not finite, and the tensor of a batch with such values."""
+"""Finds the first parameter with a gradient that is not finite, and the tensor of a batch with such values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from zeroir.torch_ops.batches import Batch, flatten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadParameter:
-    """The first parameter, in the order of use, and its unit; ``count`` of ``of`` parameters are like it."""
+    """The first such parameter, in the order of use, and its unit.
+
+    ``count`` of ``of`` parameters have such gradients.
+    """
 
     name: str
     unit: str
@@ -26,7 +29,7 @@ class BadParameter:
 
 
 def first_bad_parameter(program: Program, memory: RankMemory, job: Job) -> BadParameter | None:
-    """The first trained parameter whose gradient is not finite; None where there is none.
+    """Return the first trained parameter whose gradient is not finite; None where there is none.
 
     All ranks call this together, between the last micro-step and the update, which changes gradients in place.
     """
@@ -43,7 +46,7 @@ def first_bad_parameter(program: Program, memory: RankMemory, job: Job) -> BadPa
 
 
 def bad_input(batch: Batch) -> str | None:
-    """The path of the first tensor of a batch that has values that are not finite; None where there is none."""
+    """Return the path of the first tensor of a batch with values that are not finite; None where there is none."""
     for path, tensor in flatten(batch).tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             return path
@@ -51,7 +54,7 @@ def bad_input(batch: Batch) -> str | None:
 
 
 def _bad(program: Program, memory: RankMemory) -> frozenset[str]:
-    """The parameters whose gradient has a value on this rank that is not finite."""
+    """Return the parameters whose gradient has a value on this rank that is not finite."""
     names: set[str] = set()
     for buffer in program.buffers:
         content = buffer.holds

@@ -38,10 +38,10 @@ def reporter(
     log: Path | None = None,
     tensorboard: Path | None = None,
 ) -> Iterator[Report]:
-    """A function that reports for one rank; only rank 0 does.
+    """Yield a function that reports for one rank; only rank 0 reports.
 
-    It prints, adds JSON objects to the lines of the file ``log``, and scalars to TensorBoard's files in a folder, where
-    those of earlier runs from step ``steps_done`` on no longer count.
+    It prints, appends JSON objects to the file ``log``, and writes scalars to TensorBoard's files in a folder, where
+    those of earlier runs from step ``steps_done`` on are discarded.
     """
     if rank != 0:
         yield lambda _: None
@@ -76,7 +76,7 @@ def _print_json(out: TextIO, report: AnyReport) -> None:
 
 
 class _SummaryWriter(Protocol):
-    """A writer of TensorBoard's files, as far as it is used."""
+    """The methods of a TensorBoard writer that are used."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> object:
         """Add one number of a step."""
@@ -87,7 +87,7 @@ class _SummaryWriter(Protocol):
         ...
 
     def close(self) -> object:
-        """End the file."""
+        """Close the file."""
         ...
 
 
@@ -181,7 +181,7 @@ def _text_reports(out: Console, err: Console, steps: int, steps_done: int) -> It
 
 
 def _rates(report: StepReport) -> str:
-    """What a step takes, and what it achieves."""
+    """Return the time and memory of a step, and its throughput, as text."""
     mfu = "" if report.mfu is None else f"  MFU {report.mfu:.1%}"
     return (
         f"{report.seconds * 1000:.0f} ms  {report.per_second:,.0f} {report.unit}/s{mfu}  "

@@ -1,4 +1,4 @@
-"""The global generators of random numbers of this process: Python's, numpy's, and torch's on the CPU and the GPU."""
+"""The global random generators of this process: Python's, numpy's, and torch's on the CPU and the GPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from torch import Tensor
 from zeroir.errors import UserError
 
 RandomStates = Mapping[str, object]
-"""The state of each generator by its name (``python``, ``numpy``, ``torch``, ``cuda``), of types for checkpoints."""
+"""The state of each generator by its name (``python``, ``numpy``, ``torch``, ``cuda``), in types that checkpoints
+store."""
 
 
 def random_states(device: torch.device | None = None) -> RandomStates:
-    """The present states of the generators on the host, and of that of ``device`` if it is a GPU."""
+    """Return the present states of the generators on the host, and on ``device`` if it is a GPU."""
     version, words, gaussian = random.getstate()
     states: dict[str, object] = {
         "python": (version, np.array(words, np.uint64), gaussian),
@@ -31,7 +32,7 @@ def random_states(device: torch.device | None = None) -> RandomStates:
 
 
 def set_random_states(states: RandomStates, device: torch.device | None = None) -> None:
-    """Set the generators to states of ``random_states``. That of a GPU is set where there is one in both.
+    """Set the generators to states of ``random_states``. A GPU's is set only if there is one now and was one then.
 
     Raises:
         UserError: where the states are of other generators than those of this process.
@@ -51,7 +52,7 @@ def set_random_states(states: RandomStates, device: torch.device | None = None) 
 
 
 def seed_host_generators(seed: int) -> None:
-    """Seed the generators on the host, for 0 ≤ seed < 2^63; those of GPUs stay as they are."""
+    """Seed the generators on the host, for 0 ≤ seed < 2^63; those of GPUs are not changed."""
     random.seed(seed)
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
     torch.default_generator.manual_seed(seed)
@@ -65,7 +66,7 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def host_generators_kept() -> Iterator[None]:
-    """Give the generators on the host the states after the body that they had before it."""
+    """Restore the generators on the host after the block."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

@@ -1,7 +1,7 @@
 """SIGTERM as a request to end soon: the ranks finish their step and save, and none is killed in the middle of it.
 
-torchrun sends SIGTERM to the ranks of a machine when it restarts them or is itself to end, and SIGKILL to those that
-still run 30 s later; systems that share machines give about as long before they take one away.
+torchrun sends SIGTERM to the ranks of a machine when it restarts them or must end itself, and SIGKILL to those that
+still run 30 s later; cluster schedulers give about as long before they take a machine away.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from contextlib import contextmanager
 from typing import Final
 
 _PATIENCE_S: Final = 20.0
-"""Seconds in which a rank finishes its step; one that does not may be waiting for a rank that is lost."""
+"""Seconds for a rank to finish its step; a rank that does not may be waiting for a lost one."""
 
 
 class StopSignal:
     """Whether this process got SIGTERM.
 
-    ``is_sent`` is of this process alone; ranks have to agree on the step after which all of them stop. ``on_overdue``
-    ends the process: a thread calls it at a second SIGTERM, and where ``acknowledge`` does not follow the first one
-    within ``patience_s``. Only a thread can, because a collective that waits for a lost rank blocks the main thread.
+    ``is_sent`` refers to this process alone; ranks have to agree on the step after which all of them stop.
+    ``on_overdue`` ends the process: a thread calls it at a second SIGTERM, and where ``acknowledge`` does not follow
+    the first one within ``patience_s``. Only a thread can, because a collective that waits for a lost rank blocks the
+    main thread.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class StopSignal:
         self._patience_s = patience_s
         self._is_over = False
         self._own, self._other = socket.socketpair()
-        self._other.setblocking(False)  # as set_wakeup_fd asks
+        self._other.setblocking(False)  # as set_wakeup_fd requires
         self._thread = threading.Thread(target=self._watch, name="zeroir-sigterm", daemon=True)
         # The interpreter handles signals only between two operations, but writes their numbers here at once.
         self._fd_before = signal.set_wakeup_fd(self._other.fileno(), warn_on_full_buffer=False)
@@ -41,7 +42,7 @@ class StopSignal:
         self._thread.start()
 
     def acknowledge(self) -> None:
-        """The step is finished: this process ends by itself now, however long its save takes."""
+        """Note that the step is finished: the process now ends by itself, however long its save takes."""
         self._end_watch()
 
     def close(self) -> None:
@@ -74,7 +75,7 @@ class StopSignal:
 
 @contextmanager
 def stop_signal(on_overdue: Callable[[], object]) -> Iterator[StopSignal]:
-    """Let SIGTERM set a flag while the body runs; see ``StopSignal``."""
+    """Let SIGTERM set a flag while the block runs, instead of ending the process."""
     stop = StopSignal(on_overdue)
     try:
         yield stop

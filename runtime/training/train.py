@@ -1,4 +1,4 @@
-"""The training loop of ``zeroir run``: it takes steps, reports them, and stops on all ranks together."""
+"""The training loop of ``zeroir run``: it runs steps, reports them, and stops on all ranks together."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _GRACE_S = 1.0
 def wait_for_first_failure(noticed_s: float = 0.0) -> None:
     """Wait until the rank that failed first has ended: torchrun then ends this one, which has nothing to add.
 
-    With the seconds after which a heartbeat notices the cause, it has said so by then.
+    ``noticed_s`` are the seconds after which a heartbeat has noticed and reported the cause.
     """
     with contextlib.suppress(KeyboardInterrupt):
         time.sleep(noticed_s + _GRACE_S)
@@ -54,12 +54,12 @@ def abandon_job(exit_code: int) -> NoReturn:
 class StepReport:
     """One training step; the values are the same on every rank, except for times.
 
-    ``step`` counts from 1; ``loss`` is averaged over ranks; ``lr`` is the learning rate that a schedule gave
-    the step (its first optimizer group); ``loss_scale`` is that of the next step, None without loss scaling.
-    ``seconds`` is the mean time of the steps since the last report, and ``remaining_s`` what the other steps take at
-    that rate; ``per_second`` is the throughput of all ranks together, in ``unit`` (tokens or samples). ``mfu`` is the
-    share of the device's peak that the model's own arithmetic achieves, without recomputation; None where the peak is
-    not known. ``memory_bytes`` is the most memory that a rank has had so far: on a GPU what torch has allocated there,
+    ``step`` counts from 1; ``loss`` is averaged over ranks; ``lr`` is the learning rate that a schedule set for the
+    step (in its first optimizer group); ``loss_scale`` is that of the next step, None without loss scaling. ``seconds``
+    is the mean time of the steps since the last report, and ``remaining_s`` the time of the remaining steps at that
+    rate; ``per_second`` is the throughput of all ranks together, in ``unit`` (tokens or samples). ``mfu`` is the
+    fraction of the device's peak FLOP/s achieved, counting the model's own arithmetic without recomputation; None where
+    the peak is unknown. ``memory_bytes`` is the peak memory of any rank so far: on a GPU the memory allocated by torch,
     elsewhere the memory of the process.
     """
 
@@ -79,7 +79,7 @@ class StepReport:
 
 AnyReport = StepReport | EvaluationReport | SaveReport
 Report = Callable[[AnyReport], None]
-"""Receives the report of a step, of an evaluation, or of a checkpoint."""
+"""A function that receives the report of a step, an evaluation, or a checkpoint."""
 
 
 def train(
@@ -95,12 +95,12 @@ def train(
     at_peak_s: float | None = None,
     check_finite: bool = False,
 ) -> list[float]:
-    """Train until ``steps`` steps are done, and return the losses of those taken here, averaged over ranks.
+    """Train until ``steps`` steps are done, and return the losses of those run here, averaged over ranks.
 
     Each step takes ``micro_steps`` batches of the data, by default as many as the program was compiled with, and the
-    settings of the scheduler. ``report`` receives every ``log_every``-th step and the last, each of the evaluations,
-    and each checkpoint. With ``stop`` training ends early, after a step and its checkpoint, where a rank is asked to.
-    ``at_peak_s`` are the seconds that a device needs at its peak for the model's arithmetic of one micro-step. With
+    settings of the scheduler. ``report`` receives every ``log_every``-th step and the last, every evaluation, and every
+    checkpoint. With ``stop`` training ends early, after a step and its checkpoint, where a rank is asked to.
+    ``at_peak_s`` is the time that a device at its peak needs for the model's arithmetic of one micro-step. With
     ``check_finite`` a step ends before its update where a gradient is not finite, and the error names its parameter;
     the program's update must not overlap the backward.
 
@@ -161,7 +161,7 @@ def train(
 
 
 def is_stopping(engine: Engine, stop: StopSignal) -> bool:
-    """Whether any rank was asked to end; all ranks call this together, and have the same answer."""
+    """Return whether any rank was asked to end; all ranks call this together, and get the same answer."""
     is_any = engine.average(float(stop.is_sent)) > 0
     if is_any:
         stop.acknowledge()
@@ -169,7 +169,7 @@ def is_stopping(engine: Engine, stop: StopSignal) -> bool:
 
 
 def _most_memory_bytes(engine: Engine) -> int:
-    """The most memory that any rank has had so far. All ranks call this together."""
+    """Return the peak memory of any rank so far. All ranks call this together."""
     if engine.device.type == "cuda":
         own = torch.cuda.max_memory_allocated(engine.device)
     else:
@@ -178,7 +178,7 @@ def _most_memory_bytes(engine: Engine) -> int:
 
 
 def throughput_unit(inputs: tuple[InputBinding, ...]) -> tuple[int, str]:
-    """The size of one batch and its unit: tokens where the first input is a matrix of integers, otherwise samples."""
+    """Return the size of one batch and its unit: tokens where the first input is an integer matrix, else samples."""
     if not inputs or not inputs[0].shape:
         return 1, "batches"
     first = inputs[0]
@@ -190,7 +190,7 @@ def throughput_unit(inputs: tuple[InputBinding, ...]) -> tuple[int, str]:
 def _loss_error(
     own: float, mean: float, step: int, batches: Sequence[Batch], *, is_checked: bool
 ) -> UserError:
-    """The reason that training stops, as this rank knows it."""
+    """Return the reason that training stops, as far as this rank knows it."""
     if math.isfinite(own) and not math.isfinite(mean):
         return PeerError(
             f"The loss of another rank is not finite at step {step}; the mean over ranks is {mean}."
@@ -213,7 +213,7 @@ def _loss_error(
 
 
 def _checked_step(engine: Engine, batches: Sequence[Batch]) -> StepResult:
-    """A step that ends before its update where the losses are finite and a gradient is not."""
+    """Run a step that ends before its update where the losses are finite and a gradient is not."""
     results = [
         engine.micro_step(batch, is_last=number == len(batches))
         for number, batch in enumerate(batches, 1)

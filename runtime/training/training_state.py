@@ -1,4 +1,4 @@
-"""What training has beside its engine: data, generators of random numbers, and the learning-rate schedule."""
+"""The state of training outside its engine: data, random generators, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SCHEDULER = "scheduler"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """How training goes on: how its data does, after how many batches of the rank, and the schedule that was saved.
+    """How training continues: how its data does, after how many batches of the rank, and the schedule that was saved.
 
     ``schedule`` is its text, and ``steps`` the total that it was for; both are None where none was saved.
     """
@@ -41,27 +41,28 @@ class TrainingState:
     seed: int
 
     def begin(self) -> None:
-        """Seed the global generators for a run that goes on from no checkpoint; each rank draws other numbers."""
+        """Seed the global generators for a run that does not resume; each rank draws other numbers."""
         self._seed_generators(0)
 
     def of_rank(self) -> dict[str, object]:
-        """What differs between ranks: the position in the data, and the global generators of random numbers."""
+        """Return the state that differs between ranks: the position in the data, and the global random generators."""
         return {
             _DATA: self.data.state_dict(),
             _RANDOM: random_states(self.engine.device),
         }
 
     def shared(self) -> dict[str, object]:
-        """What is the same on all ranks."""
+        """Return the state that is the same on all ranks."""
         return {_SCHEDULER: None if self.scheduler is None else self.scheduler.state_dict()}
 
     def restore(self, loaded: LoadedState) -> Resumed:
-        """Go on after a load of the engine. All ranks call this together.
+        """Continue after a load of the engine. All ranks call this together.
 
-        A rank that the saving job did not have goes on with the data of rank 0 and with new random numbers.
+        A rank that did not exist when the checkpoint was saved continues with the data of rank 0 and with new random
+        numbers.
 
         Raises:
-            UserError: where the checkpoint was trained with another seed, or its data cannot go on here.
+            UserError: where the checkpoint was trained with another seed, or its data cannot continue here.
         """
         manifest = loaded.manifest
         if manifest.seed is not None and manifest.seed != self.seed:
@@ -98,7 +99,7 @@ class TrainingState:
             return None, None
         state = shared.get(_SCHEDULER) if isinstance(shared, Mapping) else None
         if not isinstance(state, Mapping):
-            # Nothing tells how many of the steps were skipped.
+            # It is unknown how many of the steps were skipped.
             self.scheduler.go_to(steps_done)
             return None, None
         self.scheduler.load_state_dict(state)

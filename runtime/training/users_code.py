@@ -21,7 +21,7 @@ _NOT_THE_USERS: Final = (
     f"{sysconfig.get_paths()['stdlib']}/",
     "<",
 )
-"""How the files of zeroir, torch and other libraries begin."""
+"""Prefixes of the files of zeroir, torch and other libraries."""
 _LOST_WORKER: Final = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<process>[\d, ]+)\) (?P<how>is killed by signal: [^.]*|[^.]*)"
 )
@@ -30,7 +30,7 @@ _WORKERS_ERROR: Final = re.compile(
     r"Caught \w+ in DataLoader worker process .*?\n(?P<traceback>Original Traceback .*\n  [^\n]*\n)(?P<reason>\S.*)",
     re.DOTALL,
 )
-"""Torch's message about an exception in a worker: the line after the last frame begins its reason."""
+"""Torch's message about an exception in a worker: the line after the last frame starts its reason."""
 _FRAME: Final = re.compile(r'^  File "(.+)", line (\d+)', re.MULTILINE)
 
 
@@ -38,7 +38,7 @@ _FRAME: Final = re.compile(r'^  File "(.+)", line (\d+)', re.MULTILINE)
 def in_users_code(what: str, when: str = "") -> Iterator[None]:
     """Run the user's code ``what``; its exceptions, and ``sys.exit``, become a UserError of one sentence.
 
-    ``when`` follows "failed" in the sentence, and begins with a space.
+    ``when`` follows "failed" in the sentence, and starts with a space.
     """
     try:
         yield
@@ -50,7 +50,7 @@ def in_users_code(what: str, when: str = "") -> Iterator[None]:
 
 @contextmanager
 def naming_lost_workers() -> Iterator[None]:
-    """Make a UserError of the loss of a DataLoader's worker, which torch raises in whatever code runs at the moment."""
+    """Raise UserError for the loss of a DataLoader's worker, which torch raises in whatever code runs at the time."""
     try:
         yield
     except RuntimeError as error:
@@ -61,7 +61,10 @@ def naming_lost_workers() -> Iterator[None]:
 
 
 def lost_worker(error: BaseException) -> UserError | None:
-    """The sentence on a worker process of a DataLoader that was killed or ended itself; None for other errors."""
+    """Return the sentence on a worker process of a DataLoader that was killed or ended itself.
+
+    None for other errors.
+    """
     found = _LOST_WORKER.match(str(error))
     if found is None:
         return None
@@ -76,9 +79,9 @@ def lost_worker(error: BaseException) -> UserError | None:
 
 
 def sentence_on(what: str, error: BaseException, when: str = "") -> str:
-    """A sentence on an exception in the user's code, with its outermost line in that code.
+    """Return a sentence on an exception in the user's code, with its outermost line in that code.
 
-    A DataLoader passes a worker's exception on with the text of its traceback, which then gives line and reason.
+    A DataLoader passes a worker's exception on with the text of its traceback, which then provides line and reason.
     """
     frames = [(each.filename, each.lineno) for each in traceback.extract_tb(error.__traceback__)]
     message = " ".join(str(error).split())
