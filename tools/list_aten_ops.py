@@ -21,7 +21,7 @@ import torch
 import torch._prims  # registers the namespace prims
 
 import zeroir.torch_ops  # noqa: F401 - registers the namespace zeroir
-from zeroir.ir.segments.op_lists import listed_ops
+from zeroir.ir.segments.allowlist import listed_ops
 from zeroir.runtime.kernels.calls import out_overload
 from zeroir.torch_ops.purity import breach
 

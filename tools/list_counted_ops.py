@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tests.memory.nodes import Argument, Case, segment_of, taken, unwanted
 from tools import torch_samples
 from tools.list_aten_ops import FOLDER, PATH, write
-from zeroir.ir.segments.op_lists import listed_ops
+from zeroir.ir.segments.allowlist import listed_ops
 from zeroir.ir.segments.views import is_view
 from zeroir.workspace.scratch.allowance import ATTENTION, CONVOLUTIONS, PRODUCTS, copied_bytes
 from zeroir.workspace.segments import eager_workspace

@@ -79,7 +79,6 @@ DEFINITIONS = {
     "zeroir.ir.fields": "which names a record declares and refers to",
     "zeroir.ir.limits": "how large a program may be",
     "zeroir.ir.mesh": "how many ranks an axis has",
-    "zeroir.ir.segments.op_lists": "where the list of pure operators stands",
     "zeroir.ir.segments.operators": "which operators of libraries a segment may call",
     "zeroir.ir.ops": "which ops there are",
     "zeroir.ir.optimizers": "which states and settings an optimizer has",

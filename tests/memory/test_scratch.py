@@ -17,7 +17,7 @@ from tests.memory.nodes import Argument, Case, bound, segment_of, taken, unwante
 from tools.list_aten_ops import PATH
 from zeroir.errors import UserError
 from zeroir.ir.ops import Mode
-from zeroir.ir.segments.op_lists import listed_ops
+from zeroir.ir.segments.allowlist import listed_ops
 from zeroir.ir.segments.segment import Node
 from zeroir.runtime.kernels.calls import operator, out_overload
 from zeroir.workspace.segments import can_fill, eager_workspace

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from zeroir.config.texts import text_of
+from zeroir.config.field_types import text_of
 from zeroir.errors import InternalError, UserError
 
 

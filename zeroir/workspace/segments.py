@@ -10,8 +10,8 @@ from typing import Final, assert_never
 from zeroir.ir import ops
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Program
+from zeroir.ir.segments.allowlist import listed_ops
 from zeroir.ir.segments.bindings import Binding, bindings, plain_bindings
-from zeroir.ir.segments.op_lists import listed_ops
 from zeroir.ir.segments.segment import Node, Segment
 from zeroir.ir.segments.views import is_view
 from zeroir.workspace.eager_plan import FillTarget, RunNode, eager_plan

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container
+from functools import cache
+from importlib import resources
 
-from zeroir.ir.segments.op_lists import listed_ops
 from zeroir.ir.segments.operators import TORCH_NAMESPACES
 
 _MUTATING = re.compile(r"(aten|prims)\.([A-Za-z0-9_]*[A-Za-z0-9]_|__i[a-z]+__)\.[A-Za-z0-9_]+")
@@ -39,3 +40,15 @@ def refusal(op: str, operators: Container[str] = ()) -> str | None:
 def allowed_ops() -> frozenset[str]:
     """The full names of the ops that a segment may name."""
     return listed_ops("aten_ops.txt")
+
+
+@cache
+def listed_ops(file: str) -> frozenset[str]:
+    """The full names, such as ``aten.mm.default``, in a list of this package: lines of ``namespace.op: overloads``."""
+    text = resources.files("zeroir.ir.segments").joinpath(file).read_text("utf-8")
+    names: set[str] = set()
+    for line in text.splitlines():
+        packet, _, overloads = line.partition(":")
+        if not line.startswith("#"):
+            names.update(f"{packet}.{overload}" for overload in overloads.split())
+    return frozenset(names)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from zeroir.ir.dtypes import DType
-from zeroir.ir.segments.op_lists import listed_ops
+from zeroir.ir.segments.allowlist import listed_ops
 from zeroir.ir.segments.segment import Node, TensorType
 from zeroir.ir.segments.views import is_view
 from zeroir.workspace.promotion import common_dtype

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from zeroir.ir.dtypes import DType
-from zeroir.ir.segments.op_lists import listed_ops
+from zeroir.ir.segments.allowlist import listed_ops
 from zeroir.ir.segments.segment import Node, TensorType
 from zeroir.workspace.scratch import is_counted
 from zeroir.workspace.scratch.arguments import Types, is_contiguous, tensor_of
