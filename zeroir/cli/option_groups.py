@@ -9,9 +9,8 @@ from cyclopts import Group, Parameter
 from pydantic import create_model
 
 from zeroir.api.running.run_options import LOWERING_ROWS, RunOptions
-from zeroir.config.field_types import text_of
 from zeroir.config.options import CompileOptions
-from zeroir.config.table import FlatOptions, OptionRow
+from zeroir.config.table import FlatOptions, OptionRow, text_of
 from zeroir.cost.estimate_options import ESTIMATE_ROWS
 
 __all__ = ["EstimateParameters", "Options", "RunParameters", "arguments_of", "group"]

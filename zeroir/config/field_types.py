@@ -109,14 +109,3 @@ ScheduleText = Annotated[str | None, AfterValidator(_is_a_schedule)]
 
 MeshText = Annotated[str | None, AfterValidator(_mesh_in_canonical_order)]
 """A mesh such as ``replicate=2,shard=4``."""
-
-
-def text_of(value: object, separator: str = ",") -> str:
-    """The text of an option's value; the separator stands between the items of a list."""
-    match value:
-        case bool():
-            return str(value).lower()
-        case tuple():
-            return separator.join(map(str, value))
-        case _:
-            return str(value)

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Final, Self
 from pydantic import Field, model_validator
 
 from zeroir.config.communication import Communication, Prefetch, Unshard
-from zeroir.config.field_types import Groups, MeshText, Names, OptionalAmount, ScheduleText, text_of
+from zeroir.config.field_types import Groups, MeshText, Names, OptionalAmount, ScheduleText
 from zeroir.config.groups import SEPARATOR, GroupError, GroupSpec, parse_groups
 from zeroir.config.loss_scale import LossScale
 from zeroir.config.meshes import default_world_size, parse_mesh
@@ -16,7 +16,7 @@ from zeroir.config.offload_places import OPTIMIZER, without_folders
 from zeroir.config.optimizer import OptimizerOptions
 from zeroir.config.precision import Precision
 from zeroir.config.steps import MicroSteps, Recompute
-from zeroir.config.table import Option, OptionObject
+from zeroir.config.table import Option, OptionObject, text_of
 from zeroir.errors import UserError
 from zeroir.ir.limits import LARGEST_SCALAR, MOST_RANKS
 from zeroir.ir.mesh import DATA_AXIS, REPLICATE_AXIS, Axis, Mesh

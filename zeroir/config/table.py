@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from zeroir.config.field_types import text_of
 from zeroir.errors import InternalError, UserError
 
 
@@ -244,3 +243,14 @@ def _unknown(name: str, kind: type[OptionObject] | None) -> str:
     near = difflib.get_close_matches(f"--{flag}", flags, n=1)
     hint = f" did you mean {near[0]}?" if near else ""
     return f"There is no option --{flag};{hint} `zeroir {command} --help` lists them."
+
+
+def text_of(value: object, separator: str = ",") -> str:
+    """The text of an option's value; the separator stands between the items of a list."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case tuple():
+            return separator.join(map(str, value))
+        case _:
+            return str(value)
