@@ -5,15 +5,15 @@ A pass is written ``name`` or ``name{option=value, option=value}``; ``prefetch{d
 by the fields of the dataclass alone; a field that is None is left out.
 
 ``requires``, ``establishes`` and ``destroys`` are facts about a program: those that a pass relies on, and those that
-begin and cease to be true with it. The manager checks them before any pass runs, so that a pipeline in the wrong order
-is refused with one sentence instead of producing a broken program.
+become true and stop being true with it. The manager checks them before any pass runs, so that a pipeline in the wrong
+order is rejected with one sentence instead of producing a broken program.
 
-A pass is given a program without waits and returns one without: the manager derives them after each pass, from what
-ops do and from the program's bounds (``zeroir.passes.common.order``). So a bound that one pass states holds after all
-later passes, and one that states another bound for the same kind of buffer replaces it.
+A pass gets a program without waits and returns one without: the manager derives them after each pass, from what ops do
+and from the program's bounds (``zeroir.passes.common.order``). So a bound that one pass states holds after all later
+passes, and one that states another bound for the same kind of buffer replaces it.
 
 The docstring of each pass shows some lines that it changes in a small program, as a diff. The whole program after each
-pass stands in ``tests/passes/golden``.
+pass is in ``tests/passes/golden``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zeroir.ir.program import Program
 
 
 class Fact(StrEnum):
-    """Something true of a program that some pass requires; its value reads in a sentence."""
+    """A fact about a program that some pass requires; its value is part of a sentence."""
 
     ONE_DEVICE = "the step of one device"
     ONE_AXIS = "ranks along one axis of the mesh"
@@ -69,7 +69,7 @@ OptionValue = int | float | bool | tuple[str, ...]
 class Pass(Protocol):
     """A rewrite of one program into another of the same meaning; its options are the fields of a dataclass."""
 
-    # What makes a class a dataclass, so that `dataclasses.fields` takes a pass.
+    # Marks the class as a dataclass, so that `dataclasses.fields` accepts a pass.
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[OptionValue | None]]]
 
     name: ClassVar[str]
@@ -78,13 +78,13 @@ class Pass(Protocol):
     destroys: ClassVar[frozenset[Fact]]
 
     def spec(self) -> str:
-        """The pass as text: its name, and every field that is not None as an option, in the order of the fields."""
+        """Return the pass as text: its name, and every field that is not None as an option, in field order."""
         values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
         options = [f"{key}={_text(value)}" for key, value in values if value is not None]
         return f"{self.name}{{{', '.join(options)}}}" if options else self.name
 
     def __call__(self, program: Program) -> Program:
-        """The rewritten program; the one given is left alone. Appending ``spec`` to it is the manager's part."""
+        """Return the rewritten program without changing the given one. The manager appends ``spec`` to its passes."""
         ...
 
 
@@ -96,7 +96,7 @@ def _text(value: OptionValue) -> str:
 
 
 def split_spec(text: str) -> tuple[str, Mapping[str, str]]:
-    """Name and options, still as text, of a spec; UserError where it is not written as one."""
+    """Return name and options, still as text, of a spec; raise UserError where it is not written as one."""
     match = _SPEC.fullmatch(text.strip())
     if match is None:
         raise UserError(f"A pass is written name or name{{option=value}}, not `{text.strip()}`.")
@@ -112,7 +112,7 @@ def split_spec(text: str) -> tuple[str, Mapping[str, str]]:
 
 
 def build(kind: type[Pass], options: Mapping[str, str]) -> Pass:
-    """A pass with these options, the rest by default; UserError names an unknown, missing or ill-typed option."""
+    """Return a pass with these options, others by default; UserError names an unknown, missing or ill-typed option."""
     fields = dataclasses.fields(kind)
     hints = get_type_hints(kind)
     names = [field.name for field in fields]
@@ -134,7 +134,7 @@ def build(kind: type[Pass], options: Mapping[str, str]) -> Pass:
 
 
 def _value(name: str, key: str, declared: object, text: str) -> OptionValue:
-    """The value that ``text`` gives the option ``key`` of the pass ``name``, by the declared type of its field."""
+    """Return the value of ``text`` for the option ``key`` of the pass ``name``, by the declared type of its field."""
     if declared in (tuple[str, ...], tuple[str, ...] | None):
         return tuple(part for item in text.split("|") if (part := item.strip()))
     if declared is bool:
@@ -142,7 +142,7 @@ def _value(name: str, key: str, declared: object, text: str) -> OptionValue:
             raise UserError(f"The option `{key}` of `{name}` is true or false, not `{text}`.")
         return text == "true"
     if declared in (float, float | None):
-        # Python writes 17 digits, and as many as three zeros before them without an exponent.
+        # Python writes 17 digits, and up to three zeros before them without an exponent.
         if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,20})?(e-[0-9]{1,3})?", text):
             raise UserError(
                 f"The option `{key}` of `{name}` is a number such as 0.5, not `{text}`."
@@ -156,7 +156,7 @@ def _value(name: str, key: str, declared: object, text: str) -> OptionValue:
 
 
 def listed(items: Iterable[str]) -> str:
-    """Items as prose: ``a``, ``a and b``, ``a, b and c``."""
+    """Return items as prose: ``a``, ``a and b``, ``a, b and c``."""
     words = list(items)
     if len(words) < 2:
         return "".join(words)

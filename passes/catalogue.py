@@ -1,4 +1,4 @@
-"""Every pass there is: the closed list that specs name."""
+"""All passes: the closed list that specs refer to."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ PASSES: tuple[type[Pass], ...] = (
 
 
 def parse_spec(text: str) -> Pass:
-    """The pass that a spec such as ``prefetch{distance=1}`` names; UserError says what is wrong with it."""
+    """Return the pass of a spec such as ``prefetch{distance=1}``; UserError says what is wrong with it."""
     name, options = split_spec(text)
     for kind in PASSES:
         if kind.name == name:

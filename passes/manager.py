@@ -1,6 +1,6 @@
-"""Run passes one after another, check their contracts before and the program after each of them.
+"""Runs passes one after another; checks their contracts before and the program after each of them.
 
-There is no switch for the checks: a pass that breaks a program is a defect of zeroir, and is named as one.
+The checks cannot be disabled: a pass that breaks a program is a defect of zeroir, and is reported as one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Proof:
 
 
 def run(program: Program, passes: Sequence[Pass], reference: Program | None = None) -> Program:
-    """The program after all passes. See `steps`."""
+    """Return the program after all passes, as ``steps`` yields it."""
     return prove(program, passes, reference).program
 
 
 def prove(program: Program, passes: Sequence[Pass], reference: Program | None = None) -> Proof:
-    """The program after all passes, as the last of them left it, with the report on that very program. See `steps`."""
+    """Return the program after all passes, as ``steps`` yields it, with the report on that program."""
     *_, (_, last) = _proofs(program, passes, reference)
     return last
 
@@ -40,13 +40,13 @@ def prove(program: Program, passes: Sequence[Pass], reference: Program | None = 
 def steps(
     program: Program, passes: Sequence[Pass], reference: Program | None = None
 ) -> Iterator[tuple[Pass, Program]]:
-    """Each pass with the program after it, verified against ``reference``, the logical program.
+    """Yield each pass with the program after it, verified against ``reference``, the logical program.
 
-    Without a reference, a program on which no pass has run is its own.
+    Without a reference, a program on which no pass has run is its own reference.
 
     Raises:
         UserError: before anything runs, where a pass lacks what it requires or would repeat another, or where the
-            program is broken already (a VerificationError).
+            program is invalid already (a VerificationError).
         InternalError: where a pass fails or breaks the program; the message names it.
     """
     for step, proof in _proofs(program, passes, reference):
@@ -55,17 +55,17 @@ def steps(
 
 
 def apply(step: Pass, program: Program) -> Program:
-    """The program after a pass, which its list of passes names last; it is not verified."""
-    # Waits and a plan of memory are for the ops and buffers as they were.
+    """Return the program after a pass, which is appended to its list of passes; it is not verified."""
+    # Waits and a memory plan belong to the previous ops and buffers.
     after = step(without_waits(unplanned(program)))
-    # A pass may bind the outputs of a segment otherwise, which changes what a kernel must hold itself.
+    # A pass may bind the outputs of a segment differently, which changes what a kernel must hold itself.
     return replace(derive_waits(corrected(after)), passes=(*program.passes, step.spec()))
 
 
 def _proofs(
     program: Program, passes: Sequence[Pass], reference: Program | None
 ) -> Iterator[tuple[Pass | None, Proof]]:
-    """The program as it is given, and after each pass."""
+    """Yield the given program, and the program after each pass."""
     check_contracts(program, passes)
     if reference is None and not program.passes:
         reference = program
@@ -102,7 +102,7 @@ def _proved(program: Program, reference: Reference | None) -> Proof:
 
 
 def check_contracts(program: Program, passes: Sequence[Pass]) -> None:
-    """UserError where the passes do not follow from one another and from those that have run already."""
+    """Raise UserError where the passes do not follow from one another and from those that have already run."""
     holding: set[Fact] = set(LOGICAL_FACTS)
     establishers: dict[Fact, str] = {}
     destroyers: dict[Fact, str] = {}
@@ -124,7 +124,7 @@ def check_contracts(program: Program, passes: Sequence[Pass]) -> None:
 
 
 def _lacking(step: Pass, fact: Fact, destroyer: str | None, ran: Sequence[str]) -> str:
-    """Why a fact that a pass requires does not hold, and what to do."""
+    """Return why a fact that a pass requires does not hold, and what to do."""
     begin = f"The pass `{step.spec()}` requires {fact}, which"
     if destroyer is not None:
         if split_spec(destroyer)[0] == step.name:

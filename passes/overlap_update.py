@@ -1,4 +1,4 @@
-"""Update each flat as soon as its gradient is reduced, while the backward of other units goes on.
+"""Update each flat as soon as its gradient is reduced, during the backward of other units.
 
 Clipping and loss scaling need all gradients before the update. Without them, the only decision of the update advances
 the step count and sets the divisor; it needs no gradient, so it moves to the beginning of the last micro-step. The
@@ -75,7 +75,10 @@ class OverlapUpdate(Pass):
     destroys: ClassVar[frozenset[Fact]] = frozenset({Fact.UPDATE_APART})
 
     def __call__(self, program: Program) -> Program:
-        """The program with its update in the last micro-step; as it was where a decision rests on all gradients."""
+        """Return the program with its update in the last micro-step.
+
+        Unchanged where a decision depends on all gradients.
+        """
         last = program.section_by_name.get(LAST_MICRO_STEP)
         update = program.section_by_name.get(UPDATE)
         if last is None or update is None or not _is_free(update):
@@ -93,7 +96,7 @@ class OverlapUpdate(Pass):
 
 
 def _is_free(update: Section) -> bool:
-    """Whether the only decision needs no gradient, and no buffer or event crosses the boundary before the update."""
+    """Return whether the only decision needs no gradient, and no buffer or event crosses the update's boundary."""
     decisions = [op for op in update.body if isinstance(op, ops.Decide)]
     return (
         len(decisions) == 1
@@ -103,13 +106,13 @@ def _is_free(update: Section) -> bool:
 
 
 def _is_global(decision: ops.Decide) -> bool:
-    """Whether the decision rests on anything that the micro-steps compute, beside the weights that they count."""
+    """Return whether the decision depends on results of the micro-steps, other than the weights that they count."""
     rests_on = (decision.overflow, decision.norm, decision.loss_scale)
     return any(region is not None for region in rests_on)
 
 
 def _divided(update: Section, program: Program) -> tuple[tuple[_Movable, ...], tuple[Op, ...]]:
-    """The ops of the update that may run in the last micro-step, and those that stay."""
+    """Return the ops of the update that may run in the last micro-step, and those that stay."""
     moved: list[_Movable] = []
     left: list[Op] = []
     staying = Touched(program)
@@ -128,7 +131,7 @@ def _divided(update: Section, program: Program) -> tuple[tuple[_Movable, ...], t
 
 
 def _apart(body: Iterable[Op], weights: Sequence[Region | None]) -> Iterator[Op]:
-    """The ops, with launches that sum one of these weights and other scalars as two launches."""
+    """Yield the ops, with launches that sum one of these weights and other scalars split in two."""
     for op in body:
         if not isinstance(op, ops.AllReduce):
             yield op
@@ -140,19 +143,19 @@ def _apart(body: Iterable[Op], weights: Sequence[Region | None]) -> Iterator[Op]
 
 
 def _is_alone(written: tuple[Region, ...], weights: Sequence[Region | None]) -> bool:
-    """Whether an op writes one of these weights and nothing else."""
+    """Return whether an op writes only one of these weights."""
     return len(written) == 1 and written[0] in weights
 
 
 def _is_of_a_flat(op: _Movable, program: Program) -> bool:
-    """Whether the op is the decision or part of a flat's update; the loss stays for the engine to read."""
+    """Return whether the op is the decision or part of a flat's update; the loss stays for the engine to read."""
     if isinstance(op, ops.Decide | ops.Direction | ops.OptimizerStep):
         return True
     return all(program.buffer_by_name[name].role is not Role.SCALAR for name in _names(op))
 
 
 def _is_on_scalars(op: Op, program: Program) -> bool:
-    """Whether the op concerns scalars alone, such as the loss."""
+    """Return whether the op only uses scalars, such as the loss."""
     is_update = isinstance(op, ops.Decide | ops.Direction | ops.OptimizerStep)
     return not is_update and all(
         program.buffer_by_name[name].role is Role.SCALAR for name in _names(op)
@@ -160,13 +163,13 @@ def _is_on_scalars(op: Op, program: Program) -> bool:
 
 
 def _names(op: Op) -> frozenset[str]:
-    """The buffers that an op uses, allocates or releases."""
+    """Return the buffers that an op uses, allocates or releases."""
     effect = effects(op)
     return rewrite.used_buffers(op).union(effect.allocs, effect.frees)
 
 
 def _placed(last: Section, moved: Iterable[_Movable], program: Program) -> tuple[Op, ...]:
-    """The ops of the last micro-step, with each moved op directly behind the last op that it must follow."""
+    """Return the ops of the last micro-step, with each moved op directly after the last op that it must follow."""
     touched = Touched(program)
     for index, op in enumerate(last.body):
         touched.add(op, index)
@@ -190,7 +193,7 @@ def _placed(last: Section, moved: Iterable[_Movable], program: Program) -> tuple
 
 
 def _state_after(state: State, moved: Iterable[Op], program: Program) -> State:
-    """The state at the boundary after the moved ops: gradients and the weight are used up, versions advance."""
+    """Return the state at the boundary after the moved ops: gradients and the weight are consumed, versions advance."""
     held: dict[str, list[Holding]] = {}
     used = [op.weight for op in moved if isinstance(op, ops.Decide)]
     for holding in state.holdings:
@@ -205,7 +208,7 @@ def _state_after(state: State, moved: Iterable[Op], program: Program) -> State:
 
 
 def _results(op: Op, program: Program) -> Iterator[tuple[Region, Content]]:
-    """The contents of persistent buffers after an op of the update."""
+    """Yield the contents of persistent buffers after an op of the update."""
     match op:
         case ops.Decide():
             yield from _advanced(op.step, program)
@@ -231,7 +234,7 @@ def _results(op: Op, program: Program) -> Iterator[tuple[Region, Content]]:
 
 
 def _advanced(region: Region, program: Program) -> Iterator[tuple[Region, Content]]:
-    """The next version of a persistent buffer's resting content."""
+    """Yield the next version of a persistent buffer's resting content."""
     match program.buffer_by_name[region.buffer].holds:
         case FlatContent():
             content = rewrite.content_of(region, program)

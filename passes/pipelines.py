@@ -1,6 +1,6 @@
 """The ZeRO stages as pipelines: each is the stage below plus one pass, and stage 3 plus a few.
 
-With gradients that accumulate on each rank, stages 2 and 3 do without the pass that keeps them as shards.
+Where gradients accumulate on each rank, stages 2 and 3 omit the pass that keeps them as shards.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ __all__ = [
 
 
 def for_options(options: CompileOptions) -> tuple[Pass, ...]:
-    """The passes that a user's choices amount to; the last one plans the memory of what the others made."""
-    # The state of the training is saved after all passes that change what it is.
+    """Return the passes for a user's options; the last one plans the memory of the others' result."""
+    # The training state is saved after all passes that change what it consists of.
     return (*stage_passes(options, offload_passes(options)), SaveState(), PlanMemory())
 
 
 def stage_passes(options: CompileOptions, offload: tuple[Pass, ...]) -> tuple[Pass, ...]:
-    """The passes of a ZeRO stage with the options that change it; those of ``offload`` come last.
+    """Return the passes of a ZeRO stage with the options that change it; those of ``offload`` come last.
 
-    An order of a whole step adds whole gradients up, as ``accumulate_locally`` does, but in stages 2 and 3 their sums
-    live only until they are reduced.
+    An order of a whole step adds whole gradients, as ``accumulate_locally`` does, but in stages 2 and 3 their sums live
+    only until they are reduced.
     """
     stage, replicas = options.stage, options.replicas or 1
     steps, prefetch, unshard = options.micro_steps, options.prefetch, options.unshard
@@ -109,7 +109,7 @@ def stage_passes(options: CompileOptions, offload: tuple[Pass, ...]) -> tuple[Pa
 
 
 def offload_passes(options: CompileOptions) -> tuple[Pass, ...]:
-    """The passes that keep state or activations outside device memory."""
+    """Return the passes that keep state or activations outside device memory."""
     offload = options.offload
     made: list[Pass] = []
     if offload.page_optimizer_bytes is not None:
@@ -141,10 +141,10 @@ def offload_passes(options: CompileOptions) -> tuple[Pass, ...]:
 
 
 def lower(logical: Program, options: CompileOptions) -> Program:
-    """The scheduled program: the logical one after the passes that the options ask for, each verified."""
+    """Return the scheduled program: the logical one after the passes for the options, each verified."""
     return lower_with_proof(logical, options).program
 
 
 def lower_with_proof(logical: Program, options: CompileOptions) -> Proof:
-    """The scheduled program as in ``lower``, with the report on that very program."""
+    """Return the scheduled program as ``lower`` does, with the report on that program."""
     return prove(replace(logical, options=options.to_pairs()), for_options(options))

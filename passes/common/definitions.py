@@ -1,4 +1,4 @@
-"""Ops of our own that equal a few of ATen's ops bit for bit: a second way to compute the same value."""
+"""Ops of our own that are bitwise equal to a few of ATen's ops: another way to compute the same value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DROPOUT: Final = "zeroir.dropout.default"
 
 
 def dropout_applied(node: Node, mask: NodeArg, product: Ref) -> tuple[Node, Node] | None:
-    """The first result of a dropout, ``x * mask * 1 / (1 - p)``, as two nodes; None for any other node.
+    """Return the first result of a dropout, ``x * mask * 1 / (1 - p)``, as two nodes; None for any other node.
 
     ``mask`` refers to the dropout's second result and ``product`` to that of the first of the two nodes.
     """

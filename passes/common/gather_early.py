@@ -1,16 +1,15 @@
-"""Issue gathers as early as a budget of memory allows.
+"""Issues gathers as early as a memory budget allows.
 
-In the given program, each gather stands at its first use, and waits hold the gather stream back until then. The bytes
-that may be live are counted along the compute stream: at each op, those of all buffers that may have begun and of which
-the stream does not know the end. A buffer that begins on another stream may begin as soon as that stream waits for no
-further op of the compute stream; its end is certain once the compute stream has waited for it. A gather moves up as far
-as its bytes fit at every op that it passes, and never ahead of a gather that is needed before it. The resulting program
-gets the bound that a gather waits for the compute op above it, so no buffer begins before it is counted. So in every
-order in which the streams may run, the program takes at most the budget, or at most what it took before if that was
-more.
+In the given program, each gather is at its first use, and waits delay the gather stream until then. The bytes that may
+be live are counted along the compute stream: at each op, those of all buffers that may have begun and that are not
+known to have ended. A buffer that begins on another stream may begin as soon as that stream waits for no later op of
+the compute stream; it has certainly ended once the compute stream has waited for that. A gather moves up as far as its
+bytes fit at every op that it passes, and never ahead of a gather that is needed before it. The resulting program gets
+the bound that a gather waits for the compute op above it, so no buffer begins before it is counted. So in every order
+of the streams, the program needs at most the budget, or at most what it needed before if that was more.
 
 Only the bytes of buffers on the device count, as in `zeroir.memory.curve.peak`. The workspace of segments and the gaps
-between placed buffers come on top.
+between placed buffers are not included.
 """
 
 from __future__ import annotations
@@ -31,7 +30,10 @@ from zeroir.passes.common.gather_groups import PlacedGather, ahead, find_groups
 
 
 def as_early_as_fits(program: Program, budget_bytes: int) -> Program:
-    """The program with its gathers moved up; its waits are still the old ones, so the caller must derive them anew."""
+    """Return the program with its gathers moved up.
+
+    Its waits are the old ones, so the caller must derive them again.
+    """
     lifetimes = Lifetimes.of(program)
     sections = [
         _moved(section, program, _Room.of(lifetimes, program, number), budget_bytes)
@@ -52,7 +54,7 @@ class _Room:
 
     @classmethod
     def of(cls, lifetimes: Lifetimes, program: Program, number: int) -> _Room:
-        """The bytes that a section of the program takes."""
+        """Return the bytes that a section of the program needs."""
         start, body = lifetimes.starts[number], program.sections[number].body
         on_device = {b.name: b.size_bytes for b in program.buffers if b.space is Space.DEVICE}
         resting = sum(
@@ -62,7 +64,7 @@ class _Room:
         begins = _begins(program, program.sections[number])
         changes = [0] * (len(body) + 1)
         for life, name in enumerate(lifetimes.buffers):
-            # An op's moment is one past its index.
+            # The time of an op is one past its index.
             first = lifetimes.firsts[life] - start - 1
             if not -1 <= first < len(body) or name not in on_device:
                 continue
@@ -74,10 +76,13 @@ class _Room:
 
 
 def _begins(program: Program, section: Section) -> Mapping[int, int]:
-    """For each ``alloc`` the index after the last compute op that is surely done when it runs; 0 without one."""
+    """Return for each ``alloc`` the index after the last compute op that is certainly done when it runs.
+
+    0 without one.
+    """
     clocks = StreamClocks((stream.name for stream in program.streams), section.entry.pending)
     compute = clocks.numbers[COMPUTE]
-    # The n-th entry is the index after the n-th op of the compute stream; those pending at the entry come before all.
+    # The n-th entry is the index after the n-th op of the compute stream; those pending at the entry are before all.
     computed = [0] * (clocks.done[compute][compute] + 1)
     begins: dict[int, int] = {}
     for index, op in enumerate(section.body):
@@ -102,7 +107,7 @@ def _moved(section: Section, program: Program, room: _Room, budget_bytes: int) -
         for gather in group.gathers:
             begun = _begun(gather, body, program, room)
             earliest = max(earliest, gather.earliest)
-            # A gather that stands first cannot move, but later gathers may follow it directly.
+            # The first gather cannot move, but later gathers may directly follow it.
             places = range(earliest, max(min(gather.begins), 1))
             at = _earliest(body, room, begun, places, budget_bytes)
             if at is None:
@@ -123,7 +128,7 @@ def _moved(section: Section, program: Program, room: _Room, budget_bytes: int) -
 def _begun(
     gather: PlacedGather, body: Sequence[Op], program: Program, room: _Room
 ) -> list[tuple[int, int]]:
-    """For each buffer that begins for a gather, the first op at which it counts already, and its device bytes."""
+    """Return for each buffer that begins for a gather the first op at which it already counts, and its device bytes."""
     begun: list[tuple[int, int]] = []
     for index in gather.begins:
         op = body[index]
@@ -141,14 +146,15 @@ def _earliest(
     places: range,
     budget_bytes: int,
 ) -> int | None:
-    """The first of these places from which on there is room: the section's start, or behind an op that computes.
+    """Return the first of these places with room from there on: the section's start, or after an op that computes.
 
-    Several releases in a row take no time. A gather goes behind the last of them, so that it needs only one wait.
+    Several consecutive releases take no time. A gather is placed after the last of them, so that it needs only one
+    wait.
     """
     best: int | None = None
     for at in reversed(places):
         more = sum(size for begin, size in begun if at < begin)
-        # From the place on at which the buffers may begin anyway, a gather takes no further bytes.
+        # From the place on at which the buffers may begin anyway, a gather needs no additional bytes.
         if more and room.live_bytes[at] + more > budget_bytes:
             break
         if at == 0 or (_is_compute(body[at - 1]) and not _is_released_next(body[at])):
@@ -157,7 +163,7 @@ def _earliest(
 
 
 def _is_compute(op: Op) -> bool:
-    """Whether the op runs on the compute stream, so that a gather behind it is held back until it is done."""
+    """Return whether the op runs on the compute stream, so that a gather after it waits until it is done."""
     return not isinstance(op, ops.Wait | ops.Alloc) and op.stream == COMPUTE
 
 

@@ -1,6 +1,6 @@
-"""The gathers of a section, and which of them are read first by the same op.
+"""The gathers of a section, grouped by their first reader.
 
-A gather from a visit (see ``zeroir.passes.common.visits``) moves together with it: the visit begins and is filled right
+A gather from a visit (``zeroir.passes.common.visits``) moves together with it: the visit begins and is filled right
 before the gather, and ends right after it.
 """
 
@@ -21,10 +21,10 @@ from zeroir.passes.common import rewrite
 class PlacedGather:
     """A gather into one buffer or several at ``index``, and the indices of the ops that move with it.
 
-    ``begins`` stand before it: the allocs of its buffers, and those and the transfers of the visits that it reads.
-    ``ends`` stand behind it: the releases of these visits. ``earliest`` is one past the last op that all of them must
-    follow: a release that ended a previous life of a buffer, or a change of what is gathered. ``first_use`` is None
-    where no op reads the gathered buffers.
+    ``begins`` precede it: the allocs of its buffers, and those and the transfers of the visits that it reads. ``ends``
+    follow it: the releases of these visits. ``earliest`` is one past the last op that all of them must follow: a
+    release that ended a previous life of a buffer, or a change of the gathered values. ``first_use`` is None where no
+    op reads the gathered buffers.
     """
 
     op: ops.AllGather
@@ -40,21 +40,21 @@ class PlacedGather:
         return (*self.begins, self.index, *self.ends)
 
     def issued(self, body: Sequence[Op], gather: Op) -> Iterator[Op]:
-        """The ops that move, in order, with this gather in the place of the one that stands there."""
+        """Yield the ops that move, in order, with ``gather`` instead of the original gather."""
         for index in self.indices:
             yield gather if index == self.index else body[index]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherGroup:
-    """The gathers whose buffers the compute op at ``first_use`` is the first to read."""
+    """The gathers whose buffers are first read by the compute op at ``first_use``."""
 
     first_use: int
     gathers: tuple[PlacedGather, ...]
 
 
 def find_groups(body: Sequence[Op], program: Program) -> tuple[GatherGroup, ...]:
-    """The groups of a section in order of use. Gathers of buffers that no op reads are left out."""
+    """Return the groups of a section in order of use. Gathers of buffers that no op reads are omitted."""
     by_use: dict[int, list[PlacedGather]] = {}
     for gather in _gathers(body, program):
         if gather.first_use is not None:
@@ -63,7 +63,7 @@ def find_groups(body: Sequence[Op], program: Program) -> tuple[GatherGroup, ...]
 
 
 def _gathers(body: Sequence[Op], program: Program) -> list[PlacedGather]:
-    """The gathers of a section into temporary buffers, in program order."""
+    """Return the gathers of a section into temporary buffers, in program order."""
     gathers: list[PlacedGather] = []
     live: dict[str, PlacedGather] = {}
     allocs: dict[str, int] = {}
@@ -128,12 +128,12 @@ class _GatheredVisit:
 
     @property
     def is_own(self) -> bool:
-        """Whether transfers from buffers at rest fill the visit, and the gather alone uses it."""
+        """Whether transfers from buffers at rest fill the visit, and only the gather uses it."""
         return self.others == 1 and self.is_from_rest and self.release >= 0
 
 
 def _visits(body: Sequence[Op], program: Program) -> Mapping[tuple[str, int], _GatheredVisit]:
-    """The temporary buffers that gathers read, by name and by the index of the gather."""
+    """Return the temporary buffers that gathers read, by name and by the index of the gather."""
     visits: dict[tuple[str, int], _GatheredVisit] = {}
     live: dict[str, _GatheredVisit] = {}
     for index, op in enumerate(body):
@@ -159,7 +159,7 @@ def _visits(body: Sequence[Op], program: Program) -> Mapping[tuple[str, int], _G
 
 
 def _is_temporary(op: ops.AllGather, program: Program, allocs: dict[str, int]) -> bool:
-    """Whether a gather fills nothing but gathered buffers that begin in this section."""
+    """Return whether a gather only fills gathered buffers that begin in this section."""
     names = [pair.destination.buffer for pair in op.pairs]
     return all(
         name in allocs and program.buffer_by_name[name].role is Role.GATHERED for name in names
@@ -167,7 +167,7 @@ def _is_temporary(op: ops.AllGather, program: Program, allocs: dict[str, int]) -
 
 
 def ahead(op: ops.AllGather) -> ops.Prefetch:
-    """The gather as a ``prefetch``, the name of a gather that is issued ahead of its first use."""
+    """Return the gather as a ``prefetch``, the name of a gather that is issued before its first use."""
     return ops.Prefetch(
         pairs=op.pairs,
         comm=op.comm,

@@ -1,4 +1,4 @@
-"""The optimizer steps on the host of which all operands exist when the last micro-step ends, but for the decision's."""
+"""The optimizer steps on the host whose operands exist when the last micro-step ends, except those of the decision."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from zeroir.passes.common import rewrite
 class HostStep:
     """An optimizer step on the host, and its gradient there.
 
-    ``widened`` is the temporary buffer in which the update widens the gradient. Where the gradient rests on the device,
-    ``down`` is the copy of it to a temporary buffer, and ``content`` what that buffer then holds. ``rounding`` is the
-    cast of new master weights to a temporary buffer, from which they go up.
+    ``widened`` is the temporary buffer in which the update widens the gradient. Where the gradient is at rest on the
+    device, ``down`` is the copy of it to a temporary buffer, and ``content`` the content of that buffer. ``rounding``
+    is the cast of new master weights to a temporary buffer, from which they are copied to the device.
     """
 
     op: ops.OptimizerStep
@@ -32,7 +32,7 @@ class HostStep:
 
 
 def host_steps(program: Program, last: Section, update: Section) -> Iterator[HostStep]:
-    """The optimizer steps of section ``update`` that could be taken at the end of ``last``, the last micro-step."""
+    """Yield the optimizer steps of section ``update`` that could run at the end of ``last``, the last micro-step."""
     writers = _Writers(update.body)
     casts: dict[Region, list[ops.Cast]] = {}
     for op in update.body:
@@ -56,7 +56,7 @@ class _Writers:
                 self._by_buffer.setdefault(name, []).append((index, op))
 
     def of(self, name: str, stop: int | None = None) -> list[Op]:
-        """The ops that change a buffer, above the op at the index ``stop`` if there is one."""
+        """Return the ops that change a buffer, above the op at the index ``stop`` if there is one."""
         writers = self._by_buffer.get(name, ())
         return [op for index, op in writers if stop is None or index < stop]
 
@@ -64,9 +64,9 @@ class _Writers:
 def _host_step(
     program: Program, op: ops.OptimizerStep, state: State, writers: _Writers, index: int
 ) -> HostStep | None:
-    """The step at an index, whose gradient is at rest in host memory, or is copied down, and then perhaps widened.
+    """Return the step at an index, whose gradient is at rest on the host, or is copied down and maybe widened there.
 
-    ``state`` is the one that the update begins with. None where another op changes the gradient.
+    ``state`` is the entry state of the update. Return None where another op changes the gradient.
     """
     gradient, widened = op.grad, None
     changes = writers.of(gradient.buffer, index)
@@ -86,7 +86,7 @@ def _host_step(
 
 
 def _rounding(program: Program, casts: Sequence[ops.Cast], writers: _Writers) -> ops.Cast | None:
-    """The first of the casts of new master weights whose result is in a buffer of its own."""
+    """Return the first of the casts of new master weights whose result is in its own buffer."""
     for cast in casts:
         buffer = program.buffer_by_name[cast.destination.buffer]
         is_own = not buffer.is_persistent and cast.destination == whole(buffer)
@@ -96,7 +96,7 @@ def _rounding(program: Program, casts: Sequence[ops.Cast], writers: _Writers) ->
 
 
 def _is_on_host(op: ops.OptimizerStep, program: Program) -> bool:
-    """Whether the host updates elements that rest in its memory, one by one, and its states have 32 bits."""
+    """Return whether the host updates elements at rest in its memory, element by element, with states of 32 bits."""
     buffers = [program.buffer_by_name[region.buffer] for region in (op.param, *op.states)]
     is_by_element = op.algorithm.direction_dtype is None and not op.scales
     return is_by_element and all(
@@ -105,7 +105,7 @@ def _is_on_host(op: ops.OptimizerStep, program: Program) -> bool:
 
 
 def _complete(state: State, region: Region) -> FlatContent | None:
-    """The content of a region that a state describes as a complete gradient."""
+    """Return the content of a region that a state describes as a complete gradient."""
     for holding in state.holdings:
         if holding.region == region and holding.after is None:
             return rewrite.complete_gradient(holding)

@@ -1,10 +1,10 @@
 """The values that a forward saves for its backward, and those that the backward recomputes: a minimum cut.
 
-Every storage that the backward needs is either kept, at the price of its bytes, or computed again from others that are
-there. The cheapest choice is a minimum cut of a graph in which a storage is an edge with its bytes as capacity, and a
-cheap op a node that hands on what its operands are; among choices of equal bytes the one with the fewest ops wins. The
-network is that of PyTorch's ``min_cut_rematerialization_partition`` (torch/_functorch/partitioners.py), with the cost
-of computing in the network instead of in rules about it.
+Every storage that the backward needs is either saved, at the cost of its bytes, or recomputed from others that are
+available. The cheapest choice is a minimum cut of a graph in which a storage is an edge with its bytes as capacity, and
+a cheap op a node that connects its result to its operands; among choices of equal bytes the one with the fewest ops
+wins. The network is that of PyTorch's ``min_cut_rematerialization_partition`` (torch/_functorch/partitioners.py), with
+the cost of computing in the network instead of in separate rules.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ Source = FromBackward | FromInput | FromOutput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecutPair:
-    """The new segments, under the names of the old ones.
+    """The new segments, with the names of the old ones.
 
-    ``inputs`` and ``outputs`` are where those of the forward were before, None for a new output; ``sources`` is what
-    the inputs of the backward are.
+    ``inputs`` and ``outputs`` are the old positions of those of the forward, None for a new output; ``sources`` are the
+    sources of the inputs of the backward.
     """
 
     forward: Segment
@@ -71,7 +71,7 @@ class RecutPair:
 
 
 def choose(pair: SegmentPair) -> RecutPair | None:
-    """The choice that saves fewest bytes; None where nothing is to be computed once more."""
+    """Return the choice that saves the fewest bytes; None where nothing is to be recomputed."""
     storages = Storages(pair)
     computed = _computed(storages)
     if not computed and not _is_unread(pair):
@@ -80,7 +80,7 @@ def choose(pair: SegmentPair) -> RecutPair | None:
 
 
 def _is_unread(pair: SegmentPair) -> bool:
-    """Whether the forward has an output without a reader."""
+    """Return whether the forward has an output without a reader."""
     read = {need.value for need in pair.needs if need is not None}
     outputs = zip(pair.forward.outputs, pair.uses, strict=True)
     return any(use is Use.NOBODY and value not in read for value, use in outputs)
@@ -90,12 +90,12 @@ def _is_unread(pair: SegmentPair) -> bool:
 
 
 def _computed(storages: Storages) -> frozenset[int]:
-    """The storages to compute once more: those on the near side of the minimum cut that something needs."""
+    """Return the storages to recompute: those on the near side of the minimum cut that something needs."""
     graph = networkx.DiGraph()
     graph.add_nodes_from((_SOURCE, _SINK))
     wanted = [root for root in storages.wanted if not storages.is_there(root)]
     graph.add_edges_from((("kept", root), _SINK) for root in wanted)
-    # An op counts less than any byte, all of them together do.
+    # An op counts less than any byte, and so do all of them together.
     unit = 2 * len(storages.nodes) + 1
     pending, seen = list(wanted), set(wanted)
     while pending:
@@ -131,7 +131,7 @@ _SINK: Final = "sink"
 
 
 def _operands(storages: Storages, recipe: Recipe) -> list[int]:
-    """The storages that a recipe needs and that are not there anyway."""
+    """Return the storages that a recipe needs and that are not available anyway."""
     roots = dict.fromkeys(storages.place(value).root for value in recipe.uses)
     return [root for root in roots if not storages.is_there(root)]
 
@@ -144,7 +144,7 @@ _Key = tuple[str, int]
 
 
 class _Rewriter:
-    """Makes the segments of a choice."""
+    """Builds the segments of a choice."""
 
     def __init__(self, pair: SegmentPair, storages: Storages, computed: frozenset[int]) -> None:
         self._pair = pair
@@ -162,7 +162,7 @@ class _Rewriter:
         self._made: set[_Key] = set()
 
     def choice(self) -> RecutPair:
-        """The new segments."""
+        """Return the new segments."""
         forward, inputs = self._forward()
         return RecutPair(
             forward=forward,
@@ -175,7 +175,7 @@ class _Rewriter:
     # --------------------------------------------------------------------------------------------------- forward
 
     def _find_saved(self) -> frozenset[int]:
-        """The storages made by the forward that the new backward reads."""
+        """Return the storages computed by the forward that the new backward reads."""
         storages = self._storages
         used = {storages.place(v).root for root in self._computed for v in self._recipe(root).uses}
         return (
@@ -189,11 +189,11 @@ class _Rewriter:
 
     def _recipe(self, root: int) -> Recipe:
         recipe = self._storages.recipe(root)
-        assert recipe is not None  # Only what has one is computed.
+        assert recipe is not None  # Only a storage with a recipe is recomputed.
         return recipe
 
     def _find_ends(self) -> list[tuple[int, int | None]]:
-        """The new outputs of the forward, and where they were before."""
+        """Return the new outputs of the forward, and their old positions."""
         storages = self._storages
         ends: list[tuple[int, int | None]] = []
         for position, value in enumerate(self._pair.forward.outputs):
@@ -213,13 +213,13 @@ class _Rewriter:
         return sorted(ends, key=lambda end: (end[0], -1 if end[1] is None else end[1]))
 
     def _forward(self) -> Pruned:
-        """The forward with its new outputs, pruned to what they need, and the inputs that are left."""
+        """Return the forward with its new outputs, pruned to what they need, and the remaining inputs."""
         return prune(self._pair.forward, [value for value, _ in self._ends])
 
     # -------------------------------------------------------------------------------------------------- backward
 
     def _backward(self) -> Segment:
-        """The backward, in which each recomputed value stands before its first use."""
+        """Return the backward, in which each recomputed value precedes its first use."""
         old = self._pair.backward
         # Inputs that it still reads come first, in their old order.
         for value, need in enumerate(self._pair.needs):
@@ -230,7 +230,7 @@ class _Rewriter:
             self._add(node, keys, [("backward", first + i) for i in range(len(node.results))])
         ends = [self._old(value) for value in old.outputs]
         if not old.nodes:
-            # A call that repeats the forward takes what the forward takes in the same order.
+            # A call that repeats the forward takes the same arguments in the same order.
             self._sources = dict(sorted(self._sources.items(), key=_source_order))
         numbers = {key: i for i, key in enumerate(self._sources.values())}
         nodes: list[Node] = []
@@ -247,7 +247,7 @@ class _Rewriter:
         return measured(segment)
 
     def _old(self, value: int) -> _Key:
-        """A value of the old backward."""
+        """Return a value of the old backward."""
         old, storages = self._pair.backward, self._storages
         if value >= len(old.inputs):
             return ("backward", value)
@@ -262,13 +262,13 @@ class _Rewriter:
         return self._source(FromBackward(value), kind)
 
     def _looked_at(self, place: StorageView) -> _Key:
-        """A part of a storage that the forward makes."""
+        """Return a part of a storage that the forward computes."""
         if place.root not in self._computed:
             return self._source(FromOutput(self._positions[place.root], place.offset), place.kind)
         shown = self._storages.shown(place)
         if isinstance(shown, int):
             return self._forwards(shown)
-        assert shown is not None  # Else it would have no recipe.
+        assert shown is not None  # otherwise it would have no recipe
         shape, order = shown
         kind = TensorType(dtype=place.kind.dtype, shape=shape, stride=contiguous_stride(shape))
         viewed = self._between(
@@ -279,7 +279,7 @@ class _Rewriter:
         return self._between("aten.permute.default", (Ref(0), order), viewed, place.kind)
 
     def _forwards(self, value: int) -> _Key:
-        """A value of the forward, after what it is computed from; chains may be longer than Python's stack is deep."""
+        """Return a value of the forward, after its operands; chains may be longer than Python's stack is deep."""
         key: _Key | None = None
         stack = [self._making(value)]
         while stack:
@@ -291,11 +291,11 @@ class _Rewriter:
             else:
                 key = None
                 stack.append(self._making(operand))
-        assert key is not None  # The last that ended was the value's own.
+        assert key is not None  # The last one to end was the value's own.
         return key
 
     def _making(self, value: int) -> Generator[int, _Key | None, _Key]:
-        """Make a value of the forward: yields each value that it needs, is sent its key, and returns its own."""
+        """Compute a value of the forward: yield each value that it needs, receive its key, and return the own key."""
         storages = self._storages
         key = ("forward", value)
         if key in self._made:
@@ -326,7 +326,7 @@ class _Rewriter:
     def _adding(
         self, node: Node, given: Mapping[int, _Key], results: Sequence[_Key]
     ) -> Generator[int, _Key | None, None]:
-        """Add a node of the forward: yields each value that it needs but those given, and is sent its key."""
+        """Add a node of the forward: yield each value that it needs except those given, and receive its key."""
         keys = dict(given)
         for ref in node.refs():
             if ref.index not in given:
@@ -349,7 +349,7 @@ class _Rewriter:
 
 
 def _source_order(item: tuple[tuple[Source, TensorType], _Key]) -> tuple[int, int, int]:
-    """Inputs of the old backward first, then those of the forward, then what the forward yields, each in order."""
+    """Sort inputs of the old backward first, then those of the forward, then the forward's outputs, each in order."""
     match item[0][0]:
         case FromBackward(position=position):
             return 0, position, 0

@@ -1,23 +1,24 @@
 """The waits of a program, derived from the effects of its ops and from its bounds.
 
-A pass puts ops where they belong in program order, says on which stream each runs, and states bounds. It neither sees
-nor makes waits: the pass manager takes them out before a pass and derives them after it. ``derive_waits`` treats each
-section as if it were sequential, and lets an op wait for these earlier ops of other streams:
+A pass places ops in program order, chooses the stream of each, and states bounds. It neither sees nor creates waits:
+the pass manager removes them before a pass and derives them after it. ``derive_waits`` treats each section as if it
+were sequential, and lets an op wait for these earlier ops of other streams:
 
-* ops that touch a common region, where one of the two writes (allocating and releasing count as writing the whole
+* ops that access a common region, where one of the two writes (allocating and releasing count as writing the whole
   buffer);
 * for a collective, the last one on its communicator, and on each communicator over another axis;
-* for an ``alloc``, the ops that the program's bounds name (see ``zeroir.ir.bounds``).
+* for an ``alloc``, the ops that the program's bounds name (``zeroir.ir.bounds``).
 
-A wait is made only where nothing yet orders the two ops. Events are numbered in the order in which they are signalled.
+A wait is created only where nothing yet orders the two ops. Events are numbered in the order in which they are
+signalled.
 
 An ``alloc`` takes no time, but a buffer that begins before a wait may be live at the same time as the buffers of the
-ops that the wait is for. So each alloc is held back until an op of its stream first touches its buffer, and follows the
+ops that the wait is for. So each alloc is delayed until an op of its stream first uses its buffer, and follows the
 waits of that op.
 
 An event that is pending at the exit of a section keeps its name. The ops of all sections that signal an event which is
-pending at the entry count as earlier ops there, since each may be under way. Where no op signals it, nobody knows what
-its op touches, and the waits for it stay.
+pending at the entry count as earlier ops there, because each may still be running. Where no op signals it, the accesses
+of its op are unknown, and the waits for it are kept.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from zeroir.passes.common.conflicts import Touch, touches
 
 
 def without_waits(program: Program) -> Program:
-    """The program without the waits and events of its sections, but for events, and waits, that cross a boundary.
+    """Return the program without the waits and events of its sections, except events, and waits, that cross a boundary.
 
-    Of these, the waits for events that ops of the program signal are left out, too.
+    Of the latter, waits for events that ops of the program signal are also removed.
     """
     crossing = {p.event for section in program.sections for p in section.entry.pending}
     signalled = (
@@ -71,7 +72,7 @@ def _without_waits(section: Section, signalled: Set[str | None]) -> Section:
 
 
 def derive_waits(program: Program) -> Program:
-    """The program with the waits and events that its sections need, in the place of those that it has."""
+    """Return the program with the waits and events that its sections need, instead of its old ones."""
     program = without_waits(program)
     kinds = bounded_buffers(program.buffers, program.ops()) if program.bounds else {}
     crossing = _crossing_touches(program)
@@ -81,7 +82,7 @@ def derive_waits(program: Program) -> Program:
 
 
 def _crossing_touches(program: Program) -> Mapping[str, Sequence[Touch]]:
-    """The elements that the ops touch which signal each event that is pending at a boundary."""
+    """Return the elements accessed by the ops that signal each event that is pending at a boundary."""
     crossing: dict[str, list[Touch]] = {
         pending.event: [] for section in program.sections for pending in section.entry.pending
     }
@@ -92,7 +93,7 @@ def _crossing_touches(program: Program) -> Mapping[str, Sequence[Touch]]:
 
 
 class _EffectsOfOp(NamedTuple):
-    """An op, its effects, and the elements that it touches."""
+    """An op, its effects, and the elements that it accesses."""
 
     op: Op
     effects: Effects
@@ -100,7 +101,7 @@ class _EffectsOfOp(NamedTuple):
 
 
 def _with_held_allocs(section: Section, program: Program) -> Iterator[Wait | list[_EffectsOfOp]]:
-    """The ops in order, each behind the allocs that are held back for it."""
+    """Yield the ops in order, each after the allocs that are delayed for it."""
     leaving = {pending.event for pending in section.exit.pending}
     together: list[Wait | list[_EffectsOfOp]] = []
     touching: dict[str, list[_EffectsOfOp]] = {}
@@ -124,7 +125,7 @@ def _with_held_allocs(section: Section, program: Program) -> Iterator[Wait | lis
 
 @dataclass(slots=True)
 class _PlacedOp:
-    """An op already placed, or one that is pending at the entry; ``clock`` counts the ops done by its end."""
+    """An op already placed, or one that is pending at the entry; ``clock`` counts the ops done when it ends."""
 
     op: Op | None
     stream: int
@@ -147,7 +148,7 @@ class _BoundedReleases:
     def __init__(self) -> None:
         self._ranks: dict[int, int] = {}
         self._all: list[tuple[int, int]] = []
-        # Of each stream that begins such buffers, the releases that it has not waited for: it waits for each once.
+        # For each stream that begins such buffers, the releases that it has not waited for: it waits for each once.
         self._unordered: dict[int, list[tuple[int, int]]] = {}
 
     def add(self, group: int, index: int) -> None:
@@ -157,7 +158,7 @@ class _BoundedReleases:
             releases.append((rank, index))
 
     def needed(self, stream: int, ahead: int) -> list[int]:
-        """The releases that the stream must come after from now on: of all groups but the last ``ahead``."""
+        """Return the releases that the stream must follow from now on: those of all groups but the last ``ahead``."""
         limit = len(self._ranks) - ahead
         releases = self._unordered.get(stream, self._all)
         self._unordered[stream] = [release for release in releases if release[0] >= limit]
@@ -189,12 +190,12 @@ class _Derivation:
         self.kinds = kinds
         self.bounds = {bound.kind: bound for bound in program.bounds}
         self.groups: Iterator[int] = iter(groups(section.body, kinds).values() if kinds else ())
-        """The groups of the releases of bounded buffers that are still to come, in order."""
+        """The groups of the later releases of bounded buffers, in order."""
         self.releases = {kind: _BoundedReleases() for kind in self.bounds}
         self.open: dict[BoundKind, int] = dict.fromkeys(self.bounds, 0)
-        """How many buffers of each kind have begun, and are released further below."""
+        """How many buffers of each kind have begun and are released later."""
         self.last_op: dict[int, int] = {}
-        """For each stream its last op that is no alloc."""
+        """For each stream its last op that is not an alloc."""
 
     def run(self) -> Section:
         entry = self.section.entry
@@ -216,7 +217,7 @@ class _Derivation:
     # ------------------------------------------------------------------------------------------------ placing ops
 
     def _place(self, group: Sequence[_EffectsOfOp]) -> None:
-        """Place an op and the allocs held back for it, behind what any of them must wait for."""
+        """Place an op and the allocs delayed for it, after everything that any of them must wait for."""
         stream = self.clocks.numbers[group[-1].effects.stream]
         needed = set(self.kept_waits.pop(stream, ()))
         for step in group:
@@ -247,7 +248,7 @@ class _Derivation:
         return len(self.issued) - 1
 
     def _add_needed(self, step: _EffectsOfOp, stream: int, needed: set[int]) -> None:
-        """Add the ops that this one must come after, leaving out those that conflict but are known to be done."""
+        """Add the ops after which this one must run, except those that conflict but are known to be done."""
         issued, clock = self.issued, self.clocks.done[stream]
         for buffer, start, stop, is_write in step.touched:
             accesses = self.accesses.get(buffer)
@@ -276,7 +277,7 @@ class _Derivation:
                 self.open[kind] += 1
 
     def _bounding(self, kind: BoundKind, stream: int) -> Sequence[int]:
-        """The ops that a buffer of this kind may begin only after."""
+        """Return the ops after which a buffer of this kind may begin."""
         match self.bounds.get(kind):
             case None:
                 return ()
@@ -297,10 +298,10 @@ class _Derivation:
             if accesses is None:
                 accesses = self.accesses[buffer] = _Accesses()
             if not is_write:
-                # Whatever comes after the last read of a stream comes after those before it.
+                # Ops after the last read of a stream are also after its earlier ones.
                 accesses.reads[start, stop, stream] = index
                 continue
-            # An op that follows a write also follows its predecessors, so the accesses that it covers can be forgotten.
+            # An op that follows a write also follows its predecessors, so the accesses that it covers can be discarded.
             if accesses.writes:
                 accesses.writes = [
                     write for write in accesses.writes if write[0] < start or stop < write[1]
@@ -340,7 +341,7 @@ class _Derivation:
     # ------------------------------------------------------------------------------------------------------ names
 
     def _named(self) -> tuple[Op, ...]:
-        """The body with events numbered in order of signalling, and only those that an op waits for."""
+        """Return the body with events numbered in order of signalling, and only those that an op waits for."""
         fixed = {p.event for p in (*self.section.entry.pending, *self.section.exit.pending)}
         waited = {op.waited for op in self.body if isinstance(op, Wait)}
         numbers = (str(number) for number in range(len(self.issued) + len(fixed) + 1))

@@ -13,7 +13,7 @@ from zeroir.ir.program import SHARD_ALIGNMENT_NUMEL, Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStates:
-    """The states that one step changes: their buffers in the order of the op, and the elements that they are of.
+    """The states that one step changes: their buffers in the order of the op, and the elements that they belong to.
 
     Each buffer has ``numel`` elements, or one for each few of them. ``aligned_bytes`` are those of 256 elements.
     """
@@ -39,12 +39,12 @@ class StepStates:
         return self.size_bytes // (self.numel // SHARD_ALIGNMENT_NUMEL)
 
     def elements(self, index: int, start: int, stop: int) -> tuple[int, int]:
-        """The elements of a buffer that belong to elements ``[start, stop)`` of the flat, multiples of 256."""
+        """Return the elements of a buffer that belong to elements ``[start, stop)`` of the flat, multiples of 256."""
         share = self.numel // self.numels[index]
         return start // share, stop // share
 
     def page_numels(self, numel: int) -> Mapping[DType, int]:
-        """How many elements of each dtype a page of ``numel`` elements has."""
+        """Return how many elements of each dtype a page of ``numel`` elements has."""
         numels: dict[DType, int] = {}
         for index, dtype in enumerate(self.dtypes):
             start, stop = self.elements(index, 0, numel)
@@ -61,12 +61,12 @@ class PagedStates:
     host_numel: int
 
     def pages(self) -> Iterator[tuple[int, int]]:
-        """The elements of each page."""
+        """Yield the elements of each page."""
         for start in range(0, self.host_numel, self.page_numel):
             yield start, min(start + self.page_numel, self.host_numel)
 
     def homes(self, program: Program) -> Mapping[str, tuple[Buffer, ...]]:
-        """The buffers in which each state rests, by the name of the one in which it rested."""
+        """Return the buffers of each state at rest, by the name of its former buffer."""
         homes: dict[str, tuple[Buffer, ...]] = {}
         for index, name in enumerate(self.states.buffers):
             buffer = program.buffer_by_name[name]
@@ -79,11 +79,11 @@ class PagedStates:
         return homes
 
     def resident(self, name: str) -> str:
-        """The buffer with what rests on the device of the state that rested in a buffer."""
+        """Return the buffer of the device's part of the state of a buffer."""
         return f"{name}.resident" if self.host_numel else name
 
     def resident_region(self, index: int) -> Region:
-        """What rests on the device of one of the states."""
+        """Return the device's part of one of the states."""
         start, stop = self.states.elements(index, self.host_numel, self.states.numel)
         return Region(
             buffer=self.resident(self.states.buffers[index]), offset=0, numel=stop - start
@@ -91,7 +91,7 @@ class PagedStates:
 
 
 def _cut(buffer: Buffer, start: int, stop: int, name: str, space: Space) -> Buffer:
-    """Elements ``[start, stop)`` of a buffer as one that rests in a space."""
+    """Return elements ``[start, stop)`` of a buffer as a buffer at rest in a space."""
     holds = buffer.holds
     assert isinstance(holds, FlatContent)
     is_part = holds.shard is not None and stop - start < buffer.numel

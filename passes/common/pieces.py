@@ -1,10 +1,10 @@
-"""Ops on large buffers in pieces: what each op does to a flat is done piece by piece, all ops to one piece at a time.
+"""Ops on large buffers in pieces: a sequence of ops on a flat runs piece by piece, all its ops on one piece at a time.
 
-Ops that change or copy elements one by one may be cut anywhere, as far as their kernels round alike: at multiples of
-4096 elements, which are also whole pages. Ops that follow one another on the same elements, such as an optimizer step,
-the moving average and the rounding of the new parameters, form a *chain*: for each piece they stand together, so that a
-temporary copy of the piece serves them all. Allocs that stand within a chain come before it, and whatever else stands
-there before or after it, unless that would change what the ops do: then the chain ends.
+Ops that change or copy elements one by one may be split anywhere, as far as their kernels round in the same way: at
+multiples of 4096 elements, which are also whole pages. Consecutive ops on the same elements, such as an optimizer step,
+the moving average and the rounding of the new parameters, form a *chain*: for each piece they are together, so that one
+temporary copy of the piece is enough. Allocs within a chain are moved before it, and all other ops there before or
+after it, unless that would change what the ops do: then the chain ends.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ PIECE_ALIGNMENT_NUMEL: Final = 4096
 """Pieces have a multiple of so many elements: whole pages of any dtype, and whole vectors of any kernel."""
 
 Divisible = ops.Cast | ops.OptimizerStep | ops.Average | ops.ToHost | ops.ToDevice
-"""Ops that treat each element by itself, but for optimizers that work on whole parameters."""
+"""Ops that process each element separately, except for optimizers that work on whole parameters."""
 
 
 def in_pieces(program: Program, homes: Collection[str], piece_numel: int) -> Program:
-    """The program with ops that use these buffers in pieces of at most ``piece_numel`` elements.
+    """Return the program with ops that use these buffers in pieces of at most ``piece_numel`` elements.
 
-    Ops on slices, which only the ranks together have whole, stay as they are.
+    Ops on slices, of which only the ranks together have all, are not changed.
     """
     return rewrite.map_sections(
         program,
@@ -43,7 +43,7 @@ def in_pieces(program: Program, homes: Collection[str], piece_numel: int) -> Pro
 
 @dataclass(slots=True)
 class _Chain:
-    """Ops on the same elements, and the ops between them that come before or after all of them."""
+    """Ops on the same elements, and the ops between them that are moved before or after all of them."""
 
     program: Program
     ops: list[Divisible] = field(default_factory=list)
@@ -53,11 +53,11 @@ class _Chain:
     """One past the last op of the section that belongs to the chain."""
 
     def elements(self) -> Mapping[str, Region]:
-        """The region of each buffer that the ops use element by element."""
+        """Return the region of each buffer that the ops use element by element."""
         return {region.buffer: region for op in self.ops for region in _elements(op)}
 
     def takes(self, op: Divisible) -> bool:
-        """Whether an op uses the elements of the chain, and each buffer of it alike."""
+        """Return whether an op uses the elements of the chain, with the same region of each common buffer."""
         own = self.elements()
         regions = _elements(op)
         is_alike = all(own.get(region.buffer, region) == region for region in regions)
@@ -88,7 +88,7 @@ def _body_in_pieces(
 def _chain(
     body: Sequence[Op], start: int, program: Program, homes: Collection[str], piece_numel: int
 ) -> _Chain:
-    """The chain that begins with an op."""
+    """Return the chain that begins with an op."""
     first = body[start]
     assert isinstance(first, Divisible)
     chain = _Chain(program, ops=[first], stop=start + 1)
@@ -117,7 +117,7 @@ def _chain(
 
 
 def _is_divided(op: Op, homes: Collection[str], piece_numel: int) -> bool:
-    """Whether an op uses so many elements of one of the buffers that it must be cut, and may be."""
+    """Return whether an op uses so many elements of one of the buffers that it must be split, and may be."""
     if not isinstance(op, Divisible):
         return False
     if isinstance(op, ops.OptimizerStep) and op.algorithm.direction_dtype is not None:
@@ -133,7 +133,7 @@ def _is_divided(op: Op, homes: Collection[str], piece_numel: int) -> bool:
 
 
 def _elements(op: Divisible) -> list[Region]:
-    """The regions that an op uses element by element, all of one size."""
+    """Return the regions that an op uses element by element, all of one size."""
     regions: list[Region] = []
     for name in op.same_elements:
         value = getattr(op, name)
@@ -142,7 +142,7 @@ def _elements(op: Divisible) -> list[Region]:
 
 
 def _piece(op: Divisible, start: int, stop: int) -> Op:
-    """The op on elements ``[start, stop)`` of its regions, and on the scales of their blocks."""
+    """Return the op on elements ``[start, stop)`` of its regions, and on the scales of their blocks."""
     regions = set(_elements(op))
     scales: set[Region] = set()
     block_numel = 1

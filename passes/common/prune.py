@@ -11,14 +11,14 @@ from zeroir.workspace.segments import eager_workspace
 
 
 class Pruned(NamedTuple):
-    """A pruned segment, under its old name, and the positions of the old inputs that it still takes."""
+    """A pruned segment, with its old name, and the positions of the old inputs that it still takes."""
 
     segment: Segment
     inputs: tuple[int, ...]
 
 
 def prune(segment: Segment, outputs: Sequence[int]) -> Pruned:
-    """The segment that yields these of its values, given by their numbers; its nodes keep their order."""
+    """Return the segment that returns these of its values, given by number; its nodes keep their order."""
     needed = set(outputs)
     stop = len(segment.inputs) + sum(len(node.results) for node in segment.nodes)
     needed_nodes: list[tuple[int, Node]] = []
@@ -42,7 +42,7 @@ def prune(segment: Segment, outputs: Sequence[int]) -> Pruned:
 
 
 def renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
-    """The node on the same values under their new numbers."""
+    """Return the node on the same values with their new numbers."""
     return replace(
         node,
         args=tuple(_renumbered_arg(arg, numbers) for arg in node.args),
@@ -51,7 +51,7 @@ def renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
 
 
 def measured(segment: Segment) -> Segment:
-    """The segment with the eager workspace that it needs now."""
+    """Return the segment with the eager workspace that it needs now."""
     return replace(segment, workspace_bytes=(("eager", eager_workspace(segment).most_bytes),))
 
 

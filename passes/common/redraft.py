@@ -1,6 +1,6 @@
-"""Programs with their sections redrafted, as `select-saved` and `recompute` do.
+"""Programs with redrafted sections, for `select-saved` and `recompute`.
 
-Equal bodies are drafted once and equal pairs of segments cut once, and the segments that result are named.
+Equal bodies are drafted once and equal pairs of segments cut once, and the resulting segments are named.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zeroir.passes.common.section_draft import SectionDraft
 from zeroir.passes.common.storages import SegmentPair
 
 RECOMPUTE: Final = ".recompute"
-"""The suffix of the names of segments that compute values again before a backward."""
+"""The suffix of the names of segments that recompute values before a backward."""
 
 
 class Choices:
@@ -31,13 +31,13 @@ class Choices:
         self._digests: dict[int, tuple[Segment, str]] = {}
 
     def digest(self, segment: Segment) -> str:
-        """The segment's digest; the segment is kept, so that its identity tells it."""
+        """Return the segment's digest; the segment is kept alive, so that its id identifies it."""
         if id(segment) not in self._digests:
             self._digests[id(segment)] = (segment, segment.digest())
         return self._digests[id(segment)][1]
 
     def choose(self, pair: SegmentPair) -> RecutPair | None:
-        """The best choice for a pair; None where the pair is best as it is."""
+        """Return the best choice for a pair; None where it should not change."""
         rest = (pair.leaves, pair.is_parameter, pair.uses, pair.needs, pair.computes_all)
         key = (self.digest(pair.forward), self.digest(pair.backward), *rest)
         if key not in self._recut:
@@ -46,7 +46,7 @@ class Choices:
 
 
 def redraft(program: Program, change: Callable[[SectionDraft, Choices], None]) -> Program:
-    """The program with its sections changed; those of equal bodies are changed once."""
+    """Return the program with its sections changed; those of equal bodies are changed once."""
     choices = Choices()
     drafts: dict[tuple[Op, ...], SectionDraft] = {}
     for section in program.sections:
@@ -74,14 +74,14 @@ def redraft(program: Program, change: Callable[[SectionDraft, Choices], None]) -
 
 
 def _key(segment: Segment, choices: Choices) -> tuple[bool, str]:
-    """The key by which segments are told apart: whether they compute values once more, and their digest."""
+    """Return the key that distinguishes segments: whether they recompute values, and their digest."""
     return RECOMPUTE in segment.name, choices.digest(segment)
 
 
 def _named(
     program: Program, drafts: Iterable[SectionDraft], choices: Choices
 ) -> Mapping[tuple[bool, str], Segment]:
-    """The segments that are called, in the order of their first calls, each with a name of its own."""
+    """Return the segments that are called, in the order of their first calls, each with its own name."""
     called: dict[tuple[bool, str], Segment] = {}
     for draft in drafts:
         for _, call in sorted(draft.calls.items(), key=lambda item: item[0]):
@@ -103,5 +103,5 @@ def _named(
 
 
 def _begun(sections: Iterable[Section]) -> set[str]:
-    """The buffers that sections allocate."""
+    """Return the buffers that sections allocate."""
     return {op.buffer for section in sections for op in section.body if isinstance(op, ops.Alloc)}

@@ -1,7 +1,7 @@
-"""Give a logical program, made for one device, to the ranks of a mesh axis: flats grow to a multiple of their number.
+"""Moves a logical program, made for one device, to the ranks of a mesh axis: flats grow to a multiple of their number.
 
-Parameters keep their offsets; only the zeros at the end of a flat grow. Every buffer in a flat's coordinates, and
-every op that names such a buffer as a whole, grows with it; what compute ops name, parameters, does not move.
+Parameters keep their offsets; only the zeros at the end of a flat grow. Every buffer in a flat's coordinates, and every
+op that names such a buffer as a whole, grows with it; the parameters that compute ops name do not move.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zeroir.passes.common import rewrite
 
 
 def resize(program: Program, axis: Axis) -> Program:
-    """The logical program on a mesh of one axis, every rank doing the same."""
+    """Return the logical program on a mesh of one axis, with every rank doing the same."""
     flats = {
         flat.name: replace(flat, padded_numel=padded_numel(used_numel(flat), axis.size))
         for flat in program.flats

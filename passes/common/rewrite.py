@@ -1,6 +1,6 @@
 """Shared rewriting of programs: change the regions of ops, insert ops, find the contents of buffers.
 
-Everything here returns new values; programs are never changed in place.
+All functions return new values; programs are never changed in place.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Change = Callable[[Region], Region]
 
 
 def map_regions(op: Op, change: Change) -> Op:
-    """The op with every region it names changed; buffers that it allocates or releases stay."""
+    """Return the op with every region that it names changed; buffers that it allocates or releases are kept."""
     return op if isinstance(op, ops.Memory | ops.Wait) else _mapped(op, change)
 
 
 def _mapped(value: D, change: Change) -> D:
-    """An op, or a dataclass inside one, with every region in it changed."""
+    """Return an op, or a dataclass inside one, with every region in it changed."""
     kind = type(value)
     values: dict[str, Any] = {
         name: _map_value(getattr(value, name), change) if has_regions else getattr(value, name)
@@ -67,23 +67,23 @@ def _map_value(value: object, change: Change) -> object:
 
 @cache
 def _fields_and_regions(kind: type) -> tuple[tuple[str, bool], ...]:
-    """The fields of an op class, or of a dataclass inside one, and whether there are regions in them."""
+    """Return the fields of an op class, or of a dataclass inside one, and whether there are regions in them."""
     with_regions = {operand.field.name for operand in operands(kind)}
     return tuple((field.name, field.name in with_regions) for field in op_fields(kind))
 
 
 def map_state(state: State, change: Change) -> State:
-    """The state with the regions of its holdings changed."""
+    """Return the state with the regions of its holdings changed."""
     return replace(
         state, holdings=tuple(replace(h, region=change(h.region)) for h in state.holdings)
     )
 
 
 def as_shard(region: Region, size: int) -> Region:
-    """The region of a full buffer, once the buffer holds only this rank's 1/``size`` of it.
+    """Return the region of a full buffer after the buffer was reduced to this rank's 1/``size`` of it.
 
-    Only the whole of the full buffer and this rank's slice of it have a place; both become the whole shard, and a part
-    of the slice a part of the shard.
+    Only the whole full buffer and this rank's slice of it are possible; both become the whole shard, and a part of the
+    slice a part of the shard.
     """
     if region.offset != 0 or region.numel % size:
         raise InternalError(
@@ -95,7 +95,7 @@ def as_shard(region: Region, size: int) -> Region:
 
 
 def is_whole(region: Region, program: Program) -> bool:
-    """Whether the region is a whole buffer, seen in full or as this rank's slice of it."""
+    """Return whether the region is a whole buffer, or this rank's slice of a whole buffer."""
     return region.offset == 0 and region.numel == program.buffer_by_name[region.buffer].numel
 
 
@@ -109,9 +109,9 @@ def insert(
     after: Mapping[int, Sequence[Op]] | None = None,
     without: Collection[int] = (),
 ) -> tuple[Op, ...]:
-    """The body with ops put before and after the op at each index, and without the ops at some indices.
+    """Return the body with ops inserted before and after the op at each index, and without the ops at some indices.
 
-    ``before[len(body)]`` goes to the end.
+    ``before[len(body)]`` is inserted at the end.
     """
     inserted: list[Op] = []
     for index, op in enumerate(body):
@@ -124,13 +124,13 @@ def insert(
 
 
 def used_buffers(op: Op) -> frozenset[str]:
-    """Buffers whose elements the op reads or writes; allocating and releasing is no use."""
+    """Return buffers whose elements the op reads or writes; allocating and releasing do not count."""
     effect = effects(op)
     return frozenset(r.buffer for r in (*effect.reads, *effect.writes, *effect.accumulates))
 
 
 def map_sections(program: Program, change: Callable[[Section], Section]) -> Program:
-    """The program with every section changed."""
+    """Return the program with every section changed."""
     return replace(program, sections=tuple(change(section) for section in program.sections))
 
 
@@ -138,7 +138,7 @@ def map_sections(program: Program, change: Callable[[Section], Section]) -> Prog
 
 
 def claimed_name(name: str, taken: set[str]) -> str:
-    """This name, with underscores behind it where it is ``taken``; the result is taken from now on."""
+    """Return this name, followed by underscores where it is ``taken``; add the result to ``taken``."""
     while name in taken:
         name += "_"
     taken.add(name)
@@ -146,13 +146,13 @@ def claimed_name(name: str, taken: set[str]) -> str:
 
 
 def with_streams(streams: tuple[Stream, ...], used: Collection[str]) -> tuple[Stream, ...]:
-    """The streams, with those that are used and not among them."""
+    """Return the streams, and those that are used but not among them."""
     declared = {stream.name for stream in streams}
     return (*streams, *(s for s in STREAMS if s.name in used and s.name not in declared))
 
 
 def replace_buffers(program: Program, changed: Mapping[str, Sequence[Buffer]]) -> Program:
-    """The program with each buffer named replaced, in its place, by those given."""
+    """Return the program with each named buffer replaced, at its place, by those given."""
     buffers: list[Buffer] = []
     for buffer in program.buffers:
         buffers.extend(changed.get(buffer.name, (buffer,)))
@@ -160,7 +160,7 @@ def replace_buffers(program: Program, changed: Mapping[str, Sequence[Buffer]]) -
 
 
 def sharded(buffer: Buffer, axis: str, size: int, *, reduced: tuple[str, ...] = ()) -> Buffer:
-    """The buffer as this rank's shard of it; ``reduced`` names the axes that its gradient is summed over."""
+    """Return this rank's shard of the buffer; ``reduced`` names the axes over which its gradient is summed."""
     holds = buffer.holds
     if isinstance(holds, FlatContent):
         holds = replace(holds, shard=axis, reduced=reduced)
@@ -168,7 +168,7 @@ def sharded(buffer: Buffer, axis: str, size: int, *, reduced: tuple[str, ...] = 
 
 
 def param_buffers(program: Program) -> Mapping[str, Flat]:
-    """The persistent buffers that hold parameters, and the flat of each."""
+    """Return the persistent buffers that hold parameters, and the flat of each."""
     return {
         buffer.name: program.flat_by_name[buffer.holds.flat]
         for buffer in program.buffers
@@ -177,7 +177,7 @@ def param_buffers(program: Program) -> Mapping[str, Flat]:
 
 
 def contributed_buffers(program: Program) -> Mapping[str, Flat]:
-    """The buffers into which compute ops put gradients, and the flat of each."""
+    """Return the buffers to which compute ops write gradients, and the flat of each."""
     flats: dict[str, Flat] = {}
     for op in program.ops():
         if isinstance(op, ops.Compute):
@@ -189,7 +189,7 @@ def contributed_buffers(program: Program) -> Mapping[str, Flat]:
 
 
 def content_of(region: Region, program: Program) -> FlatContent:
-    """The content of a region of a persistent buffer that rests with elements of a flat."""
+    """Return the content of a region of a persistent buffer whose resting content is elements of a flat."""
     holds = program.buffer_by_name[region.buffer].holds
     if not isinstance(holds, FlatContent):
         raise InternalError(f"%{region.buffer} does not rest with elements of a flat")
@@ -197,7 +197,7 @@ def content_of(region: Region, program: Program) -> FlatContent:
 
 
 def complete_gradient(holding: Holding) -> FlatContent | None:
-    """The content of the region, if it is the gradient of all micro-steps."""
+    """Return the content of the region, if it is the gradient of all micro-steps."""
     match holding.content:
         case FlatContent(quantity="grad", micro=Micro.ALL) as content:
             return content
@@ -206,7 +206,7 @@ def complete_gradient(holding: Holding) -> FlatContent | None:
 
 
 def complete_gradients(section: Section) -> Mapping[str, FlatContent]:
-    """The gradients that a section leaves complete, by buffer."""
+    """Return the gradients that are complete at the exit of a section, by buffer."""
     return {
         holding.region.buffer: content
         for holding in section.exit.holdings
@@ -215,17 +215,20 @@ def complete_gradients(section: Section) -> Mapping[str, FlatContent]:
 
 
 def on_more_ranks(op: ops.Decide, times: int, program: Program) -> ops.Decide:
-    """The decision on ``times`` as many ranks; the weights of micro-batches are summed over ranks themselves."""
+    """Return the decision for ``times`` as many ranks.
+
+    The weights of micro-batches are summed over ranks separately.
+    """
     return op if program.weight is not None else replace(op, divisor=op.divisor * times)
 
 
 def flat_of_buffer(program: Program) -> Mapping[str, Flat]:
-    """The flat whose coordinates each full-sized buffer uses: by what it holds, or by the ops that link it to one.
+    """Return the flat whose coordinates each full-sized buffer uses: by its content, or by the ops that link it to one.
 
-    Sections say what parameters compute ops read and what gradients they contribute; casts, transfers and optimizer
-    steps carry one element to the element of the same number. So temporaries need no naming convention. A buffer that
-    is linked to several flats, such as a slot that they use in turn, has no home. Scales of a flat's blocks count as
-    full-sized, although they are fewer: they are cut as the flat is, whose shards cut no block.
+    Sections say what parameters compute ops read and to what gradients they contribute; casts, transfers and optimizer
+    steps map each element to the element of the same index. So temporaries need no naming convention. A buffer that is
+    linked to several flats, such as a slot that they use in turn, has no home. Scales of a flat's blocks count as
+    full-sized, although they are fewer: they are sharded like the flat, whose shards split no block.
     """
     stated: dict[str, Flat] = {
         buffer.name: program.flat_by_name[buffer.holds.flat]
@@ -235,7 +238,7 @@ def flat_of_buffer(program: Program) -> Mapping[str, Flat]:
     stated.update(contributed_buffers(program))
     links = networkx.Graph()
     for op in program.ops():
-        # A page holds elements of one flat after another.
+        # A page contains elements of one flat after another.
         names = [name for name in _linked(op) if program.buffer_by_name[name].role is not Role.PAGE]
         networkx.add_path(links, names)
     flats = dict(stated)
@@ -252,13 +255,13 @@ def flat_of_buffer(program: Program) -> Mapping[str, Flat]:
 
 
 def full_numel(buffer: Buffer, flat: Flat) -> int:
-    """The elements of a buffer for all of a flat: one for each element of the flat, or for each block of them."""
+    """Return the elements of a buffer for all of a flat: one for each element of the flat, or for each block."""
     block = block_numel(buffer.holds.quantity) if isinstance(buffer.holds, FlatContent) else 1
     return -(-flat.padded_numel // block)
 
 
 def _linked(op: Op) -> tuple[str, ...]:
-    """The buffers that an op uses element for element, none where it does not."""
+    """Return the buffers that an op uses element by element, none where it does not."""
     names: list[str] = []
     for field in op.same_elements:
         regions = getattr(op, field)
@@ -267,7 +270,10 @@ def _linked(op: Op) -> tuple[str, ...]:
 
 
 def gap_fills(flat: Flat, buffer: str, stream: str) -> tuple[ops.Fill, ...]:
-    """Zero what lies between and after the parameters of a flat; all of it at once where there are many gaps."""
+    """Return ops that zero the gaps between and after a flat's parameters.
+
+    Where there are many, one op for the whole.
+    """
     gaps: list[tuple[int, int]] = []
     stop = 0
     for slot in sorted(flat.slots, key=lambda slot: slot.offset):

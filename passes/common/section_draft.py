@@ -1,7 +1,7 @@
 """A section whose calls change: the values that forwards save and backwards read, and inserted calls.
 
-A draft knows for every buffer that one call fills which ops read it. When the calls are as they should be, it gives
-the section's ops: a buffer begins before the call that fills it and ends after the last op that reads it.
+A draft knows for every buffer that one call fills which ops read it. When all changes are made, it returns the
+section's ops: a buffer begins before the call that fills it and ends after the last op that reads it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CallPosition(NamedTuple):
 
 @dataclass(slots=True)
 class DraftCall:
-    """A compute op, with the segment that it calls now; the name of a new segment is a wish."""
+    """A compute op, with the segment that it now calls; the name of a new segment may still change."""
 
     op: Compute
     segment: Segment
@@ -76,51 +76,54 @@ class SectionDraft:
         }
         self._filled = frozenset(self.buffers)
         self._delayed: dict[str, str] = {}
-        """The buffer that holds what a persistent one is to hold once it has been read for the last time."""
+        """The buffer with the new content of a persistent one until that has been read for the last time."""
         self._backward = CallPosition(self.view.backward.start)
 
     # --------------------------------------------------------------------------------------------------- questions
 
     def is_late(self, position: CallPosition) -> bool:
-        """Whether an op stands after the one that makes the loss."""
+        """Return whether an op is after the one that computes the loss."""
         return position >= CallPosition(self._backward.op, is_own=False)
 
     def late_readers(self, name: str) -> set[CallPosition]:
-        """The ops after the loss that read a buffer that one call fills."""
+        """Return the ops after the loss that read a buffer that one call fills."""
         return {reader for reader in self.buffers[name].readers if self.is_late(reader)}
 
     def filled_by(self, destination: Destination | None) -> DraftBuffer | None:
-        """The buffer that a result goes to, where it is one that this result fills."""
+        """Return the buffer of a result, where only this result fills it."""
         return None if destination is None else self.buffers.get(destination.view.region.buffer)
 
     def unit(self, position: CallPosition) -> str | None:
-        """The unit of a call; None for another op."""
+        """Return the unit of a call; None for another op."""
         return self.calls[position].op.unit if position in self.calls else None
 
     def before(self, reader: CallPosition, forward: CallPosition) -> CallPosition:
-        """The position for a repeated forward whose results an op reads: before the buffers that begin for that op."""
+        """Return the position of a repeated forward whose results an op reads: before the op's own allocs."""
         index = reader.op
         while reader.is_own and isinstance(self._body[index - 1], ops.Alloc | ops.Fill):
             index -= 1
         return CallPosition(index, is_own=False, order=forward.op)
 
     def leaf_bytes(self, name: str, forward: CallPosition, at: CallPosition) -> int | None:
-        """The bytes that keep an input of a forward, other than a parameter, for a later op; None if impossible."""
+        """Return the bytes needed to keep an input of a forward, except parameters, for a later op.
+
+        None if impossible.
+        """
         if name in self.buffers:
             return 0 if self.late_readers(name) else self.buffers[name].buffer.size_bytes
-        # A persistent buffer is there in the backward, but with another content if the step has changed it.
+        # A persistent buffer exists in the backward, but with another content if the step has changed it.
         is_there = self._program.buffer_by_name[name].is_persistent
         return 0 if is_there and not self.is_changed_between(name, forward, at) else None
 
     def is_changed_between(self, name: str, forward: CallPosition, at: CallPosition) -> bool:
-        """Whether a persistent buffer is written from a forward on, before a later op."""
+        """Return whether a persistent buffer is written between a forward and a later op."""
         if name in self.buffers:
             return False
         writers = self.view.writers.get(name, ())
         return any(forward <= CallPosition(writer) < at for writer in writers)
 
     def use(self, destination: Destination | None, besides: Collection[CallPosition]) -> Use:
-        """The readers of a result of a forward, apart from these backwards."""
+        """Return the readers of a result of a forward, apart from these backwards."""
         filled = self.filled_by(destination)
         if filled is None:
             return Use.OTHERS
@@ -130,7 +133,7 @@ class SectionDraft:
         return Use.OTHERS if further_readers else Use.NOBODY
 
     def is_delayable(self, name: str) -> bool:
-        """Whether one op replaces what a persistent buffer holds, and no op reads it afterwards."""
+        """Return whether one op replaces the content of a persistent buffer, and no op reads it afterwards."""
         writers = self.view.writers[name]
         op = self._body[writers[0]]
         if len(writers) > 1 or not isinstance(op, Compute):
@@ -146,9 +149,9 @@ class SectionDraft:
     def recut_forward(
         self, forward: CallPosition, recut: RecutPair
     ) -> Sequence[Destination | None]:
-        """Let a forward yield what was chosen; returns where its outputs go.
+        """Make a forward return the chosen values; return the destinations of its outputs.
 
-        The buffers of outputs that were dropped are gone, and so is a call without outputs; new outputs have buffers.
+        The buffers of dropped outputs are removed, and so is a call without outputs; new outputs have buffers.
         """
         op = self.calls[forward].op
         destinations: list[Destination | None] = []
@@ -193,7 +196,7 @@ class SectionDraft:
         arguments: Sequence[Argument],
         destinations: Sequence[Destination | None],
     ) -> None:
-        """Let a call be of another segment; which buffers it reads changes with it."""
+        """Make a call use another segment; update the readers of buffers accordingly."""
         call = self.calls[position]
         for argument in call.op.arguments:
             if (filled := self.buffers.get(argument.view.region.buffer)) is not None:
@@ -205,7 +208,7 @@ class SectionDraft:
         call.op = replace(call.op, arguments=tuple(arguments), destinations=tuple(destinations))
 
     def redirect(self, position: CallPosition, buffer: str, region: Region) -> None:
-        """Let a call read another region in the place of a buffer."""
+        """Make a call read another region instead of a buffer."""
         op, segment = self.calls[position].op, self.calls[position].segment
         arguments = [
             _moved(read, region) if read.view.region.buffer == buffer else read
@@ -214,14 +217,14 @@ class SectionDraft:
         self.call(position, segment, arguments, op.destinations)
 
     def insert(self, position: CallPosition, op: Compute, segment: Segment) -> None:
-        """Add a call. The buffers that it fills are called as they were where no other call fills them."""
+        """Add a call. The buffers that it fills keep their names where no other call fills them."""
         self.calls[position] = DraftCall(replace(op, arguments=(), event=None), segment)
         self.call(position, segment, op.arguments, op.destinations)
 
     def fill(self, name: str, writer: CallPosition, output: int) -> str:
-        """Begin a buffer that a new call fills, as large as one of the program; returns its name.
+        """Begin a buffer that a new call fills, as large as one of the program; return its name.
 
-        It has the name of that buffer, unless another call fills it still.
+        It has the name of that buffer, unless another call still fills it.
         """
         stem = f"{name}.again"
         own = self._free_name(chain((stem,), (f"{stem}.{i}" for i in count(1))))
@@ -231,7 +234,7 @@ class SectionDraft:
         return free
 
     def delay(self, name: str, reader: CallPosition) -> None:
-        """Let a persistent buffer change only after an op that reads its old content."""
+        """Delay the change of a persistent buffer until after an op that reads its old content."""
         if name not in self._delayed:
             stem = f"{name}.new"
             new = self._free_name(chain((stem,), (f"{stem}.{i}" for i in count(1))))
@@ -256,7 +259,7 @@ class SectionDraft:
     # ------------------------------------------------------------------------------------------------- the result
 
     def roles(self) -> Mapping[str, Buffer]:
-        """The buffers that forwards and new calls fill; what a forward leaves to a backward has the role ``saved``."""
+        """Return the buffers that forwards and new calls fill; those that a backward reads have the role ``saved``."""
         filled: dict[str, Buffer] = {}
         for name, item in self.buffers.items():
             is_early = not self.is_late(item.writer)
@@ -270,7 +273,7 @@ class SectionDraft:
         return filled
 
     def ops(self, name_of: Callable[[Segment], str]) -> Iterator[Op]:
-        """The ops, with the calls under the names of their segments."""
+        """Yield the ops, with the calls under the names of their segments."""
         begun: dict[CallPosition, list[str]] = {}
         ended: dict[CallPosition, list[str]] = {}
         moved_allocs = set(self._filled - self.buffers.keys())
@@ -323,14 +326,14 @@ class SectionDraft:
 
 
 def _moved(read: Argument, region: Region) -> Argument:
-    """The argument with its elements at a region instead of the beginning of a buffer."""
+    """Return the argument with its elements in a region instead of at the start of a buffer."""
     offset = region.offset + read.view.region.offset
     moved = replace(read.view.region, buffer=region.buffer, offset=offset)
     return replace(read, view=replace(read.view, region=moved))
 
 
 def in_buffer(destination: Destination, buffer: str) -> Destination:
-    """The destination in another buffer."""
+    """Return the destination in another buffer."""
     region = replace(destination.view.region, buffer=buffer)
     return replace(destination, view=replace(destination.view, region=region))
 
@@ -342,7 +345,7 @@ def argument(
     inputs: Sequence[Argument],
     outputs: Sequence[Destination | None],
 ) -> Argument:
-    """The argument for an input of a new backward, from those of the old backward and of the forward."""
+    """Return the argument for an input of a new backward, from those of the old backward and of the forward."""
     match source:
         case FromBackward(position=position):
             return given[position]
@@ -352,7 +355,7 @@ def argument(
             region = inputs[position].view.region
         case FromOutput(position=position, offset=offset):
             destination = outputs[position]
-            assert destination is not None  # Only what is kept is read.
+            assert destination is not None  # Only a kept value is read.
             region = destination.view.region
         case _:
             assert_never(source)

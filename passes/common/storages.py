@@ -1,6 +1,6 @@
-"""The storages of a forward segment: those that the backward needs, the bytes to keep them, the ops to recompute them.
+"""The storages of a forward segment: which the backward needs, the bytes to save them, and the ops to recompute them.
 
-A value is a part of a storage. A view costs nothing more once the storage that it looks into is there.
+A value is a part of a storage. A view costs nothing once its storage is available.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ nothing random."""
 
 
 class Use(Enum):
-    """The readers of an output of the forward besides its backward; only backwards keep it alive until then."""
+    """The readers of an output of the forward apart from its backward; only backwards keep it alive until then."""
 
     BACKWARDS = "backwards"
     OTHERS = "others"
@@ -39,7 +39,7 @@ class Use(Enum):
 
 
 class Need(NamedTuple):
-    """An input of the backward that looks at the storage of the forward's value from ``offset`` on."""
+    """An input of the backward that is a view of the storage of the forward's value from ``offset`` on."""
 
     value: int
     offset: int
@@ -49,10 +49,10 @@ class Need(NamedTuple):
 class SegmentPair:
     """A forward segment and its backward.
 
-    ``leaves`` says for each input of the forward how many bytes it costs to keep it for the backward, None where it
-    cannot be had there; ``is_parameter`` which of them are parameters. ``uses`` says who else reads each output, and
-    ``needs`` what each input of the backward is of the forward's, None where it is nothing of it. With
-    ``computes_all`` every op of the forward may be computed once more, else only cheap ones.
+    ``leaves`` are for each input of the forward the bytes to keep it for the backward, None where that is impossible;
+    ``is_parameter`` says which of them are parameters. ``uses`` says who else reads each output, and ``needs`` which
+    value of the forward each input of the backward is, None where it is none of them. With ``computes_all`` every op of
+    the forward may be recomputed, otherwise only cheap ones.
     """
 
     forward: Segment
@@ -72,14 +72,14 @@ class StorageView(NamedTuple):
     kind: TensorType
 
     def is_same(self, other: StorageView) -> bool:
-        """Whether the two are the same elements in the same order."""
+        """Return whether the two are the same elements in the same order."""
         return (self.root, self.offset) == (other.root, other.offset) and _layout(
             self.kind
         ) == _layout(other.kind)
 
 
 class Recipe(NamedTuple):
-    """Nodes that compute a storage, and the forward's values that they use. ``op`` tells recipes apart."""
+    """Nodes that compute a storage, and the forward's values that they use. ``op`` distinguishes recipes."""
 
     op: tuple[int, int]
     nodes: tuple[Node, ...]
@@ -87,11 +87,11 @@ class Recipe(NamedTuple):
 
 
 PRODUCT: Final = Ref(-1)
-"""The result of the first of a recipe's two nodes, as the second refers to it."""
+"""The reference of a recipe's second node to the result of its first node."""
 
 
 class Storages:
-    """The storages of a forward segment, and the ways to have each of them in the backward."""
+    """The storages of a forward segment, and the ways to provide each of them in the backward."""
 
     def __init__(self, pair: SegmentPair) -> None:
         self.pair = pair
@@ -105,7 +105,7 @@ class Storages:
         for at, (first, node) in enumerate(self.nodes):
             self.makers.update(dict.fromkeys(range(first, first + len(node.results)), at))
             self.places += self._places(first, node)
-        # Of every storage an output that is all of it, one that stays in any case if there is one.
+        # For every storage an output that is all of it, preferably one that is kept in any case.
         self.outputs: dict[int, int] = {}
         order = sorted(range(len(pair.uses)), key=lambda o: list(Use).index(pair.uses[o]))
         for position in order:
@@ -121,26 +121,26 @@ class Storages:
         views = None if seen is None else parts(node, seen.kind)
         if seen is not None and views is not None:
             for (offset, _), kind in zip(views, node.results, strict=True):
-                assert kind is not None  # A view sees something.
+                assert kind is not None  # A view has elements.
                 yield StorageView(seen.root, seen.offset + offset, kind)
             return
         for i, result in enumerate(node.results):
             yield None if result is None else StorageView(first + i, 0, result)
 
     def place(self, value: int) -> StorageView:
-        """A value that is used, as a part of a storage."""
+        """Return a used value as a part of a storage."""
         place = self.places[value]
         assert place is not None  # Nothing can use what is undefined.
         return place
 
     def is_all(self, place: StorageView) -> bool:
-        """Whether a value is all of a storage that the segment makes."""
+        """Return whether a value is all of a storage that the segment computes."""
         whole = self.place(place.root).kind
         is_as_long = place.offset == 0 and place.kind.numel == whole.numel
         return place.root >= self.inputs and is_as_long and place.kind.is_dense and whole.is_dense
 
     def _wanted(self) -> dict[int, list[StorageView]]:
-        """The storages made here that the backward needs, and how it looks at them."""
+        """Return the storages computed here that the backward needs, and its views of them."""
         wanted: dict[int, list[StorageView]] = {}
         for need, kind in zip(self.pair.needs, self.pair.backward.inputs, strict=True):
             if need is not None and self.is_all(place := self.place(need.value)):
@@ -149,20 +149,20 @@ class Storages:
         return wanted
 
     def is_there(self, root: int) -> bool:
-        """Whether a storage is at hand in the backward, whatever is chosen."""
+        """Return whether a storage is available in the backward, for any choice."""
         if root < self.inputs:
             return self.pair.leaves[root] == 0
         return root in self.outputs and self.pair.uses[self.outputs[root]] is Use.BACKWARDS
 
     def price_bytes(self, root: int) -> int | None:
-        """The bytes that keeping a storage costs, None where it cannot be kept."""
+        """Return the bytes to save a storage, None where it cannot be saved."""
         if root < self.inputs:
             return self.pair.leaves[root]
         kind = self.place(root).kind
         return kind.size_bytes if kind.is_dense else None
 
     def recipe(self, root: int) -> Recipe | None:
-        """The nodes that compute a storage once more; None where they cost too much, or no view of it is as needed."""
+        """Return the nodes that recompute a storage; None where they cost too much, or no view of it matches."""
         if root not in self.recipes:
             self.recipes[root] = self._recipe(root)
         return self.recipes[root]
@@ -185,7 +185,7 @@ class Storages:
         return Recipe((at, len(nodes)), nodes, tuple(dict.fromkeys(refs)))
 
     def shown(self, place: StorageView) -> int | tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """A value that is this place, or a shape and an order of its dimensions that make it of the storage."""
+        """Return a value that is this view, or a shape and an order of dimensions that create it from the storage."""
         for value, candidate in enumerate(self.places):
             if candidate is not None and candidate.is_same(place):
                 return value
@@ -203,7 +203,7 @@ class Storages:
 
 
 def numbered(segment: Segment) -> Iterator[tuple[int, Node]]:
-    """Every node with the number of its first result."""
+    """Yield every node with the number of its first result."""
     first = len(segment.inputs)
     for node in segment.nodes:
         yield first, node
@@ -211,6 +211,6 @@ def numbered(segment: Segment) -> Iterator[tuple[int, Node]]:
 
 
 def _layout(kind: TensorType) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides, as far as these matter: not those of dimensions of one element."""
+    """Return shape and strides, ignoring strides of dimensions of one element."""
     steps = (step if size > 1 else 0 for size, step in zip(kind.shape, kind.stride, strict=True))
     return kind.shape, tuple(steps)

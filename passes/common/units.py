@@ -19,7 +19,7 @@ _MOST_LISTED: Final = 6
 
 
 def check_patterns(patterns: Iterable[str], name: str) -> None:
-    """UserError where these cannot be the option ``units`` of the pass ``name``."""
+    """Raise UserError where these cannot be the option ``units`` of the pass ``name``."""
     listed_patterns = list(patterns)
     if not listed_patterns or not all(_PATTERN.fullmatch(pattern) for pattern in listed_patterns):
         raise UserError(
@@ -29,10 +29,10 @@ def check_patterns(patterns: Iterable[str], name: str) -> None:
 
 
 def matching(patterns: Iterable[str], program: Program, option: str) -> frozenset[str]:
-    """The units that the patterns name: as ``fnmatch`` has it, and ``*`` all but the root's, which are not repeated.
+    """Return the units that the patterns match by ``fnmatch``; ``*`` excludes the root's, which are not repeated.
 
     Raises:
-        UserError: where a pattern names no unit; ``option`` is what the user wrote it for.
+        UserError: where a pattern names no unit; ``option`` is the option that the user wrote.
     """
     units = list(dict.fromkeys(op.unit for op in program.ops() if isinstance(op, ops.Compute)))
     matched: set[str] = set()

@@ -1,17 +1,18 @@
 """Visits: temporary copies of elements where ops work, around ops whose buffers have their home in another space.
 
 The ``space`` of a persistent buffer is its home. An op works in one space, so where the home is elsewhere, a temporary
-buffer has the elements that the op uses: transfers bring those that it needs, the op works on the temporary buffer, and
-transfers take those that it changed back home. One visit serves a *run* of uses, which ends where an op computes
+buffer has the elements that the op uses: transfers copy the elements that it needs there, the op works on the temporary
+buffer, and transfers copy changed elements back home. One visit serves a *run* of uses, which ends where an op computes
 without the buffer, where an op uses another buffer that is away from home, or other elements of this one, and where an
 op works on the home itself.
 
-Visits that are live together form a *stop*. The transfers to stop n stand ``distance`` stops or computations ahead, so
-they run beside these; the bound ``device_staging`` (or ``disk_staging``) keeps them from running further ahead. So at
-most ``distance`` + 1 stops are live: with a distance of 1, staging is double-buffered. Where a section has visits that
-take changes home beside visits that do not, one more may be live, so that the latter need not wait for the former.
+Visits that are live together form a *stop*. The transfers to stop n are placed ``distance`` stops or computations
+ahead, so they overlap with these; the bound ``device_staging`` (or ``disk_staging``) keeps them from running further
+ahead. So at most ``distance`` + 1 stops are live: with a distance of 1, staging is double-buffered. Where a section has
+both visits that copy changes home and visits that do not, one more may be live, so that the latter need not wait for
+the former.
 
-Nothing here names a role or an optimizer: what a visit brings and takes back follows from the effects of the ops.
+No code here depends on a role or an optimizer: the transfers of a visit are derived from the effects of the ops.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from zeroir.passes.common import rewrite
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The transfers between a home and the space in which ops work, and the streams that carry them out."""
+    """The transfers between a home and the space in which ops work, and their streams."""
 
     arrival: type[ops.ToDevice] | type[ops.Load]
     departure: type[ops.ToHost] | type[ops.Store]
@@ -53,11 +54,11 @@ class Route:
         return self.arrival.to_space
 
     def arrive(self, source: Region, destination: Region) -> Op:
-        """The transfer from home."""
+        """Return the transfer from home."""
         return self.arrival(source=source, destination=destination, stream=self.inward)
 
     def depart(self, source: Region, destination: Region) -> Op:
-        """The transfer back home."""
+        """Return the transfer back home."""
         return self.departure(source=source, destination=destination, stream=self.outward)
 
 
@@ -77,14 +78,14 @@ DISK_TO_HOST: Final = Route(
     outward=IO,
     bound=BoundKind.DISK_STAGING,
 )
-"""Homes on disk, ops, and transfers to the device, in host memory."""
+"""Homes on disk; ops, and transfers to the device, use host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
     """Elements of a home where ops work, for a run of uses.
 
-    ``uses`` are the indices of these ops in the section, in order. The visit holds ``region`` of the home; ``arriving``
+    ``uses`` are the indices of these ops in the section, in order. The visit has ``region`` of the home; ``arriving``
     are the parts of it that the ops read before they write them, ``departing`` those that they change.
     """
 
@@ -95,11 +96,11 @@ class Visit:
     departing: tuple[Region, ...]
 
     def numel(self, program: Program) -> int:
-        """Number of elements that the visit holds on one rank."""
+        """Return the number of elements of the visit on one rank."""
         return self.region.local_numel(program.mesh)
 
     def moved(self, region: Region, buffer: Buffer) -> Region:
-        """A region of the home, where the visit in this buffer holds it; the visit begins at element 0."""
+        """Return the place of a region of the home in the buffer of the visit, which starts at element 0."""
         if not _is_plain(self.region):
             return whole(buffer)
         return replace(region, buffer=buffer.name, offset=region.offset - self.region.offset)
@@ -114,12 +115,12 @@ def with_visits(
     is_at_home: Callable[[Op], bool] = lambda _: False,
     is_used_up: Callable[[Op, Region], bool] = lambda _, __: False,
 ) -> Program:
-    """The program with these persistent buffers at home in another space, and visits around the ops that use them.
+    """Return the program with these persistent buffers at home in another space, and visits around their users.
 
-    The program has no waits yet. Its ops use these buffers in the space ``route.away``, in which the buffers are still,
-    except those that ``is_at_home`` names: these use them in ``route.home``. A region that ``is_used_up`` names is read
-    by no later op, so it is not taken home. Each distinct region of a home that is visited has one staging buffer, with
-    the role ``staging``.
+    The program has no waits yet. Its ops use these buffers in the space ``route.away``, in which the buffers still are,
+    except those for which ``is_at_home`` is True: these use them in ``route.home``. A region for which ``is_used_up``
+    is True is read by no later op, so it is not copied home. Each distinct visited region of a home has one staging
+    buffer, with the role ``staging``.
     """
     if not homes:
         return program
@@ -161,7 +162,7 @@ class _StagingBuffers:
         self._buffers: dict[Region, Buffer] = {}
 
     def of(self, visit: Visit) -> Buffer:
-        """The buffer of a visit."""
+        """Return the buffer of a visit."""
         buffer = self._buffers.get(visit.region)
         if buffer is None:
             home = self._program.buffer_by_name[visit.home]
@@ -175,7 +176,7 @@ class _StagingBuffers:
         return buffer
 
     def of_home(self, name: str) -> Iterator[Buffer]:
-        """The buffers of the visits to one home."""
+        """Return the buffers of the visits to one home."""
         return (buffer for region, buffer in self._buffers.items() if region.buffer == name)
 
     def _free_name(self, stem: str) -> str:
@@ -194,7 +195,7 @@ def find_visits(
     is_at_home: Callable[[Op], bool],
     is_used_up: Callable[[Op, Region], bool],
 ) -> list[Visit]:
-    """The visits that the ops of a section need, in the order of their first uses."""
+    """Return the visits that the ops of a section need, in the order of their first uses."""
     visits: list[Visit] = []
     runs: dict[str, _RunOfUses] = {}
 
@@ -224,7 +225,7 @@ def find_visits(
 
 @dataclass(frozen=True, slots=True)
 class _UsedRegions:
-    """The regions of one home that an op reads, those that it writes, and those that it leaves without use."""
+    """The regions of one home that an op reads, those that it writes, and those that no later op needs."""
 
     read: list[Region] = field(default_factory=list)
     written: list[Region] = field(default_factory=list)
@@ -242,7 +243,7 @@ class _RunOfUses:
         self._written: dict[Region, None] = {}
 
     def is_continued(self, use: _UsedRegions | None) -> bool:
-        """Whether the run goes on with an op: it uses elements that the run has used."""
+        """Return whether the run continues with an op: it uses elements that the run has used."""
         return use is not None and any(
             _overlap(region, used) for region in (*use.read, *use.written) for used in self._regions
         )
@@ -262,11 +263,11 @@ class _RunOfUses:
             self._written[region] = None
 
     def visit(self) -> Visit:
-        """The visit that serves the run."""
+        """Return the visit that serves the run."""
         arriving = (_hull(self._arriving),) if self._arriving else ()
         departing = _merged(self._written)
         if len({_is_plain(region) for region in departing}) > 1:
-            # Slices and other parts together: what lies between them must go home, too.
+            # Slices and other parts together: the elements between them must be copied home as well.
             arriving = departing = (_hull(self._regions),)
         return Visit(
             home=self._home,
@@ -278,12 +279,12 @@ class _RunOfUses:
 
 
 def _is_plain(region: Region) -> bool:
-    """Whether a region is no slice, nor a part of one."""
+    """Return whether a region is neither a slice nor a part of one."""
     return region.shard is None and region.part is None
 
 
 def _overlap(first: Region, second: Region) -> bool:
-    """Whether two regions have elements in common on one rank; parts of one slice are told apart."""
+    """Return whether two regions have common elements on one rank; parts of the same slice are compared exactly."""
     is_same_slice = replace(first, part=None) == replace(second, part=None)
     if is_same_slice and first.part is not None and second.part is not None:
         return first.part[0] < second.part[1] and second.part[0] < first.part[1]
@@ -291,14 +292,17 @@ def _overlap(first: Region, second: Region) -> bool:
 
 
 def _covers(outer: Region, inner: Region) -> bool:
-    """Whether one region has all elements of another of the same buffer, on every rank."""
+    """Return whether one region has all elements of another of the same buffer, on every rank."""
     return outer == inner or (
         _is_plain(outer) and outer.offset <= inner.offset and inner.stop <= outer.stop
     )
 
 
 def _hull(regions: Collection[Region]) -> Region:
-    """The smallest region that has the elements of all of them; a slice where they are one, else without slices."""
+    """Return the smallest region with the elements of all of them.
+
+    A slice if there is only one region, otherwise plain.
+    """
     first, *others = regions
     if not others:
         return first
@@ -308,7 +312,7 @@ def _hull(regions: Collection[Region]) -> Region:
 
 
 def _merged(regions: Collection[Region]) -> tuple[Region, ...]:
-    """Regions that have exactly these elements: adjacent and overlapping ones are one."""
+    """Return regions with exactly these elements; adjacent and overlapping ones are merged."""
     merged: list[Region] = []
     for region in sorted(filter(_is_plain, regions), key=lambda r: r.offset):
         if merged and region.offset <= merged[-1].stop:
@@ -330,9 +334,9 @@ def place_visits(
     *,
     distance: int = 1,
 ) -> tuple[Op, ...]:
-    """The ops of a section on the staging buffers of their visits, with these begun, filled, emptied and ended.
+    """Return the ops of a section on the staging buffers of their visits, with these begun, filled, emptied and ended.
 
-    ``visits`` are in the order of their first uses. Two visits whose staging buffers have one name follow one another.
+    ``visits`` are in the order of their first uses. Two visits with equal names of staging buffers follow one another.
     """
     buffers = [staging(visit) for visit in visits]
     before: dict[int, list[Op]] = {}
@@ -368,7 +372,7 @@ def _on_staging(op: Op, moved: Mapping[str, tuple[Visit, Buffer]]) -> Op:
 def _places(
     body: Sequence[Op], visits: Sequence[Visit], names: Sequence[str], distance: int
 ) -> list[int]:
-    """For each visit, the op before which it begins: ``distance`` stops or computations ahead, or as far as it may."""
+    """Return the op before which each visit begins: ``distance`` stops or computations ahead, or as far as possible."""
     stops = _stops(visits)
     anchors = _anchors(body, stops)
     earliest = _earliest_places(body, visits, names)
@@ -381,7 +385,7 @@ def _places(
         # Never before the home has the elements, or the buffer's earlier visit has ended, and in the order of use.
         possible = list(accumulate(earliest[first : first + stop.visits], max, initial=place))[1:]
         place = possible[-1]
-        # All begin together, but those that are used before another one's elements are at home: they begin alone.
+        # All begin together, except those used before another one's elements are at home: they begin alone.
         for visit, own in zip(visits[first : first + stop.visits], possible, strict=True):
             places.append(place if place <= visit.uses[0] else own)
     return places
@@ -389,7 +393,7 @@ def _places(
 
 @dataclass(slots=True)
 class _Stop:
-    """How many visits, one after another, are live together, and the first and the last op that uses any of them."""
+    """How many consecutive visits are live together, and the first and the last op that uses any of them."""
 
     start: int
     last: int
@@ -409,11 +413,11 @@ def _stops(visits: Sequence[Visit]) -> list[_Stop]:
 
 
 _Working = ops.Compute | ops.Direction | ops.OptimizerStep
-"""Ops that take long enough for a transfer to run beside them."""
+"""Ops that take long enough for a transfer to overlap with them."""
 
 
 def _anchors(body: Sequence[Op], stops: Sequence[_Stop]) -> list[int]:
-    """The first op of each stop, and the ops outside stops that take long, in order."""
+    """Return the first op of each stop, and the ops outside stops that take long, in order."""
     inside = {index for stop in stops for index in range(stop.start, stop.last + 1)}
     working = (index for index, op in enumerate(body) if isinstance(op, _Working))
     return sorted({stop.start for stop in stops}.union(i for i in working if i not in inside))
@@ -422,7 +426,7 @@ def _anchors(body: Sequence[Op], stops: Sequence[_Stop]) -> list[int]:
 def _earliest_places(
     body: Sequence[Op], visits: Sequence[Visit], names: Sequence[str]
 ) -> list[int]:
-    """For each visit, one past the last op that it must follow: a change of what arrives, or the buffer in use."""
+    """Return for each visit one past the last op that it must follow, which changes its elements or uses its buffer."""
     uses = {(index, visit.home) for visit in visits for index in visit.uses}
     homes = {visit.home for visit in visits}
     changes: dict[str, list[tuple[int, Region]]] = {home: [] for home in homes}

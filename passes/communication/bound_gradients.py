@@ -1,11 +1,11 @@
-"""State the bound that at most ``live`` units' full gradients are live at once, which holds the backward back.
+"""State the bound that at most ``live`` units' full gradients are live at once, which makes the backward wait.
 
-From stage 2 on a unit's full gradient lives only until it is reduced, but nothing makes the compute stream wait for
-the reductions: on a slow network it would run ahead and allocate one full gradient after another, until all of them
-are there at once. With the bound ``full_gradients ahead=N``, N being ``live`` - 1, compute waits before a unit's full
-gradient is allocated for the release of the one ``live`` units before. With ``live=2`` a unit computes its gradient
-while its predecessor's is reduced. What a unit keeps across others, like the gradient of a tied weight, comes on top.
-What one launch reduces counts as one unit. The bound holds after every later pass; where there is one, it is replaced.
+From stage 2 on a unit's full gradient lives only until it is reduced, but nothing makes the compute stream wait for the
+reductions: on a slow network it would run ahead and allocate one full gradient after another, until all of them are
+live. With the bound ``full_gradients ahead=N``, N being ``live`` - 1, compute waits before a unit's full gradient is
+allocated for the release of the one ``live`` units before. With ``live=2`` a unit computes its gradient while its
+predecessor's is reduced. Gradients that live across other units, like that of a tied weight, are not counted. Gradients
+that one launch reduces count as one unit. The bound holds after every later pass; where there is one, it is replaced.
 
 What ``bound-gradients{live=1}`` changes::
 
@@ -46,6 +46,6 @@ class BoundGradients(Pass):
             )
 
     def __call__(self, program: Program) -> Program:
-        """The program with the bound, in the place of one that it had."""
+        """Return the program with the bound, which replaces an earlier one."""
         bound = AheadBound(kind=BoundKind.FULL_GRADIENTS, ahead=self.live - 1)
         return replace(program, bounds=with_bound(program.bounds, bound))

@@ -1,20 +1,20 @@
 """Merge neighbouring small collectives: one launch moves several (source, destination) pairs.
 
-A launch costs a latency that grows with the number of ranks and not with its size: units that are small, or small
-once cut for many ranks, are better moved together. Blocks of megabytes are not, since what travels together overlaps
-less computation and needs more memory at once; so nothing is merged unless asked for. Neighbouring collectives of one
-communicator in a section become one launch where they move at most ``bytes`` bytes together (of the full buffers, as
-they travel); larger ones stay alone. ``gathers`` is another limit for all-gathers. Bytes on the wire and results stay
-the same.
+A launch costs a latency that grows with the number of ranks and not with its size: units that are small, or small once
+cut for many ranks, are better moved together. Blocks of megabytes are not, because a merged launch overlaps less
+computation and needs more memory at once; so nothing is merged by default. Neighbouring collectives of one communicator
+in a section become one launch where they move at most ``bytes`` bytes together (of the full buffers, in the dtype that
+is sent); larger ones stay alone. ``gathers`` is another limit for all-gathers. Bytes on the wire and results stay the
+same.
 
-A gather moves up to the one before it, and its allocs with it, unless its buffer's previous life ends only after the
-unit before the bucket has been gathered: the bucket would have to wait for it and come too late. Other collectives,
-whose sources are complete only there, move down to the one after them, and with them the ops of their stream that
-depend on them: releases, and sums over micro-steps. No op passes an op with which it conflicts.
+A gather moves up to the previous one, with its allocs, unless its buffer's previous life ends only after the unit
+before the bucket has been gathered: the bucket would have to wait for it and start too late. Other collectives, whose
+sources are complete only there, move down to the one after them, and with them the ops of their stream that depend on
+them: releases, and sums over micro-steps. No op is moved across an op with which it conflicts.
 
-To a bound a bucket is one unit. ``bound-gradients{live}`` so has at most ``live`` buckets of full gradients live,
-whether it stands before this pass or after it, and ``prefetch{distance}``, which stands after it, at most distance + 1
-buckets of gathered parameters. None is larger than the largest unit and ``bytes`` together.
+A bound counts a bucket as one unit. So with ``bound-gradients{live}`` at most ``live`` buckets of full gradients are
+live, whether it runs before or after this pass, and with a later ``prefetch{distance}`` at most distance + 1 buckets of
+gathered parameters. None is larger than the largest unit and ``bytes`` together.
 
 What ``bucket{bytes=4096}`` changes::
 
@@ -53,7 +53,7 @@ _Mergeable = ops.AllGather | ops.ReduceScatter | ops.AllReduce
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket(Pass):
-    """Merge neighbouring collectives of together at most ``bytes`` bytes, gathers of at most ``gathers`` if given."""
+    """Merge neighbouring collectives of at most ``bytes`` bytes together, gathers of at most ``gathers`` if given."""
 
     name: ClassVar[str] = "bucket"
     requires: ClassVar[frozenset[Fact]] = frozenset(
@@ -73,7 +73,7 @@ class Bucket(Pass):
                 )
 
     def __call__(self, program: Program) -> Program:
-        """The program with its small collectives merged."""
+        """Return the program with its small collectives merged."""
         return rewrite.map_sections(program, lambda section: self._rewrite(section, program))
 
     def _rewrite(self, section: Section, program: Program) -> Section:
@@ -86,9 +86,9 @@ class Bucket(Pass):
     def _merge(
         self, body: tuple[Op, ...], comm: str, pending: set[str], program: Program
     ) -> tuple[Op, ...]:
-        """The body with the collectives of one communicator merged, each into the one before where that is allowed."""
+        """Return the body with the collectives of one communicator merged into the previous one where possible."""
         last: int | None = None
-        # Where the last collective of this bucket and of the one before stood.
+        # the places of the last collective of this bucket and of the one before
         place = before = -1
         index = 0
         while index < len(body):
@@ -111,7 +111,7 @@ class Bucket(Pass):
     def _merged(
         self, body: tuple[Op, ...], places: tuple[int, int, int], program: Program
     ) -> tuple[tuple[Op, ...], int] | None:
-        """The body with two collectives as one, and where that stands; None where they must stay apart.
+        """Return the body with two collectives merged, and the place of the result; None where they must stay separate.
 
         ``places`` are those of the collective before both, of the first and of the second.
         """
@@ -130,7 +130,7 @@ class Bucket(Pass):
 
 
 def _as_one(first: Op, second: Op) -> _Mergeable | None:
-    """Both collectives as one launch, if they differ in their pairs alone."""
+    """Return both collectives as one launch, if they differ only in their pairs."""
     if not (isinstance(first, _Mergeable) and isinstance(second, _Mergeable)):
         return None
     merged = replace(first, pairs=(*first.pairs, *second.pairs), event=None)
@@ -139,7 +139,7 @@ def _as_one(first: Op, second: Op) -> _Mergeable | None:
 
 
 def _ends_a_life(body: Sequence[Op], gather: Op) -> bool:
-    """Whether one of these ops releases a gathered buffer: the bucket would have to wait for it and begin too late."""
+    """Return whether one of these ops releases a gathered buffer: the bucket would wait for it and start too late."""
     return any(
         isinstance(op, ops.Release) and op.buffer in rewrite.used_buffers(gather) for op in body
     )
@@ -148,7 +148,7 @@ def _ends_a_life(body: Sequence[Op], gather: Op) -> bool:
 def _earlier(
     body: Sequence[Op], first: int, second: int, merged: _Mergeable, program: Program
 ) -> tuple[tuple[Op, ...], int] | None:
-    """The body with the second collective, and the allocs that it needs, moved up to the first; None if impossible."""
+    """Return the body with the second collective and its allocs moved up to the first; None if impossible."""
     moving = Touched(program)
     moving.add(body[second], second)
     allocs: list[int] = []
@@ -170,7 +170,10 @@ def _earlier(
 def _later(
     body: Sequence[Op], first: int, second: int, merged: _Mergeable, program: Program
 ) -> tuple[tuple[Op, ...], int] | None:
-    """The body with the first collective moved down to the second, and its dependents behind it; None if impossible."""
+    """Return the body with the first collective moved down to the second, and its dependents after it.
+
+    None if impossible.
+    """
     moving = Touched(program)
     moving.add(body[first], first)
     after: list[int] = []

@@ -1,17 +1,17 @@
 """Run several micro-batches unit by unit, so that the parameters of a unit are gathered or copied once for all of them.
 
 A logical program runs one micro-batch in each micro-step. Here a section runs ``micro_batches`` of them: the forward of
-the first unit for each, then that of the second, and so on, and likewise the backward. Where the forward and the
-backward of a unit follow one another, as of the last one, a micro-batch takes both before the next one begins. Later
-passes gather parameters, or copy them to the device, for a run of uses; so they do it once for all these micro-batches.
-Saved values of all of them are live at once.
+the first unit for each, then that of the second, and so on, and likewise the backward. Where the backward of a unit
+directly follows its forward, as for the last unit, a micro-batch runs both before the next one starts. Later passes
+gather parameters, or copy them to the device, for a run of uses; so they do it once for all these micro-batches. The
+saved values of all of them are live at once.
 
-Inputs, seeds and weights of micro-batches stand in slices (``zeroir/ir/analysis/micro_batches.py``). A temporary buffer
+Inputs, seeds and weights of micro-batches are in slices (``zeroir/ir/analysis/micro_batches.py``). A temporary buffer
 that is live from one unit's turn to another's gets a copy for each micro-batch.
 
-With ``whole_step`` these are all micro-batches of a step. Then the section ``micro_step`` is gone, and a sum of
-gradients is no longer carried from one section to the next: it begins where its unit's backward begins, and is complete
-when that ends. Contributions are added as before, whole on each rank, in FP32 and in the order of the micro-batches.
+With ``whole_step`` these are all micro-batches of a step. Then there is no section ``micro_step``, and a sum of
+gradients is no longer passed from one section to the next: it starts with its unit's backward, and is complete when
+that ends. Contributions are added as before, whole on each rank, in FP32 and in the order of the micro-batches.
 
 What ``order-by-layer{micro_batches=2, whole_step=true}`` changes::
 
@@ -53,7 +53,7 @@ from zeroir.passes.common import rewrite
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderByLayer(Pass):
-    """Run ``micro_batches`` unit by unit; with ``whole_step`` they are all of a step."""
+    """Run ``micro_batches`` unit by unit; with ``whole_step`` these are all of a step."""
 
     name: ClassVar[str] = "order-by-layer"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.ONE_DEVICE, Fact.ONE_MICRO_BATCH})
@@ -70,7 +70,7 @@ class OrderByLayer(Pass):
             )
 
     def __call__(self, program: Program) -> Program:
-        """The program with several micro-batches in each of its micro-step sections."""
+        """Return the program with several micro-batches in each of its micro-step sections."""
         if MICRO_STEP not in program.section_by_name:
             raise UserError(
                 f"`{self.name}` needs a program for steps of several micro-batches: compile it with --micro-steps 2 "
@@ -123,7 +123,7 @@ class OrderByLayer(Pass):
 class _LayerOrder:
     """The order by layers of the ops of one micro-batch, repeated for ``count`` micro-batches.
 
-    ``copies`` are the names of the buffers, one for each micro-batch, that take the place of a temporary one.
+    ``copies`` are the names of the buffers, one for each micro-batch, that replace a temporary one.
     """
 
     def __init__(self, program: Program, body: Sequence[Op], count: int) -> None:
@@ -141,7 +141,7 @@ class _LayerOrder:
         }
 
     def body(self) -> Iterator[Op]:
-        """The ops of all micro-batches."""
+        """Yield the ops of all micro-batches."""
         for turn in self._turns:
             for index in range(self._count):
                 for op in turn:
@@ -161,9 +161,9 @@ class _LayerOrder:
         return rewrite.map_regions(op, change)
 
     def _carried(self) -> Iterator[str]:
-        """The temporary buffers that are live from one turn to another.
+        """Yield the temporary buffers that are live from one turn to another.
 
-        Gradients of a micro-batch are among them: they may be reduced while the next one is computed.
+        They include gradients of a micro-batch, which may be reduced while the next one is computed.
         """
         turns: dict[str, set[int]] = {}
         for number, turn in enumerate(self._turns):
@@ -176,7 +176,7 @@ class _LayerOrder:
                 yield name
 
     def _require_independent(self) -> None:
-        """Raise UserError where a micro-batch needs a buffer that the one before changes in a later turn."""
+        """Raise UserError where a micro-batch needs a buffer that the previous one changes in a later turn."""
         users: dict[str, dict[int, str]] = {}
         changed: set[str] = set()
         for number, turn in enumerate(self._turns):
@@ -202,7 +202,7 @@ class _LayerOrder:
 
 
 def _turns(body: Sequence[Op]) -> list[Sequence[Op]]:
-    """The ops of one micro-batch, cut where another unit's turn begins, with the buffers that its first op needs."""
+    """Return the ops of one micro-batch, split where another unit's turn begins with the allocs of its first op."""
     starts = [0]
     unit: str | None = None
     first_alloc: int | None = None
@@ -224,7 +224,7 @@ def _touched(op: Op) -> Collection[str]:
 
 
 def _with_sums_of_one_section(program: Program) -> Program:
-    """The program without ``micro_step``, whose sums of gradients begin anew in each step."""
+    """Return the program without ``micro_step``, whose sums of gradients start anew in each step."""
     last = program.section_by_name[LAST_MICRO_STEP]
     sums = {
         name: (replace(buffer, holds=replace(buffer.holds, micro=Micro.STALE)),)

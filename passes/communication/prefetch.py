@@ -1,18 +1,18 @@
 """Issue each gather ``distance`` units ahead of its use, and never further, in the forward and in the backward.
 
-What one compute op is the first to read is gathered together, as a group. The gathers of group g + ``distance`` are
-issued before the first use of group g, under the name ``prefetch``, and so run while g computes. The bound
-``full_parameters ahead=0`` makes the stream of gathers keep to that order: it begins a group only once all groups that
-are released above it have ended. However slow the compute stream is, at most ``distance`` + 1 groups are live.
-``distance=0`` gathers nothing ahead and still holds the gather stream back. Buffers of a bucket belong to the group of
-the one that is read first.
+The parameters that one compute op is the first to read form a group. The gathers of group g + ``distance`` are issued
+before the first use of group g, under the name ``prefetch``, and so run while g computes. The bound ``full_parameters
+ahead=0`` enforces that order on the gather stream: it starts a group only once all groups that are released above it
+have ended. However slow the compute stream is, at most ``distance`` + 1 groups are live. ``distance=0`` gathers nothing
+ahead and still limits the gather stream. Buffers of a bucket belong to the group of the one that is read first.
 
 With ``prefetch{bytes=BYTES}`` the distance varies: group g is gathered before the first use of the earliest group after
 which at most this number of bytes is gathered up to g. A group that is larger is gathered at its first use.
 
-With ``prefetch{budget=BYTES}`` no distance is fixed: each gather is issued as early as the device memory that buffers
-take stays within the budget (see ``gather_early``). It then stands after all passes that take memory. The bound
-``full_parameters behind=compute`` makes a gather wait for the op of the compute stream behind which it was put.
+With ``prefetch{budget=BYTES}`` there is no fixed distance: each gather is issued as early as possible while the memory
+of buffers on the device stays within the budget (``gather_early``). It must then run after all passes that need memory.
+The bound ``full_parameters behind=compute`` makes a gather wait for the op of the compute stream after which it was
+placed.
 
 What ``prefetch{distance=1}`` changes::
 
@@ -56,7 +56,7 @@ _DEFAULT_DISTANCE = 1
 class PrefetchGathers(Pass):
     """Gather ``distance`` groups ahead, by default 1, at most ``bytes`` ahead, or as early as a ``budget`` allows.
 
-    ``bytes`` counts the full buffers that are gathered ahead; ``budget`` is that of the device memory, in bytes.
+    ``bytes`` counts the full buffers that are gathered ahead; ``budget`` is the device memory, in bytes.
     """
 
     name: ClassVar[str] = "prefetch"
@@ -87,7 +87,7 @@ class PrefetchGathers(Pass):
                 )
 
     def __call__(self, program: Program) -> Program:
-        """The program with its gathers issued ahead, and the bound that holds them back."""
+        """Return the program with its gathers issued ahead, and the bound that limits them."""
         kind = BoundKind.FULL_PARAMETERS
         bounds = _with_room_for_arrivals(program.bounds)
         in_order = with_bound(bounds, AheadBound(kind=kind, ahead=0))
@@ -95,17 +95,17 @@ class PrefetchGathers(Pass):
             return replace(_at_distance(program, self.distance), bounds=in_order)
         if self.bytes is not None:
             return replace(_within_bytes(program, self.bytes), bounds=in_order)
-        assert self.budget is not None  # One of the two is given.
-        # How much is live depends on how far streams run ahead, so on waits.
+        assert self.budget is not None  # exactly one of the two is given
+        # The live memory depends on how far streams run ahead, and so on waits.
         at_first_use = derive_waits(replace(_at_distance(program, 0), bounds=in_order))
         behind = with_bound(bounds, BehindBound(kind=kind, behind=COMPUTE))
         return replace(as_early_as_fits(at_first_use, self.budget), bounds=behind)
 
 
 def _with_room_for_arrivals(bounds: tuple[Bound, ...]) -> tuple[Bound, ...]:
-    """The bounds, with which the shard of a gather may arrive while the gather before it reads its own.
+    """Return the bounds that allow the shard of a gather to arrive while the previous gather reads its own.
 
-    A gather moves together with the visit that it reads, which then does not begin before the one before it has ended.
+    A gather moves together with the visit that it reads, which then does not begin before the previous one has ended.
     """
     for bound in bounds:
         if bound == AheadBound(kind=BoundKind.DEVICE_STAGING, ahead=0):
@@ -138,7 +138,7 @@ def _within_bytes(program: Program, most_bytes: int) -> Program:
 def _moved(
     section: Section, program: Program, issued_with: Callable[[Sequence[GatherGroup]], list[int]]
 ) -> Section:
-    """The section with each group issued before the first use of the group that ``issued_with`` gives it, by number."""
+    """Return the section with each group issued before the first use of its group number in ``issued_with``."""
     body = section.body
     groups = find_groups(body, program)
     before: dict[int, list[Op]] = {}

@@ -1,4 +1,4 @@
-"""Keep a unit's gathered parameters from their first use to their last: no release after the forward, no second gather.
+"""Keep a unit's gathered parameters from their first use to their last, without a release after the forward.
 
 For every flat of these units, the pass keeps only the first gather of a section and the last release, which
 `insert-releases` then moves up to the last use. This costs the memory of the full flat from forward to backward and
@@ -41,7 +41,7 @@ from zeroir.passes.common.units import ALL_REPEATED, check_patterns, matching
 class Unshard(Pass):
     """Keep the parameters of these units, and of those used again ``within`` this number of gathered bytes.
 
-    Without options, those of all repeated units.
+    Without options, keep those of all repeated units.
     """
 
     name: ClassVar[str] = "unshard"
@@ -65,7 +65,7 @@ class Unshard(Pass):
             )
 
     def __call__(self, program: Program) -> Program:
-        """The program with one gather of each of these units' flats in a section.
+        """Return the program with one gather of each of these units' flats in a section.
 
         Raises:
             UserError: where a pattern names no unit.
@@ -87,7 +87,7 @@ class Unshard(Pass):
 
 
 def _used_again_soon(program: Program, most_bytes: int) -> set[str]:
-    """The gathered buffers between whose uses, in every section, at most ``most_bytes`` are gathered into others."""
+    """Return gathered buffers between whose uses, in every section, at most ``most_bytes`` are gathered into others."""
     furthest: dict[str, int] = {}
     for section in program.sections:
         if section.name == UPDATE:

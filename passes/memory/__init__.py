@@ -1,1 +1,1 @@
-"""The passes that decide what is saved, computed again, and where it stands in memory."""
+"""The passes that decide which values are saved or recomputed, and where buffers are placed in memory."""

@@ -1,9 +1,9 @@
-"""Give every temporary buffer a place in memory: an offset in the block that all temporary buffers of its space share.
+"""Assign every temporary buffer an offset in the memory block that all temporary buffers of its space share.
 
-Buffers share bytes only if one ends before the other begins in every run, by streams and events and not by the order
-of the text (see ``zeroir.memory.placement``); the verifier proves this independently (Z106). The runtime allocates
-the block once, so memory does not fragment, and its size is known before a rank starts. The plan is valid for these
-ops only: a later pass gets the program without it.
+Buffers share bytes only if one ends before the other begins in every run, as determined by streams and events, not by
+the order of the text (``zeroir.memory.placement``); the verifier proves this independently (Z106). The runtime
+allocates the block once, so memory does not fragment, and its size is known before a rank starts. The plan is valid for
+these ops only: a later pass gets the program without it.
 
 What ``plan-memory`` changes::
 
@@ -31,7 +31,7 @@ from zeroir.passes.common.order import derive_waits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanMemory(Pass):
-    """See the module."""
+    """Assign every temporary buffer an offset in the memory of its space."""
 
     name: ClassVar[str] = "plan-memory"
     requires: ClassVar[frozenset[Fact]] = NO_FACTS
@@ -39,7 +39,7 @@ class PlanMemory(Pass):
     destroys: ClassVar[frozenset[Fact]] = NO_FACTS
 
     def __call__(self, program: Program) -> Program:
-        """The program with a place for every temporary buffer."""
+        """Return the program with a place for every temporary buffer."""
         offsets: Mapping[str, int] = {
             name: offset
             for placement in place_all(derive_waits(program)).values()

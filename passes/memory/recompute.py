@@ -1,19 +1,20 @@
-"""Activation checkpointing: compute the forward of a unit again before its backward, instead of saving its values.
+"""Activation checkpointing: recompute the forward of a unit before its backward, instead of saving its values.
 
 This is a policy of the minimum cut of ``select-saved`` (``min_cut``). That pass recomputes only cheap ops, inside the
-backward. Here every op may be recomputed, so a forward saves little more than the inputs of its unit. A ``compute`` of
-its own, just before the backward, recomputes the values that only this backward reads. At that moment the full
-gradients of the backward are not live yet, and a bound on them does not hold the recomputation back. Values with other
-readers stay: the loss, new running statistics, and outputs that other forwards or backwards of other units read.
+backward. Here every op may be recomputed, so a forward saves little more than the inputs of its unit. A separate
+``compute``, just before the backward, recomputes the values that only this backward reads. At that time the full
+gradients of the backward are not live yet, and a bound on them does not delay the recomputation. Values with other
+readers are still saved: the loss, new running statistics, and outputs that other forwards or backwards of other units
+read.
 
 The same ops compute the values from the same inputs. Activations live until then, and seeds of dropout are the same.
-Where the forward changes running statistics, a buffer holds the new ones until the last reader of the old ones. So
-every bit stays the same, and every statistic changes once. A unit that is called twice, or whose forward is several
-segments, is recomputed call by call, segment by segment. A segment stays as it is if it would save more bytes than it
-frees, or if its backward follows at once.
+Where the forward changes running statistics, a buffer has the new ones until the last reader of the old ones. So all
+results are bitwise equal, and every statistic changes once. A unit that is called twice, or whose forward is several
+segments, is recomputed call by call, segment by segment. A segment is not changed if that would save more bytes than it
+frees, or if its backward follows directly.
 
-``select-saved`` runs before this pass: then a backward computes cheap values just before their use, and fewer bytes are
-live between the second forward and the backward. In the other order all saved values of a unit would be live there,
+``select-saved`` runs before this pass: then a backward recomputes cheap values just before their use, and fewer bytes
+are live between the second forward and the backward. In the other order all saved values of a unit would be live there,
 because ``select-saved`` chooses only values that pass from forwards to backwards.
 
 What ``recompute{units=a}`` changes::
@@ -61,7 +62,7 @@ _FORWARD = ".forward"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute(Pass):
-    """Compute the forwards of these units again before their backwards; by default those of all repeated units."""
+    """Recompute the forwards of these units before their backwards; by default those of all repeated units."""
 
     name: ClassVar[str] = "recompute"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.ONE_DEVICE})
@@ -74,7 +75,7 @@ class Recompute(Pass):
         check_patterns(self.units, self.name)
 
     def __call__(self, program: Program) -> Program:
-        """The program in which the values that these units save are computed again before their backwards.
+        """Return the program in which the values that these units save are recomputed before their backwards.
 
         Raises:
             UserError: where a pattern names no unit.
@@ -84,7 +85,7 @@ class Recompute(Pass):
 
 
 def _recompute(draft: SectionDraft, choices: Choices, units: frozenset[str]) -> None:
-    """Recompute the saved values of forwards, the last one first: the values of earlier ones that it reads stay."""
+    """Recompute the saved values of forwards, starting with the last; values of earlier ones that it reads are kept."""
     forwards = [
         position
         for position, call in draft.calls.items()
@@ -110,10 +111,10 @@ def _recompute_call(draft: SectionDraft, choices: Choices, forward: CallPosition
 def _own_outputs(
     draft: SectionDraft, forward: CallPosition
 ) -> tuple[dict[str, int], set[CallPosition]]:
-    """The outputs, by their buffers, that only the forward's own backwards read after the loss; and those backwards.
+    """Return the outputs, by buffer, that only the forward's own backwards read after the loss; and those backwards.
 
-    These backwards are the calls of its unit that are the only readers of some output. So the calls of a unit that is
-    called twice are told apart, and so are the segments of a forward that is cut in two.
+    These backwards are the calls of its unit that are the only readers of some output. This distinguishes the calls of
+    a unit that is called twice, and the segments of a forward that is split in two.
     """
     call = draft.calls[forward]
     late: dict[str, set[CallPosition]] = {}
@@ -136,7 +137,7 @@ def _pair(
     outputs: dict[str, int],
     backwards: set[CallPosition],
 ) -> SegmentPair:
-    """The forward, with a backward that hands the forward's outputs on to the real backwards."""
+    """Return the forward, with a backward that passes the forward's outputs on to the real backwards."""
     call = draft.calls[forward]
     types = call.segment.output_types()
 

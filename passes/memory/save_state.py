@@ -1,18 +1,18 @@
-"""Add section ``save``: copies of the state of the training to host memory, for a checkpoint.
+"""Add section ``save``, which copies the training state to host memory for a checkpoint.
 
-The state is what the next step begins with and no host gives it: of each flat its master weights, or the parameters
-where it has none; optimizer states and averages; step counts and loss scales; and the module buffers that a section
-writes. Each has a *snapshot*, a persistent buffer in host memory that the runtime allocates at the first save. What all
-ranks along an axis of the mesh hold alike, each of them copies a slice of.
+The state is everything that the next step starts with and the host does not provide: of each flat its master weights,
+or the parameters where it has none; optimizer states and averages; step counts and loss scales; and the module buffers
+that a section writes. Each has a *snapshot*, a persistent buffer in host memory that the runtime allocates at the first
+save. Where all ranks along an axis of the mesh have the same elements, each of them copies a slice.
 
-The copies run beside the next steps, on ``copy_out``. Where steps have copies there of their own, such as those of
-activations, those of a save are on ``save_out``: otherwise the next forward would wait for the whole state to leave.
-Each copy signals an event that is pending at all boundaries, so an op that overwrites what a copy reads waits for this
-copy alone, and only where it has to. The pass manager derives these waits, and Z105 proves them. Copies stand in the
-order in which the next step overwrites what they read, so a wait for the last copy of a flat stands for all of them.
-Scalars, of a few bytes, are copied on the compute stream, because the host may change them between steps.
+The copies overlap with the next steps, on ``copy_out``. Where steps have other copies there, such as those of
+activations, those of a save are on ``save_out``: otherwise the next forward would wait for the whole state. Each copy
+signals an event that is pending at all boundaries, so an op that overwrites the source of a copy waits only for this
+copy, and only where necessary. The pass manager derives these waits, and Z105 proves them. Copies are in the order in
+which the next step overwrites their sources, so a wait for the last copy of a flat covers all of them. Scalars, of a
+few bytes, are copied on the compute stream, because the host may change them between steps.
 
-Passes that change which buffers are the state come before it. A program with some of the state on disk stays as it is:
+Passes that change which buffers are the state run before it. A program with some of the state on disk is not changed:
 host memory may be too small for copies, so training waits until a checkpoint is written from the disk.
 
 What ``save-state`` changes::
@@ -68,7 +68,7 @@ _PASSING = (GRAD, DIRECTION)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveState(Pass):
-    """See the module."""
+    """Add section ``save``, which copies the training state to snapshots in host memory."""
 
     name: ClassVar[str] = "save-state"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.UNSAVED})
@@ -78,7 +78,7 @@ class SaveState(Pass):
     )
 
     def __call__(self, program: Program) -> Program:
-        """The program with section ``save`` and its snapshots, on whose events every section's states agree."""
+        """Return the program with section ``save`` and its snapshots; every section's states have their events."""
         order = _first_writes(program)
         sources = sorted(_state(program), key=lambda b: order.get(b.name, len(order)))
         if any(buffer.space is Space.DISK for buffer in sources):
@@ -115,13 +115,16 @@ class SaveState(Pass):
 
 
 def _with_streams(streams: tuple[Stream, ...], used: Collection[str]) -> tuple[Stream, ...]:
-    """The streams, with those that are used and not among them."""
+    """Return the streams, and those that are used but not among them."""
     own = (Stream(name=SAVE_OUT, executor=Executor.DEVICE),) if SAVE_OUT in used else ()
     return (*rewrite.with_streams(streams, used), *own)
 
 
 def _copy(space: Space, content: SnapshotContent, snapshot: Region, down: str) -> ops.IssuedOp:
-    """The copy of the region that a snapshot names, in this space, to the snapshot; on ``down`` from a device."""
+    """Return the copy of the region that a snapshot names, in this space, to the snapshot.
+
+    On ``down`` from a device.
+    """
     source, event = copied_region(content), content.event
     match space:
         case Space.DEVICE:
@@ -136,13 +139,13 @@ def _copy(space: Space, content: SnapshotContent, snapshot: Region, down: str) -
 
 
 def _between_steps(program: Program) -> State:
-    """The state between two steps."""
+    """Return the state between two steps."""
     update = program.section_by_name.get(UPDATE)
     return State() if update is None else update.exit
 
 
 def _state(program: Program) -> Iterator[Buffer]:
-    """The buffers to save, each element of the state in one of them, in the order of the program."""
+    """Yield the buffers to save, with each element of the state in one of them, in the order of the program."""
     written = set(_first_writes(program))
     has_masters = {
         buffer.holds.flat
@@ -164,10 +167,10 @@ def _state(program: Program) -> Iterator[Buffer]:
 
 
 def _covering(program: Program) -> Iterator[Buffer]:
-    """Buffers that have every element of each quantity of the flats.
+    """Yield buffers that together have every element of each quantity of the flats.
 
-    Slices come before copies, and of these buffers in host memory before others. A buffer is left out where one of
-    them has all of its elements.
+    Slices come before copies, and among these buffers in host memory before others. A buffer is omitted where another
+    one has all of its elements.
     """
     flats = [(b, b.holds) for b in program.buffers if isinstance(b.holds, FlatContent)]
     covered: dict[tuple[str, str], list[tuple[range, ...]]] = {}
@@ -180,7 +183,7 @@ def _covering(program: Program) -> Iterator[Buffer]:
 
 
 def _first_writes(program: Program) -> dict[str, int]:
-    """The persistent buffers that the ops of a step write, numbered in the order of their first writes."""
+    """Return the persistent buffers that the ops of a step write, numbered in the order of their first writes."""
     order: dict[str, int] = {}
     for op in program.step_ops():
         effect = effects(op)
@@ -190,7 +193,7 @@ def _first_writes(program: Program) -> dict[str, int]:
 
 
 def _snapshot(buffer: Buffer, program: Program, taken: set[str]) -> tuple[Buffer, SnapshotContent]:
-    """The snapshot of a buffer, under a name that is not ``taken``, and its resting content."""
+    """Return the snapshot of a buffer, with a name that is not ``taken``, and its resting content."""
     name = rewrite.claimed_name(f"{buffer.name}.snapshot", taken)
     region = _own_part(buffer, program)
     content = SnapshotContent(
@@ -212,7 +215,7 @@ def _snapshot(buffer: Buffer, program: Program, taken: set[str]) -> tuple[Buffer
 
 
 def _own_part(buffer: Buffer, program: Program) -> Region:
-    """The part of a buffer that each rank copies: a slice along the first axis whose ranks hold the same elements."""
+    """Return the part of a buffer that each rank copies: a slice along the first axis with equal elements."""
     if isinstance(buffer.holds, FlatContent):
         for axis in program.mesh.axes:
             is_alike = axis.name != buffer.holds.shard and axis.size > 1

@@ -3,10 +3,10 @@
 A trace saves the values that autograd saved. But the result of an activation function, a norm or a cast takes as many
 bytes as that of a matrix product and almost no time to compute, and its inputs are often saved anyway. For each forward
 and its backward a minimum cut finds the fewest bytes that the backward needs (``min_cut``); equal units are cut once. A
-value that need not be saved is no output of the forward any more, and the backward recomputes it just before its first
-use. The same ops compute it from the same values, seeds of dropout included, so every bit stays the same; no random
+value that is not saved is no longer an output of the forward, and the backward recomputes it just before its first use.
+The same ops compute it from the same values, including seeds of dropout, so all results are bitwise equal; no random
 number is drawn twice. Parameters are never saved: the backward reads its own copy, but only of flats that it reads
-anyway, since another flat would cost another gather.
+anyway, because another flat would cost another gather.
 
 What ``select-saved`` changes::
 
@@ -44,7 +44,7 @@ from zeroir.passes.common.storages import Need, SegmentPair
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectSaved(Pass):
-    """Save the values of fewest bytes, from which the backward computes the others again."""
+    """Save the values of fewest bytes, from which the backward recomputes the others."""
 
     name: ClassVar[str] = "select-saved"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.ONE_DEVICE})
@@ -52,20 +52,20 @@ class SelectSaved(Pass):
     destroys: ClassVar[frozenset[Fact]] = NO_FACTS
 
     def __call__(self, program: Program) -> Program:
-        """The program with other segments, and other buffers between them."""
+        """Return the program with other segments, and other buffers between them."""
         return redraft(program, _select)
 
 
 def _select(draft: SectionDraft, choices: Choices) -> None:
-    """Choose the values that are saved for every backward, until no choice saves bytes any more."""
+    """Choose the values to save for every backward, until no choice saves bytes any more."""
     backwards = [position for position in draft.calls if draft.is_late(position)]
-    # What more backwards read by now may tip the scales for one that has been looked at.
+    # Additional readers may change the best choice for a backward that was already processed.
     while sum(_improve(draft, position, choices) for position in backwards):
         pass
 
 
 def _improve(draft: SectionDraft, backward: CallPosition, choices: Choices) -> bool:
-    """Choose for one backward and its forward; whether that changed something."""
+    """Choose for one backward and its forward; return whether that changed something."""
     call = draft.calls[backward]
     fillings = (draft.buffers.get(given.view.region.buffer) for given in call.op.arguments)
     forwards = [
@@ -112,7 +112,7 @@ def _pair(draft: SectionDraft, forward: CallPosition, backward: CallPosition) ->
 
 
 def _need(draft: SectionDraft, given: Argument, forward: CallPosition) -> Need | None:
-    """The value of the forward, and the first of its elements, that an argument of the backward reads."""
+    """Return the value of the forward, and the first of its elements, that an argument of the backward reads."""
     region = given.view.region
     call = draft.calls[forward]
     filled = draft.buffers.get(region.buffer)

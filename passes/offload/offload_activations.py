@@ -1,8 +1,8 @@
 """Keep the values that the forward saves for the backward in host memory in between.
 
-A saved value is copied to the host once the forward of its unit has written it, and back before the unit whose backward
-is the first to read it. Its device memory is free in the meantime. The section is seen as turns: runs of compute ops of
-one unit, in the forward and in the backward.
+A saved value is copied to the host once the forward of its unit has written it, and back before the first backward that
+reads it. Its device memory is free in the meantime. The section is divided into turns: runs of compute ops of one unit,
+in the forward and in the backward.
 
 * ``to_host`` stands at the end of the turn that writes the value and runs on ``copy_out`` beside the next turn. At the
   end of that next turn, or of a later one that still reads the value, stands the release, so one turn's values travel
@@ -12,14 +12,14 @@ one unit, in the forward and in the backward.
 * The bound ``activations ahead=0`` holds the streams to that: no activation begins before all those released above it
   have ended. However slow the link to the host is, no more activations are live than the text of the program shows.
 
-A value stays on the device where fewer than two turns stand between its release and its copy back, as with those of
-the last unit, which its backward needs at once. So does a value of fewer than ``smallest`` bytes: at the 25 GB/s of a
-PCIe 4.0 link, 64 KiB travel for 3 µs, less than the fixed time of a transfer, and they free almost nothing. Parameters,
-gradients, inputs and other persistent buffers are no saved values.
+A value stays on the device where fewer than two turns are between its release and its copy back, as with those of the
+last unit, which its backward needs immediately. So does a value of fewer than ``smallest`` bytes: at the 25 GB/s of a
+PCIe 4.0 link, 64 KiB take 3 µs, less than the fixed time of a transfer, and they free almost nothing. Parameters,
+gradients, inputs and other persistent buffers are not saved values.
 
-By default all values are offloaded that can be, with ``units`` those that the backwards of these units are the first
-to read. With ``bytes`` only as many are as let the device do with that much less memory: those that are away for the
-most turns first, and of these the largest. What the device needs is what ``zeroir.memory.footprint`` says.
+By default all possible values are offloaded, with ``units`` those that the backwards of these units are the first to
+read. With ``bytes`` only as many are offloaded as reduce the device's memory by that much: first those that are away
+for the most turns, and of these the largest. ``zeroir.memory.footprint`` computes the device's memory.
 
 What ``offload-activations{units=a, smallest=0}`` changes::
 
@@ -65,20 +65,20 @@ from zeroir.passes.common.units import check_patterns, matching
 
 _SMALLEST_BYTES: Final = 64 * 1024
 _FEWEST_TURNS: Final = 2
-"""A value that is away for the last turn of the forward alone would be back when the backward begins to take memory."""
+"""A value that is away only for the last turn of the forward would be back when the backward starts to need memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadActivations(Pass):
     """Offload the values that the backwards of these ``units`` read, or as many as save the device ``bytes``.
 
-    Values of fewer than ``smallest`` bytes stay.
+    Values of fewer than ``smallest`` bytes are not offloaded.
     """
 
     name: ClassVar[str] = "offload-activations"
     requires: ClassVar[frozenset[Fact]] = NO_FACTS
     establishes: ClassVar[frozenset[Fact]] = NO_FACTS
-    # A pass that moves values between segments would not find their readers any more.
+    # A later pass that moves values between segments would not find their readers.
     destroys: ClassVar[frozenset[Fact]] = frozenset({Fact.ONE_DEVICE})
 
     units: tuple[str, ...] | None = None
@@ -96,10 +96,10 @@ class OffloadActivations(Pass):
                 )
 
     def __call__(self, program: Program) -> Program:
-        """The program with the copies of the chosen values, and the bound that holds the streams to their order.
+        """Return the program with the copies of the chosen values, and the bound that keeps the streams in order.
 
         Raises:
-            UserError: where a pattern names no unit, or the device cannot do with ``bytes`` less.
+            UserError: where a pattern names no unit, or the values do not save the device ``bytes``.
         """
         units = None if self.units is None else matching(self.units, program, self.spec())
         by_section = {
@@ -122,7 +122,7 @@ class OffloadActivations(Pass):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SavedValue:
-    """A value that the forward of a section saves, and the indices of the ops around which its copies stand.
+    """A value that the forward of a section saves, and the indices of the ops around which its copies are placed.
 
     The first backward that reads it is that of ``unit``, at the index ``read_at``. The value is away for ``turns``
     turns.
@@ -146,7 +146,7 @@ class _Turns:
 
     @classmethod
     def of(cls, view: SectionView, loss: int) -> _Turns:
-        """The turns of a section; the op that makes the loss ends one."""
+        """Return the turns of a section; the op that computes the loss ends one."""
         turns = cls()
         before: tuple[str, bool] | None = None
         for index, op in view.computes.items():
@@ -160,12 +160,12 @@ class _Turns:
         return turns
 
     def number(self, index: int) -> int:
-        """The number of the turn that an op belongs to: the last one that begins with it or above it."""
+        """Return the number of the turn of an op: the last one that begins at it or before it."""
         return max(bisect_right(self.firsts, index) - 1, 0)
 
 
 def _saved_values(program: Program, section: Section) -> Iterator[_SavedValue]:
-    """The values of a section that can be away for long enough, in the order of their allocs."""
+    """Yield the values of a section that can be away for long enough, in the order of their allocs."""
     view = SectionView(program, section.body)
     loss = view.loss
     if loss is None:
@@ -203,7 +203,7 @@ _BySection = Mapping[str, Mapping[str, _SavedValue]]
 
 
 def _longest_away_first(sections: Collection[Mapping[str, _SavedValue]]) -> Sequence[str]:
-    """The buffers of saved values: those that are away for the most turns first, and of these the largest."""
+    """Return the buffers of saved values: first those that are away for the most turns, and of these the largest."""
     keys: dict[str, tuple[int, int]] = {}
     for values in sections:
         for name, value in values.items():
@@ -215,7 +215,7 @@ def _longest_away_first(sections: Collection[Mapping[str, _SavedValue]]) -> Sequ
 def _fewest(
     program: Program, by_section: _BySection, candidates: Sequence[str], wanted_bytes: int
 ) -> Sequence[str]:
-    """The fewest of the first candidates with which the device needs fewer bytes by those that are wanted.
+    """Return the fewest of the first candidates that reduce the device's bytes by ``wanted_bytes``.
 
     Raises:
         UserError: where all of them are not enough.
@@ -225,7 +225,7 @@ def _fewest(
     def saved_bytes(number: int) -> int:
         return before_bytes - _needed_bytes(_offloaded(program, by_section, candidates[:number]))
 
-    # A byte that leaves the device saves one at most.
+    # A byte that leaves the device saves at most one byte.
     sizes = (rounded(program.buffer_by_name[name].size_bytes, Space.DEVICE) for name in candidates)
     enough = bisect_left([0, *accumulate(sizes)], wanted_bytes)
     too_few, step = enough - 1, 1
@@ -249,7 +249,7 @@ def _fewest(
 
 
 def _needed_bytes(program: Program) -> int:
-    """The bytes that the device must have."""
+    """Return the bytes that the device must have."""
     return footprint(derive_waits(program)).total_bytes
 
 
@@ -257,7 +257,7 @@ def _needed_bytes(program: Program) -> int:
 
 
 def _offloaded(program: Program, by_section: _BySection, names: Sequence[str]) -> Program:
-    """The program with the values in these buffers offloaded, in each section in which they can be."""
+    """Return the program with the values in these buffers offloaded, in each section where this is possible."""
     if not names:
         return program
     taken = set(program.buffer_by_name)
@@ -286,14 +286,14 @@ def _offloaded(program: Program, by_section: _BySection, names: Sequence[str]) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Copies:
-    """The copy of a saved value on the host, and the one that comes back to the device."""
+    """The copy of a saved value on the host, and the one that returns to the device."""
 
     on_host: Buffer
     again: Buffer
 
     @classmethod
     def of(cls, buffer: Buffer, taken: set[str]) -> _Copies:
-        """The copies of a value, under names that are not taken, and are from now on."""
+        """Return the copies of a value, with names that are not taken, and add these to ``taken``."""
 
         def named(suffix: str) -> str:
             stem = f"{buffer.name}.{suffix}"
@@ -315,7 +315,7 @@ def _rewritten(
     away = {value.buffer.name: value for value in values}
     before: dict[int, list[Op]] = {}
     after: dict[int, list[Op]] = {}
-    # A release behind the copies of the next turn would wait for these, too.
+    # A release after the copies of the next turn would wait for these as well.
     for value in values:
         release = ops.Release(buffer=value.buffer.name, stream=COPY_OUT)
         after.setdefault(value.released_after, []).append(release)

@@ -1,19 +1,19 @@
-"""Gradients rest in host memory: each goes down as soon as it is reduced.
+"""Keep gradients in host memory: each is copied there as soon as it is reduced.
 
-Of each flat the gradient at rest, or its sum over micro-steps in FP32, moves to host memory. On the device it lives
-in a temporary buffer, from its first contribution or from its reduction until it is copied down, on the stream
-``copy_out``, beside the backward of other units. A micro-step's reduced gradient is added to the sum on the host, on
-the stream ``optimizer``. The norm and the overflow flag are computed where the gradients are, and their scalars go up
-before the ranks combine them; where some gradients rest on the device, the statistic is handed from one space to the
-other in the order of its sources, so its bits are the same.
+Of each flat the gradient at rest, or its sum over micro-steps in FP32, moves to host memory. On the device it lives in
+a temporary buffer, from its first contribution or from its reduction until it is copied down, on the stream
+``copy_out``, overlapping with the backward of other units. A micro-step's reduced gradient is added to the sum on the
+host, on the stream ``optimizer``. The norm and the overflow flag are computed where the gradients are, and their
+scalars are copied to the device before the ranks combine them; where some gradients rest on the device, the statistic
+is passed from one space to the other in the order of its sources, so it is bitwise equal.
 
-An update on the host (``offload-optimizer``) reads the gradients where they rest. One on the device has each gradient
-brought up before it. Without ``units`` the gradients of the flats that the host updates move, or of all flats where it
-updates none.
+An update on the host (``offload-optimizer``) reads the gradients where they rest. For one on the device each gradient
+is copied up before it. Without ``units`` the gradients of the flats that the host updates move, or of all flats where
+it updates none.
 
 At stages 0 and 1 the full gradient of each flat is a temporary buffer now, as at stage 2, and the bound on full
-gradients holds the backward back until the last but one is on the host. The sums of several micro-steps are reduced
-last there, so they go up for that and down again.
+gradients makes the backward wait until the last but one is on the host. There the sums of several micro-steps are
+reduced at the end, so they are copied to the device for that and back.
 
 What ``offload-gradients`` changes::
 
@@ -70,7 +70,7 @@ class OffloadGradients(Pass):
             check_patterns(self.units, self.name)
 
     def __call__(self, program: Program) -> Program:
-        """The program with these gradients at home in host memory.
+        """Return the program with these gradients at home in host memory.
 
         Raises:
             UserError: where a pattern names no unit.
@@ -94,7 +94,7 @@ class OffloadGradients(Pass):
 
 
 def _homes(program: Program, step: OffloadGradients) -> Mapping[str, Flat]:
-    """The buffers of gradients that move, each with its flat."""
+    """Return the buffers of gradients that move, each with its flat."""
     flats = program.flat_by_name
     resting = {
         buffer.name: flats[buffer.holds.flat]
@@ -117,15 +117,14 @@ def _homes(program: Program, step: OffloadGradients) -> Mapping[str, Flat]:
 
 
 class _Gradients:
-    """One run of the pass; the visits of gradients that are still used on the device are made afterwards.
+    """One run of the pass; the visits of gradients that are still used on the device are created afterwards.
 
-    ``on_device`` are, for gradients that one section computes, the temporary buffers in which they are on the device:
-    full ones where compute ops, or casts of what these computed, contributed to the buffer at rest, ``full``, else
-    those into which they are reduced. ``sums`` are
-    the gradients over several micro-steps, with the temporary buffers through which each micro-step's comes down.
-    ``added`` are the buffers whose elements are added to sums, ``came_down`` the temporary buffers that gradients came
-    down to for the update, and where these rest now.
-    ``slices`` are the full buffers at rest of which a rank needs its slice alone, with the axis of the slices.
+    ``on_device`` are, for gradients that one section computes, their temporary buffers on the device: full ones where
+    compute ops, or casts of their results, contributed to the buffer at rest (``full``), otherwise those into which
+    they are reduced. ``sums`` are the gradients over several micro-steps, with the temporary buffers through which each
+    micro-step's gradient is copied down. ``added`` are the buffers whose elements are added to sums; ``came_down`` are
+    the temporary buffers to which gradients were copied for the update, and their present places at rest. ``slices``
+    are the full buffers at rest of which a rank only needs its slice, with the axis of the slices.
     """
 
     def __init__(self, program: Program, homes: Mapping[str, Flat]) -> None:
@@ -187,7 +186,7 @@ class _Gradients:
         )
 
     def _bounds(self, bounds: tuple[Bound, ...]) -> tuple[Bound, ...]:
-        """The bounds, with limits on the gradients that wait for a copy down."""
+        """Return the bounds, with limits on the gradients that wait for a copy to the host."""
         kinds = {bound.kind for bound in bounds}
         if BoundKind.FULL_GRADIENTS not in kinds:
             bounds = with_bound(bounds, AheadBound(kind=BoundKind.FULL_GRADIENTS, ahead=1))
@@ -196,7 +195,7 @@ class _Gradients:
         return bounds
 
     def _temporary(self, name: str, like: str, space: Space = Space.DEVICE) -> Buffer:
-        """A temporary buffer for the elements of another one."""
+        """Return a temporary buffer for the elements of another one."""
         name = rewrite.claimed_name(name, self._taken)
         role = Role.GRAD if space is Space.DEVICE else Role.STAGING
         buffer = self.program.buffer_by_name[like]
@@ -216,7 +215,7 @@ class _Gradients:
                 continue
             first, last = indices[0], indices[-1]
             before.setdefault(first, []).extend(self._begin(name, section.body[first]))
-            # What the reduction ends does not wait for the copy.
+            # Other ops that follow the reduction do not wait for the copy.
             end = last
             while end + 1 < len(section.body) and isinstance(section.body[end + 1], ops.Release):
                 end += 1
@@ -234,7 +233,7 @@ class _Gradients:
         )
 
     def _fills(self, op: Op, name: str) -> bool:
-        """Whether the op computes or reduces the gradient."""
+        """Return whether the op computes or reduces the gradient."""
         is_filling = isinstance(op, ops.Compute | ops.Fill | ops.Collective)
         is_filling |= isinstance(op, ops.Cast) and op.destination.buffer == name
         return is_filling and name in rewrite.used_buffers(op)
@@ -250,7 +249,10 @@ class _Gradients:
             yield from rewrite.gap_fills(self.homes[name], buffer, stream)
 
     def _end(self, name: str, op: Op) -> Iterator[Op]:
-        """Copy a reduced gradient down. What limits the buffer is the bound on full gradients, or else its stream."""
+        """Copy a reduced gradient to the host.
+
+        The bound on full gradients, or otherwise its stream, limits the buffer.
+        """
         buffer = self.on_device[name]
         axis = self.slices.get(name)
         source = replace(whole(buffer), shard=axis)
@@ -266,7 +268,7 @@ class _Gradients:
             case ops.ToHost() if op.destination.buffer in self.came_down:
                 return
             case ops.Release() if op.buffer in self.added & self.contributed.keys():
-                # The stream that computes does not wait for the copy, only the bound on full gradients does.
+                # The compute stream does not wait for the copy, only the bound on full gradients does.
                 yield replace(op, stream=UPDATE_OUT)
             case ops.Cast() if self._is_sum(op):
                 yield from self._add(op)
@@ -286,7 +288,7 @@ class _Gradients:
         return is_added and op.destination.buffer not in self.full
 
     def _add(self, op: ops.Cast) -> Iterator[Op]:
-        """Copy the gradient of a micro-step down, and add it there."""
+        """Copy the gradient of a micro-step to the host, and add it there."""
         home = op.destination.buffer
         if home not in self.sums:
             source = op.source.buffer
@@ -298,7 +300,7 @@ class _Gradients:
         yield ops.Release(buffer=buffer.name, stream=OPTIMIZER)
 
     def _statistic(self, op: _Statistic) -> Iterator[Op]:
-        """The statistic of some sources after the other, each part in the memory of its sources."""
+        """Compute the statistic of the sources in turn, each part in the memory of its sources."""
         parts = [
             (is_on_host, tuple(map(self._at_rest, sources)))
             for is_on_host, sources in groupby(op.sources, lambda r: r.buffer in self.homes)
@@ -334,12 +336,12 @@ class _Gradients:
         return region if buffer is None else replace(region, buffer=buffer.name)
 
     def _at_rest(self, region: Region) -> Region:
-        """A region of a gradient at rest, or of a buffer that it came down to, in the gradient's new home."""
+        """Return the new home of a region of a gradient at rest, or of a buffer to which it was copied."""
         region = self.came_down.get(region.buffer, region)
         axis = self.slices.get(region.buffer)
         return region if axis is None else rewrite.as_shard(region, self.program.mesh.size(axis))
 
 
 def _is_stale(buffer: Buffer) -> bool:
-    """Whether a gradient rests there that one section computes, of one micro-batch or as a sum over several."""
+    """Return whether one section computes the gradient of a buffer, of one micro-batch or as a sum over several."""
     return isinstance(buffer.holds, FlatContent) and buffer.holds.micro is Micro.STALE

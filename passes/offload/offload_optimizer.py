@@ -1,18 +1,18 @@
 """ZeRO-Offload: the optimizer's states rest in host memory, and the host's processors update them.
 
-Of each flat the master weights, the optimizer's states and the averages move to host memory, and with them the ops
-that change these: they run on the stream ``optimizer``. The gradient of a flat is copied down before its update, and
-its new parameters are copied up behind it, so per step 2 + 2 bytes a 16-bit parameter travel, not the 12 bytes of its
-FP32 states each way. A flat that trains in FP32 has no master weights: a second copy of its parameters rests on the
-host, is updated there, and overwrites the one on the device. The scalars of the decision are copied down once.
+Of each flat the master weights, the optimizer's states and the averages move to host memory, and with them the ops that
+change these: they run on the stream ``optimizer``. The gradient of a flat is copied down before its update, and its new
+parameters are copied up after it, so each step copies 2 + 2 bytes per 16-bit parameter, not the 12 bytes of its FP32
+states each way. A flat that trains in FP32 has no master weights: a second copy of its parameters rests on the host, is
+updated there, and overwrites the one on the device. The scalars of the decision are copied down once.
 
-Copies down and up have streams of their own, so the gradient of the next flat comes down and the parameters of the
-last one go up while the host updates a third. What passes through host memory on the way is temporary, and a bound
-limits how many such buffers are live. With ``overlap-update`` each flat is updated as soon as its gradient is reduced,
-beside the backward; a copy up then waits for the last op that reads the old parameters, the update itself does not.
+Copies down and up have separate streams, so the gradient of the next flat is copied down and the parameters of the last
+one up while the host updates a third. Their buffers in host memory are temporary, and a bound limits how many of them
+are live. With ``overlap-update`` each flat is updated as soon as its gradient is reduced, during the backward; a copy
+up then waits for the last op that reads the old parameters, the update itself does not.
 
 ``fraction`` limits the pass to flats with at least that part of the elements of the units' flats: those whose gradients
-the backward completes first. The update of the last ones, which nothing would hide, stays on the device.
+the backward completes first. The update of the last ones, which nothing would overlap, stays on the device.
 
 What ``offload-optimizer`` changes::
 
@@ -75,7 +75,7 @@ class OffloadOptimizer(Pass):
             )
 
     def __call__(self, program: Program) -> Program:
-        """The program with the update of these flats on the host.
+        """Return the program with the update of these flats on the host.
 
         Raises:
             UserError: where a pattern names no unit, or an optimizer works on whole parameters.
@@ -85,7 +85,7 @@ class OffloadOptimizer(Pass):
 
 
 def _chosen(program: Program, step: OffloadOptimizer) -> Mapping[str, Flat]:
-    """The flats to update on the host, by name, in the order in which the backward completes their gradients."""
+    """Return the flats to update on the host, by name, in the order in which the backward completes their gradients."""
     units = None if step.units is None else matching(step.units, program, step.spec())
     algorithms = {
         flat.name: op.algorithm
@@ -122,7 +122,7 @@ def _chosen(program: Program, step: OffloadOptimizer) -> Mapping[str, Flat]:
 
 
 def _flat_of(region: Region, program: Program) -> Flat | None:
-    """The flat whose elements rest in the region's buffer; None for a temporary one."""
+    """Return the flat with elements at rest in the region's buffer; None for a temporary one."""
     holds = program.buffer_by_name[region.buffer].holds
     return program.flat_by_name[holds.flat] if isinstance(holds, FlatContent) else None
 
@@ -130,9 +130,9 @@ def _flat_of(region: Region, program: Program) -> Flat | None:
 class _Offload:
     """One run of the pass.
 
-    By flat, ``copies`` are the second copies of FP32 parameters, or the temporary buffers that 16-bit parameters pass
-    through, and ``gradients`` the temporary buffers that gradients pass through. ``widened`` are the temporary buffers
-    of FP32 gradients, ``sums`` the gradients that the update of these flats clears.
+    By flat, ``copies`` are the second copies of FP32 parameters, or the temporary buffers through which 16-bit
+    parameters pass, and ``gradients`` the temporary buffers through which gradients pass. ``widened`` are the temporary
+    buffers of FP32 gradients, ``sums`` the gradients that the update of these flats clears.
     """
 
     def __init__(self, program: Program, flats: Mapping[str, Flat]) -> None:
@@ -155,7 +155,7 @@ class _Offload:
         for temporaries in (self.gradients, self.scalars):
             buffers += temporaries.values()
         buffers += [buffer for buffer in self.copies.values() if not buffer.is_persistent]
-        # A 16-bit flat has two buffers on the way, the gradient's and the parameters', an FP32 flat one.
+        # A 16-bit flat has two temporary buffers, the gradient's and the parameters', an FP32 flat one.
         ahead = 1 + any(not buffer.is_persistent for buffer in self.copies.values())
         bound = AheadBound(kind=BoundKind.HOST_STAGING, ahead=ahead)
         return replace(
@@ -168,7 +168,7 @@ class _Offload:
     # -------------------------------------------------------------------------------------------------- what there is
 
     def _note(self, op: Op) -> None:
-        """Find the buffers of an optimizer step, and name those that it needs on the host."""
+        """Record the buffers of an optimizer step, and name those that it needs on the host."""
         if not isinstance(op, ops.OptimizerStep) or (flat := self._own(op.param)) is None:
             return
         for region in (op.step, op.gradient_divisor, op.skip, *(s.lr for s in op.settings)):
@@ -192,7 +192,7 @@ class _Offload:
         return self._temporary(f"{flat.name}.grad.host", buffer, region)
 
     def _temporary(self, name: str, like: Buffer, region: Region) -> Buffer:
-        """A temporary buffer in host memory for the elements of a region."""
+        """Return a temporary buffer in host memory for the elements of a region."""
         return Buffer(
             name=rewrite.claimed_name(name, self._taken),
             dtype=like.dtype,
@@ -202,7 +202,7 @@ class _Offload:
         )
 
     def _own(self, region: Region) -> Flat | None:
-        """The flat of a region, if its update moves."""
+        """Return the flat of a region, if its update moves."""
         flat = _flat_of(region, self.program)
         return flat if flat is not None and flat.name in self.flats else None
 
@@ -211,7 +211,7 @@ class _Offload:
         return holds.quantity if isinstance(holds, FlatContent) else None
 
     def _homes(self, buffer: Buffer) -> Iterator[Buffer]:
-        """The buffer in its new home, before it the host's copy where there is one."""
+        """Yield the buffer in its new home, and before it the host's copy where there is one."""
         holds = buffer.holds
         if buffer.name in self.widened:
             yield replace(buffer, space=Space.HOST)
@@ -235,7 +235,7 @@ class _Offload:
         stepped: set[str] = set()
         for index, op in enumerate(section.body):
             if isinstance(op, ops.Fill) and op.destination.buffer in self.sums & stepped:
-                # A sum is cleared behind its copy and on the copy's stream, so that no other stream waits for it.
+                # A sum is cleared after its copy and on the copy's stream, so that no other stream waits for it.
                 body.append(replace(op, stream=UPDATE_OUT))
                 continue
             if last_use >= 0 and isinstance(op, ops.Gather) and self._is_of_new_parameters(op):
@@ -253,13 +253,14 @@ class _Offload:
         return replace(
             section,
             entry=self._with_copies(section.entry),
-            # Whoever issues a collective waits until the copy up before it is issued: at the end that delays nothing.
+            # The thread that issues a collective waits until the previous copy up is issued: at the end this delays
+            # nothing.
             body=(*body, *gathers),
             exit=self._with_copies(section.exit),
         )
 
     def _is_of_new_parameters(self, op: ops.Gather) -> bool:
-        """Whether the op gathers parameters at rest in place, all of them of flats that the host updates."""
+        """Return whether the op gathers parameters at rest in place, all of them of flats that the host updates."""
         return all(
             self._own(pair.destination) is not None
             and self._quantity(pair.destination) == PARAM
@@ -268,7 +269,7 @@ class _Offload:
         )
 
     def _is_scaled(self, op: Op) -> bool:
-        """Whether the op reads scalars of the decision on the host."""
+        """Return whether the op reads scalars of the decision on the host."""
         match op:
             case ops.OptimizerStep():
                 return self._own(op.param) is not None
@@ -278,7 +279,7 @@ class _Offload:
                 return False
 
     def _down_scalars(self, stream: str) -> Iterator[Op]:
-        """Copies of the scalars, on the stream that took the decision, so that no other copy waits for it."""
+        """Yield copies of the scalars, on the stream that took the decision, so that no other copy waits for it."""
         for region, buffer in self.scalars.items():
             yield ops.Alloc(buffer=buffer.name, stream=stream)
             yield ops.ToHost(source=region, destination=whole(buffer), stream=stream)
@@ -303,7 +304,7 @@ class _Offload:
                 yield op
 
     def _widen(self, op: ops.Cast) -> Iterator[Op]:
-        """A 16-bit gradient comes down before it is widened."""
+        """Copy a 16-bit gradient to the host before it is widened."""
         flat = _flat_of(op.source, self.program)
         assert flat is not None
         if flat.name not in self.gradients:
@@ -314,7 +315,10 @@ class _Offload:
         yield ops.Release(buffer=buffer.name, stream=OPTIMIZER)
 
     def _step(self, op: ops.OptimizerStep, flat: Flat) -> Iterator[Op]:
-        """The step on the host; FP32 gradients come down before it, and FP32 parameters go up behind it."""
+        """Yield the step on the host.
+
+        FP32 gradients are copied there before it, and FP32 parameters to the device after it.
+        """
         gradient = None if op.grad.buffer in self.widened else self.gradients[flat.name]
         if gradient is not None:
             yield from _down(op.grad, gradient)
@@ -336,7 +340,7 @@ class _Offload:
             yield ops.ToDevice(source=trained, destination=op.param, stream=UPDATE_IN)
 
     def _narrow(self, op: ops.Cast, flat: Flat) -> Iterator[Op]:
-        """Master weights are rounded to 16 bits on the host, and then go up."""
+        """Round master weights to 16 bits on the host, and then copy them to the device."""
         param = self.program.buffer_by_name[op.destination.buffer]
         if flat.name not in self.copies:
             name = f"{flat.name}.param.host"
@@ -348,14 +352,14 @@ class _Offload:
         yield ops.Release(buffer=copy.name, stream=UPDATE_IN)
 
     def _trained(self, param: Region, flat: Flat) -> Region:
-        """The parameters that the host trains: the masters, or its copy."""
+        """Return the parameters that the host trains: the master weights, or its copy."""
         return whole(self.copies[flat.name]) if self._quantity(param) == PARAM else param
 
     def _scalar(self, region: Region) -> Region:
         return whole(self.scalars[region])
 
     def _with_copies(self, state: State) -> State:
-        """The state, in which the host's copies of parameters are as new as those on the device."""
+        """Return the state in which the host's copies of parameters are as new as those on the device."""
         held: dict[str, Holding] = {}
         for holding in state.holdings:
             flat = self._own(holding.region)

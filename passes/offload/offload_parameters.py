@@ -1,14 +1,14 @@
-"""Keep parameters in host memory: they visit the device where ops use them.
+"""Keep parameters in host memory, and copy them to the device where ops use them.
 
 The flats of the units that ``units`` names, by default of all, have their home in host memory. Where parameters are
-sharded, each gather has its shard on the device for as long as it reads it. Otherwise the flat, or as much of it as is
-used, is on the device for each run of uses, as a gather would have it there. The transfers to the device run one use
-ahead, on the stream ``copy_in``, beside the computation; the bound ``device_staging ahead=0`` keeps at most two uses'
-parameters there. The update changes the parameters during a visit, and ``copy_out`` takes them home; where it runs
-beside the backward, the bound allows the parameters of one more use.
+sharded, each gather has its shard on the device for as long as it reads it. Otherwise the flat, or the used part of it,
+is on the device for each run of uses, as with a gather. The transfers to the device run one use ahead, on the stream
+``copy_in``, overlapping with the computation; the bound ``device_staging ahead=0`` keeps at most two uses' parameters
+there. The update changes the parameters during a visit, and ``copy_out`` takes them home; where it runs beside the
+backward, the bound allows the parameters of one more use.
 
 Where the update computes new parameters in host memory and copies them to the device (see ``offload-optimizer``), the
-copy to the device is left out, and the parameters are written in their home. The buffers of modules stay on the device.
+copy to the device is omitted, and the parameters are written to their home. The buffers of modules stay on the device.
 
 What ``offload-parameters`` changes::
 
@@ -65,7 +65,7 @@ class OffloadParameters(Pass):
             check_patterns(self.units, self.name)
 
     def __call__(self, program: Program) -> Program:
-        """The program with the parameters at home in host memory."""
+        """Return the program with the parameters at home in host memory."""
         units = None if self.units is None else matching(self.units, program, "--offload-units")
         homes = [
             name
@@ -84,9 +84,9 @@ class OffloadParameters(Pass):
 
 
 def _updated_at_home(program: Program, homes: Collection[str]) -> Program:
-    """The program whose host computes new parameters in their home, not beside it.
+    """Return the program whose host computes new parameters in their home instead of in separate buffers.
 
-    The host's buffers from which parameters go to the device are gone, and so are these copies.
+    The host's buffers from which parameters are copied to the device are removed, and so are these copies.
     """
     beside = _beside(program, homes)
     if not beside:
@@ -127,7 +127,7 @@ def _is_copy_up(op: Op, beside: Collection[str]) -> bool:
 
 
 def _beside(program: Program, homes: Collection[str]) -> Mapping[str, Region]:
-    """The host's buffers of new parameters, each with the region of a home that it could be."""
+    """Return the host's buffers of new parameters, each with the region of a home that it could be."""
     copied_to: dict[str, set[Region]] = {}
     for op in program.ops():
         if isinstance(op, ops.ToDevice):
@@ -159,14 +159,14 @@ def _regions(op: Op) -> tuple[Region, ...]:
 
 
 def _is_alike(buffer: Buffer, region: Region, program: Program) -> bool:
-    """Whether a buffer has the resting content of a region of a home, or is temporary."""
+    """Return whether a buffer has the resting content of a region of a home, or is temporary."""
     if buffer.holds is None:
         return True
     return buffer.holds == rewrite.content_of(region, program)
 
 
 def _copied_late(body: Sequence[Op], beside: Mapping[str, Region]) -> Set[str]:
-    """The buffers whose home an op touches between a change of the buffer and its copy to the home."""
+    """Return the buffers whose home an op accesses between a change of the buffer and its copy to the home."""
     by_home: dict[str, list[str]] = {}
     for name, home in beside.items():
         by_home.setdefault(home.buffer, []).append(name)

@@ -1,18 +1,18 @@
-"""ZeRO-Infinity: buffers that earlier passes have moved to host memory rest on disk, and visit it while ops use them.
+"""ZeRO-Infinity: move buffers that earlier passes moved to host memory to disk, and load them while ops use them.
 
 The buffers that ``offload-optimizer``, ``offload-parameters`` and ``offload-activations`` have put in host memory get
-their home on disk. Around the ops that use them on the host, and the copies from and to the device, stand visits: a
-``load`` before, a ``store`` after what changed. Large buffers are worked on in pieces, so that the memory for visits
-is that of two pieces, however large they are. The load of the next piece and the store of the previous one run beside
-the work on a piece.
+their home on disk. Visits surround the ops that use them on the host, and the copies from and to the device: a ``load``
+before, and a ``store`` of changes after. Large buffers are processed in pieces, so that visits need the memory of two
+pieces, however large the buffers are. The load of the next piece and the store of the previous one overlap with the
+work on a piece.
 
-An update moves each element once each way: master weights, states and averages are loaded once, updated, averaged and
-rounded to 16 bits, and stored once.
+An update transfers each element once each way: master weights, states and averages are loaded once, updated, averaged
+and rounded to 16 bits, and stored once.
 
-Host memory is the cache of the disk: ``cache_bytes`` of these buffers stay in it. A step uses all of them in one
-order, so the best rule of replacement, Belady's, never replaces: the same buffers stay, those of which most bytes would
-otherwise travel in a step for each byte that stays. These are parameters, which the forward and the backward load,
-before activations, and what the update alone uses.
+Host memory is the cache of the disk: ``cache_bytes`` of these buffers stay in it. A step uses all of them in one order,
+so the best replacement policy, Belady's, never replaces: the same buffers stay, those with the most transferred bytes
+per step for each cached byte. Parameters, which the forward and the backward load, come before activations, and these
+before buffers that only the update uses.
 
 What ``offload-to-disk`` changes::
 
@@ -73,10 +73,10 @@ class OffloadToDisk(Pass):
     cache_bytes: int = 0
 
     def __call__(self, program: Program) -> Program:
-        """The program with these buffers on disk; as it was where none of them rests in host memory.
+        """Return the program with these buffers on disk; unchanged where none of them is in host memory.
 
         Raises:
-            UserError: where an option has no such value.
+            UserError: where an option has an invalid value.
         """
         self._check_options()
         homes = {buffer.name for buffer in self._homes(program)}
@@ -104,7 +104,7 @@ class OffloadToDisk(Pass):
             )
 
     def _homes(self, program: Program) -> Iterator[Buffer]:
-        """The buffers to move, which are in host memory."""
+        """Yield the buffers to move, which are in host memory."""
         on_device = {
             (b.holds.flat, b.holds.quantity)
             for b in program.buffers
@@ -118,7 +118,7 @@ class OffloadToDisk(Pass):
                 case None if buffer.role is Role.SAVED:
                     kind = ACTIVATIONS
                 case FlatContent(quantity=quantity, flat=flat) if quantity != GRAD:
-                    # The parameters that the host trains beside those on the device belong to the optimizer.
+                    # Parameters that the host trains in addition to those on the device belong to the optimizer.
                     is_trained_here = quantity != PARAM or (flat, PARAM) in on_device
                     kind = OPTIMIZER if is_trained_here else PARAMETERS
                 case _:
@@ -128,7 +128,7 @@ class OffloadToDisk(Pass):
 
 
 def _cached(program: Program, homes: Collection[str], cache_bytes: int) -> set[str]:
-    """The buffers, of those on disk in a program, that stay in host memory: whole ones, as many as fit."""
+    """Return those of the buffers on disk in a program that stay in host memory: whole ones, as many as fit."""
     moved_bytes: Counter[str] = Counter()
     for op in program.step_ops():
         if isinstance(op, ops.Load | ops.Store):

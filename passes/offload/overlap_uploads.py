@@ -1,11 +1,11 @@
-"""Copy new parameters up beside the next step: its forward waits for those of a unit when it comes to the unit.
+"""Copy new parameters to the device during the next step, whose forward waits for those of each unit in turn.
 
-Where the host updates parameters that rest on the device, their copies up end an update. Without this pass the next
-step begins when all of them are done. With it, the last ops on their stream, those that no other op of the step waits
-for, signal events that are pending at all boundaries. The pass manager derives the waits of ops that use what they
-change, and Z103 and Z105 prove them. So the copies of all units but the first run beside the forward.
+Where the host updates parameters that rest on the device, an update ends with their copies up. Without this pass the
+next step begins when all of them are done. With it, the last ops on their stream, those that no other op of the step
+waits for, signal events that are pending at all boundaries. The pass manager derives the waits of ops that use the
+copied elements, and Z103 and Z105 prove them. So the copies of all units but the first overlap with the forward.
 
-In stages 1 and 2 the devices gather what has come up, so the copies end with the step.
+In stages 1 and 2 the devices gather the copied shards, so the copies end with the step.
 
 What ``overlap-uploads`` changes::
 
@@ -56,22 +56,22 @@ class OverlapUploads(Pass):
     )
 
     def __call__(self, program: Program) -> Program:
-        """The program with its last copies up pending at all boundaries; as it was where there are none."""
+        """Return the program with its last copies up pending at all boundaries; unchanged where there are none."""
         uploads = _PendingUploads(program)
         done_within = Touched(program)
         for name in (UPDATE, LAST_MICRO_STEP):
             section = program.section_by_name.get(name)
-            # An update in the micro-step leaves no copies to the section behind it.
+            # An update in the micro-step leaves no copies to the next section.
             if section is not None and not uploads.arriving:
                 uploads.add(section, _last_ops(section, program, done_within))
         return uploads.program() if uploads.arriving else program
 
 
 def _last_ops(section: Section, program: Program, done_within: Touched) -> Set[int]:
-    """The last ops of the copies' stream in a section that may be under way at its end.
+    """Return the last ops of the copies' stream in a section that may be pending at its end.
 
-    ``done_within`` has the ops of the sections behind it, and gets those of this one that may not: no op of the result
-    changes what one of these uses, nor what the host uses between steps.
+    ``done_within`` has the ops of the later sections, and gets those of this one that may not be pending: no returned
+    op changes what one of these uses, nor what the host uses between steps.
     """
     last_ops: set[int] = set()
     is_last = True
@@ -92,7 +92,7 @@ def _last_ops(section: Section, program: Program, done_within: Touched) -> Set[i
 
 @dataclass(slots=True)
 class _PendingUploads:
-    """The events that cross the boundaries, in the order of their ops, and the regions that are whole only then."""
+    """The events that cross the boundaries, in the order of their ops, and the regions that are complete only then."""
 
     _program: Program
     _bodies: dict[str, tuple[Op, ...]] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class _PendingUploads:
     arriving: dict[Region, str] = field(default_factory=dict)
 
     def add(self, section: Section, last_ops: Set[int]) -> None:
-        """Let these ops of a section signal events that are pending at its end."""
+        """Make these ops of a section signal events that are pending at its end."""
         self._bodies[section.name] = tuple(
             self._signalling(op)
             if index in last_ops and not isinstance(op, ops.Alloc | ops.Wait)
@@ -109,7 +109,7 @@ class _PendingUploads:
         )
 
     def _signalling(self, op: IssuedOp) -> Op:
-        """An op with an event of its own, which is pending at all boundaries."""
+        """Return an op with its own event, which is pending at all boundaries."""
         effect = effects(op)
         changed = (*effect.writes, *effect.accumulates)
         name, *_ = (*(region.buffer for region in changed), *effect.frees)
@@ -125,7 +125,7 @@ class _PendingUploads:
         return replace(op, event=event)
 
     def program(self) -> Program:
-        """The program with these ops and events."""
+        """Return the program with these ops and events."""
         return rewrite.map_sections(
             self._program,
             lambda section: replace(
@@ -137,7 +137,7 @@ class _PendingUploads:
         )
 
     def _state(self, state: State) -> State:
-        """The state at a boundary with these events pending, and each region described as it is after its event."""
+        """Return the state at a boundary with these events pending, and each region's content after its event."""
         others = (h for h in state.holdings if not any(h.region.overlaps(r) for r in self.arriving))
         arriving = (
             Holding(region=region, content=_held(region, state, self._program), after=event)
@@ -148,7 +148,7 @@ class _PendingUploads:
 
 
 def _held(region: Region, state: State, program: Program) -> Content:
-    """The content of a region of the parameters at rest at a boundary, in the version that the state names."""
+    """Return the content of a region of the parameters at rest at a boundary, in the version of the state."""
     resting = rewrite.content_of(region, program)
     contents = [h.content for h in state.holdings if h.region.overlaps(region)]
     versions = [content.version for content in contents if isinstance(content, FlatContent)]

@@ -1,24 +1,23 @@
-"""Keep optimizer states in host memory as pages, which visit the device through a few slots while they are updated.
+"""Keep optimizer states in host memory as pages, which are copied to a few slots on the device for their update.
 
-A *page* has the same elements of all states of one flat, at most ``page_bytes`` of them together, so that one page is
-all that the update of these elements needs. The step of each flat becomes one step a page: the page comes in on
-``copy_in``, the step changes it, and it goes out on ``copy_out``. The slots take turns. With three of them, one page
-comes in and one goes out while a third is updated; with two, a page comes in while the one before it is updated and
-goes out. Their number is a bound of the program (``bound pages live=N``). At run time no page is missed.
+A *page* has the same elements of all states of one flat, at most ``page_bytes`` of them together, so that the update of
+these elements needs only one page. The step of each flat becomes one step per page: the page comes in on ``copy_in``,
+the step changes it, and it goes out on ``copy_out``. The slots take turns. With three of them, one page comes in and
+one goes out while a third is updated; with two, a page comes in while the one before it is updated and goes out. Their
+number is a bound of the program (``bound pages live=N``). There are no page faults at run time.
 
-``device_bytes`` is what the states take of the device. What the slots leave of it holds pages that rest there. Every
-step uses each page once, in one order, so the page that was just used is the one whose next use is furthest. Belady's
-rule (Belady 1966, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2))
-therefore evicts the newest page and keeps the others: of N pages, a memory for C of them misses N (N - C) / (N - 1) a
-step on average, and no rule of replacement misses fewer. Here a memory for R pages, beside the slots, lets N - R pages
-come in a step: no more than Belady's rule with a memory for R pages, and at most one more than with R + 1, where the
-page in use counts. LRU misses all N as soon as C < N. The pages that rest on the device are those that are updated
-last: no backward is left that could hide their transfers.
+``device_bytes`` is the device memory for the states. The part that the slots do not need has pages that rest there.
+Every step uses each page once, in one order, so the page that was just used is the one whose next use is furthest.
+Belady's rule (Belady 1966, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal
+5(2)) therefore evicts the newest page and keeps the others: of N pages, a memory for C of them misses N (N - C) / (N -
+1) per step on average, and no replacement policy misses fewer. Here a memory for R pages, in addition to the slots,
+lets N - R pages come in per step: no more than Belady's rule with a memory for R pages, and at most one more than with
+R + 1, where the page in use counts. LRU misses all N as soon as C < N. The pages that rest on the device are those that
+are updated last, when no backward is left to overlap their transfers.
 
-Only states that the optimizer keeps of each element are paged, as in QLoRA's paged optimizers (Dettmers et al. 2023,
-section 3). Parameters, master weights, averages and the moments of whole parameters stay where they are. The first
-pages come in at the beginning of ``update``, beside the norm; where the update is in the backward, before its first
-step.
+Only states that the optimizer keeps for each element are paged, as in QLoRA's paged optimizers (Dettmers et al. 2023,
+section 3). Parameters, master weights, averages and the moments of whole parameters are not paged. The first pages come
+in at the start of ``update``, overlapping with the norm; where the update is in the backward, before its first step.
 
 What ``page-optimizer{device_bytes=2048, page_bytes=1024}`` changes::
 
@@ -69,12 +68,12 @@ from zeroir.passes.common.paged_states import PagedStates, StepStates
 _Step = ops.Direction | ops.OptimizerStep
 _LEAST_SLOTS: Final = 2
 _MOST_SLOTS: Final = 3
-"""One for the page that comes in, one for the page that is updated, one for the page that goes out."""
+"""One slot each for the page that comes in, the page that is updated, and the page that goes out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageOptimizer(Pass):
-    """See the module. Nothing changes where all states fit into ``device_bytes``."""
+    """Keep optimizer states in pages in host memory. Nothing changes where all states fit into ``device_bytes``."""
 
     name: ClassVar[str] = "page-optimizer"
     requires: ClassVar[frozenset[Fact]] = frozenset(
@@ -99,7 +98,7 @@ class PageOptimizer(Pass):
                 )
 
     def __call__(self, program: Program) -> Program:
-        """The program with paged optimizer states.
+        """Return the program with paged optimizer states.
 
         Raises:
             UserError: where ``device_bytes`` has no room for two pages, a page none for 256 elements of each state, or
@@ -125,7 +124,7 @@ class PageOptimizer(Pass):
         )
 
     def _paging(self, program: Program, stepped: Sequence[StepStates]) -> _Paging:
-        """What is paged, through which slots; ``stepped`` are the states of each step, in the order of the steps."""
+        """Return the paged states and the slots; ``stepped`` are the states of each step, in the order of the steps."""
         sizes = [self._page_numel(states) for states in stepped]
         numels: dict[DType, int] = {}
         for states, numel in zip(stepped, sizes, strict=True):
@@ -155,7 +154,7 @@ class PageOptimizer(Pass):
         )
 
     def _page_numel(self, states: StepStates) -> int:
-        """The elements of a flat in a page of these states: the pages of a flat are about equal."""
+        """Return the elements of a flat in a page of these states, such that all pages of a flat are about equal."""
         most = self.page_bytes // states.aligned_bytes * SHARD_ALIGNMENT_NUMEL
         if not most:
             raise UserError(
@@ -172,18 +171,18 @@ class PageOptimizer(Pass):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Paging:
-    """What is paged, by the buffers of the states that a step names, and the buffers of each slot, one a dtype."""
+    """The paged states, by the buffers of the states that a step names, and the buffers of each slot, one per dtype."""
 
     of_step: Mapping[tuple[str, ...], PagedStates]
     slots: tuple[tuple[Buffer, ...], ...]
 
     def of(self, op: _Step) -> PagedStates:
-        """What is paged of the states of a step."""
+        """Return the paged states of a step."""
         return self.of_step[tuple(region.buffer for region in _regions(op))]
 
 
 def _slot(number: int, numels: Mapping[DType, int], taken: set[str]) -> tuple[Buffer, ...]:
-    """The buffers of a slot, under names that are not ``taken``."""
+    """Return the buffers of a slot, with names that are not ``taken``."""
     buffers: list[Buffer] = []
     for dtype, numel in numels.items():
         name = f"page.{number}" if len(numels) == 1 else f"page.{number}.{dtype.value}"
@@ -195,15 +194,15 @@ def _slot(number: int, numels: Mapping[DType, int], taken: set[str]) -> tuple[Bu
 
 
 def _is_paged_step(op: Op, section: Section) -> TypeGuard[_Step]:
-    """Whether an op of a section changes states of elements in a training step."""
+    """Return whether an op of a section changes states of elements in a training step."""
     return section.name in STEP_SECTIONS and isinstance(op, _Step) and bool(op.states)
 
 
 def _stepped_states(program: Program) -> Iterator[StepStates]:
-    """The states of each op that changes states of elements, in the order of the ops.
+    """Yield the states of each op that changes states of elements, in the order of the ops.
 
     Raises:
-        UserError: where an op takes only a part of a state, or settings by the places of its states.
+        UserError: where an op uses only a part of a state, or settings that depend on the places of its states.
     """
     for section in program.sections:
         for op in section.body:
@@ -212,7 +211,7 @@ def _stepped_states(program: Program) -> Iterator[StepStates]:
 
 
 def _regions(op: _Step) -> tuple[Region, ...]:
-    """The states that a step changes, and the scales of their blocks where they have 8 bits."""
+    """Return the states that a step changes, and the scales of their blocks where they have 8 bits."""
     return (*op.states, *(op.scales if isinstance(op, ops.OptimizerStep) else ()))
 
 
@@ -243,7 +242,7 @@ def _states(op: _Step, program: Program) -> StepStates:
 def _with_pages(
     section: Section, paging: _Paging, homes: Mapping[str, tuple[Buffer, ...]]
 ) -> Section:
-    """The section with its steps page by page, and its states as they rest now, in ``homes``."""
+    """Return the section with its steps page by page, and its states in their new places at rest, ``homes``."""
     return replace(
         section,
         entry=_at_home(section.entry, homes),
@@ -254,7 +253,7 @@ def _with_pages(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Page:
-    """A page of a step: its elements, and where each state has them at rest and in the slot."""
+    """A page of a step: its elements, and the places of each state's elements at rest and in the slot."""
 
     start: int
     stop: int
@@ -263,7 +262,7 @@ class _Page:
     slot: tuple[Buffer, ...]
 
     def arrive(self) -> Iterator[Op]:
-        """The ops that bring the page to its slot."""
+        """Yield the ops that copy the page to its slot."""
         for buffer in self.slot:
             if any(place.buffer == buffer.name for place in self.places):
                 yield ops.Alloc(buffer=buffer.name, stream=COPY_IN)
@@ -271,7 +270,7 @@ class _Page:
             yield ops.ToDevice(source=home, destination=place, stream=COPY_IN)
 
     def depart(self) -> Iterator[Op]:
-        """The ops that take the page home and free the slot."""
+        """Yield the ops that copy the page home and free the slot."""
         for home, place in zip(self.homes, self.places, strict=True):
             yield ops.ToHost(source=place, destination=home, stream=COPY_OUT)
         for buffer in self.slot:
@@ -280,11 +279,11 @@ class _Page:
 
 
 def _paged(section: Section, paging: _Paging) -> Iterator[Op]:
-    """The ops of a section, with its steps page by page; each slot is filled again as soon as it is free."""
+    """Yield the ops of a section, with its steps page by page; each slot is filled again as soon as it is free."""
     pages = list(_pages(section, paging))
     following, arriving = iter(pages), iter(pages)
     steps = (index for index, op in enumerate(section.body) if _is_paged_step(op, section))
-    # In the update itself the first pages come in beside the norm and the decision.
+    # In the update itself the first pages come in while the norm and the decision are computed.
     first = 0 if section.name == UPDATE else next(steps, 0)
     for index, op in enumerate(section.body):
         if index == first:
@@ -305,7 +304,7 @@ def _paged(section: Section, paging: _Paging) -> Iterator[Op]:
 
 
 def _pages(section: Section, paging: _Paging) -> Iterator[_Page]:
-    """The pages of a section in the order of their use; they take the slots in turn."""
+    """Yield the pages of a section in the order of their use; they use the slots in turn."""
     slots = cycle(paging.slots)
     for op in section.body:
         if not _is_paged_step(op, section):
@@ -328,7 +327,7 @@ def _pages(section: Section, paging: _Paging) -> Iterator[_Page]:
 
 
 def _on_part(op: _Step, start: int, stop: int, states: tuple[Region, ...]) -> Op:
-    """The step of elements ``[start, stop)``, whose states, and then scales, are in these regions."""
+    """Return the step of elements ``[start, stop)``, whose states, and then scales, are in these regions."""
     grad = part_of(op.grad, start, stop)
     match op:
         case ops.Direction():
@@ -342,7 +341,7 @@ def _on_part(op: _Step, start: int, stop: int, states: tuple[Region, ...]) -> Op
 
 
 def _at_home(state: State, homes: Mapping[str, tuple[Buffer, ...]]) -> State:
-    """The state at a boundary, whose holdings of optimizer states name the buffers in which these rest now."""
+    """Return the state at a boundary, with holdings of optimizer states in their new buffers."""
     holdings: list[Holding] = []
     for holding in state.holdings:
         content = holding.content

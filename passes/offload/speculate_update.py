@@ -1,19 +1,19 @@
-"""The host updates each flat before the decision about all gradients, and the decision confirms it or undoes it.
+"""Update each flat on the host before the decision about all gradients, which then confirms or undoes the update.
 
-Clipping and loss scaling decide by the gradients of all flats, so without this pass the host's update begins behind
-the backward (``offload-optimizer``). Here it begins in the last micro-step, as soon as the gradient of a flat is
-reduced and in host memory. ``guess`` writes the divisor and the step count of a decision that neither clips nor
-skips. A ``speculative_step`` takes them, and keeps the old master weights and states. The guess is exact: where
-``decide`` neither clips nor skips, its divisor has the same bits. ``decide`` compares the two, and ``commit_step`` in
-the section ``update`` does nothing where they are equal. Elsewhere it puts back what is kept, and unless the step is
-skipped, it takes the step again. So each element is the same as without speculation, whatever the guess.
+Clipping and loss scaling depend on the gradients of all flats, so without this pass the host's update begins after the
+backward (``offload-optimizer``). Here it begins in the last micro-step, as soon as the gradient of a flat is reduced
+and in host memory. ``guess`` writes the divisor and the step count of a decision that neither clips nor skips. A
+``speculative_step`` uses them, and keeps the old master weights and states. The guess is exact: where ``decide``
+neither clips nor skips, its divisor has the same bits. ``decide`` compares the two, and ``commit_step`` in the section
+``update`` does nothing where they are equal. Otherwise it restores the kept elements, and unless the step is skipped,
+it repeats the step. So each element is the same as without speculation, whatever the guess.
 
-The speculative step also rounds new master weights to 16 bits, where these go up from a buffer of their own. All else
-that follows an update, such as copies up, gathers and averages, stays behind ``commit_step``. The gradient of a flat
-stays in host memory until then. What is kept, rounded, and such gradients are temporary buffers that are live across
-the boundary.
+The speculative step also rounds new master weights to 16 bits, where these are copied up from a separate buffer.
+Everything else that follows an update, such as copies up, gathers and averages, stays after ``commit_step``. The
+gradient of a flat stays in host memory until then. Kept and rounded elements and such gradients are in temporary
+buffers that are live across the boundary.
 
-A flat whose states are on a disk or have 8 bits is updated behind the decision, as one whose optimizer works on whole
+A flat whose states are on disk or have 8 bits is updated after the decision, like one whose optimizer works on whole
 parameters. A program without such a decision is unchanged: ``overlap-update`` has moved its updates already.
 
 What ``speculate-update`` changes::
@@ -54,7 +54,7 @@ from zeroir.passes.common.update_streams import BESIDE, with_update_streams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculateUpdate(Pass):
-    """Begin the host's update before the decision that it depends on, and undo it where that decides otherwise."""
+    """Start the host's update before the decision that it depends on, and undo it where the decision differs."""
 
     name: ClassVar[str] = "speculate-update"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_REDUCED, Fact.UNSAVED})
@@ -64,7 +64,7 @@ class SpeculateUpdate(Pass):
     )
 
     def __call__(self, program: Program) -> Program:
-        """The program with these updates in the last micro-step; as it was where none can be there."""
+        """Return the program with these updates in the last micro-step; unchanged where none is possible."""
         last = program.section_by_name.get(LAST_MICRO_STEP)
         update = program.section_by_name.get(UPDATE)
         if last is None or update is None:
@@ -77,7 +77,7 @@ class SpeculateUpdate(Pass):
 
 
 def _rests_on_gradients(decision: ops.Decide) -> bool:
-    """Whether the decision is one that a guess can be about: to clip, or to skip the step."""
+    """Return whether a guess can predict the decision: to clip, or to skip the step."""
     return decision.norm is not None or decision.overflow is not None
 
 
@@ -91,7 +91,7 @@ class _Kept:
 
 
 class _Speculation:
-    """One run of the pass. ``added`` are its new buffers; a scalar is copied down to the buffer of the decision's."""
+    """One run of the pass. ``added`` are its new buffers; a scalar is copied to the host's buffer of the decision's."""
 
     def __init__(self, program: Program, decision: ops.Decide, steps: Sequence[HostStep]) -> None:
         self.program = program
@@ -114,7 +114,7 @@ class _Speculation:
             self.program,
             lambda section: changed[section.name](section) if section.name in changed else section,
         )
-        # These stay from one section to the next, so no bound on staging may count them.
+        # They are live from one section to the next, so bounds on staging must not count them.
         roles = {step.gradient.buffer: Role.GRAD for step in self.steps if step.down is not None}
         roles |= dict.fromkeys(self._rounded(), Role.PARAM)
         widened = {step.widened for step in self.steps}
@@ -136,7 +136,7 @@ class _Speculation:
         )
 
     def _rounded(self) -> list[str]:
-        """The buffers of rounded master weights."""
+        """Return the buffers of rounded master weights."""
         casts = (step.rounding for step in self.steps)
         return [cast.destination.buffer for cast in casts if cast is not None]
 
@@ -147,7 +147,7 @@ class _Speculation:
         return self.added[-1]
 
     def _scalar(self, name: str) -> Buffer:
-        """A scalar on the device that has a value of its own."""
+        """Return a scalar on the device with its own value."""
         buffer = Buffer(name=name, dtype=DType.F32, numel=1, space=Space.DEVICE, role=Role.SCALAR)
         buffer = self._added(buffer)
         self.added[-1] = replace(buffer, holds=NamedContent(name=buffer.name))
@@ -158,7 +158,7 @@ class _Speculation:
         return self._added(replace(buffer, name="guessed_weight"))
 
     def _kept_buffer(self, region: Region) -> Buffer:
-        """A temporary buffer for the old elements of a region."""
+        """Return a temporary buffer for the old elements of a region."""
         buffer = self.program.buffer_by_name[region.buffer]
         numel = region.local_numel(self.program.mesh)
         name = f"{buffer.name.removesuffix('.host')}.kept"
@@ -167,7 +167,7 @@ class _Speculation:
     # ----------------------------------------------------------------------------------------------------------- ops
 
     def _speculative(self, step: HostStep) -> _Kept:
-        """The step with the guessed scalars, which stand where the decision's will."""
+        """Return the step with the guessed scalars, at the place of the decision's."""
         op = step.op
         changed = (op.param, *op.states)
         kept = [self._kept_buffer(region) for region in changed]
@@ -201,7 +201,7 @@ class _Speculation:
         return result
 
     def _between(self, state: State) -> State:
-        """The state between the last micro-step and the update, with guessed and with kept elements."""
+        """Return the state between the last micro-step and the update, with guessed and kept elements."""
         held = [holding for kept in self.kept for holding in kept.holdings]
         live = [buffer.name for kept in self.kept for buffer in kept.buffers]
         live += [step.gradient.buffer for step in self.steps if step.down is not None]
@@ -209,7 +209,7 @@ class _Speculation:
         return replace(state, live=(*state.live, *live), holdings=(*state.holdings, *held))
 
     def _last(self, last: Section) -> Section:
-        """The last micro-step with each speculative step behind the last op that it must follow."""
+        """Return the last micro-step with each speculative step after the last op that it must follow."""
         touched = Touched(self.program_with_added)
         for index, op in enumerate(last.body):
             touched.add(op, index)
@@ -228,7 +228,7 @@ class _Speculation:
         return replace(self.program, buffers=(*self.program.buffers, *self.added))
 
     def _placed(self) -> Iterator[tuple[Op, ...]]:
-        """The ops to place in the last micro-step; those of one tuple stay together."""
+        """Yield the ops to place in the last micro-step; those of one tuple stay together."""
         for op in self._weight_ops():
             yield (op,)
         decision = self.decision
@@ -263,7 +263,7 @@ class _Speculation:
             yield (*allocs, kept.op)
 
     def _weight_ops(self) -> Iterator[Op]:
-        """What makes the weight of the decision, once more, for the guess."""
+        """Yield the ops that compute the weight of the decision once more, for the guess."""
         weight = self.decision.weight
         if weight is None or self.weight is None:
             return
@@ -287,7 +287,7 @@ class _Speculation:
                     pass
 
     def _scalars_on_host(self) -> dict[str, ops.ToHost]:
-        """The temporary buffers of scalars that speculative steps read, each with the copy that fills it."""
+        """Return the temporary buffers of scalars that speculative steps read, each with the copy that fills it."""
         read = {
             region.buffer
             for kept in self.kept
@@ -306,7 +306,7 @@ class _Speculation:
     # -------------------------------------------------------------------------------------------------- the decision
 
     def _update(self, update: Section) -> Section:
-        """The update, in which the decision says whether the guess was right, and steps are committed."""
+        """Return the update, in which the decision says whether the guess was right, and steps are committed."""
         speculative = {
             step.op: (step, kept) for step, kept in zip(self.steps, self.kept, strict=True)
         }
@@ -347,7 +347,7 @@ class _Speculation:
         yield ops.ToHost(source=whole(self.redo), destination=whole(host), stream=stream)
 
     def _commit(self, step: HostStep, kept: _Kept) -> Iterator[Op]:
-        """The step made final; its gradient and its old elements end with it."""
+        """Yield ops that make the step final; its gradient and its old elements end with it."""
         op = step.op
         yield ops.CommitStep(
             algorithm=op.algorithm,

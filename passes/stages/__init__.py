@@ -1,1 +1,1 @@
-"""The passes that make the ZeRO stages and hybrid sharding."""
+"""The passes that implement the ZeRO stages and hybrid sharding."""

@@ -1,10 +1,10 @@
 """Data parallelism, ZeRO stage 0: every rank holds all states, and gradients are summed over the ranks.
 
 The program becomes one for ``dp`` ranks: flats are padded so that every rank has an equal slice. Each flat's gradient
-is all-reduced in place on a stream of its own as soon as its last contributor has run, so that the sum overlaps the
-rest of the backward. In the update, each rank tests its own slice of every gradient for overflow and computes its
+is all-reduced in place on a separate stream as soon as its last contributor has run, so that the all-reduce overlaps
+the rest of the backward. In the update, each rank tests its own slice of every gradient for overflow and computes its
 norm; before the decision, one all-reduce of scalars combines these results, the loss and, where micro-batches have
-weights, their sum over all ranks. Without such results the weights have an all-reduce of their own, which can be early.
+weights, their sum over all ranks. Without such results the weights have a separate all-reduce, which can be early.
 Without weights the optimizer's divisor is multiplied by ``dp``: gradients are summed, and only the optimizer step
 averages them.
 
@@ -65,7 +65,7 @@ class AllReduceGradients(Pass):
             )
 
     def __call__(self, program: Program) -> Program:
-        """The program on ``dp`` ranks."""
+        """Return the program on ``dp`` ranks."""
         program = replace(
             resize(program, Axis(name=AXIS, size=self.dp)),
             comms=(Communicator(name=REDUCE_COMM, axis=AXIS),),
@@ -123,7 +123,7 @@ def _all_reduce(*regions: Region) -> ops.AllReduce:
 
 
 def _reduced(state: State) -> State:
-    """The state with its complete gradients summed over the ranks."""
+    """Return the state with its complete gradients summed over the ranks."""
     holdings = tuple(
         replace(holding, content=replace(content, reduced=(AXIS,)))
         if (content := rewrite.complete_gradient(holding)) is not None

@@ -1,9 +1,9 @@
-"""ZeRO stage 3, second part: gather a flat before every run of its uses, so that its memory is free in between.
+"""ZeRO stage 3, second part: gather a flat before every run of its uses, and free its memory in between.
 
-A *run* is a maximal sequence of consecutive compute ops that all read the flat. So there is no gather that no op
-reads (of an embedding in its backward), and none that would follow its own release at once (of the last unit, between
-its forward and its backward). With ``elide=false``, every flat is gathered exactly once in the forward and once in
-the backward of its unit, read or not. With the reduce-scatter, this is exactly 3Ψ on the wire.
+A *run* is a maximal sequence of consecutive compute ops that all read the flat. So there is no gather that no op reads
+(of an embedding in its backward), and none directly after its own release (of the last unit, between its forward and
+its backward). With ``elide=false``, every flat is gathered exactly once in the forward and once in the backward of its
+unit, read or not. With the reduce-scatter, this is exactly 3Ψ on the wire.
 
 What ``insert-gathers{elide=true}`` changes::
 
@@ -48,7 +48,7 @@ class InsertGathers(Pass):
     elide: bool = True
 
     def __call__(self, program: Program) -> Program:
-        """The program with its gathers placed anew."""
+        """Return the program with its gathers placed anew."""
         return rewrite.map_sections(program, lambda section: self._rewrite(section, program))
 
     def _rewrite(self, section: Section, program: Program) -> Section:
@@ -75,7 +75,7 @@ class InsertGathers(Pass):
 
 
 def _gathered_from(program: Program) -> Mapping[str, str]:
-    """The shard from which each gathered buffer is gathered, in the order of the buffers."""
+    """Return the shard from which each gathered buffer is gathered, in the order of the buffers."""
     shards = {
         pair.destination.buffer: pair.source.buffer
         for op in program.ops()
@@ -90,7 +90,7 @@ def _gathered_from(program: Program) -> Mapping[str, str]:
 
 
 def _is_of(op: Op, sources: Mapping[str, str]) -> bool:
-    """Whether the op allocates, gathers or releases a gathered buffer."""
+    """Return whether the op allocates, gathers or releases a gathered buffer."""
     match op:
         case ops.Memory():
             return op.buffer in sources
@@ -111,7 +111,7 @@ class _Computes:
         }
         self.of_unit: dict[str, list[int]] = {}
         self.previous: dict[int, int] = {}
-        """The compute op before each."""
+        """The previous compute op of each."""
         previous, has_gradients = -1, False
         for index, op in view.computes.items():
             self.previous[index], previous = previous, index
@@ -123,13 +123,13 @@ class _Computes:
         self.phases = (forward, backward) if has_gradients else (range(len(body)),)
 
     def runs(self, buffer: str) -> list[int]:
-        """The first op of each run of uses."""
+        """Return the first op of each run of uses."""
         readers = self.readers.get(buffer, [])
         reading = set(readers)
         return [index for index in readers if self.previous[index] not in reading]
 
     def visits(self, buffer: str, unit: str) -> list[int]:
-        """The ops before which to gather, one a phase: the first use, else the unit's first op, else the end."""
+        """Return the ops before which to gather, one per phase: the first use, or the unit's first op, or the end."""
         candidates = (*self.readers.get(buffer, ()), *self.of_unit.get(unit, ()))
         return [
             next((index for index in candidates if index in phase), phase.stop)

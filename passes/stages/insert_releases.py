@@ -42,7 +42,7 @@ class InsertReleases(Pass):
     destroys: ClassVar[frozenset[Fact]] = NO_FACTS
 
     def __call__(self, program: Program) -> Program:
-        """The program with its releases as early as they may be."""
+        """Return the program with its releases as early as possible."""
         return rewrite.map_sections(program, _rewrite)
 
 

@@ -1,19 +1,19 @@
 """Hybrid sharding: several groups of ranks train as one, each holding all shards once; gradients are summed across.
 
 The program for the ranks of one axis becomes a program for ``replicas`` such groups: the mesh ``dp=4`` becomes
-``replicate=2 shard=4``. Parameters are cut and gathered over ``shard`` alone, which usually stays inside one machine.
-Between groups, one all-reduce adds each rank's shard of a gradient, once it is complete. With several micro-steps,
-the finished sum is reduced, once per step and in FP32. At stage 0 every rank keeps the whole gradient; the all-reduce
-over ``shard`` becomes a reduce-scatter before and an all-gather after the all-reduce between groups, so only shards
-cross. Collectives over the two axes share ranks, so all of them have one order. Gathers that are issued ahead come
-first, because a compute op waits for them, while the sums may take until the update.
+``replicate=2 shard=4``. Parameters are sharded and gathered only over ``shard``, which is usually inside one machine.
+Between groups, one all-reduce adds each rank's shard of a gradient, once it is complete. With several micro-steps, the
+finished sum is reduced, once per step and in FP32. At stage 0 every rank keeps the whole gradient; the all-reduce over
+``shard`` becomes a reduce-scatter before and an all-gather after the all-reduce between groups, so only shards cross.
+Collectives over the two axes share ranks, so all of them are in one order. Gathers that are issued ahead come first,
+because a compute op waits for them, while the sums may take until the update.
 
 Every sum adds in FP32 in rank order and rounds once to the gradient's dtype: over ``shard`` first, then over
 ``replicate``. So a 16-bit gradient of one micro-step is rounded once for each axis, at every stage; sending FP32
 between groups would double the bytes on the slower link.
 
-Each rank examines its slices of every gradient, which are equal in all groups: the norm is summed over ``shard``
-alone, the loss and the overflow flag over both axes. The optimizer's divisor is multiplied by ``replicas``.
+Each rank checks its slices of every gradient, which are equal in all groups: the norm is summed only over ``shard``,
+the loss and the overflow flag over both axes. The optimizer's divisor is multiplied by ``replicas``.
 
 What ``replicate-shards{replicas=2}`` changes::
 
@@ -74,7 +74,7 @@ class ReplicateShards(Pass):
             )
 
     def __call__(self, program: Program) -> Program:
-        """The program on ``replicas`` times as many ranks."""
+        """Return the program on ``replicas`` times as many ranks."""
         size = program.mesh.size(AXIS)
         axes = (Axis(name=REPLICATE_AXIS, size=self.replicas), Axis(name=SHARD_AXIS, size=size))
         program = replace(_renamed(program), mesh=Mesh(axes=axes))
@@ -117,7 +117,7 @@ class ReplicateShards(Pass):
 class _Body:
     """The ops of a section as it grows. Held ops, and the ops that must follow them, go before the next compute op.
 
-    Collectives over different axes run in one order. So a gather that the compute op needs goes ahead of the sums
+    Collectives over different axes run in one order. So a gather that the compute op needs is placed before the sums
     across groups, for which no op waits before the update.
     """
 
@@ -147,7 +147,7 @@ class _Body:
                 self._held[-1] = merged
 
     def finished(self) -> tuple[Op, ...]:
-        """All ops."""
+        """Return all ops."""
         self._release()
         return tuple(self._body)
 
@@ -158,7 +158,7 @@ class _Body:
 
 
 def _completed(section: Section, program: Program) -> dict[int, list[Region]]:
-    """The ops that complete a gradient of the step, as this rank's shard or in full, and the regions that hold it."""
+    """Return the ops that complete a gradient of the step, as this rank's shard or in full, and its regions."""
     if section.name != LAST_MICRO_STEP:
         return {}
     last: dict[str, tuple[int, Region]] = {}
@@ -192,7 +192,7 @@ def _across(regions: Sequence[Region], stream: str) -> Iterator[Op]:
 
 
 def _merged(first: Op, second: Op, program: Program) -> ops.AllReduce | None:
-    """Two sums across as one launch, if they are of one dtype."""
+    """Return two sums across groups as one launch, if they have one dtype."""
     if not (isinstance(first, ops.AllReduce) and isinstance(second, ops.AllReduce)):
         return None
     pairs = (*first.pairs, *second.pairs)
@@ -202,7 +202,7 @@ def _merged(first: Op, second: Op, program: Program) -> ops.AllReduce | None:
 
 
 def _in_slices(op: ops.AllReduce) -> Iterator[Op]:
-    """An all-reduce within the group as reduce-scatter and all-gather; in between, slices are summed across."""
+    """Yield an all-reduce within the group as reduce-scatter and all-gather; in between, slices are summed across."""
     wholes = [pair.destination for pair in op.pairs]
     slices = [replace(region, shard=SHARD_AXIS) for region in wholes]
     yield ops.ReduceScatter(
@@ -229,7 +229,7 @@ def _in_slices(op: ops.AllReduce) -> Iterator[Op]:
 
 
 def _summed_across(state: State) -> State:
-    """The state with its complete gradients summed over the groups, too."""
+    """Return the state with its complete gradients also summed over the groups."""
 
     def changed(holding: Holding) -> Holding:
         content = rewrite.complete_gradient(holding)
@@ -246,7 +246,7 @@ def _summed_across(state: State) -> State:
 
 
 def _renamed(program: Program) -> Program:
-    """The program with its axis under the name that it has among two."""
+    """Return the program with the name that its axis has among two axes."""
 
     def section(old: Section) -> Section:
         return replace(

@@ -1,9 +1,9 @@
 """ZeRO stage 2: gradients live as shards; a full gradient buffer lives only while its unit's backward fills it.
 
 Each flat's gradient is computed into a temporary buffer, reduce-scattered into this rank's shard as soon as it is
-complete, and released. With several micro-steps, each of them reduce-scatters, and the shards are added in FP32. So
-the sum over ranks comes before the sum over micro-steps; in stages 0 and 1 it comes after. Where one section runs all
-micro-batches of a step (``order-by-layer``), it comes after, too: the temporary buffer then takes their FP32 sum.
+complete, and released. With several micro-steps, each of them reduce-scatters, and the shards are added in FP32. So the
+sum over ranks comes before the sum over micro-steps; in stages 0 and 1 it comes after. Where one section runs all
+micro-batches of a step (``order-by-layer``), it also comes after: the temporary buffer then has their FP32 sum.
 
 What ``shard-gradients`` changes::
 
@@ -52,16 +52,16 @@ class ShardGradients(Pass):
     destroys: ClassVar[frozenset[Fact]] = NO_FACTS
 
     def __call__(self, program: Program) -> Program:
-        """The program with its gradients sharded over the data-parallel axis."""
+        """Return the program with its gradients sharded over the data-parallel axis."""
         return _Sharder(program).run()
 
 
 class _Sharder:
     """One run of the pass.
 
-    ``full`` maps each buffer that is reduced to the temporary buffer that takes its place; compute ops put gradients
-    into it, or casts add them. ``resting`` are the persistent gradient buffers that become shards. Where gradients
-    accumulate over micro-steps the two differ: `%f.grad` is computed and reduced, and `%f.grad_sum` rests.
+    ``full`` maps each buffer that is reduced to the temporary buffer that replaces it; compute ops write gradients to
+    it, or casts add them. ``resting`` are the persistent gradient buffers that become shards. Where gradients
+    accumulate over micro-steps the two differ: `%f.grad` is computed and reduced, and `%f.grad_sum` is at rest.
     """
 
     def __init__(self, program: Program) -> None:
@@ -129,7 +129,7 @@ class _Sharder:
             case ops.Alloc() if op.buffer in self.full:
                 yield replace(op, buffer=self.full[op.buffer].name)
             case ops.Release() if op.buffer in self.full:
-                return  # Released where it is reduced.
+                return  # It is released where it is reduced.
             case ops.Compute():
                 yield rewrite.map_regions(op, self._into_full)
             case ops.Fill() | ops.Cast() if op.destination.buffer in self.full:
@@ -146,7 +146,7 @@ class _Sharder:
                 yield rewrite.map_regions(op, self._at_rest)
 
     def _accumulate(self, op: ops.Cast) -> Iterator[Op]:
-        """Of a micro-step: reduce its gradient over the ranks, then add the shard to the sum."""
+        """Reduce the gradient of a micro-step over the ranks, then add the shard to the sum."""
         full, shard = self.full[op.source.buffer], rewrite.as_shard(op.source, self.size)
         pair = ops.Pair(source=whole(full), destination=shard)
         yield ops.Alloc(buffer=shard.buffer, stream=REDUCE)
@@ -157,7 +157,7 @@ class _Sharder:
         yield ops.Release(buffer=shard.buffer, stream=REDUCE)
 
     def _scatter(self, op: ops.ReduceScatter) -> Iterator[Op]:
-        """Of a gradient that does not accumulate: from the temporary buffer into the shard."""
+        """Reduce a gradient that does not accumulate from the temporary buffer into the shard."""
         pairs = tuple(
             ops.Pair(
                 source=whole(self.full[pair.source.buffer]),
@@ -176,12 +176,12 @@ class _Sharder:
         return region if full is None else replace(region, buffer=full.name)
 
     def _at_rest(self, region: Region) -> Region:
-        """A slice of a gradient, or all of it, as the shard that is left of it."""
+        """Return the shard that replaces a slice of a gradient, or all of it."""
         if region.buffer not in self.resting:
             return region
         return rewrite.as_shard(region, self.size)
 
 
 def _is_sum_of_a_section(buffer: Buffer) -> bool:
-    """Whether a gradient is summed over the micro-batches of one section, and not carried from one to the next."""
+    """Return whether a gradient is summed over the micro-batches of one section, and not passed on to the next."""
     return isinstance(buffer.holds, FlatContent) and buffer.holds.micro is Micro.STALE

@@ -1,13 +1,13 @@
-"""ZeRO stage 1: each rank updates only its shard of every flat, and keeps master weights and moments for it alone.
+"""ZeRO stage 1: each rank updates only its shard of every flat, and keeps master weights and moments only for it.
 
-The all-reduce of a gradient becomes a reduce-scatter into the slice of this rank; the rest of the buffer keeps this
+The all-reduce of a gradient becomes a reduce-scatter into the slice of this rank; the rest of the buffer has this
 rank's own contributions, which no op reads. Master weights and optimizer states shrink to shards, and the optimizer
-updates slices. Each flat's new parameters are gathered on a separate stream right after their update, during the
-update of the next flat.
+updates slices. Each flat's new parameters are gathered on a separate stream right after their update, during the update
+of the next flat.
 
-An optimizer that works on whole parameters computes directions slice by slice. They are gathered, during the step of
-the flat before, and each rank computes the steps of the parameters that meet its slice. Where it needs the parameters
-of the whole flat, too, or a state of whole parameters that is sharded, the same launch gathers these.
+An optimizer that works on whole parameters computes directions slice by slice. They are gathered during the step of the
+previous flat, and each rank computes the steps of the parameters that overlap its slice. Where it also needs the
+parameters of the whole flat, or a sharded state of whole parameters, the same launch gathers these.
 
 What ``shard-optimizer`` changes::
 
@@ -63,7 +63,7 @@ class ShardOptimizer(Pass):
     destroys: ClassVar[frozenset[Fact]] = NO_FACTS
 
     def __call__(self, program: Program) -> Program:
-        """The program with the optimizer sharded over the data-parallel axis."""
+        """Return the program with the optimizer sharded over the data-parallel axis."""
         size = program.mesh.size(AXIS)
         homes = rewrite.flat_of_buffer(program)
         wholes = _wholes(program, size)
@@ -92,9 +92,9 @@ class ShardOptimizer(Pass):
 
 
 def _shards(program: Program, homes: Mapping[str, Flat]) -> frozenset[str]:
-    """The buffers that shrink: masters, states, and the temporaries of the update that go with them.
+    """Return the buffers that shrink: master weights, states, and the update's temporary buffers of the same elements.
 
-    Directions are gathered in place, so their buffers stay whole.
+    Directions are gathered in place, so their buffers are not sharded.
     """
     update = program.section_by_name[UPDATE].body
     temporaries = {op.buffer for op in update if isinstance(op, ops.Alloc)}
@@ -107,7 +107,7 @@ def _shards(program: Program, homes: Mapping[str, Flat]) -> frozenset[str]:
 
 
 def _sharded_states(program: Program) -> Mapping[str, Buffer]:
-    """The states of whole parameters that are many enough to shard."""
+    """Return the states of whole parameters that are large enough to shard."""
     return {
         buffer.name: buffer
         for buffer in program.buffers
@@ -118,7 +118,7 @@ def _sharded_states(program: Program) -> Mapping[str, Buffer]:
 
 
 def _wholes(program: Program, size: int) -> Mapping[str, Buffer]:
-    """New buffers for the operands of a whole flat that a step reads beside its directions, by the directions' buffers.
+    """Return new buffers for the other operands of a whole flat that a step reads, by the buffers of its directions.
 
     The operands are the parameters, or a sharded state, which is padded for the ranks.
     """
@@ -138,7 +138,7 @@ def _wholes(program: Program, size: int) -> Mapping[str, Buffer]:
 
 
 def _own_slices(state: State) -> State:
-    """The state when of every complete gradient only this rank's slice is."""
+    """Return the state in which only this rank's slice of every complete gradient exists."""
     holdings = tuple(
         replace(holding, region=_slice(holding.region), content=replace(content, shard=AXIS))
         if (content := rewrite.complete_gradient(holding)) is not None
@@ -227,7 +227,7 @@ def _update_shards(
 def _gather_whole(
     step: ops.OptimizerStep, whole: Buffer | None, source: Region | None
 ) -> Iterator[Op]:
-    """The directions of all ranks, and the ``source`` where the step needs all of that, before a step on a slice."""
+    """Gather the directions of all ranks, and ``source`` where the step needs all of it, before a step on a slice."""
     pairs = [ops.Pair(source=_slice(step.grad), destination=step.grad)]
     if whole is None or source is None:
         yield ops.AllGather(pairs=tuple(pairs), comm=GATHER_COMM, stream=GATHER)
@@ -242,7 +242,7 @@ def _gather_whole(
 
 
 def _gathered_ahead(body: Iterable[Op], program: Program) -> tuple[Op, ...]:
-    """The update with each step on whole parameters behind the next gather of directions, which it overlaps."""
+    """Return the update with each step on whole parameters after the next gather of directions, which it overlaps."""
     ordered: list[Op] = []
     held: list[Op] = []
     touched = Touched(program)
@@ -260,7 +260,10 @@ def _gathered_ahead(body: Iterable[Op], program: Program) -> tuple[Op, ...]:
 
 
 def _last_update(body: Sequence[Op], name: str, writer: int) -> int:
-    """The last op that makes the new parameters or averages them; ``writer`` is the last one that makes them."""
+    """Return the last op that computes or averages the new parameters.
+
+    ``writer`` is the last one that computes them.
+    """
     averages = (
         index
         for index, op in enumerate(body)

@@ -1,8 +1,8 @@
 """ZeRO stage 3, first part: parameters live as shards and are gathered into a temporary buffer where they are read.
 
 Every flat is gathered before its first use in a section and released at the end of the section. This is correct, but
-the peak of memory stays the same; `insert-gathers` and `insert-releases` then shorten the life of the full flat to
-the runs of its uses. The update works on shards, so its final all-gather disappears.
+the peak memory stays the same; `insert-gathers` and `insert-releases` then shorten the life of the full flat to the
+runs of its uses. The update works on shards, so its final all-gather disappears.
 
 What ``shard-parameters`` changes::
 
@@ -50,7 +50,7 @@ class ShardParameters(Pass):
     destroys: ClassVar[frozenset[Fact]] = NO_FACTS
 
     def __call__(self, program: Program) -> Program:
-        """The program with its parameters sharded over the data-parallel axis."""
+        """Return the program with its parameters sharded over the data-parallel axis."""
         size = program.mesh.size(AXIS)
         full = {
             name: Buffer(

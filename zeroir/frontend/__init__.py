@@ -18,10 +18,10 @@ __all__ = ["ModelSource", "load_model_file", "trace"]
 
 
 def trace(source: ModelSource, options: CompileOptions) -> TracedModel:
-    """Trace one device's training step of a model, without allocating a weight.
+    """Trace one device's training step of a model, without allocating any weights.
 
     Raises:
-        UserError: where the model cannot be built, traced or cut as the options demand; it names the line.
+        UserError: where the model cannot be built, traced or cut as the options require; it names the line.
     """
     from zeroir.frontend.lowering.tracing import trace_model
 

@@ -1,4 +1,4 @@
-"""The parts of torch that the frontend uses and torch does not promise to keep: one module to adapt to a new torch.
+"""The parts of torch that the frontend uses and that torch may change: the one module to adapt to a new torch.
 
 * ``joint_graph`` and ``function_graph``: AOTAutograd's joint export, its descriptors, and fx's node metadata;
 * ``DATA_DEPENDENT``, ``is_on_another_device`` and ``is_higher_order``: the exceptions that torch raises where code
@@ -52,12 +52,12 @@ DATA_DEPENDENT: tuple[type[Exception], ...] = (
 
 
 def asks_for_data(error: BaseException) -> bool:
-    """Whether torch raised an exception because its C++ code read a tensor that has no data."""
+    """Return whether torch raised an exception because its C++ code read a tensor without data."""
     return isinstance(error, RuntimeError) and "its data is not allocated yet" in str(error)
 
 
 def is_on_another_device(error: BaseException) -> bool:
-    """Whether torch raised an exception because a tensor is not on the device of the others.
+    """Return whether torch raised an exception because a tensor is not on the device of the others.
 
     A tensor without data that is neither a parameter nor a buffer of the model is on the meta device. Before torch 2.13
     the exception had no class of its own.
@@ -73,7 +73,7 @@ _OTHER_DEVICE = (
 
 
 def is_higher_order(error: BaseException) -> bool:
-    """Whether torch raised an exception because a function was passed to an operator."""
+    """Return whether torch raised an exception because a function was passed to an operator."""
     if isinstance(error, UncapturedHigherOrderOpError):
         return True
     # Flex attention raises an error about the CPU before it calls its operator.
@@ -82,7 +82,7 @@ def is_higher_order(error: BaseException) -> bool:
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode whose tensors have no data; real tensors that a model holds become constants."""
+    """Return a mode whose tensors have no data; real tensors in a model become constants."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -134,7 +134,7 @@ class UnknownDescriptorError(Exception):
 
 
 class InputChangedError(Exception):
-    """The model changes one of its inputs, at this position, in place; ``node`` computes what it becomes."""
+    """The model changes the input at this position in place; ``node`` computes its new value."""
 
     def __init__(self, position: int, node: torch.fx.Node) -> None:
         super().__init__(position)
@@ -143,7 +143,7 @@ class InputChangedError(Exception):
 
 
 class ParameterChangedError(Exception):
-    """The model changes a parameter of this name in place; ``node`` computes what it becomes."""
+    """The model changes the parameter of this name in place; ``node`` computes its new value."""
 
     def __init__(self, name: str, node: torch.fx.Node) -> None:
         super().__init__(name)
@@ -152,7 +152,7 @@ class ParameterChangedError(Exception):
 
 
 def joint_graph(mode: FakeTensorMode, module: nn.Module, inputs: Sequence[Tensor]) -> TracedGraph:
-    """Trace forward and backward of a module of fake parameters that returns one scalar, and outputs after it."""
+    """Trace forward and backward of a module of fake parameters that returns a scalar, followed by outputs."""
     return _with_descriptors(_exported(mode, module, inputs))
 
 
@@ -169,14 +169,14 @@ def function_graph(
 
 @contextlib.contextmanager
 def tracer_settings(mode: FakeTensorMode) -> Iterator[None]:
-    """Set torch for tracing: no warnings, fake tensors, no oneDNN, operators of ``triton_op`` as a whole."""
+    """Configure torch for tracing: no warnings, fake tensors, no oneDNN, operators of ``triton_op`` as a whole."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(mode)
-        # oneDNN's operators exist for the CPU only.
+        # oneDNN's operators exist only for the CPU.
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-        # Otherwise the tracer looks into them and finds kernels of Triton, which are no operators.
+        # Otherwise the tracer looks into them and finds Triton kernels, which are not operators.
         stack.enter_context(functorch_config.patch(decompose_custom_triton_ops=False))
         # The tracer's tensors ask for the current GPU before any mode can intercept the call.
         stack.enter_context(mock.patch.object(FunctionalTensor, "cuda", _itself))
@@ -197,7 +197,7 @@ def _exported(
 
 
 def operator_context() -> tuple[object, ...]:
-    """Active modes that change operators: autocast, inference mode, ``torch.func``, dispatch modes, hooks on saves."""
+    """Return active modes that change operators: autocast, inference, ``torch.func``, dispatch, saved-tensor hooks."""
     return (
         torch.is_autocast_enabled("cpu"),
         torch.is_autocast_enabled("cuda"),
@@ -210,7 +210,7 @@ def operator_context() -> tuple[object, ...]:
 
 @contextlib.contextmanager
 def whole_operators() -> Iterator[None]:
-    """Do not decompose operators in Python, such as interpolation; eager PyTorch does not either."""
+    """Do not decompose operators in Python, such as interpolation, within the block, as eager PyTorch does not."""
     with torch._C._DisablePythonDispatcher():
         yield
 
@@ -218,7 +218,7 @@ def whole_operators() -> Iterator[None]:
 def tensors_replaced(
     module: nn.Module, tensors: Mapping[str, Tensor]
 ) -> AbstractContextManager[None]:
-    """Give a module other parameters and buffers, by fully-qualified name, as a trace does."""
+    """Replace a module's parameters and buffers within the block, by fully-qualified name, as a trace does."""
     return stateless._reparametrize_module(module, dict(tensors))
 
 
@@ -228,16 +228,16 @@ HOOKS_OF_MODULES = (
     "_backward_pre_hooks",
     "_backward_hooks",
 )
-"""The attributes of a module that hold its hooks: dicts from handles to functions."""
+"""The attributes of a module with its hooks: dicts from handles to functions."""
 
 
 def has_partial_backward_hooks(module: nn.Module) -> bool:
-    """Whether the user's code called the deprecated ``register_backward_hook`` of this module."""
+    """Return whether the user's code called the deprecated ``register_backward_hook`` of this module."""
     return bool(module._backward_hooks) and module._is_full_backward_hook is False
 
 
 def global_hooks() -> tuple[Callable[..., object], ...]:
-    """The hooks that the user's code registered for all modules of the process."""
+    """Return the hooks that the user's code registered for all modules of the process."""
     hooks = (
         nn_module._global_forward_pre_hooks,
         nn_module._global_forward_hooks,
@@ -248,13 +248,13 @@ def global_hooks() -> tuple[Callable[..., object], ...]:
 
 
 def storage_address(tensor: Tensor) -> int:
-    """The address of a tensor's storage, which tells storages apart that exist at the same time, on meta too."""
+    """Return the address of a tensor's storage, which is unique among existing storages, even on meta."""
     address: int = tensor.untyped_storage()._cdata
     return address
 
 
 def gradient_hooks(tensor: Tensor) -> tuple[GradientHook, ...]:
-    """The hooks that the user's code registered with ``register_hook``, in order."""
+    """Return the hooks that the user's code registered with ``register_hook``, in order."""
     return tuple((tensor._backward_hooks or {}).values())
 
 
@@ -266,12 +266,12 @@ def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:
 
 
 def has_accumulation_hooks(tensor: Tensor) -> bool:
-    """Whether the user's code called ``register_post_accumulate_grad_hook``."""
+    """Return whether the user's code called ``register_post_accumulate_grad_hook``."""
     return bool(tensor._post_accumulate_grad_hooks)
 
 
 class AutogradReplacement(Protocol):
-    """A function to call in place of ``apply`` of an autograd function ``cls``."""
+    """A function that is called instead of ``apply`` of an autograd function ``cls``."""
 
     def __call__(
         self, original: Function, cls: type, /, *args: object, **kwargs: object
@@ -291,7 +291,7 @@ def autograd_functions_replaced(replacement: AutogradReplacement) -> Iterator[No
 
 
 def annotated(func: Function, annotation: Callable[[], object]) -> Function:
-    """A function that calls ``func`` and annotates its nodes with ``annotation()``."""
+    """Return a function that calls ``func`` and annotates its nodes with ``annotation()``."""
 
     def call(*args: object, **kwargs: object) -> object:
         with fx_traceback.annotate({"zeroir": annotation()}):
@@ -301,20 +301,20 @@ def annotated(func: Function, annotation: Callable[[], object]) -> Function:
 
 
 def annotation_of(node: torch.fx.Node) -> object | None:
-    """The annotation of a node; a backward node has that of the forward node that it differentiates."""
+    """Return the annotation of a node; a backward node has that of the forward node that it differentiates."""
     custom: dict[str, object] = node.meta.get("custom") or {}
     return custom.get("zeroir")
 
 
 def is_backward(node: torch.fx.Node) -> bool:
-    """Whether a node belongs to the backward."""
+    """Return whether a node belongs to the backward."""
     return bool(
         node.meta.get("autograd_backward") or node.meta.get("partitioner_tag") == "is_backward"
     )
 
 
 def is_gradient_sum(node: torch.fx.Node) -> bool:
-    """Whether a node adds two gradients of one value."""
+    """Return whether a node adds two gradients of one value."""
     return bool(node.meta.get("is_gradient_acc"))
 
 
@@ -335,7 +335,7 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 def _drop_checks(graph: torch.fx.Graph) -> None:
-    """Remove the checks of matrices that have no result, such as singular ones: a program computes NaNs instead."""
+    """Remove checks of matrices without a result, such as singular ones; a program computes NaNs instead."""
     for node in reversed(graph.find_nodes(op="call_function", target=with_effects)):
         token, op, *_ = node.args
         if op is torch.ops.aten._linalg_check_errors.default:

@@ -1,19 +1,19 @@
-"""Bounds: how far a stream may run ahead of the order of the ops, so that more buffers are live than that order shows.
+"""Bounds on how far a stream may run ahead of the order of the ops, and so on the number of live buffers.
 
-Nothing but data holds a stream back. A fast stream may therefore begin buffers long before the op of another stream
-that stands in front of them, and a slow one may end them long after the ops behind. A bound of a program limits that
-for one kind of buffer. Passes state bounds and never the waits: the waits are derived from the bounds and from what
-data need, and the verifier checks each section against each bound (Z302, and Z503 for pages).
+Only data dependencies delay a stream. A fast stream may therefore allocate buffers long before an earlier op of another
+stream runs, and a slow one may release them long after later ops. A bound of a program limits that for one kind of
+buffer. Passes state bounds and never the waits: the waits are derived from the bounds and from data dependencies, and
+the verifier checks each section against each bound (Z302, and Z503 for pages).
 
-Each bound speaks of a buffer's beginning, at its ``alloc``:
+Each bound concerns a buffer's beginning, at its ``alloc``:
 
-* ``bound KIND ahead=N``: buffers of the kind come in groups. Of the groups that have a release above the ``alloc``, all
-  but the last N have surely ended when the buffer begins. So at most N groups are live beyond those that the order of
-  the ops has live there; what is released below the ``alloc`` is live by choice and does not count.
-* ``bound KIND behind=STREAM``: the last op of the stream above the ``alloc``, other than an ``alloc``, is surely done
-  when the buffer begins. So the stream that begins buffers of the kind never runs ahead of STREAM.
-* ``bound KIND live=N``: of the buffers of the kind that begin above the ``alloc``, all but N - 1 have surely ended. So
-  at most N are live at once in any order of the ops.
+* ``bound KIND ahead=N``: buffers of the kind come in groups. Of the groups with a release above the ``alloc``, all
+  but the last N have certainly ended when the buffer begins. So at most N groups are live in addition to those that
+  are live in the order of the ops; buffers released below the ``alloc`` are intentionally live and do not count.
+* ``bound KIND behind=STREAM``: the last op of the stream above the ``alloc``, other than an ``alloc``, is certainly
+  done when the buffer begins. So the stream that allocates buffers of the kind never runs ahead of STREAM.
+* ``bound KIND live=N``: of the buffers of the kind that begin above the ``alloc``, all but N - 1 have certainly ended.
+  So at most N are live at once in any order of the ops.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from zeroir.ir.ops import Op
 
 
 class BoundKind(StrEnum):
-    """Kinds of temporary buffers that a bound can be about, and what makes a group of them.
+    """Kinds of temporary buffers to which a bound can apply, and their groups.
 
-    * ``full_parameters``: gathered parameters. A group are those that one op is the first to read.
-    * ``full_gradients``: buffers into which compute ops put gradients. A group are those that one op completes, being
-      the last to write them; those that one launch reduces are one group.
-    * ``activations``: values on the device that compute ops hand to each other, among them those that a forward saves
-      for its backward. A group are those that one op is the first to write.
+    * ``full_parameters``: gathered parameters. A group consists of those with the same first reader.
+    * ``full_gradients``: buffers to which compute ops write gradients. A group consists of those with the same last
+      writer; those that one launch reduces are one group.
+    * ``activations``: values on the device that compute ops pass to each other, including those that a forward saves
+      for its backward. A group consists of those with the same first writer.
     * ``device_staging``, ``host_staging``: buffers of the role ``staging`` in that space which a transfer fills or
-      empties; ``disk_staging``: those on the host which a load fills or a store empties. A group are those that one op
-      is the first to use, apart from the transfers that fill them.
+      empties; ``disk_staging``: those on the host which a load fills or a store empties. A group consists of those with
+      the same first user, apart from the transfers that fill them.
     * ``pages``: buffers of the role ``page``. Each is a group.
     """
 
@@ -64,7 +64,7 @@ _OF_FIRST_READER: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AheadBound:
-    """At most ``ahead`` groups of the kind are live beyond those that the order of the ops has live."""
+    """At most ``ahead`` groups of the kind are live in addition to those that are live in the order of the ops."""
 
     syntax: ClassVar[str] = "{kind} ahead={ahead}"
 
@@ -74,7 +74,7 @@ class AheadBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BehindBound:
-    """A buffer of the kind begins only when the op of the stream ``behind`` above it is done."""
+    """A buffer of the kind begins only when the previous op of the stream ``behind`` is done."""
 
     syntax: ClassVar[str] = "{kind} behind={behind}"
 
@@ -99,12 +99,12 @@ _OF_ROLE: Final = {Role.GATHERED: BoundKind.FULL_PARAMETERS, Role.PAGE: BoundKin
 
 
 def with_bound(bounds: Iterable[Bound], bound: Bound) -> tuple[Bound, ...]:
-    """The bounds with this one, in the place of one about the same kind; there is one of each kind."""
+    """Return the bounds with this one, which replaces one of the same kind; there is one of each kind."""
     return (*(old for old in bounds if old.kind is not bound.kind), bound)
 
 
 def bounded_buffers(buffers: Iterable[Buffer], body: Iterable[Op]) -> Mapping[str, BoundKind]:
-    """The buffers of a program that bounds can be about, by name; ``body`` are its ops."""
+    """Return the buffers of a program to which bounds can apply, by name; ``body`` are its ops."""
     temporary = {buffer.name: buffer for buffer in buffers if not buffer.is_persistent}
     kinds: dict[str, BoundKind] = {}
     for name, buffer in temporary.items():
@@ -136,9 +136,9 @@ def bounded_buffers(buffers: Iterable[Buffer], body: Iterable[Op]) -> Mapping[st
 
 
 def groups(body: Sequence[Op], kinds: Mapping[str, BoundKind]) -> Mapping[int, int]:
-    """For each ``release`` of a bounded buffer in a section, by its index: the index of the op that makes the group.
+    """Return for each ``release`` of a bounded buffer, by its index, the index of the op that identifies the group.
 
-    A release of a buffer for which there is no such op in the section makes a group of its own.
+    A release of a buffer without such an op in the section is a group of its own.
     """
     makers: dict[str, int] = {}
     group_of_release: dict[int, int] = {}

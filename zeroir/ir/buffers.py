@@ -14,7 +14,7 @@ from zeroir.ir.mesh import Mesh
 
 
 class Space(StrEnum):
-    """The memory of a buffer. ``host`` memory is pinned where the device can use it."""
+    """The memory of a buffer. ``host`` memory is pinned where a device uses it."""
 
     DEVICE = "device"
     HOST = "host"
@@ -47,10 +47,10 @@ class Role(StrEnum):
 class Buffer:
     """A one-dimensional array on every rank. ``numel`` counts this rank's elements.
 
-    A buffer with a resting content (``holds``) is persistent: it is live outside every section, and at each boundary
-    between sections holds that content unless the section's state says otherwise. A buffer without one is
-    temporary: an ``alloc`` begins and a ``release`` ends it. ``offset`` is where a temporary buffer stands in the
-    memory of its space that all of them share, in bytes, once a program is planned.
+    A buffer with a resting content (``holds``) is persistent: it is live outside every section, and has that content at
+    each boundary between sections unless the section's state says otherwise. A buffer without one is temporary: an
+    ``alloc`` begins and a ``release`` ends it. ``offset`` is the place of a temporary buffer, in bytes, in the memory
+    that all temporary buffers of its space share, once a program is planned.
     """
 
     syntax: ClassVar[str] = "{name} : {dtype}{numel} {space} {role} [offset={offset}] [= {holds}]"
@@ -95,17 +95,17 @@ class Region:
         return self.offset + self.numel
 
     def overlaps(self, other: Region) -> bool:
-        """Whether the two have elements in common, before slicing; parts of slices count as the whole region."""
+        """Return whether the two have common elements, before slicing; parts of slices count as the whole region."""
         return self.buffer == other.buffer and self.offset < other.stop and other.offset < self.stop
 
     def local_numel(self, mesh: Mesh) -> int:
-        """Number of elements that one rank names."""
+        """Return number of elements that one rank names."""
         if self.part is not None:
             return self.part[1] - self.part[0]
         return self.numel if self.shard is None else self.numel // mesh.size(self.shard)
 
     def local_range(self, mesh: Mesh, coordinate: dict[str, int]) -> tuple[int, int]:
-        """First and one-past-last element that the rank at ``coordinate`` names."""
+        """Return the first and one-past-last element that the rank at ``coordinate`` names."""
         start, numel = self.offset, self.numel
         if self.shard is not None:
             numel //= mesh.size(self.shard)
@@ -115,12 +115,12 @@ class Region:
 
 
 def whole(buffer: Buffer) -> Region:
-    """The region that covers a buffer."""
+    """Return the region that covers a buffer."""
     return Region(buffer=buffer.name, offset=0, numel=buffer.numel)
 
 
 def part_of(region: Region, start: int, stop: int) -> Region:
-    """Elements ``[start, stop)`` of those that a rank names by a region, counted from the first of them."""
+    """Return elements ``[start, stop)`` of those that a rank names by a region, counted from the first of them."""
     if region.part is not None:
         first = region.part[0]
         return replace(region, part=(first + start, first + stop))
@@ -130,7 +130,7 @@ def part_of(region: Region, start: int, stop: int) -> Region:
 
 
 def copied_region(content: SnapshotContent) -> Region:
-    """The region that a snapshot is a copy of."""
+    """Return the region that a snapshot is a copy of."""
     return Region(
         buffer=content.buffer, offset=content.offset, numel=content.numel, shard=content.shard
     )
@@ -146,12 +146,12 @@ class View:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the tensor."""
+        """The number of elements of the tensor."""
         return math.prod(self.shape)
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a row-major tensor of that shape, as torch computes them (a size of 0 counts as 1)."""
+    """Return strides of a row-major tensor of that shape, as torch computes them (a size of 0 counts as 1)."""
     stride = [1] * len(shape)
     for i in range(len(shape) - 2, -1, -1):
         stride[i] = stride[i + 1] * max(shape[i + 1], 1)
@@ -159,7 +159,7 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def span_numel(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Number of elements from the first to the last one that a strided tensor touches."""
+    """Return the number of elements from the first to the last one of a strided tensor."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

@@ -14,10 +14,10 @@ _AMOUNT = re.compile(
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of ``80GB``, ``512 MiB`` or a bare number of bytes.
+    """Parse ``80GB``, ``512 MiB`` or a bare number of bytes.
 
     Raises:
-        UserError: where the text is no such amount.
+        UserError: where the text is not such an amount.
     """
     match = _AMOUNT.fullmatch(text.strip())
     if match is None:

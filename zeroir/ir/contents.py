@@ -1,14 +1,14 @@
-"""The contents of regions that the laws of training are about.
+"""The contents of regions, about which the laws of training make statements.
 
-Contents appear in three places with one meaning: as the resting content of a persistent buffer
-(``buffer %b.param : f16[64] device param = param b @dp``), in the entry and exit state of a section, and as the
-abstract values of the verifier.
+Contents appear in three places with one meaning: as the resting content of a persistent buffer (``buffer %b.param :
+f16[64] device param = param b @dp``), in the entry and exit state of a section, and as the abstract values of the
+verifier.
 
-A *flat* is the padded, one-dimensional space in which the parameters of one (unit, dtype, trainable) stand; its
-gradient, master weights and optimizer states use the same coordinates. ``FlatContent`` says which elements of a
-flat a region holds: element ``i`` of the region is flat element ``offset + i``, and with ``shard=axis`` it is flat
-element ``offset + coordinate(axis) * region_numel + i``: this rank's slice. A region with a part of each rank's slice
-has a ``stride``, the elements from one coordinate's part to the next one's, in the place of ``region_numel``.
+A *flat* is the padded, one-dimensional space of the parameters of one (unit, dtype, trainable); its gradient, master
+weights and optimizer states use the same coordinates. ``FlatContent`` says which elements of a flat a region holds:
+element ``i`` of the region is flat element ``offset + i``, and with ``shard=axis`` it is flat element ``offset +
+coordinate(axis) * region_numel + i``: this rank's slice. A region with a part of each rank's slice has a ``stride``,
+the elements from one coordinate's part to the next one's, which replaces ``region_numel``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ EMA = "ema"
 
 
 class Micro(StrEnum):
-    """The micro-steps of the current step that a gradient has summed.
+    """The micro-steps of the current step that a gradient includes.
 
-    ``PAST`` is every micro-step before the one that the section runs (none, and then all zeros, when it is the
-    first), ``CURRENT`` that one alone, ``ALL`` every micro-step of the step. ``STALE`` is what an earlier step left:
-    nothing may read it; only the padding between parameters is known to be zero.
+    ``PAST`` is every micro-step before the one that the section runs (none, and then all zeros, when it is the first),
+    ``CURRENT`` that one alone, ``ALL`` every micro-step of the step. ``STALE`` was left by an earlier step: nothing may
+    read it; only the padding between parameters is known to be zero.
     """
 
     STALE = "stale"
@@ -47,9 +47,9 @@ class FlatContent:
     """Elements of a flat: parameters, master weights, gradients, averages, or an optimizer state such as ``exp_avg``.
 
     ``version`` counts the updates since the step began (parameters, masters, averages, states). ``reduced`` names the
-    mesh axes over which a gradient has been summed, in mesh order, and ``micro`` the micro-steps it holds. Padding, the
-    elements of a flat that belong to no parameter, is zero in every quantity. Only an optimizer state rests in parts of
-    slices, with a ``stride``.
+    mesh axes over which a gradient has been summed, in mesh order, and ``micro`` its micro-steps. Padding, the elements
+    of a flat that belong to no parameter, is zero in every quantity. Only an optimizer state can have parts of slices
+    at rest, with a ``stride``.
 
     ``guessed`` elements are those of a speculative step, which a ``commit_step`` makes final.
     """
@@ -72,7 +72,7 @@ class FlatContent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedContent:
-    """A value with a name of its own: an input, a constant, a scalar, a module buffer, an activation.
+    """A named value: an input, a constant, a scalar, a module buffer, an activation.
 
     ``version`` 0 is the value at the start of the step.
     """
@@ -94,8 +94,8 @@ class Zeros:
 class WeightContent:
     """One number: the sum of the weights of the micro-batches of some micro-steps, over the ranks of some mesh axes.
 
-    ``micro`` and ``reduced`` have the meaning that they have for a gradient: each gradient is the sum of one
-    contribution per micro-step, multiplied with its weight, so the sum of the same weights is its divisor.
+    ``micro`` and ``reduced`` have the same meaning as for a gradient: each gradient is the sum of one contribution per
+    micro-step, multiplied by its weight, so the sum of the same weights is its divisor.
     """
 
     syntax: ClassVar[str] = "weight [reduced=({reduced})] micro={micro}"
@@ -106,9 +106,9 @@ class WeightContent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotContent:
-    """A copy of a region as it was when section ``save`` last ran; nothing before that. Only the host reads it.
+    """A copy of a region from the last run of section ``save``; undefined before. Only the host reads it.
 
-    The fields are those of a ``Region``, which this module cannot name. With an ``event``, that event is pending
+    The fields are those of a ``Region``, which this module cannot import. With an ``event``, that event is pending
     between sections, and the copy is complete once it is done.
     """
 

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class DType(StrEnum):
-    """An element type; its value is its spelling in the IR's text."""
+    """An element type; its value is its name in the IR's text."""
 
     F64 = "f64"
     F32 = "f32"

@@ -1,6 +1,6 @@
-"""What the fields of ops and of the records in a program's header declare about themselves, beside their types.
+"""Declarations on the fields of ops and of the records in a program's header, in addition to their types.
 
-From these declarations follow the text of ops and records, the effects of ops, and the checks of names.
+The text of ops and records, the effects of ops, and the checks of names are derived from these declarations.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FieldUse(Enum):
 
 
 class NameKind(StrEnum):
-    """A kind of things that have names, as sentences call one of them."""
+    """A kind of named thing, as messages call it."""
 
     AXIS = "axis"
     STREAM = "stream"
@@ -58,12 +58,12 @@ class NameKind(StrEnum):
 
     @property
     def is_unique(self) -> bool:
-        """Whether a name belongs to one thing of the kind."""
+        """Whether a name belongs to a single thing of the kind."""
         return self not in _SHARED
 
     @property
     def sigil(self) -> str:
-        """The sign before such a name in the text."""
+        """The character before such a name in the text."""
         return {NameKind.BUFFER: "%", NameKind.EVENT: "!", NameKind.SEGMENT: "@"}.get(self, "")
 
 
@@ -85,23 +85,23 @@ _NAMED: Final = {
 
 
 def with_article(noun: str) -> str:
-    """``an axis``, ``a stream``."""
+    """Return a noun with its article: ``an axis``, ``a stream``."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 @dataclass(frozen=True, slots=True)
 class Declares:
-    """The field is the name of what its record declares."""
+    """The field is the name that its record declares."""
 
     kind: NameKind
 
 
 @dataclass(frozen=True, slots=True)
 class Refers:
-    """The field names what another record declares.
+    """The field is a name that another record declares.
 
-    ``who`` begins the sentence about one that nothing declares, ``input {path} is bound to``. Without it another check
-    is about that.
+    ``who`` begins the message about an undeclared name, ``input {path} is bound to``. Without it another check reports
+    that.
     """
 
     kind: NameKind
@@ -118,13 +118,13 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """The field is a text that needs no quotes in more cases than a name does; ``what`` says what it is."""
+    """The field is a text that needs quotes in fewer cases than a name does; ``what`` describes it."""
 
     what: str
 
 
 class Form(Enum):
-    """How a value stands in the text, where its type does not say so.
+    """The text form of a value, where its type does not determine it.
 
     * ``QUOTED``: a text in quotes.
     * ``BRACKETED``: a number of elements, ``[64]``.
@@ -144,11 +144,11 @@ class Form(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredField:
-    """One field of an op, of a record, or of a dataclass that one of these holds.
+    """One field of an op, of a record, or of a dataclass that is a value of such a field.
 
     ``kind`` is the type of the value, or of each item where ``is_tuple``; ``members`` are the classes of a union of
-    dataclasses. ``marks`` are the declarations beside the type: ``use`` is what an op does with the field, ``named``
-    what the field declares or refers to by a name. Where ``is_optional``, the value (or an item) may be None.
+    dataclasses. ``marks`` are the declarations in addition to the type: ``use`` is what an op does with the field,
+    ``named`` the kind of name that it declares or refers to. Where ``is_optional``, the value (or an item) may be None.
     ``default`` is ``dataclasses.MISSING`` where the field has none.
     """
 
@@ -163,17 +163,17 @@ class DeclaredField:
     default: object
 
     def mark(self, kind: type[T]) -> T | None:
-        """The declaration of that class, None where the field has none."""
+        """Return the declaration of that class, None where the field has none."""
         return next((mark for mark in self.marks if isinstance(mark, kind)), None)
 
     @property
     def records(self) -> tuple[type, ...]:
-        """The dataclasses of which a value, or an item, is one."""
+        """The dataclasses of a value, or of an item."""
         return self.members or ((self.kind,) if dataclasses.is_dataclass(self.kind) else ())
 
 
 def declared_fields(kind: type) -> tuple[DeclaredField, ...]:
-    """The fields of a class, in their order."""
+    """Return the fields of a class, in their order."""
     return _declared_fields(kind)
 
 

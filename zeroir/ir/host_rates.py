@@ -1,4 +1,4 @@
-"""Measured rates of a host and of a disk, as one rank sees them while all ranks of its node measure."""
+"""Measured transfer rates of a host and of a disk for one rank, while all ranks of its node measure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class MeasuredHost:
     """Bytes per second of one rank.
 
-    ``to_device``, ``to_host`` and ``both`` count the bytes that are copied, ``memory`` and ``update`` those that are
-    read and those that are written. ``copy_s`` are the seconds of a small copy.
+    ``to_device``, ``to_host`` and ``both`` count the bytes that are copied, ``memory`` and ``update`` the sum of bytes
+    read and bytes written. ``copy_s`` is the time of a small copy in seconds.
     """
 
     to_device_bytes_per_s: float
@@ -23,7 +23,10 @@ class MeasuredHost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredDisk:
-    """Bytes per second of one rank: read, written, and both at once. ``request_s`` are the seconds of a small read."""
+    """Bytes per second of one rank: read, written, and both at once.
+
+    ``request_s`` is the time of a small read in seconds.
+    """
 
     read_bytes_per_s: float
     write_bytes_per_s: float

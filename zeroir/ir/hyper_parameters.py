@@ -1,4 +1,4 @@
-"""The hyper-parameters that the steps of a program begin with."""
+"""The hyper-parameters with which the steps of a program start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zeroir.ir.program import Program
 
 
 def first_hyper(program: Program, op: ops.StepOp) -> Iterator[Numbers]:
-    """Those of each group of a step, by name; all are 0 in a program that does not have their values."""
+    """Yield the hyper-parameters of each group of a step, by name; all are 0 in a program without their values."""
     values = {scalar.buffer: scalar.values for scalar in program.scalars}
     names = op.algorithm.hyper_names
     for settings in op.settings:

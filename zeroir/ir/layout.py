@@ -1,9 +1,9 @@
 """The places of parameters in a flat: first-use order, 64-element slots, zeros up to a multiple of world size × 256.
 
-Offsets do not depend on the world size, so re-lowering for another one moves no parameter; only the padding at the
-end grows. The 256 keeps every rank's slice on a 16-byte boundary and on a multiple of 8 elements, which the fused
-optimizers need to be bitwise independent of how a flat is cut. Where the optimizer's states have 8 bits, parameters
-begin at multiples of 256, so that a block of elements with one scale belongs to one parameter and to one rank.
+Offsets do not depend on the world size, so re-lowering for another one moves no parameter; only the padding at the end
+changes. The 256 keeps every rank's slice on a 16-byte boundary and on a multiple of 8 elements, which makes the fused
+optimizers' results bitwise independent of the sharding. Where the optimizer's states have 8 bits, parameters start at
+multiples of 256, so that a block of elements with one scale belongs to one parameter and to one rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def layout(
 ) -> tuple[tuple[Slot, ...], int]:
     """Place parameters in the order given; return their slots and the padded number of elements of the flat.
 
-    Each begins at a multiple of ``alignment_numel``, itself a multiple of 64.
+    Each starts at a multiple of ``alignment_numel``, itself a multiple of 64.
 
     Raises:
         ValueError: where the world size is below 1.
@@ -51,7 +51,7 @@ def layout(
 
 
 def padded_numel(used_numel: int, world_size: int) -> int:
-    """The smallest positive multiple of ``world_size`` × 256 that holds ``used_numel`` elements.
+    """Return the smallest positive multiple of ``world_size`` × 256 that has room for ``used_numel`` elements.
 
     Raises:
         ValueError: where the world size is below 1.
@@ -64,10 +64,10 @@ def padded_numel(used_numel: int, world_size: int) -> int:
 
 
 def used_numel(flat: Flat) -> int:
-    """One past the last element of a flat that belongs to a parameter."""
+    """Return one past the last element of a flat that belongs to a parameter."""
     return max((slot.offset + slot.numel for slot in flat.slots), default=0)
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``value``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple

@@ -1,4 +1,4 @@
-"""Limits of the size of a program: far beyond any model, but without overflow of numbers or checks that hang."""
+"""Limits of the size of a program, beyond any model: numbers cannot overflow, and checks cannot hang."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MOST_LOCAL_RANKS: Final = 1_024
 MOST_COUNT: Final = 2**31 - 1
 """The largest number that an option may name: of micro-steps, units or steps."""
 MOST_SIMULATED_OPS: Final = 1_000_000
-"""The most ops of a step that is simulated: each takes some memory."""
+"""The most ops of a simulated step: each takes some memory."""
 LARGEST_SCALAR: Final = (2 - 2**-23) * 2.0**127
-"""The largest number that a setting may be: scalars are FP32."""
+"""The largest value of a setting: scalars are FP32."""
 
 MOST_DIMENSIONS: Final = 64
 """The most dimensions of a tensor, as in torch."""
@@ -31,16 +31,16 @@ MOST_BYTES: Final = 2**56
 
 LONGEST_NAME: Final = 1_000
 LONGEST_TEXT: Final = 100_000
-"""The most characters of a text that is no name: an option, the spec of a pass, a line of the model."""
+"""The most characters of a text that is not a name: an option, the spec of a pass, a line of the model."""
 
 LARGEST_FILE_BYTES: Final = 2**30
 """The largest body of a compiled program."""
 
 
 def obeyed_character(text: str) -> str | None:
-    """The first character that a terminal obeys instead of showing it, such as ``U+001B``; None where there is none.
+    """Return the first character that would control a terminal, such as ``U+001B``; None where there is none.
 
-    These are control characters, line separators and those that turn the direction of writing.
+    These are control characters, line separators and those that change the direction of writing.
     """
     if text.isascii() and text.isprintable():
         return None

@@ -1,6 +1,6 @@
 """The device mesh, the communicators over its axes, and the streams that ops run on.
 
-Ranks are numbered row-major: in ``mesh replicate=2 shard=4`` rank 5 stands at ``replicate=1, shard=1``.
+Ranks are numbered row-major: in ``mesh replicate=2 shard=4`` rank 5 is at ``replicate=1, shard=1``.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ class Mesh:
         return math.prod(axis.size for axis in self.axes)
 
     def has_axis(self, name: str) -> bool:
-        """Whether an axis of that name exists."""
+        """Return whether an axis of that name exists."""
         return any(axis.name == name for axis in self.axes)
 
     def size(self, name: str) -> int:
-        """Number of ranks along the axis; KeyError when it does not exist."""
+        """Return number of ranks along the axis; KeyError when it does not exist."""
         for axis in self.axes:
             if axis.name == name:
                 return axis.size
         raise KeyError(name)
 
     def coordinates(self) -> Iterator[dict[str, int]]:
-        """The coordinate of every rank, in rank order."""
+        """Yield the coordinate of every rank, in rank order."""
         names = [axis.name for axis in self.axes]
         for point in itertools.product(*(range(axis.size) for axis in self.axes)):
             yield dict(zip(names, point, strict=True))
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """The coordinate of one rank."""
+        """Return the coordinate of one rank."""
         point: dict[str, int] = {}
         for axis in reversed(self.axes):
             rank, point[axis.name] = divmod(rank, axis.size)
         return {axis.name: point[axis.name] for axis in self.axes}
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """The groups of ranks that differ only along the axis, each in axis order."""
+        """Return the groups of ranks that differ only along the axis, each in axis order."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank, point in enumerate(self.coordinates()):
             key = tuple(at for axis, at in point.items() if axis != name)
@@ -76,7 +76,7 @@ DATA_AXIS = "dp"
 
 REPLICATE_AXIS = "replicate"
 SHARD_AXIS = "shard"
-"""The two axes of hybrid sharding: buffers are cut along ``shard`` and equal along ``replicate``."""
+"""The two axes of hybrid sharding: buffers are sharded along ``shard`` and equal along ``replicate``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class Executor(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """A named queue: its ops run in program order; nothing orders two streams but a wait."""
+    """A named queue: its ops run in program order; only waits order two streams."""
 
     syntax: ClassVar[str] = "{name}:{executor}"
 
@@ -127,4 +127,4 @@ STREAMS: tuple[Stream, ...] = (
     Stream(name=OPTIMIZER, executor=Executor.HOST),
     Stream(name=IO, executor=Executor.DISK),
 )
-"""The streams a program declares unless it says otherwise."""
+"""The streams that a program declares by default."""

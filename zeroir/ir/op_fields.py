@@ -1,8 +1,8 @@
 """Declarations on the fields of ops: their purposes, and functions that read them.
 
-An op declares each of its fields with one of the aliases below: ``source: Read[Region]`` is a region that the op
-reads, ``event: Signalled[str] | None`` the event that it signals, ``root: Attribute[int]`` plain data. Effects, the
-rewriting of regions, printing and parsing follow from these declarations.
+An op declares each of its fields with one of the aliases below: ``source: Read[Region]`` is a region that the op reads,
+``event: Signalled[str] | None`` the event that it signals, ``root: Attribute[int]`` plain data. Effects, the rewriting
+of regions, printing and parsing are derived from these declarations.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Read = Annotated[T, FieldUse.READ]
 """A region or view whose elements the op reads."""
 
 Written = Annotated[T, FieldUse.WRITTEN]
-"""A region or view whose every element the op replaces."""
+"""A region or view of which the op replaces every element."""
 
 Accumulated = Annotated[T, FieldUse.ACCUMULATED]
-"""A region or view that the op reads and writes: the result depends on the elements that were there."""
+"""A region or view that the op reads and writes: the result depends on the previous elements."""
 
 Result = Annotated[T, FieldUse.RESULT]
-"""A region or view that the op replaces or adds to, as the field ``mode`` beside it says."""
+"""A region or view that the op replaces or adds to, as its field ``mode`` says."""
 
 Begun = Annotated[T, FieldUse.BEGUN]
 """The name of the buffer that the op begins."""
@@ -60,9 +60,9 @@ _NAME_USES = frozenset(FieldUse) - _REGION_USES - {FieldUse.ATTRIBUTE}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """A place in an op where a region stands: in ``field``, at ``path`` of the value or of each item of it.
+    """A place in an op with a region: in ``field``, at ``path`` of the value or of each item of it.
 
-    ``path`` is a dotted path of attributes, empty where the region itself stands there.
+    ``path`` is a dotted path of attributes, empty where the value itself is the region.
     """
 
     field: DeclaredField
@@ -71,7 +71,7 @@ class Operand:
 
 
 def op_fields(kind: type) -> tuple[DeclaredField, ...]:
-    """The fields of an op class, or of a dataclass inside one, in their order.
+    """Return the fields of an op class, or of a dataclass inside one, in their order.
 
     Raises:
         TypeError: where a field does not declare its use, or declares one that does not fit its type.
@@ -100,7 +100,7 @@ def _op_fields(kind: type) -> tuple[DeclaredField, ...]:
 
 
 def op_field(kind: type, use: FieldUse) -> DeclaredField | None:
-    """The field of an op class with that use, None where it has none; the use must not occur twice."""
+    """Return the field of an op class with that use, None where it has none; the use must not occur twice."""
     matching = [field for field in op_fields(kind) if field.use is use]
     if len(matching) > 1:
         raise TypeError(f"{kind.__name__} has more than one field with the use {use.name}.")
@@ -108,7 +108,7 @@ def op_field(kind: type, use: FieldUse) -> DeclaredField | None:
 
 
 def operands(kind: type) -> tuple[Operand, ...]:
-    """Every place in an op class where regions stand, in the order of its fields."""
+    """Return every place in an op class with regions, in the order of its fields."""
     return tuple(_operands(kind))
 
 

@@ -182,7 +182,7 @@ class AllGather(Gather):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetch(Gather):
-    """An all-gather issued ahead of need: the same effects under its own name, so that it is seen."""
+    """An all-gather issued before it is needed: the same effects, with its own name so that it is visible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +272,7 @@ class Compute(Operation):
 
 
 class Elementwise(Operation):
-    """The kind of ops that set each element of a region by itself."""
+    """The kind of ops that compute each element of a region separately."""
 
     __slots__ = ()
 
@@ -382,7 +382,7 @@ CollectiveOp = AllGather | Prefetch | ReduceScatter | AllReduce | Broadcast
 ElementwiseOp = Cast | Fill | Scale
 TransferOp = ToHost | ToDevice | Load | Store
 Op = MemoryOp | CollectiveOp | Wait | Compute | ElementwiseOp | UpdateOp | TransferOp
-"""Every op there is. Handle it with ``match`` over kinds or ops, and ``assert_never``."""
+"""Every op. Handle it with ``match`` over kinds or ops, and ``assert_never``."""
 
 IssuedOp = MemoryOp | CollectiveOp | Compute | ElementwiseOp | UpdateOp | TransferOp
 """Every op that a stream runs: all but ``wait``, which orders streams."""
@@ -392,7 +392,7 @@ OP_CLASSES: Final[tuple[type[Op], ...]] = get_args(Op)
 
 
 def op_name(kind: type) -> str:
-    """The keyword, in the text, of a class of ops: ``AllGather`` is ``all_gather``."""
+    """Return the keyword, in the text, of a class of ops: ``AllGather`` is ``all_gather``."""
     return _keyword(kind.__name__)
 
 

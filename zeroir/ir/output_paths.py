@@ -1,8 +1,8 @@
-"""Where the tensors of an evaluation stand in the user's outputs, as text: ``['logits']``, ``(1)['hidden'][0]``.
+"""Paths of tensors in the user's outputs of an evaluation, as text: ``['logits']``, ``(1)['hidden'][0]``.
 
-A path is a sequence of steps from the outside in, and says itself what each container is: ``['key']`` a dict, ``[0]``
-a list, ``(0)`` a tuple and ``.name`` an object with attributes. So the paths alone give the outputs their structure
-again, without the user's classes. The empty path stands for outputs that are one tensor.
+A path is a sequence of steps from the outside in, which identify the type of each container: ``['key']`` a dict,
+``[0]`` a list, ``(0)`` a tuple and ``.name`` an object with attributes. So the structure of the outputs can be rebuilt
+from the paths alone, without the user's classes. The empty path is for outputs that are one tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ESCAPED: Final = re.compile(r"\\(.)")
 
 
 class OutputPathError(ValueError):
-    """Paths that no outputs have; the message is the part of a sentence that follows ``the outputs``."""
+    """Paths that no outputs can have; the message is the part of a sentence that follows ``the outputs``."""
 
 
 class Step(NamedTuple):
@@ -30,16 +30,16 @@ class Step(NamedTuple):
 
 
 def key_step(key: str) -> str:
-    """The step to the value of a key in a dict."""
+    """Return the step to the value of a key in a dict."""
     escaped = key.replace("\\", "\\\\").replace("'", "\\'")
     return f"['{escaped}']"
 
 
 def steps_of(path: str) -> tuple[Step, ...]:
-    """The steps of a path.
+    """Return the steps of a path.
 
     Raises:
-        OutputPathError: where the text is no path.
+        OutputPathError: where the text is not a path.
     """
     steps: list[Step] = []
     position = 0
@@ -56,7 +56,7 @@ def steps_of(path: str) -> tuple[Step, ...]:
 
 
 def structured(values: Sequence[tuple[str, object]]) -> object:
-    """The outputs of which each path has its value; no value at all gives None.
+    """Return outputs with the value of each path; None where there are no values.
 
     An object with attributes becomes a ``types.SimpleNamespace``.
 
@@ -91,9 +91,9 @@ def _structured(values: Sequence[tuple[tuple[Step, ...], object]]) -> object:
 
 
 def children(value: object) -> Iterator[tuple[str, object]] | None:
-    """The step to each part of a container in the user's outputs, and the part; None for what is no container.
+    """Return the step to each part of a container in the user's outputs, and the part; None for other objects.
 
-    A mapping with keys that are strings is a dict, a named tuple or dataclass an object with attributes.
+    A mapping with string keys is a dict, a named tuple or dataclass an object with attributes.
 
     Raises:
         OutputPathError: for a mapping with other keys.

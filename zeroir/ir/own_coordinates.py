@@ -1,6 +1,6 @@
 """Quantities of a flat whose elements are not those of its parameters.
 
-They are what optimizers keep of whole parameters (``OwnState``), and the scales of states of 8 bits.
+They are the optimizers' states of whole parameters (``OwnState``), and the scales of states of 8 bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SlotElements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedPart:
-    """A tensor that an optimizer keeps of a whole parameter, and its first element in the quantity of the flat."""
+    """A tensor that an optimizer keeps for a whole parameter, and its first element in the quantity of the flat."""
 
     name: str
     shape: Shape
@@ -43,12 +43,12 @@ class PlacedPart:
 
     @property
     def stop(self) -> int:
-        """The element behind its last one."""
+        """The index after its last element."""
         return self.offset + self.numel
 
 
 def placed_parts(quantity: str, shapes: Iterable[Shape]) -> Iterator[tuple[PlacedPart, ...]]:
-    """What an optimizer keeps of each parameter of a flat; ``shapes`` are those of its parameters, in order."""
+    """Yield the tensors that an optimizer keeps for each parameter of a flat; ``shapes`` are the parameters' shapes."""
     own_state = OWN_STATES[quantity]
     offset = 0
     for shape in shapes:
@@ -60,7 +60,7 @@ def placed_parts(quantity: str, shapes: Iterable[Shape]) -> Iterator[tuple[Place
 
 
 def extents(quantity: str, flat: Flat) -> Iterator[SlotElements]:
-    """The elements of each parameter of a flat, in whatever coordinates the quantity has."""
+    """Yield the elements of each parameter of a flat, in the coordinates of the quantity."""
     if quantity in OWN_STATES:
         stop = 0
         shapes = (slot.shape for slot in flat.slots)
@@ -74,7 +74,7 @@ def extents(quantity: str, flat: Flat) -> Iterator[SlotElements]:
 
 
 def own_numel(quantity: str, flat: Flat) -> int:
-    """The number of elements of a quantity with coordinates of its own, without padding; at least 1."""
+    """Return the number of elements of a quantity with its own coordinates, without padding; at least 1."""
     if quantity in OWN_STATES:
         return max(sum(extent.numel for extent in extents(quantity, flat)), 1)
     return -(-used_numel(flat) // block_numel(quantity))

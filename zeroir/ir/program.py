@@ -1,8 +1,8 @@
 """A program: one SPMD training step for every rank of a mesh, as plain data.
 
-A program is header (mesh, communicators, streams, bounds), flats (where each parameter stands), buffers, segments,
-sections, the bindings to the outside world (inputs, outputs, module buffers, optimizer groups, losses, weight), and how
-it came about (options, pass specs, fingerprint of the model). The order of every tuple is part of the program, and its
+A program consists of a header (mesh, communicators, streams, bounds), flats (the place of each parameter), buffers,
+segments, sections, the bindings to the outside (inputs, outputs, module buffers, optimizer groups, losses, weight), and
+its origin (options, pass specs, fingerprint of the model). The order of every tuple is part of the program, and its
 text is canonical.
 """
 
@@ -34,12 +34,12 @@ SAVE: Final = "save"
 STEP_SECTIONS: Final = (MICRO_STEP, LAST_MICRO_STEP, UPDATE)
 SECTION_NAMES: Final = (*STEP_SECTIONS, EVALUATE, SAVE)
 """A training step is ``micro_step`` k − 1 times, ``last_micro_step``, ``update``. ``micro_step`` is absent when a
-program is made for k = 1. With ``Program.interleaved`` = g each of the two runs g micro-batches, so ``micro_step`` runs
-k/g − 1 times. ``evaluate`` may run between steps, and leaves only its loss and its outputs behind. ``save`` may run
-between steps and between micro-steps. It copies the state of the training to snapshots in host memory."""
+program is compiled for k = 1. With ``Program.interleaved`` = g each of the two runs g micro-batches, so ``micro_step``
+runs k/g − 1 times. ``evaluate`` may run between steps, and only leaves its loss and its outputs. ``save`` may run
+between steps and between micro-steps. It copies the training state to snapshots in host memory."""
 
 PARAMETER_ALIGNMENT_NUMEL: Final = 64
-"""Each parameter starts on a multiple of this many elements of its flat, whatever the world size."""
+"""Each parameter starts at a multiple of this many elements of its flat, for any world size."""
 
 SHARD_ALIGNMENT_NUMEL: Final = 256
 """A flat is padded to a multiple of world size × this many elements."""
@@ -72,7 +72,8 @@ class Slot:
 class Flat:
     """The flat space of one (unit, dtype, trainable): its parameters in first-use order.
 
-    ``dtype`` is what the segments compute with. ``padded_numel`` counts the zeros between and after parameters.
+    ``dtype`` is the dtype with which the segments compute. ``padded_numel`` includes the zeros between and after
+    parameters.
     """
 
     syntax: ClassVar[str] = "{name} : {dtype}{padded_numel} unit={unit} {is_trainable} {slots}"
@@ -94,7 +95,7 @@ class Flat:
 class OptimizerGroup:
     """Intervals of flats that share an algorithm and hyper-parameters, as ``(flat, start, stop)``.
 
-    ``lr`` and ``hyper`` are the scalar buffers at rest of the settings: the host writes them there, and each step reads
+    ``lr`` and ``hyper`` are the scalar buffers of the settings at rest: the host writes them there, and each step reads
     these values, from there or from a copy.
     """
 
@@ -109,7 +110,7 @@ class OptimizerGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputBinding:
-    """One tensor of a batch: where it stands in the user's tuple or dict, and the buffer that receives it."""
+    """One tensor of a batch: its path in the user's tuple or dict, and the buffer that receives it."""
 
     syntax: ClassVar[str] = "{path} : {dtype}{shape} -> {buffer}"
 
@@ -120,14 +121,14 @@ class InputBinding:
 
 
 Constant = bool | int | float | str | None
-"""A value in a batch that is no tensor."""
+"""A value in a batch that is not a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConstantBinding:
-    """One constant of the batch that the model was traced with: where it stands, and its value.
+    """One constant of the batch with which the model was traced: its path, and its value.
 
-    The program computes what the model does with this value, so a batch with another one is refused.
+    The program computes what the model does with this value, so a batch with another one is rejected.
     """
 
     syntax: ClassVar[str] = "{path} = {value}"
@@ -138,11 +139,10 @@ class ConstantBinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputBinding:
-    """One tensor that an evaluation yields beside its loss, and the buffer that holds it, row-major in ``shape``.
+    """One tensor that an evaluation returns in addition to its loss, and its buffer, row-major in ``shape``.
 
-    ``path`` says where it stands in the user's outputs: empty where it is all of them, otherwise the steps that lead to
-    it, ``['logits']`` for a key of a dict, ``[0]`` for an item of a list, ``(0)`` of a tuple, ``.logits`` for an
-    attribute.
+    ``path`` is its place in the user's outputs: empty where it is all of them, otherwise the steps that lead to it,
+    ``['logits']`` for a key of a dict, ``[0]`` for an item of a list, ``(0)`` of a tuple, ``.logits`` for an attribute.
     """
 
     syntax: ClassVar[str] = "{path} : {dtype}{shape} <- {buffer}"
@@ -155,7 +155,7 @@ class OutputBinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleBufferBinding:
-    """A registered buffer or lifted constant of the model and the program's buffer that holds it.
+    """A registered buffer or lifted constant of the model and its buffer in the program.
 
     A binding whose ``name`` begins with ``constant.`` is not an attribute of the model: its row-major little-endian
     elements are ``data``.
@@ -204,9 +204,9 @@ class Pending:
 class State:
     """The state of memory at one end of a section.
 
-    Persistent buffers hold their resting content unless a holding says otherwise. ``live`` names the temporary
-    buffers that are live; what no holding covers is undefined. At a boundary every stream is ordered after everything
-    before it, except the ops that signal ``pending`` events.
+    Persistent buffers have their resting content unless a holding says otherwise. ``live`` names the temporary buffers
+    that are live; their contents are undefined where no holding covers them. At a boundary every stream is ordered
+    after everything before it, except the ops that signal ``pending`` events.
     """
 
     syntax: ClassVar[str] = """
@@ -224,7 +224,7 @@ class State:
 class OpPosition:
     """The position of an op: the name of its section, and its index there.
 
-    It alone tells two ops apart. Equal ops occur more than once, and sections may share the object of an op.
+    Only the position distinguishes two ops. Equal ops occur more than once, and sections may share the object of an op.
     """
 
     section: str
@@ -241,19 +241,19 @@ class Section:
     exit: State = field(default_factory=State)
 
     def positioned_ops(self) -> Iterator[tuple[OpPosition, Op]]:
-        """Every op with its position, in order."""
+        """Yield every op with its position, in order."""
         for index, op in enumerate(self.body):
             yield OpPosition(self.name, index), op
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Program:
-    """See the module's docstring. ``options`` and ``passes`` are for people and re-lowering, not for execution.
+    """A program, as the module's docstring describes. ``options`` and ``passes`` are not used in execution.
 
     ``operators`` are the foreign operators that the nodes of segments call. ``reports`` are the values that the engine
     reads. ``weight`` names the buffer that receives the weight of each micro-batch; without it each has the weight 1.
     ``interleaved`` is the number of micro-batches that a micro-step section runs, as
-    ``zeroir/ir/analysis/micro_batches.py`` describes it.
+    ``zeroir/ir/analysis/micro_batches.py`` describes.
     """
 
     syntax: ClassVar[str] = """
@@ -307,7 +307,7 @@ class Program:
 
     @property
     def outline(self) -> str:
-        """Stage, precision, mesh, and the numbers of units and of ops, in one line; ``zeroir.ir.text`` has it all."""
+        """Stage, precision, mesh, and the numbers of units and of ops, in one line."""
         option = self.option
         facts = [f"stage {option['stage']}"] if "stage" in option else []
         facts += [option["precision"]] if "precision" in option else []
@@ -324,7 +324,7 @@ class Program:
 
     @cached_property
     def buffers_by_content(self) -> Mapping[Content, tuple[str, ...]]:
-        """The names of the buffers that rest with a content, in order: several where it stands in more than one."""
+        """The names of the buffers with a resting content, in order, by that content."""
         names_by_content: dict[Content, list[str]] = {}
         for buffer in self.buffers:
             if buffer.holds is not None:
@@ -365,14 +365,15 @@ class Program:
 
     @cached_property
     def copies(self) -> Mapping[str, CopyOf]:
-        """What each temporary buffer stands for that is a copy of elements of one persistent buffer, by name."""
+        """For each temporary buffer that is a copy of elements of one persistent buffer, what it is a copy of."""
         transfers = [op for op in self.ops() if isinstance(op, Transfer)]
         return copies(transfers, self.buffer_by_name, self.mesh)
 
     def at_rest(self, region: Region) -> Region | None:
-        """The region of a persistent buffer whose elements a region stands for: itself, or what it is a copy of.
+        """Return the region of a persistent buffer that a region corresponds to: itself, or what it is a copy of.
 
-        It has as many elements on each rank. None where the region is no copy, or a slice of a copy of a slice.
+        It has as many elements on each rank. Return None where the region is not a copy, or a slice of a copy of a
+        slice.
         """
         if self.buffer_by_name[region.buffer].is_persistent:
             return region
@@ -381,7 +382,7 @@ class Program:
 
     @cached_property
     def streams_off_device(self) -> frozenset[str]:
-        """The names of the streams that the host or a disk carries out."""
+        """The names of the streams that the host or a disk executes."""
         return frozenset(s.name for s in self.streams if s.executor is not Executor.DEVICE)
 
     @cached_property
@@ -401,7 +402,7 @@ class Program:
 
     @cached_property
     def parameter_by_name(self) -> Mapping[str, tuple[Flat, Slot]]:
-        """The home of every parameter, by its name and by each alias."""
+        """The flat and slot of every parameter, by its name and by each alias."""
         return {
             name: (flat, slot)
             for flat in self.flats
@@ -425,29 +426,29 @@ class Program:
         return dict(self.options)
 
     def ops(self) -> Iterator[Op]:
-        """Every op of every section, in order."""
+        """Yield every op of every section, in order."""
         for section in self.sections:
             yield from section.body
 
     def positioned_ops(self) -> Iterator[tuple[OpPosition, Op]]:
-        """Every op of every section with its position, in order."""
+        """Yield every op of every section with its position, in order."""
         for section in self.sections:
             yield from section.positioned_ops()
 
     def step_ops(self) -> Iterator[Op]:
-        """Every op of a training step's sections, in order."""
+        """Yield every op of a training step's sections, in order."""
         for section in self.sections:
             if section.name in STEP_SECTIONS:
                 yield from section.body
 
     @property
     def parameters_numel(self) -> int:
-        """Number of parameters of the model, tied ones once, frozen ones included, padding excluded."""
+        """The number of parameters of the model, with tied ones once, frozen ones included, and without padding."""
         return sum(flat.numel for flat in self.flats)
 
 
 def why_not_evaluate(program: Program) -> str:
-    """Why a program has no section ``evaluate``, in one sentence."""
+    """Return why a program has no section ``evaluate``, in one sentence."""
     if program.option.get("evaluate") == "false":
         return "The program cannot evaluate: it was compiled with --no-evaluate, so compile it without that."
     if "evaluate" not in program.option:
@@ -459,7 +460,7 @@ def why_not_evaluate(program: Program) -> str:
 
 
 def why_not_save(program: Program) -> str:
-    """Why a program has no section ``save``, in one sentence."""
+    """Return why a program has no section ``save``, in one sentence."""
     if program.passes:
         return "The program cannot save: it was made without a section `save`, so compile it again."
     return "The program cannot save: it is a logical program, and the pass `save-state` adds its section `save`."

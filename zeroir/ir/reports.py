@@ -1,8 +1,8 @@
 """The values that the engine reads from a program's buffers: named outputs, whose contents Z408 proves.
 
-The engine looks at no op to find the loss, the norm of the gradient, the decision to skip or the loss scale. The header
-names the buffer of each, ``report squared_norm %norm``, and the verifier proves that the buffer holds that value when
-the engine reads it.
+The engine does not search ops for the loss, the norm of the gradient, the decision to skip or the loss scale. The
+header names the buffer of each, ``report squared_norm %norm``, and the verifier proves that the buffer has that value
+when the engine reads it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Quantity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportBinding:
-    """The scalar buffer in which the engine finds a quantity."""
+    """The scalar buffer from which the engine reads a quantity."""
 
     syntax: ClassVar[str] = "{quantity} {buffer}"
 
@@ -70,7 +70,7 @@ class ReportBinding:
 def with_report(
     reports: tuple[ReportBinding, ...], quantity: Quantity, buffer: str
 ) -> tuple[ReportBinding, ...]:
-    """The reports, with the quantity in this buffer: in the place of its earlier report, or at the end."""
+    """Return the reports with the quantity in this buffer, replacing its earlier report if there is one."""
     own = ReportBinding(quantity=quantity, buffer=buffer)
     if any(report.quantity is quantity for report in reports):
         return tuple(own if report.quantity is quantity else report for report in reports)

@@ -1,4 +1,4 @@
-"""The beginning and the end of an op of a step: one record for observed and for simulated steps."""
+"""The start and the end of an op of a step: one record for observed and for simulated steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zeroir.ir.program import OpPosition
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One op in time: where it stands in the program, and its nanoseconds on a clock that all spans share.
+    """One op in time: its place in the program, and its nanoseconds on a clock that all spans share.
 
     A step of several micro-steps has a span for each time that an op runs.
     """

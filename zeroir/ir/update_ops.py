@@ -1,4 +1,4 @@
-"""The ops of the kind ``Update``, which the optimizer's step consists of; see ``zeroir.ir.ops``."""
+"""The ops of the kind ``Update``, of which the optimizer's step consists."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zeroir.ir.optimizers.forms import StateForm
 
 
 class Update(Operation):
-    """The kind of ops that the optimizer's step consists of: statistics, the decision, and the changes."""
+    """The kind of ops of the optimizer's step: statistics, the decision, and the changes."""
 
     __slots__ = ()
 
@@ -30,8 +30,9 @@ class Update(Operation):
 class GradNorm(Update):
     """Write the FP32 sum of squares of this rank's sources, added in the order given, to a one-element f32 region.
 
-    With the mode ``accumulate`` the sum begins with the region's value, so several ops in a row compute the bits of one
-    op with all sources. It is a partial sum until an all_reduce over every axis that cuts the sources makes it global.
+    With the mode ``accumulate`` the sum starts with the region's value, so several consecutive ops compute the same
+    bits as one op with all sources. It is a partial sum until an all_reduce over every axis that shards the sources
+    makes it global.
     """
 
     syntax = "({sources}) -> {mode}{destination}"
@@ -47,8 +48,7 @@ class GradNorm(Update):
 class CheckFinite(Update):
     """Write 1 to a one-element f32 region if any element of this rank's sources is infinite or NaN, else 0.
 
-    With the mode ``accumulate`` a 1 that stands there stays. It is a partial answer until an all_reduce makes it
-    global.
+    With the mode ``accumulate`` an existing 1 is kept. It is a partial answer until an all_reduce makes it global.
     """
 
     syntax = "({sources}) -> {mode}{destination}"
@@ -105,9 +105,8 @@ class Decide(Update):
 class Guess(Update):
     """Write the results that ``decide`` has where it neither clips nor skips.
 
-    ``gradient_divisor`` (f32[1]) is S of ``Decide``, by the same operations, so it has the same bits;
-    ``divisor``, ``loss_scale`` and ``weight`` are those of ``Decide``. ``next_step``
-    (f32[1]) is ``step`` + 1.
+    ``gradient_divisor`` (f32[1]) is S of ``Decide``, by the same operations, so it is bitwise equal; ``divisor``,
+    ``loss_scale`` and ``weight`` are those of ``Decide``. ``next_step`` (f32[1]) is ``step`` + 1.
     """
 
     syntax = (
@@ -127,7 +126,7 @@ class Guess(Update):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSettings:
-    """The learning rate and the hyper-parameters of one optimizer group; see ``OptimizerStep``."""
+    """The learning rate and the hyper-parameters of one optimizer group."""
 
     syntax: ClassVar[str] = "{group} lr={lr} hyper={hyper}"
 
@@ -155,14 +154,15 @@ class GroupedUpdate(Update):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Direction(GroupedUpdate):
-    """Compute the direction of each element from its ``grad`` / gradient_divisor, and move its ``states``.
+    """Compute the direction of each element from its ``grad`` / gradient_divisor, and update its ``states``.
 
     It is the element-wise half of the step of an optimizer that works on whole parameters; ``optimizer_step`` is the
-    other half. ``grad`` and ``states`` are f32, ``direction`` has ``algorithm.direction_dtype``, all with one numel.
+    other half. ``grad`` and ``states`` are f32, ``direction`` has ``algorithm.direction_dtype``, all with the same
+    numel.
 
-    It is the gradient itself, unless the optimizer keeps states of elements, such as a momentum.
+    The direction is the gradient itself, unless the optimizer keeps states of elements, such as a momentum.
 
-    ``grad`` is used up. Where ``skip`` is 1 the states stay as they are, and the direction is never applied. Settings
+    ``grad`` is overwritten. Where ``skip`` is 1 the states are unchanged, and the direction is never applied. Settings
     and the other fields are those of ``OptimizerStep``.
     """
 
@@ -190,7 +190,7 @@ class Direction(GroupedUpdate):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterStep(GroupedUpdate):
-    """The fields of every op that changes parameters by a gradient; see ``OptimizerStep``."""
+    """The fields of every op that changes parameters by a gradient."""
 
     algorithm: Attribute[Algorithm]
     param: Accumulated[Region]
@@ -205,9 +205,9 @@ class ParameterStep(GroupedUpdate):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStep(ParameterStep):
-    """Update ``param`` (and ``states``) in place with ``grad`` / gradient_divisor, all f32 and of one numel.
+    """Update ``param`` (and ``states``) in place with ``grad`` / gradient_divisor, all f32 with the same numel.
 
-    ``grad`` is used up: torch's fused kernels store the divided gradient there, and nothing may read it afterwards.
+    ``grad`` is overwritten: torch's fused kernels store the divided gradient there, and nothing may read it afterwards.
 
     ``states`` are in the order of ``algorithm.state_names``. ``lr`` is a one-element f64 region on the device,
     ``hyper`` an f64 region on the host with the values of ``algorithm.hyper_names``. Where ``skip`` is 1 nothing
@@ -215,19 +215,20 @@ class OptimizerStep(ParameterStep):
 
     ``lr`` and ``hyper`` are those of ``group``, and ``others`` those of other groups. Each element is updated with the
     settings of the group whose intervals (``Program.groups``) contain it; without groups, all with the first. An
-    element in no group, such as padding between parameters, may stay as it is. Groups, parameters and padding are found
-    by their places in the buffer at rest, so ``param`` must hold the elements that rest there, where any do.
+    element in no group, such as padding between parameters, may stay unchanged. Groups, parameters and padding are
+    found by their places in the buffer at rest, so ``param`` must have the elements of its place at rest, if there is
+    one.
 
-    With ``scales`` the states are kept in 8 bits (``zeroir/ir/eight_bit_states.py``): ``states`` are u8 codes, and
+    With ``scales`` the states are stored in 8 bits (``zeroir/ir/eight_bit_states.py``): ``states`` are u8 codes, and
     ``scales``, in the same order, the f32 scales of their blocks of 256 elements. Each state is widened to FP32 for the
     update, which uses the new FP32 values, and these are rounded to new codes and scales.
 
     With an optimizer that works on whole parameters (``algorithm.direction_dtype``) ``grad`` are the directions of the
-    whole flat, although ``param`` may be a slice, and ``states`` are those of ``direction``, so none are here. Each
-    rank computes the steps of the parameters that meet its slice. ``factors`` are the optimizer's own state of whole
-    parameters, alike on all ranks or sharded. ``whole`` is all of what the step reads of whole parameters beside
-    directions: the parameters as they were, unless ``param`` is that already, or a sharded state, unless ``factors``
-    are.
+    whole flat, although ``param`` may be a slice; ``states`` belong to ``direction``, so there are none here. Each rank
+    computes the steps of the parameters that overlap its slice. ``factors`` are the optimizer's own state of whole
+    parameters, equal on all ranks or sharded. ``whole`` is the other input of whole parameters that the step reads in
+    addition to directions: the parameters before the step, unless ``param`` has all of them, or a sharded state, unless
+    ``factors`` has all of it.
     """
 
     syntax = (
@@ -249,18 +250,18 @@ class OptimizerStep(ParameterStep):
 
     @property
     def form(self) -> StateForm:
-        """How the states are kept."""
+        """The form in which the states are stored."""
         return StateForm.EIGHT_BITS if self.scales else StateForm.FP32
 
     @property
     def state_quantities(self) -> tuple[str, ...]:
-        """What ``states`` hold, in order: the states of the algorithm, or the codes of these."""
+        """The quantities in ``states``, in order: the states of the algorithm, or their codes."""
         names = () if self.algorithm.direction_dtype is not None else self.algorithm.state_names
         return tuple(self.form.numbers(name)[0].quantity for name in names)
 
     @property
     def scale_quantities(self) -> tuple[str, ...]:
-        """What ``scales`` hold, in order."""
+        """The quantities in ``scales``, in order."""
         return tuple(
             numbers.quantity
             for name in self.algorithm.state_names
@@ -270,12 +271,12 @@ class OptimizerStep(ParameterStep):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeStep(ParameterStep):
-    """Update ``param`` and ``states`` with guessed scalars, and keep their old elements in ``kept``.
+    """Update ``param`` and ``states`` with guessed scalars, and copy their old elements to ``kept``.
 
-    It is an ``optimizer_step`` whose ``step`` and ``gradient_divisor`` a ``guess`` wrote, and which never skips.
-    ``kept`` are regions like ``param`` and ``states``, in this order. ``grad`` stays as it is; it has any
-    floating-point dtype, and is widened to FP32 chunk by chunk. ``rounded`` gets the updated parameters, rounded to
-    its dtype. Only optimizers that work element by element, with FP32 states, have such steps.
+    It is an ``optimizer_step`` whose ``step`` and ``gradient_divisor`` were written by a ``guess``, and which never
+    skips. ``kept`` are regions like ``param`` and ``states``, in this order. ``grad`` is not changed; it has any
+    floating-point dtype, and is widened to FP32 chunk by chunk. ``rounded`` gets the updated parameters, rounded to its
+    dtype. Only optimizers that work element by element, with FP32 states, have such steps.
     """
 
     syntax = (
@@ -296,9 +297,9 @@ class SpeculativeStep(ParameterStep):
 class CommitStep(ParameterStep):
     """Make a speculative step final.
 
-    Where ``redo`` is 0 the guess was right, and ``param`` and ``states`` stay as they are. Else they get the elements
-    of ``kept`` back, and unless ``skip`` is 1 the step is taken again, with the scalars of the decision; ``rounded``
-    follows ``param``. These and the other fields are those of the ``speculative_step``; ``grad`` stays as it is.
+    Where ``redo`` is 0 the guess was right, and ``param`` and ``states`` are unchanged. Otherwise they are restored
+    from ``kept``, and unless ``skip`` is 1 the step is repeated with the scalars of the decision; ``rounded`` follows
+    ``param``. These and the other fields are those of the ``speculative_step``; ``grad`` is not changed.
     """
 
     syntax = (
@@ -320,10 +321,10 @@ class CommitStep(ParameterStep):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Average(Update):
-    """Move the moving average of parameters one step: ``average`` × decay + ``param`` × (1 − decay).
+    """Advance the moving average of parameters by one step: ``average`` × decay + ``param`` × (1 − decay).
 
-    Both are f32 of one numel, and ``param`` are the parameters that this step's ``optimizer_step`` left. Each of the
-    three operations rounds by itself, as in ``torch.optim.swa_utils.get_ema_avg_fn``. Where ``skip`` is 1 nothing
+    Both are f32 with the same numel, and ``param`` are the parameters after this step's ``optimizer_step``. Each of the
+    three operations rounds separately, as in ``torch.optim.swa_utils.get_ema_avg_fn``. Where ``skip`` is 1 nothing
     changes.
     """
 

@@ -1,8 +1,8 @@
 """The verifier: proves that a program trains as the unsharded one would, or says which law it breaks and where.
 
-Three stages follow each other: the *structure* of each declaration and each op by itself, the *ordering* of accesses
-by vector clocks, and the *values* that memory holds, by abstract interpretation. A stage runs only where the ones
-before it found nothing, so a report names causes and not their consequences.
+It has three stages: the *structure* of each declaration and each op on its own, the *ordering* of accesses by vector
+clocks, and the *values* in memory, by abstract interpretation. A stage runs only where the previous ones found nothing,
+so a report names causes and not their consequences.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ __all__ = [
 ]
 
 _STRUCTURE_CHECKS = (check_limits, check_declarations, check_structure, check_snapshots)
-"""Whether each declaration and each op is right by itself; all other checks rely on it."""
+"""Checks of each declaration and each op on its own, on which all other checks rely."""
 _ORDER_CHECKS = (check_collectives, check_ordering, check_arenas, check_bounds)
-"""Whether every interleaving of the streams is safe; the values are examined in program order alone."""
+"""Checks that every interleaving of the streams is safe; values are then checked in program order only."""
 
 
 class Reference:
-    """A logical program that several programs are verified against: it is proved and interpreted once."""
+    """A logical program against which several programs are verified: it is proved and interpreted once."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -75,7 +75,7 @@ class Reference:
 
     @cached_property
     def report(self) -> Report:
-        """The proof of the logical program itself: nothing is compared with a program that breaks a law."""
+        """The proof of the logical program itself: no program is compared with one that breaks a law."""
         return _examined(self.program, self, None)
 
     def remember(self, runs: dict[str, SectionRun]) -> None:
@@ -83,7 +83,7 @@ class Reference:
         self._runs[False, Repetition()] = runs
 
     def runs(self, repetition: Repetition, *, by_node: bool) -> dict[str, SectionRun]:
-        """The computations of its sections; values are numbered node by node, or segment by segment."""
+        """Return the runs of its sections; values are numbered node by node, or segment by segment."""
         key = by_node, repetition
         if key not in self._runs:
             program = grouped(self.program, repetition)
@@ -97,11 +97,11 @@ def verify(
     reference: Program | Reference | None = None,
     budget_bytes: int | None = None,
 ) -> Report:
-    """Examine a program.
+    """Verify a program.
 
-    ``reference`` is the logical program that it was lowered from; it is examined first. With it, Z406 proves that every
-    gradient contribution, the loss and the settings of the update are those of the reference. ``budget_bytes`` is the
-    device memory of one rank. With it, Z301 proves that persistent buffers, the arena of temporary buffers and the
+    ``reference`` is the logical program that it was lowered from, which is verified first. With it, Z406 proves that
+    every gradient contribution, the loss and the settings of the update are those of the reference. ``budget_bytes`` is
+    the device memory of one rank. With it, Z301 proves that persistent buffers, the arena of temporary buffers and the
     workspaces that segments declare fit into it.
     """
     if isinstance(reference, Program):
@@ -124,7 +124,7 @@ def check(
     reference: Program | Reference | None = None,
     budget_bytes: int | None = None,
 ) -> None:
-    """Raise what ``verify`` finds.
+    """Raise an error for what ``verify`` finds.
 
     Raises:
         VerificationError: where the program breaks a law.
@@ -135,7 +135,7 @@ def check(
 
 
 def verify_job(programs: Sequence[Program]) -> Report:
-    """Whether programs that run as one job, one per rank, issue the same collectives (Z201)."""
+    """Verify that programs that run as one job, one per rank, issue the same collectives (Z201)."""
     if not programs:
         return Report()
     findings = Findings(programs[0])
@@ -157,7 +157,7 @@ def _asked(
 
 
 def _examined(program: Program, reference: Reference | None, budget_bytes: int | None) -> Report:
-    """Examine a program, and compare it with a reference that breaks no law or is the program itself."""
+    """Verify a program, and compare it with a reference that breaks no law or is the program itself."""
     findings = Findings(program)
     unexamined: dict[str, str] = {}
     if not _holds(_STRUCTURE_CHECKS, program, findings):
@@ -177,7 +177,7 @@ def _examined(program: Program, reference: Reference | None, budget_bytes: int |
 def _holds(
     checks: Sequence[Callable[[Program, Findings], None]], program: Program, findings: Findings
 ) -> bool:
-    """Whether no check finds anything; each relies on those before it."""
+    """Return whether no check finds anything; each check relies on the previous ones."""
     for check_part in checks:
         check_part(program, findings)
         if findings.items:
@@ -196,7 +196,7 @@ def _checked_runs(shared: Shared, findings: Findings) -> dict[str, SectionRun]:
 
 
 def _check_values(program: Program, reference: Reference | None, findings: Findings) -> None:
-    # A pass may have changed the segments: then their nodes are compared.
+    # A pass may have changed the segments; then their nodes are compared.
     is_recut = reference is not None and _digests(program) != _digests(reference.program)
     numbering = Numbering() if reference is None else reference.numbering
     # A program for one rank, and a logical program, define how often each call contributes.

@@ -1,4 +1,4 @@
-"""Shared by all checks: the findings so far, and the names of ops and regions in their sentences."""
+"""Shared by all checks: the findings so far, and the names of ops and regions in messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeroir.ir.program import Program, Section
 from zeroir.verify.report import Finding
 
 FINDINGS_LIMIT = 100
-"""Further findings of one stage are dropped."""
+"""The most findings of one stage; further ones are dropped."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Findings:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further finding is kept."""
+        """Whether further findings are dropped."""
         return len(self.items) >= FINDINGS_LIMIT
 
     def add(
@@ -41,7 +41,7 @@ class Findings:
         advice: str = "",
         is_of_exit: bool = False,
     ) -> None:
-        """Add a finding, unless one with this code stands at the same op, or without an op has the same sentence.
+        """Add a finding, unless there is one with this code at the same op, or without an op with the same sentence.
 
         With ``is_of_exit`` the finding is about the section's exit and only points to an op: then one finding is kept
         for each set of buffers.
@@ -77,7 +77,7 @@ class Findings:
         )
 
     def _history(self, section: Section, names: Iterable[str]) -> Iterator[str]:
-        """For each buffer a line such as ``%b: allocated @12, gathered @14, released @31``, of at most eight events."""
+        """Yield for each buffer a line such as ``%b: allocated @12, gathered @14``, with at most eight events."""
         if section.name not in self._histories:
             self._histories[section.name] = _events(section)
         for name in names:
@@ -88,9 +88,9 @@ class Findings:
 
 
 def around(program: Program, section: Section, line: int) -> tuple[str, tuple[str, ...]]:
-    """The op's text, and a window of five ops around it in which it is marked.
+    """Return the op's text, and a window of five ops around it in which it is marked.
 
-    An op that the program's names cannot spell has its ``repr`` as text.
+    The text is the ``repr`` where the program's names cannot be printed.
     """
     from zeroir.ir.text.names import Names
     from zeroir.ir.text.op_lines import op_text
@@ -108,7 +108,7 @@ def around(program: Program, section: Section, line: int) -> tuple[str, tuple[st
 
 
 def model_sources(program: Program, op: Op) -> tuple[str, ...]:
-    """The lines of the model that a compute op came from, at most three."""
+    """Return the lines of the model that a compute op came from, at most three."""
     if not isinstance(op, ops.Compute) or op.segment not in program.segment_by_name:
         return ()
     nodes = program.segment_by_name[op.segment].nodes
@@ -116,7 +116,7 @@ def model_sources(program: Program, op: Op) -> tuple[str, ...]:
 
 
 def _events(section: Section) -> Mapping[str, list[str]]:
-    """The history of each buffer in a section: the uses by its ops, in order."""
+    """Return the history of each buffer in a section: its uses by ops, in order."""
     events: dict[str, list[str]] = {}
     for i, op in enumerate(section.body):
         op_effects = effects(op)
@@ -131,7 +131,7 @@ def _events(section: Section) -> Mapping[str, list[str]]:
 
 
 def last_touch(section: Section, name: str, *, is_write: bool) -> int | None:
-    """The line of the last op of the section that uses (or writes) a buffer."""
+    """Return the line of the section's last op that uses (or writes) a buffer."""
     last: int | None = None
     for line, op in enumerate(section.body):
         op_effects = effects(op)
@@ -144,13 +144,13 @@ def last_touch(section: Section, name: str, *, is_write: bool) -> int | None:
 
 
 def title(op: Op) -> str:
-    """The name of an op in a sentence."""
+    """Return the name of an op for messages."""
     name = ops.op_name(type(op))
     return f"{name} @{op.segment}" if isinstance(op, ops.Compute) else name
 
 
 def spell(region: Region, program: Program) -> str:
-    """The region as the program's text spells it."""
+    """Return the region in the program's text format."""
     buffer = program.buffer_by_name.get(region.buffer)
     is_whole = buffer is not None and (region.offset, region.numel) == (0, buffer.numel)
     if is_whole and region.shard is None and region.part is None:
@@ -161,5 +161,5 @@ def spell(region: Region, program: Program) -> str:
 
 
 def page_names(program: Program) -> frozenset[str]:
-    """The buffers that are pages."""
+    """Return the buffers that are pages."""
     return frozenset(buffer.name for buffer in program.buffers if buffer.role is Role.PAGE)

@@ -17,11 +17,11 @@ _LONGEST_LINE = 210
 class Finding:
     """One broken law.
 
-    ``sentence`` says what is wrong. ``section`` and ``line`` give the op; ``line`` counts the section's ops from 0, and
-    is None where no single op is wrong. ``op`` is the op's text, ``window`` the text of the five lines around it.
-    ``history`` lists what the section does to each buffer involved (``%b: allocated @12, gathered @14``), ``sources``
-    the lines of the model that the op came from. ``advice`` says what to do in this case, where that is more specific
-    than the remedy of the law.
+    ``sentence`` says what is wrong. ``section`` and ``line`` identify the op; ``line`` is its index in the section,
+    from 0, or None where no single op is wrong. ``op`` is the op's text, ``window`` the text of the five lines around
+    it. ``history`` lists what the section does to each buffer involved (``%b: allocated @12, gathered @14``),
+    ``sources`` the lines of the model that the op came from. ``advice`` says what to do in this case, where that is
+    more specific than the remedy of the law.
     """
 
     code: str
@@ -47,7 +47,7 @@ class Finding:
         return self.section if self.line is None else f"{self.section}:{self.line}"
 
     def render(self) -> str:
-        """The long form, several lines."""
+        """Return the long form, several lines."""
         lines = [f"{self.code} {self.place}: {self.sentence}"]
         lines += [f"    {_shortened(line)}" for line in self.window]
         lines += [f"  {line}" for line in self.history]
@@ -57,7 +57,7 @@ class Finding:
 
 
 def _shortened(line: str) -> str:
-    """The beginning and the end of a very long line, as that of a compute op with many operands."""
+    """Return the beginning and the end of a very long line, such as that of a compute op with many operands."""
     if len(line) <= _LONGEST_LINE:
         return line
     return f"{line[: _LONGEST_LINE * 2 // 3]} … {line[-_LONGEST_LINE // 3 :]}"
@@ -65,7 +65,10 @@ def _shortened(line: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All findings in the order of the checks. Ordering is examined where the structure holds, values where both do."""
+    """All findings in the order of the checks.
+
+    Ordering is checked where the structure is valid, values where both are.
+    """
 
     findings: tuple[Finding, ...] = ()
     asked: tuple[str, ...] = tuple(LAWS)
@@ -78,7 +81,7 @@ class Report:
 
     @property
     def laws(self) -> Mapping[str, str]:
-        """For each law's code ``proved``, the first finding's sentence, or why it was not examined.
+        """For each law's code ``proved``, the first finding's sentence, or why it was not checked.
 
         Z106 is listed only where memory is planned, Z301 where a budget is given, Z406 where a logical program is, and
         Z501 to Z503 where there are pages.
@@ -89,7 +92,7 @@ class Report:
         return results
 
     def render(self, limit: int = 10) -> str:
-        """The long form of the first findings; empty when there are none."""
+        """Return the long form of the first findings; empty where there are none."""
         parts = [finding.render() for finding in self.findings[:limit]]
         if len(self.findings) > limit:
             parts.append(f"... and {len(self.findings) - limit} more findings")

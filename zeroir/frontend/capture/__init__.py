@@ -1,1 +1,1 @@
-"""Trace a model's forward and backward into a joint graph."""
+"""Traces a model's forward and backward into a joint graph."""

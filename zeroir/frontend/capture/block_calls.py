@@ -1,8 +1,8 @@
 """The calls of torch functions that a model makes, as data: in order, with tensors replaced by numbers.
 
-Made again in that order, on tensors of a tracer, the calls compute what the model computes, whatever Python code made
-them. Two calls of blocks with equal call sequences compute the same function of the tensors that they take from
-outside: a sequence holds every argument of every call.
+Repeated in that order, on tensors of a tracer, the calls compute what the model computes, whatever Python code made
+them. Two calls of blocks with equal call sequences compute the same function of their external tensors, because a
+sequence contains every argument of every call.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from zeroir.frontend.capture.node_origins import NodeOrigin
 
 
 class UnrecordableError(Exception):
-    """A model does something that recorded calls cannot hold."""
+    """A model does something that recorded calls cannot represent."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """The number of a tensor in a call sequence: results count up from 0, tensors from outside count down from -1."""
+    """The number of a tensor in a call sequence: results count up from 0, external tensors count down from -1."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
-    """The properties of a tensor on which the types of an operator's results depend. Strides are in elements."""
+    """The properties of a tensor that determine the types of an operator's results. Strides are in elements."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class TensorKind:
 
 @dataclass(frozen=True, slots=True)
 class TorchCall:
-    """A call of a torch function; ``args``, ``kwargs`` and ``result`` hold a ``TensorRef`` for each tensor."""
+    """A call of a torch function; ``args``, ``kwargs`` and ``result`` contain a ``TensorRef`` for each tensor."""
 
     function: Callable[..., object]
     args: object
@@ -52,7 +52,7 @@ class TorchCall:
     origin: NodeOrigin
 
     def repeat(self, values: dict[int, Tensor], kinds: Sequence[TensorKind]) -> None:
-        """Make the call on other tensors, ``values`` by number, and add its results, whose kinds are ``kinds``.
+        """Repeat the call on other tensors, ``values`` by number, and add its results, whose kinds are ``kinds``.
 
         Raises:
             UnrecordableError: where a result is of another kind.
@@ -72,8 +72,8 @@ class TorchCall:
 class CallSequence:
     """The calls of torch functions in one call of a block.
 
-    ``inputs`` describe the tensors from outside and ``results`` those that the calls return; ``outputs`` are the
-    numbers of the results that are used after the block, and ``sites`` counts the calls of dropout.
+    ``inputs`` describe the external tensors and ``results`` those that the calls return; ``outputs`` are the numbers of
+    the results that are used after the block, and ``sites`` counts the calls of dropout.
     """
 
     calls: list[TorchCall]
@@ -83,9 +83,9 @@ class CallSequence:
     sites: int
 
     def key(self) -> tuple[object, ...]:
-        """A key that is equal for sequences that compute the same function.
+        """Return a key that is equal for sequences that compute the same function.
 
-        It holds the arguments as text, because 1 is equal to 1.0 and True, and 0.0 to -0.0.
+        It contains the arguments as text, because 1 is equal to 1.0 and True, and 0.0 to -0.0.
         """
         values = [(call.args, call.kwargs, call.result, call.has_grad) for call in self.calls]
         types = (self.inputs, self.results, self.outputs, self.sites)
@@ -93,7 +93,7 @@ class CallSequence:
 
 
 def kind_of(tensor: Tensor) -> TensorKind:
-    """The kind of a tensor.
+    """Return the kind of a tensor.
 
     Raises:
         UnrecordableError: for tensors that are not strided.
@@ -128,7 +128,7 @@ _PLAIN = (
 
 
 def mapped(value: object, change: Callable[[object], object]) -> object:
-    """A value with ``change`` applied to everything in it that is not a constant, such as tensors and their numbers."""
+    """Apply ``change`` to everything in a value that is not a constant, such as tensors and their numbers."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, tuple) and (make := _maker_of(value)) is not None:
@@ -143,7 +143,7 @@ def mapped(value: object, change: Callable[[object], object]) -> object:
 
 
 def _maker_of(value: tuple[object, ...]) -> Callable[[list[object]], object] | None:
-    """The function that makes a tuple of the same type from items; None for a type that is not known."""
+    """Return the function that makes a tuple of the same type from items; None for an unknown type."""
     if type(value) is tuple or type(value).__module__ == "torch.return_types":
         return type(value)
     make: Callable[[list[object]], object] | None = getattr(value, "_make", None)  # a named tuple
@@ -151,19 +151,19 @@ def _maker_of(value: tuple[object, ...]) -> Callable[[list[object]], object] | N
 
 
 def filled(value: object, tensors: Callable[[int], object]) -> object:
-    """A value of a call sequence with a tensor for each number."""
+    """Return a value of a call sequence with a tensor for each number."""
     return mapped(value, lambda x: tensors(x.index) if isinstance(x, TensorRef) else x)
 
 
 def refs_in(value: object) -> list[int]:
-    """The numbers of the tensors in a value of a call sequence, in order."""
+    """Return the numbers of the tensors in a value of a call sequence, in order."""
     numbers: list[int] = []
     filled(value, numbers.append)
     return numbers
 
 
 def tensors_in(value: object) -> list[Tensor]:
-    """The tensors in a value, in order."""
+    """Return the tensors in a value, in order."""
     tensors: list[Tensor] = []
     mapped(value, lambda x: tensors.append(x) if isinstance(x, Tensor) else None)
     return tensors

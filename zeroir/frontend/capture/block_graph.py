@@ -34,11 +34,11 @@ aten = torch.ops.aten
 class BlockGraph:
     """Forward and backward of a call sequence, traced once.
 
-    The graph's inputs are the sequence's tensors from outside and the seeds; ``seeds`` maps the nodes that take the
-    seed of a dropout to the number of that dropout. ``nodes`` are the graph's operators, and ``is_backward`` marks
-    those of the backward; the annotation of each is the index of its call in the sequence. ``tangents`` are the kinds
-    of the outputs' gradients that the backward expects, ``gradients`` the kinds of the gradients that it yields for
-    the tensors from outside; None where there is no gradient. ``is_sum`` says which of those are sums.
+    The graph's inputs are the sequence's external tensors and the seeds; ``seeds`` maps the nodes that take the seed of
+    a dropout to the number of that dropout. ``nodes`` are the graph's operators, and ``is_backward`` marks those of the
+    backward; the annotation of each is the index of its call in the sequence. ``tangents`` are the kinds of the
+    outputs' gradients that the backward takes, ``gradients`` the kinds of the gradients that it returns for the
+    external tensors; None where there is no gradient. ``is_sum`` says which of those are sums.
     """
 
     sequence: CallSequence
@@ -90,7 +90,7 @@ def make_block_graph(sequence: CallSequence, mode: FakeTensorMode) -> BlockGraph
 
 
 class _SequenceModule(nn.Module):
-    """A call sequence as a function of its tensors from outside and the seeds; it returns copies of its outputs."""
+    """A call sequence as a function of its external tensors and the seeds; it returns copies of its outputs."""
 
     def __init__(self, sequence: CallSequence) -> None:
         super().__init__()
@@ -119,12 +119,12 @@ def _fake_tensor(kind: TensorKind) -> Tensor:
 
 
 def _operator_of(node: fx.Node) -> fx.Node:
-    """The node itself; for one of several results, the node that makes them."""
+    """Return the node itself; for one of several results, the node that computes them."""
     return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 def _cloned(node: fx.Node) -> fx.Node:
-    """The node that an output is a copy of."""
+    """Return the node that an output is a copy of."""
     if node.target is not aten.clone.default:
         raise UnrecordableError("an output that is not a copy")
     (source,) = node.all_input_nodes

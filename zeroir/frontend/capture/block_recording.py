@@ -1,8 +1,7 @@
-"""Run a model once on plain fake tensors and record the torch functions that it calls.
+"""Runs a model once on plain fake tensors and records the torch functions that it calls.
 
 A block is a child of a list or ``Sequential`` whose class occurs there repeatedly. Calls of blocks are compared by
-their call sequences, not by their code: a block that depends on its index, a cache or a counter has a sequence of its
-own.
+their call sequences, not by their code: a block that depends on its index, a cache or a counter has its own sequence.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from zeroir.torch_ops.neutral import NeutralOps
 class BlockCall:
     """One call of a block in a recorded forward: the calls of torch functions from ``start`` to ``stop``.
 
-    ``inputs`` are the numbers of the tensors from outside, in the order of first use, and ``outputs`` those of the
-    results that are used after the block. For each input ``is_last_user`` says whether nothing uses it after the call,
-    and ``is_leaf`` whether it is a parameter itself or has no gradient. There is no ``sequence`` where the block did
-    something that call sequences cannot hold.
+    ``inputs`` are the numbers of the external tensors, in the order of first use, and ``outputs`` those of the results
+    that are used after the block. For each input ``is_last_user`` says whether nothing uses it after the call, and
+    ``is_leaf`` whether it is a parameter itself or has no gradient. ``sequence`` is None where the block did something
+    that call sequences cannot represent.
     """
 
     block: str
@@ -61,9 +60,9 @@ class BlockCall:
 class ForwardRecording:
     """The calls of torch functions in one forward.
 
-    Tensors from outside count down from -1: the inputs of the forward and the model's tensors, then ``constants``,
-    which are real tensors that the model holds otherwise. ``kinds`` describe the results of calls, and ``results`` are
-    the numbers of those that the forward returns.
+    External tensors count down from -1: the inputs of the forward and the model's tensors, then ``constants``, which
+    are other real tensors of the model. ``kinds`` describe the results of calls, and ``results`` are the numbers of
+    those that the forward returns.
     """
 
     calls: list[TorchCall]
@@ -75,7 +74,7 @@ class ForwardRecording:
 
 @dataclass(slots=True)
 class _UnfinishedCall:
-    """A call of a block that is being recorded, with the kind and version of each input when it was first used."""
+    """A call of a block that is being recorded, with the kind and version of each input at its first use."""
 
     block: str
     start: int
@@ -97,7 +96,7 @@ class ForwardRecorder(TorchFunctionMode):
         super().__init__()
         self._neutral = neutral
         self._tracker = tracker
-        # Alive for as long as the recorder, so that no two of them share an id.
+        # They are kept alive with the recorder, so that no two of them share an id.
         self._tensors = {-1 - at: tensor for at, tensor in enumerate(outside)}
         self._numbers = {id(tensor): number for number, tensor in self._tensors.items()}
         self._calls: list[TorchCall] = []
@@ -110,10 +109,10 @@ class ForwardRecorder(TorchFunctionMode):
         self._is_repeatable = True
 
     def recording(self, results: Sequence[Tensor]) -> ForwardRecording:
-        """The recorded forward, which returned ``results``.
+        """Return the recorded forward, which returned ``results``.
 
         Raises:
-            UnrecordableError: where the calls cannot be made again.
+            UnrecordableError: where the calls cannot be repeated.
         """
         has_backward = any(x.grad is not None for number, x in self._tensors.items() if number < 0)
         if not self._is_repeatable or has_backward:
@@ -134,7 +133,7 @@ class ForwardRecorder(TorchFunctionMode):
         )
 
     def enter(self, block: str) -> None:
-        """A block's forward begins."""
+        """Note that a block's forward starts."""
         if self._current is not None:
             self._current.is_recordable = False
             return
@@ -144,14 +143,14 @@ class ForwardRecorder(TorchFunctionMode):
         self._blocks.append(self._current)
 
     def leave(self, block: str) -> None:
-        """A block's forward has ended, and no hook of the block has seen its result yet."""
+        """Note that a block's forward has ended; no hook of the block has seen its result yet."""
         current = self._current
         if current is None or current.block != block:
             return
         self._current = None
         current.stop, current.last_result = len(self._calls), len(self._kinds)
         current.sites = self._neutral.sites - current.sites_before
-        # A block that changes a tensor from outside in place is not a function of that tensor.
+        # A block that changes an external tensor in place is not a function of that tensor.
         with torch._C.DisableTorchFunction():
             current.is_recordable &= all(
                 self._tensors[number]._version == version
@@ -171,7 +170,7 @@ class ForwardRecorder(TorchFunctionMode):
         return self._recorded(func, args, dict(kwargs or {}))
 
     def autograd_functions(self) -> AbstractContextManager[None]:
-        """Record the calls of autograd functions of the model's own, which are not torch functions, outside blocks."""
+        """Record calls of the model's own autograd functions, which are not torch functions, outside blocks."""
 
         def apply(original: Function, cls: type, /, *args: object, **kwargs: object) -> object:
             if not self._is_inside:
@@ -181,7 +180,7 @@ class ForwardRecorder(TorchFunctionMode):
         return autograd_functions_replaced(apply)
 
     def _leave_unrecorded(self) -> None:
-        """Give up the call sequence of the present block."""
+        """Mark the current block as having no call sequence."""
         if self._current is not None:
             self._current.is_recordable = False
 
@@ -199,7 +198,7 @@ class ForwardRecorder(TorchFunctionMode):
         finally:
             self._is_inside = False
         numbered = mapped(result, self._made)
-        # A question, such as that for a shape, is not repeated.
+        # A query, such as that for a shape, is not repeated.
         if refs_in(numbered) or (result is None and refs_in((numbered_args, numbered_kwargs))):
             self._is_repeatable &= operator_context() == self._context
             origin = self._tracker.origin()
@@ -209,13 +208,13 @@ class ForwardRecorder(TorchFunctionMode):
         return result
 
     def _used(self, value: object) -> object:
-        """The number of an argument."""
+        """Return the number of an argument."""
         if not isinstance(value, Tensor):
             self._leave_unrecorded()
             return value
         number = self._numbers.get(id(value))
         if number is None:
-            # Calls made again would not take a tensor that no torch function made, unless it has data.
+            # Repeated calls would not get a tensor that no torch function created, unless it has data.
             self._is_repeatable &= not isinstance(value, FakeTensor)
             number = min(self._tensors, default=0) - 1
             self._constants.append(value)
@@ -225,14 +224,14 @@ class ForwardRecorder(TorchFunctionMode):
             kind = kind_of(value)
             with torch._C.DisableTorchFunction():
                 current.inputs[number] = (kind, value._version)
-            # A part of a tensor from outside has an offset.
+            # Part of an external tensor has an offset.
             current.is_recordable &= kind.offset == 0
         return TensorRef(number)
 
     def _made(self, value: object) -> object:
-        """The number of a result."""
+        """Return the number of a result."""
         if not isinstance(value, Tensor):
-            # The model may change the backward through it, as through an autograd node or the handle of a hook.
+            # The model may change the backward through it, for example through an autograd node or a hook handle.
             self._is_repeatable = False
             return value
         current = self._current
@@ -242,7 +241,7 @@ class ForwardRecorder(TorchFunctionMode):
             self._kinds.append(kind_of(value))
             self._add(value, number)
         elif current and number < current.first_result and number not in current.inputs:
-            # A tensor from outside that is not an argument.
+            # an external tensor that is not an argument
             current.is_recordable = False
         return TensorRef(number)
 

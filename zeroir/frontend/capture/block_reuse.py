@@ -1,7 +1,7 @@
-"""Trace a recorded forward with one node in the joint graph for each call of an equal block, traced once by itself.
+"""Traces a recorded forward with one node in the joint graph for each call of an equal block, which is traced once.
 
-The recorded calls of torch functions are made again on the tracer's tensors. In place of those in a block that has a
-block graph, one operator yields the block's outputs.
+The recorded calls of torch functions are repeated on the tracer's tensors. For a block with a block graph, one operator
+returns the block's outputs instead.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class ReusePlan:
         return tuple(self.recording.block_calls[index].block for index in sorted(self.graphs))
 
     def origins(self, index: int) -> tuple[NodeOrigin, ...]:
-        """The origins of the calls of torch functions in a call of a block."""
+        """Return the origins of the calls of torch functions in a call of a block."""
         call = self.recording.block_calls[index]
         return tuple(made.origin for made in self.recording.calls[call.start : call.stop])
 
     def drop_mismatches(self) -> None:
-        """Trace the mismatched calls one by one."""
+        """Trace the mismatched calls one by one from now on."""
         for index in self.mismatches:
             del self.graphs[index]
         self.mismatches.clear()
@@ -54,7 +54,7 @@ class ReusePlan:
     def repeat(
         self, outside: Sequence[Tensor], seeds: Tensor, tracker: OriginTracker
     ) -> tuple[Tensor, ...]:
-        """What the forward returns, from other inputs and tensors of the model.
+        """Repeat the forward on other inputs and tensors of the model; return its results.
 
         Raises:
             UnrecordableError: where a call does something else than when it was recorded.
@@ -80,7 +80,7 @@ class ReusePlan:
         return tuple(values[number] for number in recording.results)
 
     def _add_block(self, index: int, values: dict[int, Tensor], neutral: NeutralOps) -> None:
-        """One node for a call of a block that has a block graph."""
+        """Add one node for a call of a block with a block graph."""
         call, graph = self.recording.block_calls[index], self.graphs[index]
         sequence = graph.sequence
         inputs = [values[number] for number in call.inputs]
@@ -94,7 +94,7 @@ class ReusePlan:
 
 
 def make_plan(recording: ForwardRecording, mode: FakeTensorMode, minimum: int) -> ReusePlan:
-    """One block graph for all equal calls, where there are at least ``minimum`` of them."""
+    """Create one block graph for all equal calls, where there are at least ``minimum`` of them."""
     groups: dict[object, tuple[CallSequence, list[int]]] = {}
     for index, call in enumerate(recording.block_calls):
         if call.sequence is not None:
@@ -113,10 +113,10 @@ def make_plan(recording: ForwardRecording, mode: FakeTensorMode, minimum: int) -
 
 
 def _keeps_gradient_order(call: BlockCall, graph: BlockGraph) -> bool:
-    """Whether a call adds up gradients in the same order as the model's own graph would.
+    """Return whether a call adds gradients in the same order as the model's own graph would.
 
     Autograd adds the gradients of one tensor in the reverse order of its uses, each as soon as it exists. So a block
-    has to be the last user of each tensor that it takes. Parameters may be shared, since their gradients are added
+    has to be the last user of each of its inputs. Parameters may be shared, because their gradients are added
     elsewhere, unless the block adds several gradients of its own to the existing one.
     """
     return all(
@@ -129,13 +129,13 @@ def _keeps_gradient_order(call: BlockCall, graph: BlockGraph) -> bool:
 
 @torch.library.custom_op("zeroir::block", mutates_args=())
 def block(inputs: Sequence[Tensor], instance: int, results: str) -> list[Tensor]:
-    """The outputs of a block's forward; this operator occurs in joint graphs only, until they are read."""
+    """Return the outputs of a block's forward; the operator occurs only in joint graphs, until they are read."""
     raise NotImplementedError
 
 
 @torch.library.custom_op("zeroir::block_backward", mutates_args=())
 def block_backward(tangents: Sequence[Tensor], instance: int, results: str) -> list[Tensor]:
-    """The gradients of those of the block's inputs that have one."""
+    """Return the gradients of the block's inputs that have one."""
     raise NotImplementedError
 
 

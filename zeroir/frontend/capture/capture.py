@@ -1,7 +1,7 @@
-"""Trace a model's forward and backward into one joint graph, without allocating a weight.
+"""Traces a model's forward and backward into one joint graph, without allocating any weights.
 
-``model()`` runs under ``torch.device("meta")``; its parameters and buffers are then replaced by fake tensors on the
-CPU device. The graph names no device.
+``model()`` runs under ``torch.device("meta")``; its parameters and buffers are then replaced by fake tensors on the CPU
+device. The graph names no device.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _MOST_ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedEvaluation:
-    """The graph of an evaluation; ``sites`` and ``reused_blocks`` as for a model."""
+    """The graph of an evaluation; ``sites`` and ``reused_blocks`` are as for a model."""
 
     joint: JointGraph
     sites: int
@@ -90,12 +90,11 @@ class CapturedEvaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedModel:
-    """A traced model. ``module`` is the model itself, of fake tensors; ``sites`` counts its calls of dropout.
+    """A traced model. ``module`` is the model itself, with fake tensors; ``sites`` counts its calls of dropout.
 
-    ``batch`` and ``constants`` are the tensors and constants of the example batch.
-    ``reused_blocks`` names the blocks whose calls were not traced one by one, in the order of the calls.
-    ``checkpoints`` are the model's activation checkpoints. ``notes`` are sentences on effects of the model's code that
-    a program does not have.
+    ``batch`` and ``constants`` are the tensors and constants of the example batch. ``reused_blocks`` names the blocks
+    whose calls were not traced one by one, in the order of the calls. ``checkpoints`` are the model's activation
+    checkpoints. ``notes`` are sentences on effects of the model's code that a program does not have.
     """
 
     joint: JointGraph
@@ -125,9 +124,9 @@ def capture(
     outputs: Sequence[str] = (),
     fewest_equal_calls: int = FEWEST_EQUAL_CALLS,
 ) -> CapturedModel:
-    """Trace the model of a source: a step and, with ``evaluate``, an evaluation with the outputs of these names.
+    """Trace a model: a step and, with ``evaluate``, an evaluation with the outputs of these names.
 
-    Where at least ``fewest_equal_calls`` calls of blocks are equal, one of them is traced; the result is the same.
+    Where at least ``fewest_equal_calls`` calls of blocks are equal, only one of them is traced; the result is the same.
 
     Raises:
         UserError: where the model cannot be built or traced; it names the line and a remedy.
@@ -173,7 +172,7 @@ def capture(
         joint, reused_blocks = joint_graph_of_a_step()
         with refusals_at(step.line):
             require_same_parameters(model, shapes, f"forward of {names.model}", names.maker)
-        # These are of the first forward, and checking the state runs another one.
+        # These belong to the first forward, and checking the state runs another one.
         checkpoints, sites = tuple(step.tracker.checkpoints), step.sites
         notes = [
             _note_on_eval_mode(source, model),
@@ -213,10 +212,10 @@ def _evaluation(
     outputs: Sequence[str],
     capture_graph: Callable[[], tuple[JointGraph, tuple[str, ...]]],
 ) -> tuple[CapturedEvaluation | None, str | None]:
-    """The graph of an evaluation, or None and a sentence where the model cannot be captured under ``eval()``.
+    """Return the graph of an evaluation, or None and a sentence where the model cannot be captured under ``eval()``.
 
     Raises:
-        UserError: where an output that the user asks for does not exist.
+        UserError: where an output that the user requests does not exist.
     """
     try:
         with step.evaluating(outputs):
@@ -229,7 +228,7 @@ def _evaluation(
         return None, (
             f"The program cannot evaluate, because the model cannot be captured under eval(): {reason}"
         )
-    # An evaluation leaves no trace.
+    # An evaluation must not change the state.
     joint = without_dead_nodes(replace(joint, mutations=()))
     return CapturedEvaluation(joint=joint, sites=sites, reused_blocks=reused_blocks), None
 
@@ -242,7 +241,7 @@ def _joint_graph(
     paths: Sequence[str],
     fewest_equal_calls: int,
 ) -> tuple[JointGraph, tuple[str, ...]]:
-    """The joint graph of a step as plain data, and the blocks whose calls were not traced one by one."""
+    """Return the joint graph of a step as plain data, and the blocks whose calls were not traced one by one."""
     if len(step.blocks) >= fewest_equal_calls:
         with_reuse = _with_reuse(mode, step, inputs, paths, fewest_equal_calls)
         if with_reuse is not None:
@@ -260,7 +259,7 @@ def _with_reuse(
     paths: Sequence[str],
     fewest_equal_calls: int,
 ) -> tuple[JointGraph, tuple[str, ...]] | None:
-    """As ``_joint_graph``, where each graph of equal blocks is traced once; None if that is impossible or no faster."""
+    """Return the same as ``_joint_graph``, but trace equal blocks once; None if that is impossible or no faster."""
     try:
         with tracing_conditions(step.checkpointing):
             with tracer_settings(mode):
@@ -282,7 +281,7 @@ def _with_reuse(
 
 
 def _built(source: ModelSource) -> nn.Module:
-    """The module on the meta device; on the CPU where its constructor needs the values of tensors."""
+    """Return the module on the meta device; on the CPU where its constructor needs the values of tensors."""
     try:
         with torch.device("meta"):
             model = source.build()
@@ -292,7 +291,7 @@ def _built(source: ModelSource) -> nn.Module:
 
 
 def _require_no_autocast() -> None:
-    """UserError where the caller compiles within autocast, which training steps outside of it would not have."""
+    """Raise UserError where the caller compiles within autocast, which would not apply to training steps outside it."""
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             raise UserError(
@@ -302,7 +301,7 @@ def _require_no_autocast() -> None:
 
 
 def _note_on_eval_mode(source: ModelSource, model: nn.Module) -> str | None:
-    """A sentence on a model that is wholly in evaluation mode, as Hugging Face's from_pretrained returns it."""
+    """Return a sentence on a model that is entirely in evaluation mode, as from_pretrained of Hugging Face makes it."""
     if any(module.training for module in model.modules()):
         return None
     return (
@@ -312,7 +311,7 @@ def _note_on_eval_mode(source: ModelSource, model: nn.Module) -> str | None:
 
 
 def _checked_leaves(example: Batch, name: str) -> BatchLeaves:
-    """The tensors and constants of an example batch, which has at least one tensor; UserError where it is no batch."""
+    """Return the tensors and constants of an example batch; UserError where it has no tensor or is not a batch."""
     leaves = flatten(example, name)
     if not leaves.tensors:
         raise UserError(

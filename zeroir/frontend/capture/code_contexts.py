@@ -1,6 +1,6 @@
 """Contexts that a model's code opens and a program replaces: activation checkpoints, and autocast for accelerators.
 
-A program recomputes whole units, so a checkpoint becomes ``--recompute`` of the units in it.
+A program recomputes whole units, so a checkpoint becomes ``--recompute`` of its units.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Checkpoint:
     modules: list[str] = field(default_factory=list)
 
     def units(self, units: Units) -> list[str]:
-        """The units that lie completely in it; none where it lies in a unit."""
+        """Return the units that are completely inside it; none where it is inside a unit."""
         if any(name in units.labels for name in self.around):
             return []
         return [
@@ -42,13 +42,13 @@ class Checkpoint:
 
 
 def recomputed_units(checkpoints: Sequence[Checkpoint], units: Units) -> tuple[str, ...]:
-    """The units in checkpoints, in the model's order."""
+    """Return the units in checkpoints, in the model's order."""
     inside = {unit for checkpoint in checkpoints for unit in checkpoint.units(units)}
     return tuple(unit for unit in units.labels if unit in inside)
 
 
 def note_on_small_checkpoints(checkpoints: Sequence[Checkpoint], units: Units) -> str | None:
-    """A sentence on the checkpoints that contain no whole unit; None where there are none."""
+    """Return a sentence on the checkpoints that contain no whole unit; None where there are none."""
     sources = dict.fromkeys(c.source for c in checkpoints if not c.units(units))
     if not sources:
         return None
@@ -60,7 +60,7 @@ def note_on_small_checkpoints(checkpoints: Sequence[Checkpoint], units: Units) -
 
 @contextmanager
 def noting_autocasts(devices: dict[str, str], line: Callable[[], str]) -> Iterator[None]:
-    """Note each autocast for an accelerator: ``devices[line()]`` becomes its device, unless ``line()`` is empty."""
+    """Record each autocast for an accelerator: ``devices[line()]`` becomes its device, unless ``line()`` is empty."""
     original = torch.autocast.__init__
 
     def init(
@@ -79,7 +79,7 @@ def noting_autocasts(devices: dict[str, str], line: Callable[[], str]) -> Iterat
 
 
 def note_on_autocasts(devices: dict[str, str]) -> str | None:
-    """A sentence on autocasts by ``file:line``; None where there are none."""
+    """Return a sentence on autocasts by ``file:line``; None where there are none."""
     if not devices:
         return None
     device = next(iter(devices.values()))
@@ -90,9 +90,9 @@ def note_on_autocasts(devices: dict[str, str]) -> str | None:
 
 
 def line_of_caller(folder: Path, *, in_libraries: bool = True) -> str:
-    """``file:line`` of the innermost frame that is neither torch's nor zeroir's, with the file's path in ``folder``.
+    """Return ``file:line`` of the innermost frame outside torch and zeroir, with the file's path in ``folder``.
 
-    Empty where there is no such frame, or where it is in a library and ``in_libraries`` is False.
+    Return an empty text where there is no such frame, or where it is in a library and ``in_libraries`` is False.
     """
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(NOT_THE_USERS):

@@ -1,4 +1,4 @@
-"""Hooks that the user's code put on the gradients of parameters: traced with the backward, or refused."""
+"""Hooks of the user's code on the gradients of parameters: traced with the backward, or rejected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeroir.frontend._torch_private import GradientHook, gradient_hooks
 
 
 class ParameterHooks:
-    """The hooks of a model's parameters. ``idle`` names the parameters whose hook left the gradient unchanged.
+    """The hooks of a model's parameters. ``idle`` names the parameters whose hook did not change the gradient.
 
     Raises:
         UserError: where a program cannot call a hook.
@@ -30,11 +30,11 @@ class ParameterHooks:
 
     @property
     def functions(self) -> tuple[GradientHook, ...]:
-        """The hooks, each once for every parameter that it was registered on."""
+        """The hooks, once for every parameter on which each was registered."""
         return tuple(hook for _, hook in self._hooks)
 
     def attach(self, model: nn.Module) -> None:
-        """Register the hooks on the tensors that the model has now as its parameters."""
+        """Register the hooks on the model's current parameters."""
         self.idle.clear()
         for name, hook in self._hooks:
             owner, _, attribute = name.rpartition(".")
@@ -43,7 +43,10 @@ class ParameterHooks:
             )
 
     def note(self) -> str | None:
-        """A sentence on the hooks that left gradients unchanged in the traced backward; None where there are none."""
+        """Return a sentence on hooks that did not change gradients in the traced backward.
+
+        None where there are none.
+        """
         if not self.idle:
             return None
         names = ", ".join(sorted(self.idle))

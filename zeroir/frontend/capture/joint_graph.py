@@ -1,6 +1,6 @@
 """The joint graph of one training step, or the graph of an evaluation, as plain data.
 
-Capture yields it, and segments are cut from it.
+Capture creates it, and segments are cut from it.
 
 Values are numbered: first the inputs, then the results of the nodes in execution order, the forward's before the
 backward's. The result of a view op aliases a *root*: the value that owns the storage.
@@ -41,7 +41,7 @@ class JointInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleCall:
-    """A call of a module: its fully-qualified name and its call index, from 0 on."""
+    """A call of a module: its fully-qualified name and its call index, from 0."""
 
     module: str
     index: int
@@ -70,7 +70,7 @@ class JointNode:
     workspace_bytes: int | None
 
     def refs(self) -> Iterator[int]:
-        """The numbers of the values that it uses, in argument order."""
+        """Yield the numbers of the values that it uses, in argument order."""
         for arg in (*self.args, *(value for _, value in self.kwargs)):
             yield from _refs(arg)
 
@@ -89,7 +89,7 @@ class JointGraph:
 
     ``gradients`` pairs parameter names (a tied parameter under each of its names) with values; ``mutations`` pairs
     module buffers with their new values. An evaluation has neither; its ``outputs`` pair paths with values. ``place``
-    stands in refusals for the line of a node that has none.
+    replaces the line in errors for a node without one.
     """
 
     place: str

@@ -1,4 +1,4 @@
-"""What the user's code returns for a batch: the loss, and the outputs of an evaluation."""
+"""The values that the user's code returns for a batch: the loss, and the outputs of an evaluation."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from zeroir.ir.output_paths import OutputPathError, children, key_step
 from zeroir.torch_ops.batches import undense_kind
 
 PathTensors = tuple[tuple[str, Tensor], ...]
-"""The tensors of an evaluation's outputs, each with its path (see ``zeroir.ir.output_paths``)."""
+"""The tensors of an evaluation's outputs, each with its path (``zeroir.ir.output_paths``)."""
 
 
 class UnknownOutputError(UserError):
-    """The user asks for an output that the model does not have."""
+    """The user requests an output that the model does not have."""
 
 
 def call_with(model: Callable[..., object], batch: object) -> object:
-    """Call a module on a batch: a dict gives keyword arguments, a tuple positional ones."""
+    """Call a module on a batch: a dict becomes keyword arguments, a tuple positional ones."""
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, list | tuple):
@@ -30,10 +30,10 @@ def call_with(model: Callable[..., object], batch: object) -> object:
 
 
 def loss_of(source: ModelSource, model: nn.Module, batch: object) -> Tensor:
-    """The loss of a module on a batch, a tensor without axes.
+    """Return the loss of a module on a batch, a tensor without dimensions.
 
-    It is what the source's loss function returns, or what forward returns: the object itself, or its attribute or key
-    ``loss``. A loss function may return a pair of the loss and outputs.
+    It is the result of the source's loss function, or of forward: the object itself, or its attribute or key ``loss``.
+    A loss function may return a pair of the loss and outputs.
 
     Raises:
         UserError: where there is none, or where it is not one floating-point number that depends on a parameter.
@@ -49,13 +49,13 @@ def loss_of(source: ModelSource, model: nn.Module, batch: object) -> Tensor:
 def evaluated(
     source: ModelSource, model: nn.Module, batch: object, outputs: Sequence[str]
 ) -> tuple[Tensor, PathTensors]:
-    """The loss of a module on a batch, a tensor without axes, and the outputs of an evaluation.
+    """Return the loss of a module on a batch, a tensor without dimensions, and the outputs of an evaluation.
 
-    The outputs are the second part of the pair that a loss function returns. With ``outputs`` they are a dict of what
-    has these names there or, where there is no pair, in the object that holds the loss.
+    The outputs are the second part of the pair that a loss function returns. With ``outputs`` they are a dict of the
+    values with these names in that part or, where there is no pair, in the object that contains the loss.
 
     Raises:
-        UserError: where the loss is none, where an output is missing, and where one is no tensor.
+        UserError: where the loss is invalid, an output is missing, or one is not a tensor.
     """
     first, second = _returned(source, model, batch)
     named = first if second is None else second
@@ -76,7 +76,7 @@ def evaluated(
 
 
 def _returned(source: ModelSource, model: nn.Module, batch: object) -> tuple[object, object]:
-    """What the user's code returns, and the outputs where it is a pair of the loss and outputs."""
+    """Return the result of the user's code, and the outputs where it is a pair of the loss and outputs."""
     if source.loss is None:
         return call_with(model, batch), None
     output = source.loss(model, batch)
@@ -98,7 +98,7 @@ def _described(value: object) -> str:
 
 
 def _tensors(source: ModelSource, value: object, path: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in an output, each with its path."""
+    """Yield the tensors in an output, each with its path."""
     what = f"{capitalised(source.names.loss)} returns outputs that"
     if isinstance(value, Tensor):
         kind = undense_kind(value)
@@ -120,7 +120,7 @@ def _tensors(source: ModelSource, value: object, path: str) -> Iterator[tuple[st
 
 
 def _loss(source: ModelSource, output: object) -> Tensor:
-    """The loss in what the user's code returned: the object itself, or its attribute or key ``loss``."""
+    """Return the loss in the result of the user's code: the object itself, or its attribute or key ``loss``."""
     name = capitalised(source.names.loss)
     loss = output
     if isinstance(output, Mapping):

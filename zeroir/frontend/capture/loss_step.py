@@ -30,11 +30,11 @@ class LossStep(nn.Module):
     While it is ``evaluating``, the model runs under ``eval()`` and without gradients, and its outputs follow the loss;
     ``output_paths`` are those of the last forward.
 
-    Each forward of the model begins with the Python state ``state``. With a ``plan`` the forward is that which was
-    recorded, and the model's code does not run. ``blocks`` names the repeated blocks, ``sites`` counts the calls of
-    dropout and of random operators in the model's last forward, and ``tracker`` knows where in the model each node of
-    that forward comes from. ``line`` is ``file:line`` of the function whose result is the loss, and ``place`` is that
-    line, or the model's name if the line is unknown.
+    Each forward of the model starts from the Python state ``state``. With a ``plan`` the recorded forward is repeated,
+    and the model's code does not run. ``blocks`` names the repeated blocks, ``sites`` counts the calls of dropout and
+    of random operators in the model's last forward, and ``tracker`` has the place in the model of each node of that
+    forward. ``line`` is ``file:line`` of the function whose result is the loss, and ``place`` is that line, or the
+    model's name if the line is unknown.
     """
 
     PREFIX = "model."
@@ -49,12 +49,12 @@ class LossStep(nn.Module):
         state: PythonState,
     ) -> None:
         super().__init__()
-        # Tracked frames end at this file, since it calls the model.
+        # Tracked frames end at this file, because it calls the model.
         self.tracker = OriginTracker(folder=source.folder, stop=__file__)
         self.tracker.install(model)
         self.blocks = tuple(find_units(model, None).labels)
         for name in self.blocks:
-            # Next to the forward: all other hooks of the block run outside the recorded call.
+            # Directly around the forward: all other hooks of the block run outside the recorded call.
             block = model.get_submodule(name)
             block.register_forward_pre_hook(partial(self._enter, name))
             block.register_forward_hook(partial(self._leave, name), prepend=True)
@@ -75,9 +75,9 @@ class LossStep(nn.Module):
 
     @contextmanager
     def evaluating(self, outputs: Sequence[str]) -> Iterator[None]:
-        """A body in which the step is an evaluation with the outputs of these names, or with all of a loss function's.
+        """Within the block the step is an evaluation with the outputs of these names, or with all of a loss function's.
 
-        Afterwards every module is in training mode or not as it was before.
+        Afterwards the training flag of every module is restored.
 
         Raises:
             Exception: any error of the model's own ``eval()``.
@@ -96,7 +96,7 @@ class LossStep(nn.Module):
             training.restore()
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The loss and the outputs, from the tensors of a batch and then the seeds."""
+        """Return the loss and the outputs, from the tensors of a batch and then the seeds."""
         *tensors, seeds = inputs
         if not self._is_evaluating:
             # The parameters are now tensors of the tracer, which have no hooks.
@@ -110,10 +110,10 @@ class LossStep(nn.Module):
                 return self._results(tensors, neutral)
 
     def record(self, inputs: Sequence[Tensor]) -> ForwardRecording:
-        """Run the model once, leave its buffers as they are, and return the recorded calls.
+        """Run the model once, without changing its buffers, and return the recorded calls.
 
         Raises:
-            UnrecordableError: where the calls cannot be made again.
+            UnrecordableError: where the calls cannot be repeated.
             Exception: any error of the model or of torch.
         """
         *tensors, seeds = inputs
@@ -136,7 +136,7 @@ class LossStep(nn.Module):
         return recorder.recording(results)
 
     def _model_tensors(self) -> dict[str, Tensor]:
-        """The model's present parameters and buffers by each of their names."""
+        """Return the model's present parameters and buffers by each of their names."""
         return {
             **dict(self.named_parameters(remove_duplicate=False)),
             **dict(self.named_buffers(remove_duplicate=False)),
@@ -151,7 +151,7 @@ class LossStep(nn.Module):
             self._recorder.leave(block)
 
     def checkpointing(self) -> AbstractContextManager[None]:
-        """The context in which the model's code runs under an activation checkpoint."""
+        """Return the context in which the model's code runs under an activation checkpoint."""
         return self.tracker.checkpoint()
 
     def _results(self, tensors: Sequence[Tensor], neutral: NeutralOps) -> tuple[Tensor, ...]:
@@ -162,7 +162,7 @@ class LossStep(nn.Module):
         example = with_tensors(self._example, lambda _: next(remaining))
         batch = with_floats_cast(example, self._dtype)
         if self._is_evaluating:
-            # The model may switch gradients on by itself.
+            # The model may enable gradients itself.
             value, made = evaluated(self._source, self.model, batch, self._outputs)
             loss, outputs = value.detach(), tuple((path, x.detach()) for path, x in made)
         else:

@@ -1,4 +1,4 @@
-"""A model's parameters and buffers while it is traced: fake tensors replace them, and changes of buffers are noted."""
+"""A model's parameters and buffers while it is traced: fake tensors replace them, buffers' changes are recorded."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class TensorInfo:
 def register_plain_tensors(model: nn.Module) -> None:
     """Register tensors that are plain attributes as buffers, so that they have a name and a value at run time.
 
-    Tensors that were computed from parameters stay as they are: as buffers they would lose their gradient. Parameters
-    without elements become buffers, too, since they cannot be trained.
+    Tensors that were computed from parameters are not registered, because as buffers they would lose their gradient.
+    Parameters without elements also become buffers, because they cannot be trained.
     """
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -71,7 +71,7 @@ def become_fake(
 
 
 def _infos(kind: str, tensors: Iterable[tuple[str, Tensor]]) -> tuple[TensorInfo, ...]:
-    """The infos of tensors by their first names, with their other names as aliases."""
+    """Return the infos of tensors by their first names, with their other names as aliases."""
     names: dict[int, list[str]] = {}
     by_id: dict[int, Tensor] = {}
     for name, tensor in tensors:
@@ -84,7 +84,7 @@ def _infos(kind: str, tensors: Iterable[tuple[str, Tensor]]) -> tuple[TensorInfo
 
 
 def tensor_info(what: str, name: str, tensor: Tensor, aliases: tuple[str, ...] = ()) -> TensorInfo:
-    """Name, dtype and shape of a tensor.
+    """Return name, dtype and shape of a tensor.
 
     Raises:
         UserError: for a dtype that programs do not have; ``what`` describes the tensor in it.
@@ -98,7 +98,7 @@ def tensor_info(what: str, name: str, tensor: Tensor, aliases: tuple[str, ...] =
 
 @dataclass(frozen=True, slots=True)
 class BufferCopy:
-    """A module's buffer, and the copy that the module has in its place; ``version`` is the copy's at first."""
+    """A module's buffer, and the copy that temporarily replaces it; ``version`` is the copy's initial version."""
 
     module: nn.Module
     name: str
@@ -111,7 +111,7 @@ def substitute_buffers(model: nn.Module) -> list[BufferCopy]:
     """Replace every module's buffers by copies, so that the buffers themselves change once, after the forward.
 
     A model may change a buffer in place, replace it by another tensor or buffer, and use its earlier value; the
-    backward must see none of these changes. A buffer with several names has one copy.
+    backward must not see any of these changes. A buffer with several names has one copy.
     """
     copies: dict[int, Tensor] = {}
     substituted: list[BufferCopy] = []
@@ -129,13 +129,13 @@ def substitute_buffers(model: nn.Module) -> list[BufferCopy]:
 
 
 def put_back_buffers(substituted: Sequence[BufferCopy]) -> None:
-    """Put the buffers back as they were."""
+    """Restore the original buffers."""
     for item in substituted:
         item.module._buffers[item.name] = item.buffer
 
 
 def write_back_buffers(substituted: Sequence[BufferCopy]) -> None:
-    """Put the buffers back, and copy the new value to each whose copy was changed or replaced."""
+    """Restore the buffers, and copy the new value to each whose copy was changed or replaced."""
     for item in substituted:
         value = item.module._buffers[item.name]
         item.module._buffers[item.name] = item.buffer

@@ -1,4 +1,4 @@
-"""Facts of an operator node of torch's graph as plain data, and the checks that a program can hold the node."""
+"""Properties of an operator node of torch's graph as plain data, and checks that a program can represent the node."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _BACKWARD = cast("Callable[..., int]", sdpa_backward_flop_count)
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """The facts of an operator node that do not depend on its position in the graph.
+    """The properties of an operator node that do not depend on its position in the graph.
 
-    ``types`` are those of the results. ``offsets`` count, in elements, from the first element of the viewed tensor.
+    ``types`` are those of the results. ``offsets`` are in elements, relative to the first element of the viewed tensor.
     """
 
     op: torch._ops.OpOverload
@@ -45,7 +45,7 @@ class NodeFacts:
 
 
 def facts_of(node: fx.Node, source: str) -> NodeFacts:
-    """The facts of a node; ``source`` is its ``file:line``.
+    """Return the properties of a node; ``source`` is its ``file:line``.
 
     Raises:
         UserError: where the operator or an element type does not exist in programs, a view exceeds its tensor, or the
@@ -83,7 +83,7 @@ def facts_of(node: fx.Node, source: str) -> NodeFacts:
 
 
 def tensor_type(tensor: Tensor, source: str) -> TensorType:
-    """The type of a tensor.
+    """Return the type of a tensor.
 
     Raises:
         UserError: for an element type that programs do not have.
@@ -113,7 +113,7 @@ def _check(op: torch._ops.OpOverload, source: str, value: object) -> None:
         reason = refusal(str(op))
     if reason is not None:
         if isinstance(value, Tensor):
-            require_dtype(value.dtype, source)  # Its message explains the refusal better.
+            require_dtype(value.dtype, source)  # Its message explains the error better.
         raise UserError(f"{source} uses the operator {op}, which {reason}.")
 
 
@@ -126,10 +126,10 @@ def _tensors(value: object) -> list[Tensor | None]:
 
 
 def _offsets(node: fx.Node, tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
-    """The number of elements from the first of the viewed tensor to the first of each result."""
+    """Return the number of elements from the first of the viewed tensor to the first of each result."""
     (viewed, *_) = node.args
     start = cast("fx.Node", viewed).meta["val"].storage_offset()
-    # A result without elements may begin anywhere; with its tensor it begins within a buffer.
+    # A result without elements may start anywhere; with its tensor it starts within a buffer.
     return tuple(
         0 if x is None or not x.numel() else int(x.storage_offset() - start) for x in tensors
     )
@@ -141,7 +141,7 @@ def _fake_arguments(node: fx.Node) -> tuple[tuple[object, ...], dict[str, object
 
 
 def _fake(arg: object) -> object:
-    """An argument with the tracer's fake tensors in place of nodes."""
+    """Return an argument with the tracer's fake tensors instead of nodes."""
     if isinstance(arg, fx.Node):
         return arg.meta.get("val")
     if isinstance(arg, list | tuple):
@@ -152,9 +152,9 @@ def _fake(arg: object) -> object:
 def _flops(
     op: object, args: tuple[object, ...], kwargs: Mapping[str, object], result: object
 ) -> int:
-    """The FLOPs of one call, by torch's formulae, also for zeroir's attention and grouped products; otherwise 0.
+    """Return the FLOPs of one call, by torch's formulae, also for zeroir's attention and grouped products; otherwise 0.
 
-    A multiplication and an addition are two. ``args`` hold fake tensors.
+    A multiplication and an addition are two. ``args`` contain fake tensors.
     """
     if op is torch.ops.zeroir.attention.default:
         q, k, v = (cast("Tensor", x) for x in args[:3])
@@ -172,5 +172,5 @@ def _flops(
 
 
 def _grouped(q: Tensor, x: Tensor) -> tuple[int, ...]:
-    """The shape of k or v with a head for every head of q."""
+    """Return the shape of k or v with a head for every head of q."""
     return (x.shape[0], q.shape[1], *x.shape[2:])

@@ -1,4 +1,4 @@
-"""Know, while a model runs, which module calls are open and which line of the model is executed."""
+"""Tracks, while a model runs, which module calls are open and which line of the model is executed."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class NodeOrigin:
 
 
 UNKNOWN_ORIGIN = NodeOrigin(calls=(), number=0, source="")
-"""The origin of a node that the tracer made by itself."""
+"""The origin of a node that the tracer created on its own."""
 
 
 def origin_of(node: fx.Node) -> NodeOrigin:
-    """The origin of a node; ``UNKNOWN_ORIGIN`` where the tracer made it by itself."""
+    """Return the origin of a node; ``UNKNOWN_ORIGIN`` where the tracer created it on its own."""
     annotation = annotation_of(node)
     return annotation if isinstance(annotation, NodeOrigin) else UNKNOWN_ORIGIN
 
 
 @dataclass
 class OriginTracker:
-    """Follows the module calls of one model through forward hooks.
+    """Tracks the module calls of one model through forward hooks.
 
     ``folder`` is that of the model file. The file ``stop`` calls the model: its frame and the frames outside it are not
     the model's.
@@ -59,13 +59,13 @@ class OriginTracker:
     _number: int = 0
 
     def install(self, model: nn.Module) -> None:
-        """Install hooks outside every other hook, so that casts count as part of their module."""
+        """Install hooks outside all other hooks, so that casts count as part of their module."""
         for name, module in model.named_modules():
             module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
             module.register_forward_hook(self._leave, always_call=True)
 
     def restart(self) -> None:
-        """Begin a forward."""
+        """Reset for a new forward."""
         self.checkpoints.clear()
         self._open.clear()
         self._calls.clear()
@@ -82,7 +82,7 @@ class OriginTracker:
         self._calls.pop()
 
     def checkpoint(self) -> AbstractContextManager[None]:
-        """Note an activation checkpoint, and with it the modules that are called within."""
+        """Record an activation checkpoint, and the modules that are called within it."""
         around = tuple(call.module for call in self._calls)
         checkpoint = Checkpoint(around=around, source=line_of_caller(self.folder))
         self.checkpoints.append(checkpoint)
@@ -97,16 +97,16 @@ class OriginTracker:
             self._open.pop()
 
     def around(self, func: Function) -> Callable[..., object]:
-        """A function that calls ``func`` and annotates its nodes with their origin."""
+        """Return a function that calls ``func`` and annotates its nodes with their origin."""
         return annotated(func, self.origin)
 
     def origin(self) -> NodeOrigin:
-        """The origin of the call of a torch function that happens now."""
+        """Return the origin of the present call of a torch function."""
         self._number += 1
         return NodeOrigin(calls=tuple(self._calls), number=self._number, source=self.line())
 
     def line(self) -> str:
-        """``file:line`` of the innermost frame that belongs to a model rather than to torch or zeroir."""
+        """Return ``file:line`` of the innermost frame that belongs to a model rather than to torch or zeroir."""
         frame = sys._getframe(1)
         while frame is not None:
             filename = frame.f_code.co_filename

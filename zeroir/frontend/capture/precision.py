@@ -1,8 +1,7 @@
-"""Convert a module to the dtypes in which it trains: 16-bit parameters, except where FP32 is kept.
+"""Converts a module to the dtypes in which it trains: 16-bit parameters, except where FP32 is kept.
 
 Modules with running statistics, and modules that ``keep_fp32`` names, keep FP32 parameters; such a module receives its
-floating inputs in FP32 and returns its outputs in the compute dtype. Registered buffers keep the dtype that the user
-gave them.
+floating inputs in FP32 and returns its outputs in the compute dtype. Registered buffers keep their dtype.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.f
 
 
 def compute_dtype(precision: FloatName) -> torch.dtype:
-    """The dtype of parameters, activations and gradients."""
+    """Return the dtype of parameters, activations and gradients."""
     return _COMPUTE_DTYPE[precision]
 
 
@@ -34,7 +33,7 @@ def apply_precision(module: nn.Module, precision: FloatName, keep_fp32: Sequence
     """Convert the floating parameters of a module in place and install casts around the modules that stay FP32.
 
     ``keep_fp32`` are patterns (``*``, ``?``, ``[...]``) of names of modules or parameters; a parameter's name selects
-    the whole module that holds it.
+    the whole module that contains it.
 
     Raises:
         UserError: where a pattern matches nothing.
@@ -61,7 +60,7 @@ def apply_precision(module: nn.Module, precision: FloatName, keep_fp32: Sequence
 
 
 def note_on_precision(module: nn.Module, precision: FloatName, name: str) -> str | None:
-    """A sentence on parameters of a module, called ``name``, in a dtype that the program does not train in.
+    """Return a sentence on parameters of a module, called ``name``, in a dtype that the program does not train in.
 
     FP32 parameters need none: a program of lower precision keeps them as its master weights.
     """
@@ -81,7 +80,7 @@ def note_on_precision(module: nn.Module, precision: FloatName, name: str) -> str
 
 
 def cast_floating(value: T, dtype: torch.dtype) -> T:
-    """A value of the same structure with all floating tensors cast to one dtype."""
+    """Return a value of the same structure with all floating tensors cast to one dtype."""
     result: T = pytree.tree_map_only(
         Tensor, lambda x: x.to(dtype) if x.dtype.is_floating_point else x, value
     )
@@ -89,12 +88,12 @@ def cast_floating(value: T, dtype: torch.dtype) -> T:
 
 
 def with_floats_cast(batch: Batch, dtype: torch.dtype) -> Batch:
-    """A batch of the same types with all floating tensors cast to one dtype."""
+    """Return a batch of the same types with all floating tensors cast to one dtype."""
     return with_tensors(batch, lambda x: x.to(dtype) if x.dtype.is_floating_point else x)
 
 
 def _fp32_modules(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """The names of the outermost modules that keep FP32."""
+    """Return the names of the outermost modules that keep FP32."""
     names: set[str] = set()
     for pattern in patterns:
         matches = {n for n, _ in module.named_modules() if n and fnmatchcase(n, pattern)}

@@ -1,8 +1,8 @@
-"""The Python state of a model: everything beside parameters and buffers that one forward can leave to the next.
+"""The Python state of a model: everything except parameters and buffers that one forward can leave to the next.
 
-A program is captured from one forward. The Python state is held in the attributes of modules and of their classes, in
-the objects of these attributes, in the variables that hooks and other functions of the user share with the code around
-them, in the globals of the user's files, and in the random generators of Python and NumPy.
+A program is captured from one forward. The Python state consists of the attributes of modules and of their classes, the
+objects in these attributes, the variables that hooks and other functions of the user share with the code around them,
+the globals of the user's files, and the random generators of Python and NumPy.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ IsSame = Callable[[object, object], bool]
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _LASTING = (nn.Module, type, FunctionType, BuiltinFunctionType, ModuleType)
-"""These are compared by identity, not by contents. Other objects may be created anew at every forward."""
+"""These are compared by identity, not by contents. Other objects may be created anew in every forward."""
 
 _MOST_ITEMS = 10_000
-"""Larger containers hold data: they are compared by their length, and only what was appended is removed again."""
+"""Larger containers hold data: they are compared by their length, and only appended items are removed again."""
 
 _CACHED = type(cache(lambda: None))
 """Functions with a cache of results, which must not keep tensors of a trace."""
@@ -58,7 +58,7 @@ _NUMPY_RANDOM = "the state of numpy.random"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsersCode:
-    """The user's code beside the model's classes: Python modules by name, and functions that a step calls."""
+    """The user's code besides the model's classes: Python modules by name, and functions that a step calls."""
 
     modules: tuple[str, ...]
     functions: tuple[object, ...]
@@ -66,17 +66,17 @@ class UsersCode:
 
 @dataclass(slots=True)
 class PythonState:
-    """The state at one moment. ``leaves`` are comparable values by the names that messages use."""
+    """The state at one time. ``leaves`` are comparable values by their names in messages."""
 
     code: UsersCode
     leaves: dict[str, Leaf] = field(default_factory=dict)
     _restores: list[Callable[[IsSame], None]] = field(default_factory=list)
-    # Alive for as long as the state, so that no two of them share an id.
+    # They are kept alive with the state, so that no two of them share an id.
     _seen: dict[int, object] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module, code: UsersCode) -> PythonState:
-        """The state of a module and of the user's other code."""
+        """Return the state of a module and of the user's other code."""
         state = cls(code)
         for name, module in model.named_modules():
             state._namespace(vars(module), f"{name}." if name else "", _OF_TORCH)
@@ -97,17 +97,20 @@ class PythonState:
         return state
 
     def restore(self) -> None:
-        """Put everything back to this state, but for tensors that others have replaced: the tracer replaces tensors."""
+        """Restore this state, except for tensors that were replaced by others, because the tracer replaces tensors."""
         for restore in self._restores:
             restore(_is_same)
 
     def restore_exactly(self) -> None:
-        """Put everything back to this state, once nothing is traced any more."""
+        """Restore this state completely, after tracing."""
         for restore in self._restores:
             restore(operator.is_)
 
     def changed(self, later: PythonState) -> list[str]:
-        """The names that differ at a later moment, in order; of a container, but not of its items."""
+        """Return the names that differ at a later time, in order.
+
+        A container's own name instead of those of its items.
+        """
         names: list[str] = []
         for name in {**self.leaves, **later.leaves}:
             is_inside = names and name.startswith((f"{names[-1]}[", f"{names[-1]}."))
@@ -126,7 +129,7 @@ class PythonState:
             self._restores.append(lambda _: numpy.random.set_state(state))
 
     def _namespace(self, values: Namespace, prefix: str, without: Set[str]) -> None:
-        """Attributes of a module, or variables; dunder names are Python's own."""
+        """Save the attributes of a module, or variables; names with double underscores are Python's own."""
         saved = {
             name: value
             for name, value in values.items()
@@ -146,7 +149,7 @@ class PythonState:
             self._add(prefix + name, value)
 
     def _callable(self, function: object) -> None:
-        """The state behind a hook or another function of the user: of its object, or of its closure."""
+        """Save the state of a hook or another function of the user: that of its object, or of its closure."""
         match function:
             case functools.partial():
                 for value in (function.func, *function.args, *function.keywords.values()):
@@ -157,13 +160,13 @@ class PythonState:
             case FunctionType():
                 self._closure(inspect.unwrap(function))
             case nn.Module() | type() | None:
-                pass  # modules of the model and their classes are in the state anyway
+                pass  # modules of the model and their classes are saved anyway
             case _ if not (id(function) in self._seen or _is_pythons_or_torchs(type(function))):
                 self._seen[id(function)] = function
                 self._add_mutable(type(function).__name__, function)
 
     def _closure(self, function: Callable[..., object]) -> None:
-        """The variables of a user's function that it shares with the code around it."""
+        """Save the variables that a user's function shares with the code around it."""
         if (
             not isinstance(function, FunctionType)
             or id(function) in self._seen
@@ -178,7 +181,7 @@ class PythonState:
 
     def _add(self, name: str, value: object) -> None:
         if isinstance(value, _PLAIN):
-            # By its text, because NaN is not equal to NaN, and True is equal to 1.
+            # As text, because NaN is not equal to NaN, and True is equal to 1.
             self.leaves[name] = (type(value), repr(value))
         elif isinstance(value, Tensor):
             self.leaves[name] = (Tensor, value.dtype, tuple(value.shape))
@@ -234,9 +237,9 @@ class PythonState:
 
 @cache
 def _names_in_functions(text: str) -> frozenset[str] | None:
-    """The names that the functions and classes of a file mention: no other global can change while they run.
+    """Return the names that a file's functions and classes mention: no other global can change while they run.
 
-    None where any global may, because the text reaches all of them, or is no Python.
+    Return None where any global may change, because the text can access all of them, or is not Python.
     """
     try:
         codes = _inner_codes(compile(text, "<globals>", "exec"))
@@ -255,7 +258,7 @@ def _inner_codes(code: CodeType) -> list[CodeType]:
 
 
 def _unmentioned(module: ModuleType) -> Set[str]:
-    """The globals of a Python module that its functions do not mention."""
+    """Return the globals of a Python module that its functions do not mention."""
     try:
         names = _names_in_functions(inspect.getsource(module))
     except (OSError, TypeError):
@@ -266,7 +269,7 @@ def _unmentioned(module: ModuleType) -> Set[str]:
 def tensor_attributes(
     model: nn.Module, names: Iterable[str]
 ) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """The named attributes of modules that are tensors: module, attribute, tensor."""
+    """Yield the named attributes of modules that are tensors: module, attribute, tensor."""
     for module, attribute, value in _attributes(model, names):
         if isinstance(value, Tensor):
             yield module, attribute, value
@@ -275,14 +278,14 @@ def tensor_attributes(
 def number_attributes(
     model: nn.Module, names: Iterable[str]
 ) -> Iterator[tuple[nn.Module, str, float]]:
-    """The named attributes of modules that are numbers: module, attribute, value."""
+    """Yield the named attributes of modules that are numbers: module, attribute, value."""
     for module, attribute, value in _attributes(model, names):
         if isinstance(value, int | float) and not isinstance(value, bool):
             yield module, attribute, value
 
 
 def _attributes(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[nn.Module, str, object]]:
-    """The named attributes of modules that exist: module, attribute, value."""
+    """Yield the named attributes of modules that exist: module, attribute, value."""
     modules = dict(model.named_modules())
     for name in names:
         owner, _, attribute = name.rpartition(".")
@@ -291,7 +294,7 @@ def _attributes(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[nn.Mod
 
 
 def _own_attributes(value: object) -> Namespace | None:
-    """The attributes of an object that are its state; None where its class is Python's or torch's."""
+    """Return the attributes of an object that are its state; None where its class is Python's or torch's."""
     kind = type(value)
     if _is_pythons_or_torchs(kind):
         return None
@@ -301,7 +304,7 @@ def _own_attributes(value: object) -> Namespace | None:
 
 
 def _progress(iterator: Iterator[object]) -> Leaf:
-    """A value that changes when an iterator of Python's advances, as far as it shows that."""
+    """Return a value that changes when a Python iterator advances, as far as this is visible."""
     frame = iterator.gi_frame if isinstance(iterator, GeneratorType) else None
     if frame is not None:
         variables = {name: repr(x) for name, x in frame.f_locals.items() if isinstance(x, _PLAIN)}
@@ -318,12 +321,12 @@ def _identity(value: object) -> object:
 
 
 def _is_same(current: object, saved: object) -> bool:
-    """Whether nothing has to be restored; a tensor that replaces another one is the tracer's."""
+    """Return whether nothing has to be restored; a tensor that replaces another one is the tracer's."""
     return current is saved or (isinstance(current, Tensor) and isinstance(saved, Tensor))
 
 
 def _forgetting_of(function: functools._lru_cache_wrapper[object]) -> Callable[[IsSame], None]:
-    """A function that empties the cache of another one where that has kept more results since the last time."""
+    """Return a function that clears another one's cache if it has gained results since the last time."""
     misses = function.cache_info().misses
 
     def forget(_: IsSame) -> None:
@@ -342,7 +345,7 @@ def _refill(container: list[object] | deque[object], items: list[object], is_sam
 
 
 def _pairs(container: dict[object, object]) -> dict[object, object]:
-    """What a dict stores. The methods of a subclass may make items on demand, as mappings that import modules do."""
+    """Return the stored items of a dict, because methods of a subclass may create items on demand."""
     base = OrderedDict if isinstance(container, OrderedDict) else dict
     return dict(base.items(container))
 

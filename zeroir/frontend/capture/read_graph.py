@@ -1,6 +1,6 @@
-"""Read torch's joint graph into plain data, and check that a program can hold it.
+"""Reads torch's joint graph into plain data, and checks that a program can represent it.
 
-Ops without effect (``detach``, a copy of equal type, a view that undoes another one) are left out, and so are nodes on
+Ops without effect (``detach``, a copy of equal type, a view that undoes another one) are omitted, and so are nodes on
 which no output depends.
 """
 
@@ -47,11 +47,11 @@ def read_graph(
     plan: ReusePlan | None = None,
     outputs: Sequence[str] = (),
 ) -> JointGraph:
-    """The joint graph as plain data. ``batch`` are the paths of the batch's tensors, after which come the seeds.
+    """Return the joint graph as plain data. ``batch`` are the paths of the batch's tensors, which precede the seeds.
 
-    ``outputs`` are the paths of what the graph yields after the loss. ``prefix`` is removed from the names of
-    parameters and buffers. ``place`` stands in refusals for the line of what the tracer made by itself. A node for the
-    call of a whole block is replaced by the nodes of its block graph in ``plan``.
+    ``outputs`` are the paths of the graph's outputs after the loss. ``prefix`` is removed from the names of parameters
+    and buffers. ``place`` replaces the line in errors for nodes that the tracer created on its own. A node for the call
+    of a whole block is replaced by the nodes of its block graph in ``plan``.
 
     Raises:
         UserError: where the model uses an operator, element type or argument that programs do not have.
@@ -99,18 +99,18 @@ class _Reader:
     nodes: list[JointNode] = field(default_factory=list)
     types: list[TensorType | None] = field(default_factory=list)
     aliases: list[Alias] = field(default_factory=list)
-    # The numbers of the results of every fx node.
+    # the numbers of the results of every fx node
     values: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     constants: dict[tuple[bytes, TensorType], int] = field(default_factory=dict)
-    # The value that each view was made from.
+    # the value that each view was created from
     parents: dict[int, int] = field(default_factory=dict)
-    # The values that the backward computes.
+    # the values that the backward computes
     backward_values: set[int] = field(default_factory=set)
     # The nodes of a block graph are read once for each call of the block.
     facts: dict[fx.Node, NodeFacts] = field(default_factory=dict)
-    # The values of the forward of each block, for its backward.
+    # the values of the forward of each block, for its backward
     forwards: dict[int, dict[fx.Node, tuple[int, ...]]] = field(default_factory=dict)
-    # The origins of the block that is being read.
+    # the origins of the block that is being read
     origins: Sequence[NodeOrigin] = ()
 
     def value(self, node: fx.Node) -> int:
@@ -214,7 +214,7 @@ class _Reader:
         return cast("int", node.args[1])
 
     def _block(self, node: fx.Node) -> tuple[BlockGraph, Sequence[NodeOrigin]]:
-        """The graph of the block whose call a node represents, and the origins of the calls in it."""
+        """Return the graph of the block whose call a node represents, and the origins of the calls in it."""
         if self.plan is None:
             raise InternalError("the joint graph has a node for a block without a block graph")
         index = self._call_index(node)
@@ -227,11 +227,11 @@ class _Reader:
         return facts
 
     def _place(self, node: fx.Node) -> str:
-        """``file:line`` of a node, for refusals."""
+        """Return ``file:line`` of a node, for errors."""
         return self._origin(node).source or self.place
 
     def _origin(self, node: fx.Node) -> NodeOrigin:
-        """The origin of a node; the annotation of a block graph's node is the index of a call in the block."""
+        """Return the origin of a node; the annotation of a block graph's node is the index of a call in the block."""
         annotation = annotation_of(node)
         return self.origins[annotation] if isinstance(annotation, int) else origin_of(node)
 
@@ -249,7 +249,7 @@ class _Reader:
         if is_copy and operand is not None and self.types[operand] == first_type:
             self.values[node] = (operand,)
             return
-        # Relative to the root: the viewed tensor may be a copy that was left out and had a storage of its own.
+        # Relative to the root: the viewed tensor may be an omitted copy, with its own storage.
         offset = 0 if parent is None else self.aliases[parent].offset
         offsets = [offset + step for step in facts.offsets]
         if parent is not None and len(facts.types) == 1 and first_type is not None:
@@ -301,7 +301,7 @@ class _Reader:
         return self.value(first) if isinstance(first, fx.Node) else None
 
     def _equal_ancestor(self, parent: int, kind: TensorType, offset: int) -> int | None:
-        """The value up a chain of views that equals a new view, if that undoes the views between them."""
+        """Return the ancestor in a chain of views that equals a new view, if that undoes the views between them."""
         alias = Alias(root=self.aliases[parent].root, offset=offset)
         at: int | None = parent
         while at is not None:
@@ -344,7 +344,7 @@ class _Reader:
 
 
 def _without_empty_tensors(op: torch._ops.OpOverload, node: fx.Node) -> tuple[object, ...]:
-    """The arguments, without the tensors of shape (0,) that a concatenation ignores."""
+    """Return the arguments, without the tensors of shape (0,) that a concatenation ignores."""
     if op is not aten.cat.default:
         return node.args
     tensors, *rest = cast("tuple[list[fx.Node], int]", node.args)
@@ -359,7 +359,7 @@ def _attribute(module: object, name: str) -> object:
 
 
 def without_dead_nodes(joint: JointGraph) -> JointGraph:
-    """The graph with only the nodes on which its results depend."""
+    """Return the graph with only the nodes on which its results depend."""
     results = (*joint.gradients, *joint.mutations, *joint.outputs)
     needed = {joint.loss, *(value for _, value in results)}
     live: list[JointNode] = []

@@ -1,7 +1,7 @@
-"""Tensors of a model that are different objects in the same memory, as ``nn.Parameter(w.data[:8])``.
+"""Tensors of a model that are different objects with the same memory, such as ``nn.Parameter(w.data[:8])``.
 
-A program stores each parameter and buffer separately, so a change of one would not change the other. Two that have the
-same elements in the same order become one, as tied parameters are; others are refused where that would matter.
+A program stores each parameter and buffer separately, so a change of one would not change the other. Two with the same
+elements in the same order become one, like tied parameters; others are rejected where that would matter.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ NamePair = tuple[str, str]
 
 
 def tie_equal_tensors(model: nn.Module) -> list[NamePair]:
-    """Make parameters that are the same memory one parameter, and buffers one buffer; the names of those it tied.
+    """Merge parameters with the same memory, and buffers with the same memory; return the pairs of names.
 
-    Parameters with hooks stay, because a hook sees the gradient of one name.
+    Parameters with hooks are not merged, because a hook sees the gradient of one name.
     """
     parameters: dict[_Place, tuple[str, nn.Parameter]] = {}
     buffers: dict[_Place, tuple[str, Tensor]] = {}
@@ -47,7 +47,7 @@ def tie_equal_tensors(model: nn.Module) -> list[NamePair]:
 
 
 def note_on_ties(tied: Sequence[NamePair]) -> str | None:
-    """A sentence on parameters that became one; None where there are none."""
+    """Return a sentence on merged parameters; None where there are none."""
     if not tied:
         return None
     first, second = tied[0]
@@ -68,7 +68,7 @@ def _place(tensor: Tensor) -> _Place:
 
 
 def overlapping_tensors(model: nn.Module) -> list[NamePair]:
-    """Names of the buffers that share elements with a parameter or another buffer, parameters first.
+    """Return the names of buffers that share elements with a parameter or another buffer, parameters first.
 
     Raises:
         UserError: where two parameters share elements.
@@ -122,7 +122,7 @@ def _share_elements(a: Tensor, b: Tensor) -> bool:
         return False
     if a.dtype != b.dtype:
         return True
-    # Spans may overlap without a shared element, as those of two columns of a matrix.
+    # Ranges may overlap without a shared element, such as those of two columns of a matrix.
     marks = torch.zeros(max(stops) // a.itemsize, dtype=torch.bool, device="cpu")
     marks.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
     return bool(marks.as_strided(b.shape, b.stride(), b.storage_offset()).any())

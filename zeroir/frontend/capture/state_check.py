@@ -1,12 +1,12 @@
-"""Check that a model's second forward computes the same as its first, where the first changed the Python state.
+"""Checks that a model's second forward computes the same as its first, where the first changed the Python state.
 
 A program repeats the first forward at every step. So the model is captured again with the state that the first forward
-left behind. The program computes what the model computes if the two graphs are equal and the state has settled, or if
-the first forward only kept tensors that never change again: the program computes those anew at every step.
+left. The program is correct if the two graphs are equal and the state no longer changes, or if the first forward only
+stored tensors that never change again: the program computes those at every step.
 
-State that changes at every call is refused, since a later forward or the user's own code may read it. Only numbers that
-provably enter nothing but their own next values, as in ``self.calls += 1``, are allowed, with a warning: the model is
-captured once more with objects in their place that can be added and multiplied, but not read.
+State that changes at every call is rejected, because a later forward or the user's own code may read it. The exception
+are numbers that provably affect only their own next values, as in ``self.calls += 1``, which cause a warning: the model
+is captured once more with objects instead of them that can be added and multiplied, but not read.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def note_on_state(
     step: LossStep,
     capture: Callable[[], JointGraph],
 ) -> str | None:
-    """A sentence on the state that forward changes and a program does not; None where the next forward is the same.
+    """Return a sentence on state that forward changes and a program does not; None where the next forward is the same.
 
-    ``joint`` is the graph that ``capture`` made from the present state of ``step``, which is restored at the end.
+    ``joint`` is the graph that ``capture`` created from the present state of ``step``, which is restored at the end.
 
     Raises:
-        UserError: where the next forward computes something else, or every forward leaves another state behind.
+        UserError: where the next forward computes something else, or every forward leaves another state.
     """
     first = step.state
     second = PythonState.of(model, step.state.code)
@@ -69,7 +69,7 @@ def _is_captured_alike(joint: JointGraph, capture: Callable[[], JointGraph]) -> 
 
 
 def _computation(joint: JointGraph) -> JointGraph:
-    """A joint graph whose nodes do not say where in the model they come from."""
+    """Return a joint graph without the origins of its nodes."""
     nodes = tuple(replace(node, origin=None, source="") for node in joint.nodes)
     return replace(joint, nodes=nodes)
 
@@ -81,7 +81,10 @@ def _counter_note(
     names: Sequence[str],
     capture: Callable[[], JointGraph],
 ) -> str | None:
-    """A sentence on numbers that change at every call and enter nothing; None without; UserError for other state."""
+    """Return a sentence on numbers that change at every call without effect; None without any.
+
+    UserError for other state.
+    """
     if not names:
         return None
     counters = list(number_attributes(model, names))
@@ -104,7 +107,7 @@ def _enter_nothing(
     counters: Sequence[tuple[nn.Module, str, float]],
     capture: Callable[[], JointGraph],
 ) -> bool:
-    """Whether the model can be captured alike with unreadable numbers in the place of ``counters``."""
+    """Return whether capture gives the same graph with unreadable numbers instead of ``counters``."""
     reads: list[str] = []
     try:
         for module, name, _ in counters:
@@ -119,7 +122,10 @@ def _enter_nothing(
 
 
 class UnreadableNumber:
-    """Stands for any number. Arithmetic with plain numbers gives another one; all else is noted in ``reads``."""
+    """Represents any number.
+
+    Arithmetic with plain numbers returns another one; every other use is noted in ``reads``.
+    """
 
     __slots__ = ("reads",)
 
@@ -156,7 +162,7 @@ def _kept_tensor_note(
     changed: Sequence[str],
     capture: Callable[[], JointGraph],
 ) -> str:
-    """A sentence on tensors that the first forward keeps and later ones use; UserError where later ones change them."""
+    """Return a sentence on tensors that the first forward stores and later ones use; UserError where they change."""
     step.state.restore()
     attributes = list(tensor_attributes(model, changed))
     refusal = UserError(

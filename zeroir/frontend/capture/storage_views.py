@@ -29,7 +29,7 @@ _SPLITS = (
 
 
 def rewrite_storage_views(graph: fx.Graph) -> None:
-    """Rewrite a traced graph in place; the metadata of its nodes hold the tracer's fake tensors."""
+    """Rewrite a traced graph in place; the metadata of its nodes has the tracer's fake tensors."""
     for node in list(graph.nodes):
         if node.target in _VIEWS:
             _rewrite_view(node)
@@ -42,7 +42,7 @@ def rewrite_storage_views(graph: fx.Graph) -> None:
 
 
 def bounds_error(node: fx.Node) -> str | None:
-    """The excess of a rewritten view over its tensor, as the end of a sentence; None where there is none.
+    """Return by how much a rewritten view exceeds its tensor, as the end of a sentence; None where it does not.
 
     Fake tensors have no memory, so the tracer does not check it.
     """
@@ -94,7 +94,7 @@ def _rewrite_split(node: fx.Node) -> None:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The value that owns the storage of a node's value."""
+    """Return the value that owns the storage of a node's value."""
     while node.op == "call_function":
         (maker, *_) = node.all_input_nodes if node.target is operator.getitem else (node,)
         if not _is_view(maker):

@@ -1,1 +1,1 @@
-"""Cut a joint graph into units and segments, and lower them to a logical program."""
+"""Cuts a joint graph into units and segments, and lowers them to a logical program."""

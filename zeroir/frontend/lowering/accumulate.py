@@ -61,13 +61,13 @@ from zeroir.ir.program import (
 from zeroir.ir.reports import Quantity, with_report
 
 _SUMMED_LOSS = "summed_loss"
-"""The sum of the losses of the step, which the update clears in its own buffer."""
+"""The sum of the losses of the step; the update clears the buffer in which they are added."""
 _WEIGHT_SUM = "weight_sum"
 """The sum of the weights of the micro-steps so far."""
 
 
 def accumulate(program: Program) -> Program:
-    """The program for any number of micro-steps; it must be a logical one for one micro-step, weighted or not."""
+    """Return the program for any number of micro-steps; it must be a logical one for one micro-step."""
     if program.loss is None or MICRO_STEP in program.section_by_name:
         raise InternalError(
             "only a logical program for one micro-step, with a loss, can accumulate"
@@ -79,8 +79,8 @@ def accumulate(program: Program) -> Program:
 class _Accumulator:
     """One run.
 
-    ``flats`` maps each buffer into which calls put gradients to its flat, and ``sums`` every buffer that the update
-    reads such a gradient from, also as a widened copy, to the buffer of the FP32 sum.
+    ``flats`` maps each buffer to which calls write gradients to its flat. ``sums`` maps every buffer from which the
+    update reads such a gradient, or a widened copy of it, to the buffer of the FP32 sum.
     """
 
     program: Program
@@ -175,13 +175,13 @@ class _Accumulator:
         yield from self._finish(finished)
 
     def _contributed(self, op: Op) -> Iterator[str]:
-        """The buffers into which the op puts gradients."""
+        """Yield the buffers to which the op writes gradients."""
         for destination in op.destinations if isinstance(op, ops.Compute) else ():
             if destination is not None and destination.gradient is not None:
                 yield destination.view.region.buffer
 
     def _op(self, op: Op) -> Iterator[Op]:
-        """The op, with losses added up; a weighted program adds up weights by the op that begins the micro-step."""
+        """Yield the op, with losses added; in a weighted program the op that starts the micro-step adds the weights."""
         match op:
             case ops.Cast() if op.destination.buffer == self.loss:
                 yield replace(op, mode=Mode.ACCUMULATE)
@@ -194,7 +194,7 @@ class _Accumulator:
                 yield op
 
     def _finish(self, names: Iterable[str]) -> Iterator[Op]:
-        """Add complete gradients to the sums, and release them."""
+        """Yield ops that add complete gradients to the sums, and release them."""
         for name in names:
             gradient = self._whole(name)
             total = replace(gradient, buffer=self.sums[name])
@@ -207,7 +207,10 @@ class _Accumulator:
     # ------------------------------------------------------------------------------------------------------ update
 
     def _update(self, body: Iterable[Op]) -> Iterator[Op]:
-        """The update on the sums. Each is cleared behind the ops of its flat, before the next optimizer step."""
+        """Yield the update on the sums.
+
+        Each sum is cleared after the ops of its flat, before the next optimizer step.
+        """
         used: list[Region] = []
         for op in body:
             if isinstance(op, ops.Direction | ops.OptimizerStep | ops.UpdateScale):
@@ -234,7 +237,7 @@ class _Accumulator:
         return replace(region, buffer=self.sums.get(region.buffer, region.buffer))
 
     def _complete(self, state: State) -> State:
-        """The state when the sums are complete, and not the gradients of one micro-step."""
+        """Return the state in which the sums are complete, instead of the gradients of one micro-step."""
         holdings = [
             replace(holding, region=self._summed(holding.region))
             for holding in state.holdings
@@ -245,7 +248,7 @@ class _Accumulator:
 
 
 def _clear(regions: list[Region]) -> Iterator[Op]:
-    """Fill the regions with zeros, and forget them."""
+    """Yield ops that fill the regions with zeros, and clear the list."""
     for region in regions:
         yield ops.Fill(destination=region, value=0.0, stream=COMPUTE)
     regions.clear()

@@ -1,4 +1,4 @@
-"""Emit the logical program: one device's training step of one micro-step on flat buffers, without ZeRO."""
+"""Emits the logical program: one device's training step of one micro-step on flat buffers, without ZeRO."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def lower(
     options: CompileOptions,
     evaluation_calls: Sequence[SegmentCall] = (),
 ) -> Program:
-    """The logical program of the segment calls of a step, and of an evaluation if one was captured, in execution order.
+    """Return the logical program of a step's segment calls, and of those of an evaluation, in execution order.
 
-    ``owners`` gives the unit of every parameter that no segment of the step uses.
+    ``owners`` has the unit of every parameter that no segment of the step uses.
 
     Raises:
         UserError: where no parameter is trained.
@@ -149,10 +149,10 @@ def _flats(
     options: CompileOptions,
     states_by_name: Mapping[str, KeptStates],
 ) -> tuple[Flat, ...]:
-    """The flats in the order of the units' first forwards; in each, parameters in the order of first use.
+    """Return the flats in the order of the units' first forwards, each with parameters in the order of first use.
 
-    ``states_by_name`` says what the optimizer keeps of each trained parameter. Parameters of which it keeps different
-    states stand in different flats.
+    ``states_by_name`` has the optimizer states of each trained parameter. Parameters with different states are in
+    different flats.
     """
     infos = {info.name: info for info in captured.parameters}
     unit_of: dict[str, str] = {}
@@ -207,7 +207,7 @@ def _flats(
 
 
 def _states_suffix(states: KeptStates, usual: KeptStates) -> str:
-    """What the name of a flat says of its states where they are not the usual ones."""
+    """Return the suffix of a flat's name for its states, where they are not the usual ones."""
     suffix = f".{states.algorithm}" if states.algorithm is not usual.algorithm else ""
     if states.form != usual.form and states.algorithm.has_states_of_elements:
         suffix += f".{states.form.bits}bit"
@@ -221,7 +221,7 @@ def _parameter(info: TensorInfo) -> Parameter:
 def _state_buffers(
     flats: Sequence[Flat], options: CompileOptions, states_by_name: Mapping[str, KeptStates]
 ) -> list[Buffer]:
-    """Parameters, gradients, master weights, optimizer states and averages of one device."""
+    """Return buffers of parameters, gradients, master weights, optimizer states and averages of one device."""
     buffers: list[Buffer] = []
 
     def add(
@@ -273,7 +273,7 @@ def _state_buffers(
 
 
 def _fingerprint(flats: Sequence[Flat], calls: Sequence[SegmentCall]) -> str:
-    """SHA-256 of the structure of the model: its flats and the calls of its segments."""
+    """Return the SHA-256 of the structure of the model: its flats and the calls of its segments."""
     segments = {call.segment.name: call.segment for call in calls}
     digests = {name: segment.digest() for name, segment in segments.items()}
     structure = [

@@ -62,7 +62,7 @@ _WEIGHTED_LOSS = "weighted_loss"
 
 
 def add_micro_batch_weights(program: Program) -> Program:
-    """The program with weights of its micro-batches; it must be a logical one for one micro-step."""
+    """Return the program with weights of its micro-batches; it must be a logical one for one micro-step."""
     if program.loss is None or MICRO_STEP in program.section_by_name:
         raise InternalError(
             "only a logical program for one micro-step, with a loss, can be weighted"
@@ -97,7 +97,7 @@ def add_micro_batch_weights(program: Program) -> Program:
 
 
 def one_number(name: str, content: Content | None = None) -> Buffer:
-    """A scalar buffer of one FP32 number on the device; it holds the value of its own name unless said otherwise."""
+    """Return a buffer of one FP32 number on the device; by default its content is the value of its own name."""
     return Buffer(
         name=name,
         dtype=DType.F32,
@@ -109,17 +109,17 @@ def one_number(name: str, content: Content | None = None) -> Buffer:
 
 
 def first(buffer: str) -> Region:
-    """The first element of a buffer."""
+    """Return the first element of a buffer."""
     return Region(buffer=buffer, offset=0, numel=1)
 
 
 def cast(source: str, destination: str, mode: ops.Mode = ops.Mode.WRITE) -> ops.Cast:
-    """Copy one number, or add it."""
+    """Return an op that copies one number, or adds it."""
     return ops.Cast(source=first(source), destination=first(destination), mode=mode, stream=COMPUTE)
 
 
 def with_batch_loss(op: ops.Compute, loss: str) -> ops.Compute | None:
-    """The call with its loss in ``%batch_loss``; None where it does not compute the loss."""
+    """Return the call with its loss in ``%batch_loss``; None where it does not compute the loss."""
     destinations = tuple(
         replace(d, view=replace(d.view, region=first(BATCH_LOSS)))
         if d is not None and d.view.region.buffer == loss
@@ -157,7 +157,7 @@ def _weighted_micro_step(section: Section, program: Program) -> Section:
 
 
 def _scaled(source: str, temporary: str) -> Iterator[Op]:
-    """A new temporary buffer that holds a number times the weight of the micro-batch."""
+    """Yield ops that write a number times the weight of the micro-batch to a new temporary buffer."""
     yield ops.Alloc(buffer=temporary, stream=COMPUTE)
     yield cast(source, temporary)
     yield ops.Scale(region=first(temporary), by=first(BATCH_WEIGHT), stream=COMPUTE)
@@ -183,7 +183,7 @@ def _divided(section: Section) -> Section:
 
 
 def _by_weight(body: Sequence[Op]) -> Iterator[Op]:
-    """The update's ops, which divide by the weight, and are skipped where it is 0."""
+    """Yield the update's ops, which divide by the weight, and are skipped where it is 0."""
     skip = first(SKIP)
     for op in body:
         match op:

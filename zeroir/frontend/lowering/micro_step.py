@@ -54,7 +54,7 @@ from zeroir.ir.segments.segment import TensorType
 class SegmentCallsBuilder:
     """Builds the ops of one micro-step, or of an evaluation.
 
-    It adds the buffers that they need beside those of the flats to ``buffers``, and those of module buffers and
+    It adds the buffers that they need, apart from those of the flats, to ``buffers``, and those of module buffers and
     constants to ``bindings``.
     """
 
@@ -77,7 +77,7 @@ class SegmentCallsBuilder:
         self._module_buffers = {
             name: info for info in self.captured.buffers for name in (info.name, *info.aliases)
         }
-        # The last call that reads the initial value of each module buffer.
+        # the last call that reads the initial value of each module buffer
         self._last_read = {
             self._module_buffers[item.name].name: at
             for at, call in enumerate(self.calls)
@@ -97,7 +97,7 @@ class SegmentCallsBuilder:
             self._persistent("rng", sites, Role.RNG, Space.HOST)
 
     def ops(self) -> list[Op]:
-        """Every segment call, with the allocs before it and the releases after it."""
+        """Return every segment call, with the allocs before it and the releases after it."""
         last_use: dict[int, int] = {}
         saved: set[int] = set()
         for at, call in enumerate(self.calls):
@@ -129,7 +129,7 @@ class SegmentCallsBuilder:
         return self._ops + self._deferred
 
     def _destination(self, at: int, sink: Sink, kind: TensorType, saved: set[int]) -> Destination:
-        """The destination of a result of call ``at``; ops that must precede the call are appended."""
+        """Return the destination of a result of call ``at``; append ops that must precede the call."""
         match sink:
             case StoredSink(root=root):
                 call = self.calls[at]
@@ -158,7 +158,7 @@ class SegmentCallsBuilder:
                 return self._gradient(name)
 
     def _temporary_name(self, call: SegmentCall, *, is_saved: bool) -> str:
-        """The unit, ``saved``, ``h`` (forward), ``d`` (backward) or ``eval``, and a number."""
+        """Return a name: the unit, ``saved``, ``h`` (forward), ``d`` (backward) or ``eval``, and a number."""
         kind = "d" if call.is_backward else "saved" if is_saved else "h"
         if self.evaluation is not None:
             kind = "eval"
@@ -168,14 +168,14 @@ class SegmentCallsBuilder:
         return f"{stem}.{self._name_counts[stem] - 1}"
 
     def _allocated(self, name: str, dtype: DType, numel: int, role: Role) -> Buffer:
-        """A new temporary buffer."""
+        """Return a new temporary buffer."""
         buffer = Buffer(name=name, dtype=dtype, numel=numel, space=Space.DEVICE, role=role)
         self.buffers[name] = buffer
         self._ops.append(Alloc(buffer=name, stream=COMPUTE))
         return buffer
 
     def _new_value_buffer(self, target: Buffer) -> Buffer:
-        """A temporary buffer for the new value of a module buffer, which is copied after all segment calls."""
+        """Return a temporary buffer for the new value of a module buffer, which is copied after all segment calls."""
         name = f"{target.name}.new"
         new_value = self._allocated(name, target.dtype, target.numel, Role.ACTIVATION)
         self._deferred += [
@@ -222,7 +222,7 @@ class SegmentCallsBuilder:
                 raise AssertionError("parameters are bound by name")
 
     def _constant_name(self, kind: TensorType, data: bytes | None) -> str:
-        """The name of the same constant in the micro-step, or a new one."""
+        """Return the name of the same constant in the micro-step, or a new one."""
         for binding in self.bindings.values():
             is_same = (binding.shape, binding.data) == (kind.shape, data)
             if is_same and self.buffers[binding.buffer].dtype is kind.dtype:
@@ -263,7 +263,7 @@ class SegmentCallsBuilder:
 
 
 def output_buffers(joint: JointGraph) -> dict[str, str]:
-    """The names of the buffers of an evaluation's outputs, by path: the words of the path, and a number if need be."""
+    """Return the names of an evaluation's output buffers, by path: the words of the path, and a number if necessary."""
     names: dict[str, str] = {}
     for path, _ in joint.outputs:
         stem = ".".join(("output", *re.findall(r"\w+", path)))

@@ -1,4 +1,4 @@
-"""The optimizer groups of a model: the parameters of each group, and the options that they train with."""
+"""The optimizer groups of a model: the parameters of each group, and the options with which they are trained."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class ParameterGroup:
 def parameter_groups(
     parameters: Iterable[Parameter], options: CompileOptions
 ) -> tuple[ParameterGroup, ...]:
-    """The groups that have parameters among these, the trained ones: first those in no group, then in the order given.
+    """Return the groups that have trained parameters: first those in no group, then the others in the order given.
 
     A parameter is in the first group that matches one of its names.
 
     Raises:
-        UserError: where no parameter is in a group, or where two groups have one name.
+        UserError: where no parameter is in a group, or where two groups have the same name.
     """
     parameters = tuple(parameters)
     specs = options.groups
@@ -78,7 +78,7 @@ def parameter_groups(
 def _split(
     name: str, parameters: Sequence[Parameter], options: OptimizerOptions, *, no_decay: bool
 ) -> list[ParameterGroup]:
-    """A group, without the parameters that its optimizer does not take: the usual one does, by its defaults."""
+    """Return a group, and one with the default optimizer for the parameters that its optimizer does not support."""
     taken = list(parameters)
     if options.algorithm.takes_matrices_alone:
         taken = [p for p in parameters if len(p.shape) == MATRIX_DIMENSIONS]
@@ -94,7 +94,7 @@ def _split(
 def _split_by_decay(
     name: str, parameters: Sequence[Parameter], options: OptimizerOptions, *, is_split: bool
 ) -> list[ParameterGroup]:
-    """A group, or two where it is split into parameters with and without weight decay; empty ones are left out."""
+    """Return a group, or two where it is split by weight decay; empty ones are omitted."""
     undecayed: set[str] = set()
     if is_split and options.effective_weight_decay:
         undecayed.update(p.name for p in parameters if len(p.shape) < FEWEST_DECAYED_DIMENSIONS)
@@ -124,19 +124,19 @@ def _empty(text: str, parameters: Sequence[Parameter], *, is_matched: bool) -> s
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class KeptStates:
-    """What the optimizer keeps of a parameter: the states of its algorithm, in some form."""
+    """The optimizer's states of a parameter: those of its algorithm, in some form."""
 
     algorithm: Algorithm
     form: StateForm
 
 
 def kept_states(groups: Iterable[ParameterGroup]) -> Mapping[str, KeptStates]:
-    """What the optimizer keeps of each parameter."""
+    """Return the optimizer's states of each parameter."""
     return {name: states_of(group.options) for group in groups for name in group.parameters}
 
 
 def states_of(options: OptimizerOptions) -> KeptStates:
-    """What the optimizer of these options keeps."""
+    """Return the states of the optimizer of these options."""
     form = StateForm.FP32
     if options.algorithm.has_states_of_elements:
         form = form_of_bits(options.bits)
@@ -146,9 +146,9 @@ def states_of(options: OptimizerOptions) -> KeptStates:
 def declared_groups(
     groups: Sequence[ParameterGroup], flats: Iterable[Flat]
 ) -> tuple[OptimizerGroup, ...]:
-    """The groups of a program with these trained flats.
+    """Return the groups of a program with these trained flats.
 
-    Between parameters an interval ends where the next parameter begins, so that intervals cover the padding, too.
+    Between parameters an interval ends where the next parameter starts, so intervals cover the padding as well.
     """
     group_of = {name: group.name for group in groups for name in group.parameters}
     intervals: dict[str, list[tuple[str, int, int]]] = {group.name: [] for group in groups}

@@ -1,4 +1,4 @@
-"""Assign every node of the joint graph to one call of one unit, to its forward or its backward.
+"""Assigns every node of the joint graph to the forward or the backward of one call of one unit.
 
 Consecutive forward nodes of one unit's call belong together. Nodes between two units join the call before them unless
 they use parameters of their own. A backward node belongs to the call of the forward node that it differentiates, or to
@@ -18,7 +18,7 @@ from zeroir.frontend.lowering.units import ROOT, ROOT_MID, ROOT_POST, ROOT_PRE, 
 
 @dataclass(slots=True)
 class UnitCall:
-    """One call of a unit. ``label`` names its segments; ``index`` is its call index, from 0 on."""
+    """One call of a unit. ``label`` names its segments; ``index`` is its call index, from 0."""
 
     unit: str
     label: str
@@ -36,7 +36,10 @@ class _ForwardRange:
 
 
 def partition(joint: JointGraph, units: Units, canonical: Mapping[str, str]) -> list[UnitCall]:
-    """The unit calls in the order of their forwards. ``canonical`` maps every name of a parameter to its first."""
+    """Return the unit calls in the order of their forwards.
+
+    ``canonical`` maps every name of a parameter to its first.
+    """
     parents = {result: node for node in joint.nodes for result in node.results}
     names = {
         item.value: canonical[item.name]
@@ -52,7 +55,7 @@ def partition(joint: JointGraph, units: Units, canonical: Mapping[str, str]) -> 
 def parameter_of(
     value: int, parents: Mapping[int, JointNode], names: Mapping[int, str]
 ) -> str | None:
-    """The parameter of which a value is a view or cast, or a chain of them; None for other values."""
+    """Return the parameter of which a value is a view or cast, or a chain of them; None for other values."""
     while value not in names:
         node = parents.get(value)
         if node is None or not (node.is_view or node.op == "aten._to_copy.default"):
@@ -62,17 +65,17 @@ def parameter_of(
 
 
 def _forward_ranges(joint: JointGraph, units: Units) -> list[_ForwardRange]:
-    """The forward nodes in maximal ranges of one call of a unit's module, or of none."""
+    """Return the forward nodes in maximal ranges of one call of a unit's module, or of none."""
     ranges: list[_ForwardRange] = []
     range_of: dict[int, int] = {}
-    # Torch copies new values to the buffers of modules behind the whole forward, wherever it computes them.
+    # Torch copies new values to the buffers of modules after the whole forward, wherever it computes them.
     new_values = {value for _, value in joint.mutations}
     for node in joint.nodes:
         if node.is_backward:
             continue
         is_copied = node.op == "aten.copy.default" and not new_values.isdisjoint(node.results)
         if (node.calls is None or is_copied) and ranges:
-            # Of no module: as early as its arguments allow.
+            # Belongs to no module: placed as early as its arguments allow.
             at = max(
                 (range_of[ref] for ref in node.refs() if ref in range_of), default=len(ranges) - 1
             )
@@ -89,7 +92,7 @@ def _forward_ranges(joint: JointGraph, units: Units) -> list[_ForwardRange]:
 def _merged(
     ranges: list[_ForwardRange], parents: Mapping[int, JointNode], names: Mapping[int, str]
 ) -> list[_ForwardRange]:
-    """Join a range between two unit calls to the call before it, unless it uses parameters of its own."""
+    """Merge a range between two unit calls into the call before it, unless it uses parameters of its own."""
     merged: list[_ForwardRange] = []
     for at, current in enumerate(ranges):
         is_between = current.call is None and 0 < at < len(ranges) - 1
@@ -113,7 +116,7 @@ def _unit_calls(
     parents: Mapping[int, JointNode],
     names: Mapping[int, str],
 ) -> list[UnitCall]:
-    """A unit call for each range; ranges outside the units belong to parts of the root."""
+    """Return a unit call for each range; ranges outside the units belong to parts of the root."""
     unit_of: dict[str, str] = {}
     counts: dict[str, int] = {}
     middle = [r for r in ranges[1:-1] if r.call is None]
@@ -165,7 +168,7 @@ def _add_backward(joint: JointGraph, unit_calls: list[UnitCall]) -> None:
         )
         at: int | None = None
         if node.origin is not None:
-            # The nearest forward node at or before its origin, since its own may have been left out.
+            # The nearest forward node at or before its origin, because its own may have been omitted.
             nearest = max(bisect.bisect_right(keys, node.origin) - 1, 0)
             at = min(origins[nearest][1], latest)
         elif any(ref in call_of for ref in node.refs()):
@@ -191,7 +194,7 @@ def _add_backward(joint: JointGraph, unit_calls: list[UnitCall]) -> None:
 
 
 def _users(joint: JointGraph, nodes: list[JointNode]) -> dict[int, list[JointNode]]:
-    """The nodes that use each result of some nodes."""
+    """Return the nodes that use each result of the given nodes."""
     users: dict[int, list[JointNode]] = {result: [] for node in nodes for result in node.results}
     if users:
         for node in joint.nodes:

@@ -1,4 +1,4 @@
-"""The segment calls of a step: what the frontend cuts the joint graph into and lowers to ops."""
+"""The segment calls of a step, which the frontend cuts from the joint graph and lowers to ops."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LossSink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSink:
-    """An output that an evaluation yields at this path of the user's outputs."""
+    """An output that an evaluation returns at this path of the user's outputs."""
 
     path: str
 
@@ -60,7 +60,7 @@ Sink = StoredSink | GradientSink | BufferSink | LossSink | OutputSink
 class SegmentCall:
     """A segment with a source for each input and a sink for each output.
 
-    ``unit`` and ``call_index`` say which call of which unit it is a part of.
+    ``unit`` and ``call_index`` identify the call of a unit to which it belongs.
     """
 
     segment: Segment

@@ -1,8 +1,8 @@
-"""Cut the joint graph into segments: the forward and the backward of every call of a unit.
+"""Cuts the joint graph into segments: the forward and the backward of every call of a unit.
 
-A value from another segment is bound as a strided view of its root, so a view is never stored beside its root. Views
-and casts of parameters are recomputed from the parameter in each segment that uses them. A gradient to which several
-unit calls contribute is split: each call yields its own contribution.
+A value from another segment is passed as a strided view of its root, so a view is never stored in addition to its root.
+Views and casts of parameters are recomputed from the parameter in each segment that uses them. A gradient to which
+several unit calls contribute is split: each call returns its own contribution.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def cut(
     forward: str = "forward",
     existing: Iterable[Segment] = (),
 ) -> tuple[SegmentCall, ...]:
-    """The segment calls in execution order: forwards, then backwards. Equal segments are one object.
+    """Return the segment calls in execution order: forwards, then backwards. Equal segments are one object.
 
-    ``canonical`` maps every name of a parameter to its first. ``forward`` is what the names of segments before the loss
-    end in. A segment that is equal to one of ``existing``, which have other names, is that one.
+    ``canonical`` maps every name of a parameter to its first. ``forward`` is the suffix of the names of segments before
+    the loss. A segment that is equal to one of ``existing``, which have other names, is replaced by that one.
     """
     return _shared(_Cutter(joint, unit_calls, canonical, forward).cut(), existing)
 
@@ -105,7 +105,7 @@ class _Cutter:
 
     def _add_sink(self, value: int, sink: Sink) -> None:
         if value not in self.segment_of:
-            # The value is an input: copy it where the backward begins, or in the first forward.
+            # The value is an input: copy it where the backward starts, or in the first forward.
             value = self._copied(
                 value, len(self.segments) // 2 if isinstance(sink, GradientSink) else 0
             )
@@ -162,7 +162,7 @@ class _Cutter:
                 self._add_sink(total, GradientSink(parameter=self.canonical[name]))
 
     def _contributions(self, value: int, uses: Mapping[int, int]) -> list[int]:
-        """The terms of a sum of gradients, in the order of addition; a sum within one segment is one term."""
+        """Return the terms of a sum of gradients, in the order of addition; a sum within one segment is one term."""
         node = self.parents.get(value)
         if node is None or not node.is_gradient_sum or uses.get(value, 0) > 1:
             return [value]
@@ -202,7 +202,7 @@ class _Cutter:
         )
 
     def _live(self, at: int) -> list[JointNode]:
-        """The nodes on which the segment's outputs depend, in execution order."""
+        """Return the nodes on which the segment's outputs depend, in execution order."""
         segment = self.segments[at]
         needed = {value for value, _ in segment.sinks}
         live: list[JointNode] = []
@@ -213,13 +213,13 @@ class _Cutter:
         return list(reversed(live))
 
     def is_foreign(self, value: int, at: int) -> bool:
-        """Whether a segment takes a value from outside: the value's root is made elsewhere."""
+        """Return whether a segment takes a value from outside, because the value's root is computed elsewhere."""
         if parameter_of(value, self.parents, self.parameters) is not None:
             return False
         return self.segment_of.get(self.aliases[value].root) != at
 
     def source(self, value: int) -> SegmentSource:
-        """The source of a value that is an input or is made in another segment."""
+        """Return the source of a value that is an input or is computed in another segment."""
         alias, kind = self.aliases[value], self.defined(value)
         root = self.defined(alias.root)
         if not root.is_dense:
@@ -293,7 +293,7 @@ class _SegmentBuilder:
         self._inputs[value] = self._positions[source]
 
     def build(self, name: str, values: Iterable[int]) -> Segment:
-        """The segment that yields these values of the joint graph: an earlier one where it is equal."""
+        """Return the segment that returns these values of the joint graph: an earlier one where it is equal."""
         numbers = self.numbers
         inputs = tuple(source.type for source in self.sources)
         outputs = tuple(numbers[value] for value in values)
@@ -309,7 +309,7 @@ class _SegmentBuilder:
             )
             for node in self._nodes
         )
-        # By their text, because 1 is equal to 1.0 and True, and 0.0 to -0.0.
+        # As text, because 1 is equal to 1.0 and True, and 0.0 to -0.0.
         key = repr((name, inputs, nodes, outputs))
         if key not in self._cutter.built:
             self._cutter.built[key] = Segment(
@@ -341,7 +341,7 @@ def _rank(sink: Sink) -> tuple[int, str]:
 
 
 def _shared(calls: tuple[SegmentCall, ...], existing: Iterable[Segment]) -> tuple[SegmentCall, ...]:
-    """The calls with one object for all equal segments; different segments of one name get numbers."""
+    """Return the calls with one object for all equal segments; different segments of one name get numbers."""
     by_digest = {segment.digest(): segment for segment in existing}
     digests: dict[int, str] = {}
     counts: dict[str, int] = {}

@@ -23,14 +23,14 @@ from zeroir.workspace.segments import declared
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedModel:
-    """A logical program, and its options: those given, and what the model sets, such as the units to recompute."""
+    """A logical program and its options: those given, and those that the model sets, such as the units to recompute."""
 
     program: Program
     options: CompileOptions
 
 
 def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
-    """See ``zeroir.frontend.trace``."""
+    """Run the stages of ``zeroir.frontend.trace``."""
     captured = capture(
         source,
         options.precision.dtype,
@@ -53,7 +53,7 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
 def program_of(
     captured: CapturedModel, options: CompileOptions, *, is_weighted: bool = False
 ) -> Program:
-    """The logical program of a captured model, whose micro-batches have weights if it ``is_weighted``."""
+    """Return the logical program of a captured model, whose micro-batches have weights if ``is_weighted``."""
     if not options.evaluate:
         captured = replace(captured, evaluation=None)
     units = find_units(captured.module, options.units)
@@ -91,6 +91,6 @@ def program_of(
 
 
 def _owner(parameter: str, units: Units, unit_calls: list[UnitCall]) -> str:
-    """The unit of a parameter that no segment uses: its module's, otherwise the first part of the root."""
+    """Return the unit of a parameter that no segment uses: its module's, otherwise the first part of the root."""
     root = next((c.unit for c in unit_calls if c.unit.startswith(ROOT)), ROOT_PRE)
     return units.unit_of(parameter) or root

@@ -3,8 +3,7 @@
 By default the units are the repeated blocks: modules in a ``ModuleList`` or ``Sequential`` whose class occurs there at
 least twice with the same parameters. ``blocks.*`` selects units by pattern, ``class:Block`` by class, and ``min:1e6``
 selects the smallest modules of at least that many parameter elements; commas separate several of these. Of nested
-candidates the outermost is the unit.
-Parameters outside all units belong to the root.
+candidates the outermost is the unit. Parameters outside all units belong to the root.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ ROOT_POST = "root.post"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """The modules that are units, by fully-qualified name, with the label that names their segments."""
+    """The modules that are units, by fully-qualified name, with the label used in the names of their segments."""
 
     labels: dict[str, str]
 
     def call(self, calls: Iterable[ModuleCall]) -> ModuleCall | None:
-        """The call of a unit among nested module calls, outermost first; None for the root."""
+        """Return the call of a unit among nested module calls, outermost first; None for the root."""
         return next((call for call in calls if call.module in self.labels), None)
 
     def unit_of(self, parameter: str) -> str | None:
-        """The unit whose module holds a parameter; None for the root."""
+        """Return the unit whose module contains a parameter; None for the root."""
         parts = parameter.split(".")
         names = (".".join(parts[:count]) for count in range(1, len(parts)))
         return next((name for name in names if name in self.labels), None)
 
 
 def find_units(module: nn.Module, spec: str | None) -> Units:
-    """The units that ``spec`` names, or the repeated blocks.
+    """Return the units that ``spec`` names, or the repeated blocks.
 
     Raises:
         UserError: where the specification is invalid or matches no module.
@@ -63,7 +62,7 @@ def find_units(module: nn.Module, spec: str | None) -> Units:
 
 
 def _named(module: nn.Module, spec: str) -> set[str]:
-    """The modules that one pattern of names, class or size selects."""
+    """Return the modules that one pattern of names, class or size selects."""
     if spec.startswith("class:"):
         names = _by_class(module, spec.removeprefix("class:"))
     elif spec.startswith("min:"):
@@ -77,13 +76,13 @@ def _named(module: nn.Module, spec: str) -> set[str]:
                 f"--units {spec} matches no module with parameters; names look like "
                 f"{', '.join(examples[:3]) or 'none, for this model has no submodules'}."
             )
-        # A list is never called, so its members are meant, unless the pattern matches lists only.
+        # A list is never called, so the pattern means its members, unless it matches only lists.
         names = {name for name in names if not _is_list(module.get_submodule(name))} or names
     return names
 
 
 def _repeated(module: nn.Module) -> set[str]:
-    """The children of lists and sequences whose class occurs twice in one of them, with parameters of equal shapes."""
+    """Return children of lists and sequences whose class occurs twice in one, with parameters of equal shapes."""
     children = [
         (f"{name}.{key}" if name else key, child)
         for name, container in module.named_modules()
@@ -103,7 +102,7 @@ def _repeated(module: nn.Module) -> set[str]:
             classes.add(type(child))
         seen.add(shape)
     outermost: set[str] = set()
-    # Containers come before what they contain, so a block is names before the lists inside it.
+    # Containers come before their contents, so a block is in names before the lists inside it.
     for name, child in children:
         if type(child) in classes and not _is_inside(name, outermost):
             outermost.add(name)

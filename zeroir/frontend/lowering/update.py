@@ -42,7 +42,7 @@ EVAL_LOSS: Final = "eval_loss"
 def scalars(
     options: CompileOptions, groups: Sequence[ParameterGroup], *, has_evaluation: bool
 ) -> tuple[tuple[Buffer, ScalarBinding], ...]:
-    """The scalar buffers that a program with these options needs, with their values before the first step."""
+    """Return the scalar buffers that a program with these options needs, with their values before the first step."""
     is_scaling = options.precision.is_fp16
     scale = options.first_loss_scale
     hysteresis = float(options.loss_scale.hysteresis) if options.has_dynamic_loss_scale else 0.0
@@ -67,7 +67,7 @@ def scalars(
 
 
 def reports(options: CompileOptions, *, has_evaluation: bool) -> tuple[ReportBinding, ...]:
-    """What the engine reads of a program with these options."""
+    """Return the quantities that the engine reads of a program with these options."""
     is_scaling = options.precision.is_fp16
     buffers = {Quantity.LOSS: LOSS, Quantity.BATCH_LOSS: LOSS, Quantity.SUMMED_LOSS: LOSS}
     if has_evaluation:
@@ -146,7 +146,7 @@ def _update(
     options: CompileOptions,
     groups: Sequence[ParameterGroup],
 ) -> list[Op]:
-    """The update of a flat, whose parameters are in these groups, all with one algorithm."""
+    """Return the update of a flat, whose parameters are in these groups, all with one algorithm."""
     is_low = flat.dtype.is_low_precision
     wide = _whole(flat, "grad32")
     trained = _whole(flat, MASTER if is_low else PARAM)

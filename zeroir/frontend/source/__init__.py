@@ -1,1 +1,1 @@
-"""Find, load and import what a program is compiled from."""
+"""Finds, loads and imports the source from which a program is compiled."""

@@ -1,9 +1,9 @@
-"""Load a model file: the Python file in which a user defines ``model`` and ``batch``.
+"""Loads a model file: the Python file in which a user defines ``model`` and ``batch``.
 
 The file is read once and hashed, and so are the user's modules that it imports. It is executed from that text, under a
-unique module name, so that it neither hides nor is hidden by another module. While its code runs, its folder is the
-first entry of ``sys.path``, as for a script, and the current folder follows, as for ``python -m``. A file of a package,
-which is one whose folder has an ``__init__.py``, may import relatively: the folder above the package is an entry, too.
+unique module name, so that its name does not clash with another module. While its code runs, its folder is the first
+entry of ``sys.path``, as for a script, and the current folder follows, as for ``python -m``. A file of a package, whose
+folder has an ``__init__.py``, may use relative imports: the folder above the package is an entry, too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 _MODULE = "_zeroir_model_"
 _IMPORTS = "_zeroir_imports"
-"""The attribute of a model file's module that holds the hashes of the user's modules that it imported."""
+"""The attribute of a model file's module with the hashes of the user's modules that it imported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,16 +68,16 @@ class ModelText:
         return hashlib.sha256(self.text).hexdigest()
 
     def imports(self, more_names: Iterable[str] = ()) -> dict[str, str]:
-        """The SHA-256 of the user's modules that it imports and of those in ``more_names``, by name."""
+        """Return the SHA-256 of the user's modules that it imports and of those in ``more_names``, by name."""
         with _importing_from(self.path):
             imported = hashes_of_imports(self.text, _package_of(self.path)[0])
             return {**hashes_of_modules(set(more_names) - set(imported)), **imported}
 
 
 def load_model_file(spec: str) -> ModelSource:
-    """Load ``path/to/model.py`` or ``package.module``; ``:factory`` after it names another function than ``model``.
+    """Load ``path/to/model.py`` or ``package.module``; a suffix ``:factory`` names another function than ``model``.
 
-    ``:factory(layers=12)`` also gives it arguments.
+    ``:factory(layers=12)`` also passes arguments to it.
 
     Raises:
         UserError: where the file cannot be read, is not Python, raises, or lacks ``model`` or ``batch``.
@@ -86,15 +86,15 @@ def load_model_file(spec: str) -> ModelSource:
 
 
 def importing_from(source: ModelSource) -> AbstractContextManager[None]:
-    """Let imports search the folders of a source's file, as for a script; none for a source that has no file.
+    """Let imports search the folders of a source's file, as for a script; do nothing for a source without a file.
 
-    For the time in which the user's generators, data sets and their workers run, which may import when they are used.
+    Use it while the user's generators, data sets and their workers run, which may import modules at that time.
     """
     return contextlib.nullcontext() if source.file is None else _importing_from(source.file.path)
 
 
 def read_model_file(spec: str, default: Factory | None = None) -> ModelText:
-    """Read what ``load_model_file`` takes, without executing it; ``default`` is the factory where none is named.
+    """Read what ``load_model_file`` takes, without executing it; ``default`` is the factory if none is named.
 
     Raises:
         UserError: where the file cannot be read.
@@ -177,7 +177,7 @@ def _module_name(sha256: str) -> str:
 def _forget_changed_modules() -> None:
     """Unload the user's modules that earlier model files imported, if one of them has changed.
 
-    All are unloaded, because an unchanged module may hold objects of a changed one.
+    All are unloaded, because an unchanged module may refer to objects of a changed one.
     """
     earlier: dict[str, str] = {}
     for name, module in list(sys.modules.items()):
@@ -191,7 +191,7 @@ def _forget_changed_modules() -> None:
 
 
 def _file(spec: ModelSpec) -> Path:
-    """The file that a spec names, relative to the current folder if it lies below it and is named as a module."""
+    """Return the file that a spec names, relative to the current folder if it is below it and given as a module."""
     path = Path(spec.place)
     if not spec.is_module:
         return path
@@ -206,7 +206,7 @@ def _file(spec: ModelSpec) -> Path:
 
 
 def _package_of(path: Path) -> tuple[str, Path]:
-    """The package that a file lies in, and the folder above it; ``""`` and the file's folder where it is in none.
+    """Return the package of a file, and the folder above it; ``""`` and the file's folder where it is in none.
 
     A package is a folder with ``__init__.py``.
     """
@@ -254,7 +254,7 @@ def _importing_from(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_script(path: Path) -> Iterator[None]:
-    """Let imports search as for a script, and let code that parses arguments find none, rather than zeroir's."""
+    """Let imports search as for a script, and hide zeroir's arguments from code that parses arguments."""
     with _importing_from(path), mock.patch.object(sys, "argv", [str(path)]):
         yield
 
@@ -273,14 +273,17 @@ class _Functions:
         return function
 
     def optional(self, name: str, signature: str, *counts: int) -> Callable[..., object] | None:
-        """The function ``name``, which is called with one of these numbers of arguments; None where there is none."""
+        """Return the function ``name``, which is called with one of these numbers of arguments.
+
+        None where there is none.
+        """
         function = self._function(name, f"rename it, or define `{signature}`")
         if function is not None and not takes_positional(function, counts):
             raise UserError(f"`{name}` in {self.path} has other parameters: define `{signature}`.")
         return function
 
     def guarded(self, function: Callable[[], T], what: str) -> Callable[[], T]:
-        """The user's function as a script would run it, but without devices and with explained errors."""
+        """Return the user's function, run as in a script, but without devices and with explained errors."""
 
         def call() -> T:
             with _users_code(self.path, what):
@@ -289,7 +292,7 @@ class _Functions:
         return call
 
     def factory(self, factory: Factory) -> Callable[[], nn.Module]:
-        """The function that builds the model, bound to its arguments."""
+        """Return the function that builds the model, bound to its arguments."""
         function = self.required(factory.name, f"{factory.name}() -> torch.nn.Module")
         try:
             inspect.signature(function).bind(*factory.positional, **dict(factory.keywords))
@@ -298,13 +301,13 @@ class _Functions:
                 f"{factory.call} does not fit {factory.name}() in {self.path}: {error}; its arguments are written as "
                 f"in '{self.path}:{factory.name}(layers=12)'."
             ) from None
-        except ValueError:  # a callable of C
+        except ValueError:  # a callable written in C
             pass
         bound = functools.partial(function, *factory.positional, **dict(factory.keywords))
         return self.guarded(cast("Callable[[], nn.Module]", bound), factory.call)
 
     def initialised(self, build: Callable[[], nn.Module], what: str) -> Callable[[], nn.Module]:
-        """``build``, which messages call ``what``, followed by the file's ``init`` where there is one."""
+        """Return ``build``, called ``what`` in messages, followed by the file's ``init`` where there is one."""
         init = cast("Callable[[nn.Module], None] | None", self.optional("init", "init(module)", 1))
         if init is None:
             return build
@@ -321,9 +324,9 @@ class _Functions:
         return initialised
 
     def iterator(self, name: str, signature: str, *counts: int) -> BatchFunction | None:
-        """The function ``name``, of one of these numbers of parameters, whose result must be an iterable over batches.
+        """Return the function ``name``, with one of these parameter counts, which must return an iterable of batches.
 
-        None where there is none.
+        Return None where there is none.
         """
         function = self.optional(name, signature, *counts)
         if function is None:
@@ -361,7 +364,7 @@ class _Functions:
 
 @contextlib.contextmanager
 def _users_code(path: Path, what: str) -> Iterator[None]:
-    """Run the user's code as a script would, but ignore the devices that it names, and explain its errors."""
+    """Run the user's code as in a script, but ignore the devices that it names, and explain its errors."""
     with _as_script(path), one_device():
         try:
             yield

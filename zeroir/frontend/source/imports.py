@@ -1,4 +1,4 @@
-"""Find and hash the user's own modules that a file imports, directly or not, without running any.
+"""Finds and hashes the user's own modules that a file imports, directly or indirectly, without running any.
 
 Python's own modules, installed modules, torch and zeroir are not the user's.
 """
@@ -18,20 +18,20 @@ from pathlib import Path
 import torch
 
 _LIBRARIES = frozenset({"torch", "zeroir"})
-"""Never the user's, in whatever folder: torch may be built in a checkout, and zeroir run from one."""
+"""Never the user's, in any folder: torch may be built in a checkout, and zeroir run from one."""
 
 _INSTALLED_IN = frozenset({"site-packages", "dist-packages"})
 """The names of folders of installed modules. PYTHONPATH and ``.pth`` files may add those of other environments."""
 
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
-"""The beginnings of the file names of torch's code, of zeroir's, and of code without a file."""
+"""Prefixes of the file names of torch's code, of zeroir's, and of code without a file."""
 
 
 def hashes_of_imports(source: bytes, package: str = "") -> dict[str, str]:
-    """The SHA-256 of each of the user's modules that a Python file imports, directly or not, by name.
+    """Return the SHA-256 of each of the user's modules that a Python file imports, directly or indirectly, by name.
 
-    ``source`` is the file's text, and ``package`` the name of the package that it lies in. Every import in it counts,
-    whether it is executed or not. Text that is not valid Python imports nothing.
+    ``source`` is the file's text, and ``package`` the name of its package. Every import in it counts, whether it is
+    executed or not. Text that is not valid Python imports nothing.
     """
     specs: dict[str, ModuleSpec | None] = {}
     hashes: dict[str, str] = {}
@@ -54,7 +54,7 @@ def hashes_of_imports(source: bytes, package: str = "") -> dict[str, str]:
 
 
 def hashes_of_modules(names: set[str]) -> dict[str, str]:
-    """The SHA-256 of those of the named modules that exist and are the user's, by name."""
+    """Return the SHA-256 of those of the named modules that exist and are the user's, by name."""
     specs: dict[str, ModuleSpec | None] = {}
     hashes: dict[str, str] = {}
     for name in sorted(names):
@@ -69,7 +69,7 @@ def hashes_of_modules(names: set[str]) -> dict[str, str]:
 
 
 def file_of_module(name: str) -> Path | None:
-    """The Python file of a module, found by its full name without running anything; None where there is none."""
+    """Return the Python file of a module, found by its full name without running anything; None where there is none."""
     folders: list[str] | None = None
     spec: ModuleSpec | None = None
     for full_name in _with_parents(name):
@@ -85,13 +85,13 @@ def file_of_module(name: str) -> Path | None:
 
 
 def is_known_package(module: str | None) -> bool:
-    """Whether the name of a Python module is that of one of Python's own, of torch's or of zeroir's."""
+    """Return whether a Python module is Python's own, torch's or zeroir's, by its name."""
     package = (module or "").partition(".")[0]
     return package in _LIBRARIES or package in sys.stdlib_module_names
 
 
 def is_in_a_library(file: Path) -> bool:
-    """Whether a file is a part of Python or installed, in this environment or in another one that is searched, too."""
+    """Return whether a file is part of Python or installed, in this environment or another one on the path."""
     path = file.resolve()
     if not _INSTALLED_IN.isdisjoint(path.parts):
         return True
@@ -99,7 +99,7 @@ def is_in_a_library(file: Path) -> bool:
 
 
 def _imported_names(source: bytes, package: str) -> Iterator[str]:
-    """The imported names that may be modules, packages before their members."""
+    """Yield the imported names that may be modules, packages before their members."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -118,7 +118,10 @@ def _imported_names(source: bytes, package: str) -> Iterator[str]:
 
 
 def _base(node: ast.ImportFrom, package: str) -> str | None:
-    """The full name of the module that names are imported from; None where a relative import has no such module."""
+    """Return the full name of the module that names are imported from.
+
+    None where a relative import has no such module.
+    """
     if not node.level:
         return node.module
     parts = package.split(".") if package else []
@@ -134,7 +137,7 @@ def _with_parents(name: str) -> Iterator[str]:
 
 
 def _find(name: str, specs: Mapping[str, ModuleSpec | None]) -> ModuleSpec | None:
-    """The spec of a module, loaded or not; None where there is no such module or it is not the user's."""
+    """Return the spec of a module, loaded or not; None where there is no such module or it is not the user's."""
     parent, _, _ = name.rpartition(".")
     folders: list[str] | None = None
     if parent:
@@ -164,7 +167,7 @@ def _first_spec(name: str, folders: list[str] | None) -> ModuleSpec | None:
 
 
 def _folder_as_package(name: str, folders: list[str]) -> ModuleSpec:
-    """The spec of a folder without ``__init__.py``, in one of the folders of its parent."""
+    """Return the spec of a folder without ``__init__.py``, in one of the folders of its parent."""
     spec = ModuleSpec(name, None, is_package=True)
     places = [Path(folder) / name.rpartition(".")[2] for folder in folders]
     spec.submodule_search_locations = [str(place) for place in places if place.is_dir()]
@@ -172,7 +175,10 @@ def _folder_as_package(name: str, folders: list[str]) -> ModuleSpec:
 
 
 def _folders_of(package: ModuleSpec) -> list[str]:
-    """The folders of a package's modules; none where it has no ``__init__.py`` and its parent is unloaded by now."""
+    """Return the folders of a package's modules.
+
+    None for a folder without ``__init__.py`` and with an unloaded parent.
+    """
     try:
         return list(package.submodule_search_locations or ())
     except KeyError:
@@ -184,7 +190,7 @@ def _is_installed(spec: ModuleSpec) -> bool:
 
 
 def _users_file(spec: ModuleSpec) -> Path | None:
-    """The file of a module; None where it has none, as a package without ``__init__.py``."""
+    """Return the file of a module; None where it has none, such as a package without ``__init__.py``."""
     if spec.origin is None or not spec.has_location:
         return None
     file = Path(spec.origin)
@@ -193,7 +199,7 @@ def _users_file(spec: ModuleSpec) -> Path | None:
 
 @cache
 def _library_folders() -> tuple[Path, ...]:
-    """The folders of Python's own modules and of installed ones."""
+    """Return the folders of Python's own modules and of installed ones."""
     paths = sysconfig.get_paths()
     folders = [paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders += [*site.getsitepackages(), site.getusersitepackages()]

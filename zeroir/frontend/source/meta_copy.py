@@ -1,7 +1,7 @@
-"""A copy of a module in hand whose tensors are on the meta device.
+"""A copy of a user's module with its tensors on the meta device.
 
-It has what the module has: tensors that are tied or share memory, hooks, the training flag of every submodule, and
-objects in attributes. Nothing in the user's module changes, and nothing of the size of a tensor is allocated.
+It preserves tensors that are tied or share memory, hooks, the training flag of every submodule, and objects in
+attributes. Nothing in the user's module changes, and no tensor memory is allocated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def meta_copy(module: nn.Module) -> nn.Module:
         UserError: where an object in the module cannot be copied.
     """
     twins = _Twins()
-    # Parameters have a method of their own for copies, which would copy their values.
+    # Parameters have their own method for copies, which would copy their values.
     memo: dict[int, object] = {id(p): twins.parameter(p) for p in module.parameters()}
     # The state of a generator is a tensor with values, which a twin lacks.
     for child in module.modules():
@@ -41,7 +41,7 @@ def meta_copy(module: nn.Module) -> nn.Module:
 
 
 def deep_copy(module: nn.Module, memo: dict[int, object]) -> nn.Module:
-    """``copy.deepcopy``, after which hooks and functions in attributes hold the copies of modules, too.
+    """Copy a module by ``copy.deepcopy``, and let hooks and functions in attributes refer to the copies of modules.
 
     Raises:
         UserError: where an object in the module cannot be copied.
@@ -60,30 +60,30 @@ def deep_copy(module: nn.Module, memo: dict[int, object]) -> nn.Module:
 
 
 class _Twins:
-    """Makes the meta twins of tensors: those of tensors in one storage are in one storage, too."""
+    """Creates the meta twins of tensors; twins of tensors with a common storage have a common storage, too."""
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
-        # Alive for as long as the twins are made, so that no two storages share an address.
+        # They are kept alive with the twins, so that no two storages share an address.
         self._seen: list[Tensor] = []
 
     def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """A parameter with the same hooks and flag."""
+        """Return a meta parameter with the same hooks and ``requires_grad``."""
         twin = nn.Parameter(self.plain(parameter), requires_grad=parameter.requires_grad)
         vars(twin).update(vars(parameter))
         copy_gradient_hooks(parameter, twin)
         return twin
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """A tensor that requires a gradient where the other one does."""
+        """Return a meta tensor that requires a gradient where the other one does."""
         twin = self.plain(tensor)
         if tensor.grad_fn is None:
             return twin.requires_grad_(tensor.requires_grad)
-        # It was computed from parameters, which the tracer must see.
+        # It was computed from parameters, which must be visible to the tracer.
         return twin.requires_grad_().clone()
 
     def plain(self, tensor: Tensor) -> Tensor:
-        """A tensor without a gradient, in the twin of the storage."""
+        """Return a meta tensor without a gradient, in the twin of the storage."""
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             return torch.empty_like(tensor, device="meta")
         address = storage_address(tensor)
@@ -103,7 +103,7 @@ _DATA: Final = inspect.getattr_static(Tensor, "data").__get__
 
 
 class _CopiesOnMeta(TorchFunctionMode):
-    """Deep copies of tensors are their meta twins."""
+    """Makes deep copies of tensors return their meta twins."""
 
     def __init__(self, twins: _Twins) -> None:
         super().__init__()
@@ -131,9 +131,9 @@ class _CopiesOnMeta(TorchFunctionMode):
 
 
 def _rebind_functions(copied: nn.Module, memo: Mapping[int, object]) -> None:
-    """Let hooks and functions in attributes that hold a module of the original hold its copy.
+    """Let hooks and functions in attributes that refer to a module of the original refer to its copy.
 
-    ``copy.deepcopy`` keeps functions as they are, with the objects in their closures.
+    ``copy.deepcopy`` does not copy functions or the objects in their closures.
     """
     copies = _FunctionCopies(memo)
     for module in copied.modules():
@@ -161,7 +161,7 @@ class _FunctionCopies:
         self._functions: dict[int, FunctionType] = {}
 
     def of(self, function: FunctionType) -> FunctionType:
-        """The copy; the function itself where it holds no module."""
+        """Return the copy; the function itself where it refers to no module."""
         if id(function) in self._functions:
             return self._functions[id(function)]
         self._functions[id(function)] = function

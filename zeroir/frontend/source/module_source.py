@@ -1,7 +1,7 @@
-"""Sources without a model file: a module in hand, and a function that makes one.
+"""Sources without a model file: a module, or a function that creates one.
 
-The compiler traces a copy of a module in hand whose tensors are on the meta device, so that the user's module stays as
-it is and no memory is taken.
+The compiler traces a copy of a given module whose tensors are on the meta device, so that the user's module does not
+change and no memory is needed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def source_of(
     loss: LossFunction | None,
     weight: WeightFunction | None,
 ) -> ModelSource:
-    """The source of a module in hand or of a function that makes one, with an example micro-batch."""
+    """Return the source of a module, or of a function that creates one, with an example micro-batch."""
     line = line_of_user()
     with refusals_at(line):
         _require_functions(loss, weight)
@@ -102,7 +102,7 @@ def source_of(
 
 
 def _require_functions(loss: LossFunction | None, weight: WeightFunction | None) -> None:
-    """Raise UserError where the loss is one of torch, which knows neither the model nor batches, or takes others."""
+    """Raise UserError where the loss is one of torch, which takes no model and batch, or has other parameters."""
     if loss is not None:
         package = str(getattr(loss, "__module__", "")).partition(".")[0]
         if package == "torch" or not takes_positional(loss, (2,)):
@@ -120,7 +120,7 @@ _BATCH = "the example batch"
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """The module that torch.compile wrapped; a program is compiled from its own code."""
+    """Return the module that torch.compile wrapped; a program is compiled from its own code."""
     original = getattr(module, "_orig_mod", None)
     return original if isinstance(original, nn.Module) else module
 
@@ -159,7 +159,10 @@ def _function_name(function: object) -> str:
 
 
 def _hooks(module: nn.Module) -> Iterator[object]:
-    """The functions that are hooks of a module, its submodules and its parameters; of other hooks their classes."""
+    """Yield the functions that are hooks of a module, its submodules and its parameters.
+
+    Of other hooks their classes.
+    """
     registered: list[object] = []
     for child in module.modules():
         for kind in HOOKS_OF_MODULES:
@@ -175,7 +178,7 @@ def _hooks(module: nn.Module) -> Iterator[object]:
 
 
 def _user_modules(objects: Iterable[object]) -> tuple[str, ...]:
-    """The user's Python modules that define these classes and functions, and those whose objects they import."""
+    """Return the user's Python modules that define these classes and functions, and those whose objects they import."""
     names = dict.fromkeys(name for item in objects if (name := _users_module_of(item)) is not None)
     waiting = list(names)
     while waiting:
@@ -188,7 +191,7 @@ def _user_modules(objects: Iterable[object]) -> tuple[str, ...]:
 
 
 def _users_module_of(value: object) -> str | None:
-    """The name of the Python module that an object is or that defines it; None where that is not the user's."""
+    """Return the name of the Python module that an object is or that defines it; None where that is not the user's."""
     if not isinstance(value, ModuleType | FunctionType | type):
         return None
     name = value.__name__ if isinstance(value, ModuleType) else value.__module__

@@ -9,7 +9,7 @@ Namespace = MutableMapping[str, object]
 
 
 class ClassAttributes(MutableMapping[str, object]):
-    """The attributes of a class as a mapping; Python changes them through setattr only."""
+    """The attributes of a class as a mapping; Python only changes them through setattr."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
@@ -68,7 +68,7 @@ def _has_value(cell: CellType) -> bool:
 
 
 class SlotAttributes(MutableMapping[str, object]):
-    """The attributes of an object whose class has slots, but for those without a value."""
+    """The attributes of an object whose class has slots, except those without a value."""
 
     def __init__(self, value: object) -> None:
         self._value = value

@@ -1,6 +1,6 @@
-"""What a program is compiled from: a model file, a module in hand, or a function that makes the module.
+"""The source of a program: a model file, a module, or a function that creates the module.
 
-The compiler and the runtime use a source alone, whatever it was made from; ``entry`` makes those of model files.
+The compiler and the runtime only use a source, whatever it was created from; ``entry`` creates those of model files.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from zeroir.torch_ops.batches import Batch
 _LONGEST_REASON = 300
 
 Model = str | Path | nn.Module | Callable[[], nn.Module]
-"""What the user gives: a model file, a module, or a function that makes the module."""
+"""The user's model: a model file, a module, or a function that creates the module."""
 
 LossFunction = Callable[..., object]
-"""From the module and a batch to the loss, or to a pair of the loss and outputs."""
+"""A function from the module and a batch to the loss, or to a pair of the loss and outputs."""
 
 WeightFunction = Callable[..., object]
-"""From a batch to its weight, a number or a tensor of one element."""
+"""A function from a batch to its weight, a number or a tensor of one element."""
 
 BatchFunction = Callable[..., Iterable[Batch]]
-"""From (rank, world_size, seed), and for training ``start_step``, to the batches of that rank."""
+"""A function from (rank, world_size, seed), and for training ``start_step``, to the batches of that rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceNames:
     """The names of a source's parts in messages, as the user knows them; each may begin a sentence once capitalised.
 
-    ``model`` is the model itself ("the model in gpt.py", "the module GPT"), ``maker`` the place in which its parameters
-    are made ("model() in gpt.py", "the module GPT"), ``batch`` the example ("batch() in gpt.py", "the example batch")
-    and ``loss`` the function whose result is the loss ("the model's forward", "loss() in gpt.py").
+    ``model`` is the model itself ("the model in gpt.py", "the module GPT"), ``maker`` the place where its parameters
+    are created ("model() in gpt.py", "the module GPT"), ``batch`` the example ("batch() in gpt.py", "the example
+    batch") and ``loss`` the function whose result is the loss ("the model's forward", "loss() in gpt.py").
 
-    ``maker_line`` and ``batch_line`` are ``file:line`` of the code that makes the model and the example, empty where it
-    is unknown, as in an interactive session.
+    ``maker_line`` and ``batch_line`` are ``file:line`` of the code that creates the model and the example, empty where
+    it is unknown, as in an interactive session.
     """
 
     model: str
@@ -70,11 +70,11 @@ class FileOrigin:
 class ModelSource:
     """A model, an example batch and a loss.
 
-    ``build`` makes a module without initial values that the caller may change; the compiler calls it under
-    ``torch.device("meta")``. ``model`` makes the module with its initial values, or returns the user's own module if
-    ``is_in_hand``. ``batch`` returns an example micro-batch. Without ``loss`` the loss is what forward returns; without
-    ``weight`` every batch weighs 1. ``batches(rank, world_size, seed, start_step=0)`` yields training batches and
-    ``eval_batches(rank, world_size, seed)`` finitely many for evaluation; both are optional.
+    ``build`` creates a module without initial values that the caller may change; the compiler calls it under
+    ``torch.device("meta")``. ``model`` creates the module with its initial values, or returns the user's own module if
+    ``is_in_hand``. ``batch`` returns an example micro-batch. Without ``loss`` the loss is the result of forward;
+    without ``weight`` every batch weighs 1. ``batches(rank, world_size, seed, start_step=0)`` yields training batches
+    and ``eval_batches(rank, world_size, seed)`` a finite number for evaluation; both are optional.
 
     ``folder`` is that of the user's code: traces show its files. ``modules`` names the user's Python modules in this
     process. ``autocasts`` maps ``file:line`` to the accelerator for which that code entered autocast while it was
@@ -96,21 +96,21 @@ class ModelSource:
     is_in_hand: bool = False
 
     def line_of_loss(self, model: nn.Module) -> str:
-        """``file:line`` of the function whose result is the loss, or of what makes the model if that is torch's."""
+        """Return ``file:line`` of the function that returns the loss, or of the model's creation if that is torch's."""
         own = line_of_forward(model) if self.loss is None else line_of_definition(self.loss)
         return own or self.names.maker_line
 
     def place_of(self, error: BaseException) -> str:
-        """The line of an exception in the model's code, or else of the code that makes the model, or its name."""
+        """Return the line of an exception in the model's code, or of the code that creates the model, or its name."""
         return line_of_error(error) or self.names.maker_line or self.names.model
 
     def explain(self, error: BaseException, what: str) -> str:
-        """One sentence on an exception in the model's code: what failed, where, and why."""
+        """Return one sentence on an exception in the model's code: what failed, where, and why."""
         return explain(error, line_of_error(error) or self.names.maker_line, what)
 
 
 def explain(error: BaseException, line: str | None, what: str) -> str:
-    """One sentence on an exception in the user's code: what failed, the line where it did, and why."""
+    """Return one sentence on an exception in the user's code: what failed, the line where it did, and why."""
     location = f" at {line}" if line else ""
     if is_out_of_memory(error):
         return f"{what}{location}, because memory ran out: {MEMORY_REMEDY}."
@@ -121,7 +121,10 @@ def explain(error: BaseException, line: str | None, what: str) -> str:
 
 
 def takes_positional(function: Callable[..., object], counts: Collection[int]) -> bool:
-    """Whether a function can be called with one of these numbers of arguments, or might be: those of C do not tell."""
+    """Return whether a function accepts one of these numbers of arguments.
+
+    True where unknown, as for functions in C.
+    """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -134,12 +137,12 @@ def takes_positional(function: Callable[..., object], counts: Collection[int]) -
 
 
 def capitalised(name: str) -> str:
-    """A name that begins a sentence; code such as ``model()`` stays as it is."""
+    """Return a name that can begin a sentence; code such as ``model()`` is not capitalised."""
     return name[0].upper() + name[1:] if name.startswith("the ") else name
 
 
 def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter, by each of its names."""
+    """Return the shape of every parameter, by each of its names."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: tuple(parameter.shape) for name, parameter in named}
 
@@ -147,7 +150,7 @@ def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def require_same_parameters(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], what: str, maker: str
 ) -> None:
-    """Raise UserError where a model's parameters differ from ``shapes``, with which ``maker`` made them.
+    """Raise UserError where a model's parameters differ from ``shapes``, those that ``maker`` created.
 
     ``what`` is the user's code that changed them.
     """

@@ -1,4 +1,4 @@
-"""The lines of the user's code that refusals name: of an exception, of a definition, or of a call."""
+"""The lines of the user's code that errors name: of an exception, of a definition, or of a call."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _INSTALLED: Final = Path(sysconfig.get_paths()["purelib"])
 
 
 def line_in(error: BaseException, path: Path) -> str | None:
-    """``file:line`` of the innermost frame of an exception that is in one file; None where none is."""
+    """Return ``file:line`` of the innermost frame of an exception that is in ``path``; None where there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f"{path}:{frame.lineno}" for frame in frames if Path(frame.filename) == path]
     return lines[-1] if lines else None
 
 
 def line_of_error(error: BaseException) -> str | None:
-    """``file:line`` of the innermost frame of an exception that is neither Python's, torch's nor zeroir's.
+    """Return ``file:line`` of the innermost frame of an exception outside Python, torch and zeroir.
 
     If that is a line of an installed package, the user's line that called it follows: ``transformers/…/modeling_x.py:90
-    (called at train.py:12)``. None where there is no such frame.
+    (called at train.py:12)``. Return None where there is no such frame.
     """
     frames = [
         frame
@@ -48,7 +48,7 @@ def line_of_error(error: BaseException) -> str | None:
 
 
 def line_of_user() -> str:
-    """``file:line`` of the user's code that called zeroir; empty where no frame is the user's."""
+    """Return ``file:line`` of the user's code that called zeroir; empty where no frame is the user's."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         filename = frame.f_code.co_filename
@@ -59,7 +59,7 @@ def line_of_user() -> str:
 
 
 def line_of_definition(definition: object) -> str:
-    """``file:line`` of a function, a method, or the constructor of a class; empty where it is Python's or torch's."""
+    """Return ``file:line`` of a function, a method, or a class's constructor; empty where it is Python's or torch's."""
     while isinstance(definition, functools.partial):
         definition = definition.func
     definition = getattr(definition, "__func__", definition)
@@ -73,14 +73,14 @@ def line_of_definition(definition: object) -> str:
 
 
 def line_of_forward(module: nn.Module) -> str:
-    """``file:line`` of a module's forward; empty where it is torch's."""
+    """Return ``file:line`` of a module's forward; empty where it is torch's."""
     return line_of_definition(type(module).forward)
 
 
 def line_of_module(model: nn.Module, name: str) -> str:
-    """``file:line`` of the constructor of the submodule of this name, or of the nearest one around it.
+    """Return ``file:line`` of the constructor of the submodule of this name, or of the nearest one around it.
 
-    The modules of torch are passed over; empty where all are torch's.
+    The modules of torch are skipped; the result is empty where all are torch's.
     """
     parts = name.split(".") if name else []
     for length in range(len(parts), -1, -1):
@@ -99,7 +99,7 @@ def line_of_module(model: nn.Module, name: str) -> str:
 
 @contextlib.contextmanager
 def refusals_at(line: str | Callable[[], str]) -> Iterator[None]:
-    """Let each UserError of the body, which names no line, begin with this one unless it is empty."""
+    """Prefix each UserError of the block, which names no line, with this one unless it is empty."""
     try:
         yield
     except UserError as error:
@@ -110,7 +110,7 @@ def refusals_at(line: str | Callable[[], str]) -> Iterator[None]:
 
 
 def _is_of_a_model(filename: str) -> bool:
-    """Whether code is the user's or of an installed package, rather than Python's, torch's or zeroir's."""
+    """Return whether code is the user's or of an installed package, rather than Python's, torch's or zeroir's."""
     if filename.startswith(NOT_THE_USERS):
         return False
     path = Path(filename)
@@ -124,7 +124,7 @@ def _line_of_code(code: CodeType) -> str:
 
 
 def _line(filename: str, number: int) -> str:
-    """A line as messages show it: installed files from their package on, files below the current folder from there."""
+    """Return a line for messages: installed files start at their package, files below the current folder there."""
     path = Path(filename)
     for base in (_INSTALLED, Path.cwd()):
         if path.is_relative_to(base):

@@ -1,4 +1,4 @@
-"""Refusals of what a module carries and a program would not honour: each in one sentence that names it."""
+"""Rejects features of a module that a program would ignore: each in one sentence that names it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHARDING_WRAPPERS = {
     "DeepSpeedEngine": "module",
     "FSDPModule": None,
 }
-"""Classes that train a module in their own way, and the attribute that holds the plain module."""
+"""Classes that train a module in their own way, and the attribute with the plain module."""
 
 MAKE_PART_OF_MODEL: Final = (
     "make each module and parameter that it uses an attribute of a module (self.head = head), also where a function in "
@@ -36,10 +36,10 @@ MAKE_PART_OF_MODEL: Final = (
 
 
 def require_supported(model: object, names: SourceNames) -> nn.Module:
-    """The model, if it is a module that can be traced and trained.
+    """Return the model, if it is a module that can be traced and trained.
 
     Raises:
-        UserError: where it is none, or carries something that a program would not honour.
+        UserError: where it is not, or has a feature that a program would ignore.
     """
     if not isinstance(model, nn.Module):
         with refusals_at(names.maker_line):
@@ -71,7 +71,7 @@ def require_supported(model: object, names: SourceNames) -> nn.Module:
 
 
 def _line(model: nn.Module, name: str, names: SourceNames) -> str:
-    """``file:line`` of the constructor around the part of this name, or of what makes the model."""
+    """Return ``file:line`` of the constructor around the part of this name, or of the model's creation."""
     return line_of_module(model, name) or names.maker_line
 
 
@@ -137,14 +137,17 @@ def _require_supported_tensor(what: str, tensor: Tensor) -> None:
 
 
 def _computes_in_its_own_way(kind: type[Tensor]) -> bool:
-    """Whether a subclass of Tensor replaces what operators do with its tensors; a subclass of Parameter rarely does."""
+    """Return whether a subclass of Tensor changes how operators work on its tensors.
+
+    A subclass of Parameter rarely does.
+    """
     usual = {_function(Tensor.__torch_function__), _function(nn.Parameter.__torch_function__)}
     has_usual_functions = _function(kind.__torch_function__) in usual
     return not has_usual_functions or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def _function(method: object) -> object:
-    """The function of a class method, which is another object for each class."""
+    """Return the function of a class method, which is another object for each class."""
     return getattr(method, "__func__", method)
 
 

@@ -1,1 +1,1 @@
-"""Facts that follow from a program: effects, order, copies, traffic."""
+"""Analyses of a program: effects, order, copies, traffic."""

@@ -1,8 +1,8 @@
-"""Temporary copies of regions at rest: which elements of a persistent buffer a temporary one stands for.
+"""Temporary copies of regions at rest: the elements of a persistent buffer that a temporary one corresponds to.
 
 An optimizer step finds groups, parameters and padding by the places of its elements in a buffer at rest. Where it works
-on a temporary copy, the transfers that fill and empty the copy say which elements these are. This says where elements
-belong, not what they hold: whoever relies on their values proves them.
+on a temporary copy, the transfers that fill and empty the copy determine which elements these are. This module only
+determines the correspondence, not the values, which the verifier proves.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from zeroir.ir.mesh import Mesh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOf:
-    """The elements of a persistent buffer that a temporary one stands for.
+    """The elements of a persistent buffer that a temporary one corresponds to.
 
-    Element ``i`` stands for element ``i + shift`` of ``buffer``. With ``slice`` the elements are instead those of that
-    region of the buffer on this rank, in order.
+    Element ``i`` corresponds to element ``i + shift`` of ``buffer``. With ``slice`` the elements are instead those of
+    that region of the buffer on this rank, in order.
     """
 
     buffer: str
@@ -29,9 +29,9 @@ class CopyOf:
     slice: Region | None = None
 
     def region(self, region: Region, mesh: Mesh) -> Region | None:
-        """The region of the persistent buffer that a region of the temporary one stands for.
+        """Return the region of the persistent buffer that a region of the temporary one corresponds to.
 
-        None for a slice of a copy of a slice, which no region spells.
+        Return None for a slice of a copy of a slice, which no region can express.
         """
         if self.slice is None:
             return replace(region, buffer=self.buffer, offset=region.offset + self.shift)
@@ -45,9 +45,9 @@ class CopyOf:
 def copies(
     transfers: Iterable[ops.Transfer], buffers: Mapping[str, Buffer], mesh: Mesh
 ) -> Mapping[str, CopyOf]:
-    """For each temporary buffer what it is a copy of.
+    """Return for each temporary buffer what it is a copy of.
 
-    Each transfer of a buffer must say the same; a buffer that stands for different elements in turn is left out.
+    All transfers of a buffer must agree; a buffer that corresponds to different elements in turn is omitted.
     """
     copy_of: dict[str, CopyOf | None] = {}
     for own, original in _pairs(transfers, buffers):
@@ -63,15 +63,15 @@ def copies(
 
 
 _DISTANCE: Final = {Space.DEVICE: 0, Space.HOST: 1, Space.DISK: 2}
-"""The number of transfers that a space is away from the device."""
+"""The number of transfers between a space and the device."""
 
 
 def _pairs(
     transfers: Iterable[ops.Transfer], buffers: Mapping[str, Buffer]
 ) -> Iterator[tuple[Region, Region]]:
-    """The regions of temporary buffers that transfers fill and empty, each with the region that it stands for.
+    """Yield the regions of temporary buffers that transfers fill and empty, each with the region it corresponds to.
 
-    Of two temporary buffers, the one nearer to the device stands for the other, which comes first.
+    Of two temporary buffers, the one nearer to the device corresponds to the other, which comes first.
     """
     for op in sorted(transfers, key=lambda op: -_DISTANCE[op.from_space] - _DISTANCE[op.to_space]):
         near, far = op.source, op.destination

@@ -1,7 +1,7 @@
 """The effects of each op on memory, events and communicators, precise to region and stream.
 
-Liveness, verification, scheduling and simulation read effects and nothing else, so an op whose effects are right is
-handled right by all of them. Effects follow from how the fields of an op are declared, worked out once per class.
+Liveness, verification, scheduling and simulation use only effects, so an op with correct effects is handled correctly
+by all of them. Effects are derived from the declared fields of an op, once per class.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from zeroir.ir.ops import Mode
 
 
 class Effects(NamedTuple):
-    """One op's effects; a named tuple, because they are worked out anew wherever they are asked for.
+    """One op's effects; a named tuple, because they are recomputed wherever they are needed.
 
-    ``reads``, ``writes`` and ``accumulates`` (a read and a write that keeps what was there) are regions; ``allocs`` and
-    ``frees`` buffer names; ``signals`` and ``waits`` event names; ``comm`` a communicator. ``stream`` is what the
-    effects happen on; a wait happens on the stream (or the host) it orders.
+    ``reads``, ``writes`` and ``accumulates`` (a read and a write that keeps the previous value) are regions; ``allocs``
+    and ``frees`` buffer names; ``signals`` and ``waits`` event names; ``comm`` a communicator. ``stream`` is where the
+    effects happen; a wait happens on the stream (or the host) that it orders.
     """
 
     stream: str
@@ -37,7 +37,7 @@ class Effects(NamedTuple):
 
 
 def effects(op: ops.Op) -> Effects:
-    """The effects of one op."""
+    """Return the effects of one op."""
     return _EFFECTS[type(op)](op)
 
 
@@ -60,7 +60,7 @@ _MODES: Final = {FieldUse.WRITTEN: Mode.WRITE, FieldUse.ACCUMULATED: Mode.ACCUMU
 
 
 def _effects_of(kind: type[ops.Op]) -> Callable[[ops.Op], Effects]:
-    """A function from an op of that class to its effects, as the fields declare them."""
+    """Return a function from an op of that class to its effects, as the fields declare them."""
     getters: dict[str, Callable[[object], object]] = {}
     for use, effect in ((FieldUse.STREAM, "stream"), (FieldUse.COMM, "comm")):
         if (field := op_field(kind, use)) is not None:
@@ -79,13 +79,13 @@ def _effects_of(kind: type[ops.Op]) -> Callable[[ops.Op], Effects]:
         values: list[Any] = list(nothing)
         for place, get in places:
             values[place] = get(op)
-        return tuple.__new__(Effects, values)  # as _make does, at half the price
+        return tuple.__new__(Effects, values)  # as _make does, at half the cost
 
     return derived
 
 
 def _regions(operand: Operand, use: FieldUse) -> _Getter | None:
-    """A function from an op to the regions of one operand that have that use; None where none can have it."""
+    """Return a function from an op to the regions of one operand with that use; None where none can have it."""
     field, path = operand.field, operand.path
     if operand.use is not FieldUse.RESULT:
         if operand.use is not use:
@@ -109,7 +109,7 @@ _mode = attrgetter("mode")
 
 
 def _values(field: DeclaredField) -> _Getter:
-    """A function from an op to the values of a field, without those that are None."""
+    """Return a function from an op to the values of a field, without those that are None."""
     value = attrgetter(field.name)
     if field.is_tuple:
         if field.is_optional:

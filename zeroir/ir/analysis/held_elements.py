@@ -1,4 +1,4 @@
-"""The elements of a flat that a region with some content holds: on one rank, and on all ranks together."""
+"""The elements of a flat in a region with a given content: on one rank, and on all ranks together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zeroir.ir.mesh import Mesh
 
 
 def held_elements(content: FlatContent, numel: int, coordinate: Mapping[str, int]) -> range:
-    """The elements that a region of ``numel`` local elements holds on the rank at a coordinate of the mesh."""
+    """Return the elements that a region of ``numel`` local elements holds on the rank at a mesh coordinate."""
     start = content.offset
     if content.shard is not None:
         start += coordinate[content.shard] * _stride(content, numel)
@@ -18,7 +18,7 @@ def held_elements(content: FlatContent, numel: int, coordinate: Mapping[str, int
 
 
 def held_by_all(content: FlatContent, numel: int, mesh: Mesh) -> tuple[range, ...]:
-    """The elements that all ranks hold together, as few ranges in order; each rank holds ``numel``."""
+    """Return the elements that all ranks hold together, as few ranges in order; each rank holds ``numel``."""
     count = 1 if content.shard is None else mesh.size(content.shard)
     stride = _stride(content, numel)
     if stride == numel:
@@ -28,7 +28,7 @@ def held_by_all(content: FlatContent, numel: int, mesh: Mesh) -> tuple[range, ..
 
 
 def is_within(elements: Sequence[range], others: Sequence[range]) -> bool:
-    """Whether all of the elements are among the others; both as ``held_by_all`` gives them."""
+    """Return whether all of the elements are among the others; both as returned by ``held_by_all``."""
     return all(
         any(other.start <= part.start and part.stop <= other.stop for other in others)
         for part in elements
@@ -36,9 +36,9 @@ def is_within(elements: Sequence[range], others: Sequence[range]) -> bool:
 
 
 def save_order(held: tuple[Buffer, FlatContent]) -> tuple[bool, bool]:
-    """The key by which buffers with the same elements are sorted: a checkpoint is made of the first of them.
+    """Return the key that sorts buffers with the same elements: a checkpoint uses the first of them.
 
-    Slices come before copies of the whole, and of these buffers in host memory before others.
+    Slices come before copies of the whole, and among these buffers in host memory before others.
     """
     buffer, content = held
     return content.shard is None, buffer.space is not Space.HOST

@@ -1,8 +1,8 @@
-"""Which streams of a device another thread issues than the one that issues the program.
+"""The streams of a device that another thread issues than the one that issues the program.
 
-A device cannot wait for a thread, so whoever issues an op that must follow an op of the host or a disk waits for it.
-One thread issues a program; if it waited, what follows on other streams would not be issued meanwhile. So streams of
-copies that wait for threads are issued by threads of their own. The runtime does it, and the cost model counts on it.
+A device cannot wait for a thread, so the thread that issues an op after an op of the host or a disk waits for it. One
+thread issues a program; if it waited, later ops on other streams would not be issued meanwhile. So copy streams that
+wait for threads have their own issuing threads, both in the runtime and in the cost model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _Copying = ops.Transfer | ops.Memory | ops.Fill
 
 
 def issued_apart(program: Program) -> frozenset[str]:
-    """The device streams whose ops threads issue: streams of copies that wait, at once or in turn, for a thread."""
+    """Return the device streams that threads issue: copy streams that wait, directly or indirectly, for a thread."""
     of_host = {s.name for s in program.streams if s.executor is not Executor.DEVICE}
     copying = {s.name for s in program.streams} - of_host - {COMPUTE}
     awaited: set[tuple[str, str]] = set()

@@ -1,4 +1,4 @@
-"""Ops by their place in a program, in a few words: what profiles and errors show."""
+"""Short names of ops by their place in a program, for profiles and errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zeroir.ir.program import OpPosition, Program
 
 
 def labels(program: Program) -> Mapping[OpPosition, str]:
-    """``section:index`` and a summary of every op, by the op's position."""
+    """Return ``section:index`` and a summary of every op, by the op's position."""
     return {
         position: f"{position.section}:{position.index} {_summary(op)}"
         for position, op in program.positioned_ops()
@@ -18,7 +18,7 @@ def labels(program: Program) -> Mapping[OpPosition, str]:
 
 
 def _summary(op: ops.Op) -> str:
-    """An op in a few words: its name, and its unit or buffer."""
+    """Return a summary of an op: its name, and its unit or buffer."""
     keyword = ops.op_name(type(op))
     match op:
         case ops.Wait():

@@ -1,6 +1,6 @@
-"""The uses of buffers in a section: the readers and writers of each, its lives, and the op that makes the loss.
+"""The uses of buffers in a section: readers, writers and lives of each, and the op that computes the loss.
 
-Ops are known by their indices in the section's body. All of it follows from the ops' effects.
+Ops are identified by their indices in the section's body. Everything is derived from the ops' effects.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from zeroir.ir.program import Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilledBuffer:
-    """A temporary buffer that lives once in a section and is filled once, wholly, by a result of a compute op.
+    """A temporary buffer that has one life in a section and is filled once, completely, by a result of a compute op.
 
-    ``writer`` is that op, ``output`` the position of the result among the op's, and ``readers`` the ops that read it.
+    ``writer`` is that op, ``output`` the index of the result among the op's, and ``readers`` the ops that read it.
     """
 
     buffer: Buffer
@@ -29,7 +29,7 @@ class FilledBuffer:
 
 
 class SectionView:
-    """Readers, writers and lives of the buffers of one section; each part is worked out when it is first asked for."""
+    """Readers, writers and lives of the buffers of one section; each part is computed at its first use."""
 
     def __init__(self, program: Program, body: Sequence[Op]) -> None:
         self._program = program
@@ -42,7 +42,7 @@ class SectionView:
 
     @cached_property
     def readers(self) -> Mapping[str, tuple[int, ...]]:
-        """For each buffer the ops that read any of it, in order; to accumulate is to read and to write."""
+        """For each buffer the ops that read any of it, in order; accumulating is both reading and writing."""
         return _by_buffer(
             [region.buffer for region in (*effect.reads, *effect.accumulates)]
             for effect in self.effects
@@ -50,7 +50,7 @@ class SectionView:
 
     @cached_property
     def writers(self) -> Mapping[str, tuple[int, ...]]:
-        """For each buffer the ops that write any of it, in order; to accumulate is to read and to write."""
+        """For each buffer the ops that write any of it, in order; accumulating is both reading and writing."""
         return _by_buffer(
             [region.buffer for region in (*effect.writes, *effect.accumulates)]
             for effect in self.effects
@@ -73,9 +73,9 @@ class SectionView:
 
     @cached_property
     def loss(self) -> int | None:
-        """The last compute op that makes the loss, None where none does. The forward ends with it.
+        """The last compute op that computes the loss, None where there is none. It ends the forward.
 
-        The loss may be copied from where that op writes it.
+        The loss may be copied from the destination of that op.
         """
         names = {self._program.loss or ""}
         for op in reversed(self.body):
@@ -86,7 +86,7 @@ class SectionView:
 
     @property
     def backward(self) -> range:
-        """The ops after the loss; none where the section makes no loss."""
+        """The ops after the loss; none where the section computes no loss."""
         return range(len(self.body) if self.loss is None else self.loss + 1, len(self.body))
 
     @cached_property
@@ -112,7 +112,7 @@ class SectionView:
 
 
 def _by_buffer(names_of_ops: Iterable[Sequence[str]]) -> Mapping[str, tuple[int, ...]]:
-    """For each buffer the indices of the ops that name it, each once."""
+    """Return for each buffer the indices of the ops that name it, each once."""
     indices: dict[str, list[int]] = {}
     for index, names in enumerate(names_of_ops):
         for name in dict.fromkeys(names):

@@ -32,15 +32,14 @@ def collective_bytes(
     axis: str | None = None,
     sections: Collection[str] = (LAST_MICRO_STEP, UPDATE),
 ) -> Mapping[str, int]:
-    """Bytes of the full buffers that the collectives of some sections handle, by op.
+    """Return the bytes of the full buffers of the collectives of some sections, by op.
 
     By default these are the sections of a step with one micro-step, or one group of micro-batches that run unit by
-    unit. With ``axis``, of those over that mesh axis alone.
+    unit. With ``axis``, only collectives over that mesh axis are counted.
 
-    An all_gather counts its destination, and so does a prefetch, which is one; a reduce_scatter,
-    all_reduce or broadcast its source. Each counts once, so in the ZeRO paper's terms, where reducing
-    everywhere is a reduce-scatter and an all-gather, ``all_reduce`` counts twice. Collectives over
-    buffers of the role ``scalar`` are counted apart, under ``scalar``.
+    An all_gather, or a prefetch, counts its destination; a reduce_scatter, all_reduce or broadcast its source. Each
+    counts once, so in the ZeRO paper's terms, where an all-reduce is a reduce-scatter and an all-gather, ``all_reduce``
+    counts twice. Collectives over buffers of the role ``scalar`` are counted separately, under ``scalar``.
     """
     totals = dict.fromkeys(COLLECTIVE_KEYS, 0)
     for section in program.sections:
@@ -62,7 +61,10 @@ TRANSFER_KEYS: Final = ("to_host", "to_device", "load", "store")
 def transfer_bytes(
     program: Program, *, sections: Collection[str] = (LAST_MICRO_STEP, UPDATE)
 ) -> Mapping[str, int]:
-    """Bytes that the transfers of some sections copy on a rank, by op; by default as ``collective_bytes``."""
+    """Return the bytes that the transfers of some sections copy on a rank, by op.
+
+    By default as ``collective_bytes``.
+    """
     totals = dict.fromkeys(TRANSFER_KEYS, 0)
     for section in program.sections:
         if section.name not in sections:
@@ -75,20 +77,20 @@ def transfer_bytes(
 
 
 def on_the_wire(counted: Mapping[str, int]) -> Mapping[str, int]:
-    """The paper's volume of the bytes that :func:`collective_bytes` counts: an all_reduce counts twice.
+    """Return the paper's volume for the bytes that :func:`collective_bytes` counts: an all_reduce counts twice.
 
-    Stages 0, 1 and 2 come to 2Ψ, and stage 3 without elision to 3Ψ; a rank sends (N-1)/N of it on a ring.
+    Stages 0, 1 and 2 result in 2Ψ, and stage 3 without elision in 3Ψ; a rank sends (N-1)/N of it on a ring.
     """
     return {key: 2 * size if key == "all_reduce" else size for key, size in counted.items()}
 
 
 def payload_bytes(op: ops.CollectiveOp, program: Program) -> int:
-    """The bytes of all pairs of a collective, of the dtype that travels."""
+    """Return the bytes of all pairs of a collective, in the dtype that is sent."""
     return sum(size for _, size in payloads(op, program))
 
 
 def payloads(op: ops.CollectiveOp, program: Program) -> Iterator[tuple[str, int]]:
-    """For each pair its key of :func:`collective_bytes` and its bytes, of the dtype that travels."""
+    """Yield for each pair its key of :func:`collective_bytes` and its bytes, in the dtype that is sent."""
     for pair in op.pairs:
         match op:
             case ops.Gather():

@@ -1,4 +1,4 @@
-"""Adafactor, as ``torch.optim`` has it: factored second moments instead of one for each element."""
+"""Adafactor, as in ``torch.optim``: factored second moments instead of one for each element."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeroir.ir.optimizers.settings import NOT_NEGATIVE, Limits, Setting, weight_
 
 
 def _moments(shape: Shape) -> tuple[StatePart, ...]:
-    """Those of the rows and of the columns of each matrix of the last two dimensions, or else those of the elements."""
+    """Return moments of rows and columns for matrices of the last two dimensions, or else those of the elements."""
     if len(shape) < 2:
         return (StatePart(name="variance", shape=shape),)
     return (
@@ -29,7 +29,7 @@ def _moments(shape: Shape) -> tuple[StatePart, ...]:
 
 
 def _scratch(shape: Shape) -> StepScratch:
-    """The second moments of the elements, a product, and new moments of rows and of columns."""
+    """Return the scratch memory: the elements' second moments, a product, and new moments of rows and of columns."""
     numel = prod(shape)
     rows = numel // max(shape[-1], 1) if shape else 1
     columns = numel // max(shape[-2], 1) if len(shape) > 1 else numel
@@ -86,5 +86,5 @@ ADAFACTOR: Final = Declaration(
         is_from_torch=True,
         defaults={"lr": 1e-2, "eps": (None, 1e-3)},
     ),
-    most_numbers=1,  # elsewhere a first moment
+    most_numbers=1,  # other implementations also keep a first moment
 )

@@ -1,4 +1,4 @@
-"""Adam and AdamW, as ``torch.optim`` has them."""
+"""Adam and AdamW, as in ``torch.optim``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _deepspeeds(kind: str, keys: Values) -> str:
 def _settings_of_deepspeed(kind: str, keys: Values, settings: Values) -> Values:
     if keys["weight_decay"] is not None:
         return settings
-    # FusedAdam decays nothing by default; torch's AdamW does.
+    # FusedAdam's default weight decay is 0; torch's AdamW has one.
     is_torchs_adamw = keys["torch_adam"] and _deepspeeds(kind, keys) == "adamw"
     return {**settings, "weight_decay": 0.01 if is_torchs_adamw else 0.0}
 

@@ -1,4 +1,4 @@
-"""All optimizers, and the options that their settings are."""
+"""All optimizers, and the options that correspond to their settings."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from zeroir.ir.optimizers.settings import Limits, Setting, Value
 
 
 class Algorithm(StrEnum):
-    """Optimizers, under the names that programs and options have for them."""
+    """Optimizers, with their names in programs and options."""
 
     _value_: str
     declaration: Declaration
 
     def __new__(cls, name: str, declaration: Declaration | None = None) -> Self:
-        """A new member; to type checkers it is also the look-up by a name alone."""
+        """Create a member; for type checkers it is also the look-up by name alone."""
         assert declaration is not None
         algorithm = str.__new__(cls, name)
         algorithm._value_ = name
@@ -46,30 +46,30 @@ class Algorithm(StrEnum):
 
     @property
     def class_name(self) -> str:
-        """The class of ``torch.optim`` that it is, or what it is called where torch does not have it."""
+        """Its class in ``torch.optim``, or its name where torch does not have it."""
         of_torch = self.declaration.torch
         return self.declaration.title if of_torch is None else of_torch.class_name
 
     @property
     def fixed(self) -> Values:
-        """The settings that tell it from another optimizer of the same class."""
+        """The settings that distinguish it from another optimizer of the same class."""
         of_torch = self.declaration.torch
         return {} if of_torch is None else of_torch.fixed
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The FP32 states kept of each element, named as torch.optim names them."""
+        """The FP32 states of each element, with their names in torch.optim."""
         return tuple(state.name for state in self.declaration.states)
 
     @property
     def direction_dtype(self) -> DType | None:
-        """The dtype of the directions of an optimizer that works on whole parameters; None for the others."""
+        """The dtype of the directions of an optimizer that works on whole parameters; None for others."""
         whole = self.declaration.whole
         return None if whole is None else whole.direction_dtype
 
     @property
     def has_states_of_elements(self) -> bool:
-        """Whether its step needs nothing but an element and that element's states, of which it keeps some."""
+        """Whether it keeps states of elements, and each element's step uses nothing but that element and its states."""
         return bool(self.declaration.states) and self.declaration.whole is None
 
     @property
@@ -93,11 +93,11 @@ OptimizerName = Literal[
     "adafactor",
     "shampoo",
 ]
-"""The same names for type checkers, which know no computed ones."""
+"""The same names for type checkers, which do not support computed ones."""
 
 
 def with_settings(algorithms: Iterable[Algorithm], settings: Values) -> Algorithm:
-    """The first of these whose fixed settings have such values, or are missing."""
+    """Return the first of these whose fixed settings have such values, or are missing."""
     return next(
         algorithm
         for algorithm in algorithms
@@ -106,7 +106,7 @@ def with_settings(algorithms: Iterable[Algorithm], settings: Values) -> Algorith
 
 
 USUAL: Final = Algorithm.ADAMW
-"""The optimizer where none is named, and of the parameters that another one does not take."""
+"""The default optimizer, also of the parameters that another one does not support."""
 
 OF_DEEPSPEED: Final[Mapping[str, InDeepSpeed]] = {
     name: declared
@@ -114,7 +114,7 @@ OF_DEEPSPEED: Final[Mapping[str, InDeepSpeed]] = {
     if (declared := algorithm.declaration.deepspeed) is not None
     for name in declared.types
 }
-"""The values of ``optimizer.type`` in DeepSpeed's configuration, and what they are."""
+"""The values of ``optimizer.type`` in DeepSpeed's configuration, and their optimizers."""
 
 WITH_STATES_OF_ELEMENTS: Final = tuple(a for a in Algorithm if a.has_states_of_elements)
 """The optimizers whose states can have 8 bits."""
@@ -131,14 +131,14 @@ OWN_STATES_OF_TORCH: Final = frozenset(
     for algorithm in Algorithm
     if algorithm.declaration.own_state is not None and algorithm.declaration.torch is not None
 )
-"""Those of optimizers that torch has, too."""
+"""Those of optimizers that torch has as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerOption:
-    """An option of a compilation that is a setting of some optimizers, with its default for each of them.
+    """A compiler option that is a setting of some optimizers, with its default for each of them.
 
-    Type, limits and choices of a value are those of each of these settings.
+    Its type, limits and choices are those of each of these settings.
     """
 
     name: str
@@ -146,7 +146,7 @@ class OptimizerOption:
 
     @property
     def defaults(self) -> Mapping[Algorithm, Value]:
-        """The value for each optimizer where none is given."""
+        """The default value for each optimizer."""
         return {algorithm: setting.default for algorithm, setting in self.settings.items()}
 
     @property
@@ -166,13 +166,13 @@ class OptimizerOption:
 
     @property
     def users(self) -> str:
-        """The optimizers with which the option has an effect, as a sentence lists them."""
+        """The optimizers for which the option has an effect, as a list for a sentence."""
         *most, last = map(str, self.settings)
         return f"{', '.join(most)} or {last}" if most else last
 
     @property
     def effect(self) -> str:
-        """A sentence on what the setting is, and for which optimizers."""
+        """A sentence on the meaning of the setting, and for which optimizers."""
         effects: dict[str, list[str]] = {}
         for algorithm, setting in self.settings.items():
             effects.setdefault(setting.effect, []).append(algorithm)
@@ -202,7 +202,7 @@ class OptimizerOption:
 
 
 _MANY: Final = 3
-"""Optimizers with one default that need not be listed."""
+"""The number of optimizers with one default from which on they are not listed."""
 
 
 def _shown(value: Value) -> str:

@@ -1,4 +1,4 @@
-"""What an optimizer declares of itself, once, for every package; ``zeroir.runtime.optimizers`` has its update."""
+"""The declaration of an optimizer for all packages; ``zeroir.runtime.optimizers`` has its update."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from zeroir.ir.optimizers.settings import Setting, Value
 
 Shape = tuple[int, ...]
 Numbers = Mapping[str, float]
-"""The hyper-parameters of a group by their names, as programs hold them."""
+"""The hyper-parameters of a group by their names, as stored in programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementState:
-    """An FP32 number that is kept of each element of a parameter, under torch's name."""
+    """An FP32 number that is kept for each element of a parameter, with torch's name."""
 
     name: str
     is_signed: bool = True
@@ -24,7 +24,7 @@ class ElementState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatePart:
-    """A tensor that is kept of a whole parameter, under torch's name where torch has the optimizer."""
+    """A tensor that is kept for a whole parameter, with torch's name where torch has the optimizer."""
 
     name: str
     shape: Shape
@@ -32,12 +32,12 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnState:
-    """FP32 numbers that are kept of whole parameters, and are not one for each element.
+    """FP32 numbers that are kept for whole parameters, other than one for each element.
 
-    So a flat has them in coordinates of their own: ``parts`` are the tensors of a parameter of some shape, row by row,
-    one after the other, and so for one parameter after the other. They are cut for the ranks if they are sharded, and
-    gathered for each step; else each rank keeps and moves all of them. ``quantity`` is their name in programs.
-    ``numbers`` says how many are kept for each element of a square matrix, in round numbers, and ``description`` which.
+    In a flat they have their own coordinates: ``parts`` are the tensors of a parameter of some shape, row-major, one
+    after the other, parameter by parameter. If they are sharded, they are gathered for each step; otherwise each rank
+    keeps and updates all of them. ``quantity`` is their name in programs. ``numbers`` is roughly how many are kept for
+    each element of a square matrix, and ``description`` says which.
     """
 
     quantity: str
@@ -49,10 +49,10 @@ class OwnState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepScratch:
-    """What the step of one parameter takes beside its operands.
+    """The scratch memory of the step of one parameter.
 
-    ``own_bytes`` are those of the tensors that it has at once. ``product`` are the sides m, n and k of its largest
-    product of an m × k and a k × n matrix, for which a library takes memory, too.
+    ``own_bytes`` are those of its simultaneous tensors. ``product`` are the sides m, n and k of its largest product of
+    an m × k and a k × n matrix, for which a library also needs memory.
     """
 
     own_bytes: int
@@ -67,12 +67,12 @@ def _no_flops(_shape: Shape, _hyper: Numbers) -> int:
 class WholeStep:
     """The step of an optimizer that works on whole parameters.
 
-    It is two ops: ``direction`` computes an element's direction, of ``direction_dtype``, from its gradient and states,
-    and ``optimizer_step`` reads the directions of the whole flat. With ``reads_parameters`` it also reads the whole
-    parameters as they were; not together with a sharded state, since ops have one operand for both.
+    It consists of two ops: ``direction`` computes an element's direction, of ``direction_dtype``, from its gradient and
+    states, and ``optimizer_step`` reads the directions of the whole flat. With ``reads_parameters`` it also reads the
+    whole parameters from before the step; this excludes a sharded state, because ops have one operand for both.
 
     ``scratch`` is for a parameter of some shape. ``flops`` are the floating-point operations of its step, in
-    ``direction_dtype``, where they take time beside reading and writing the operands.
+    ``direction_dtype``, where they take time in addition to reading and writing the operands.
     """
 
     direction_dtype: DType
@@ -88,14 +88,15 @@ class Declaration:
     """An optimizer, whose update ``definition`` names where ``torch`` does not have it.
 
     ``settings`` are in the order of the elements of ``OptimizerStep.hyper``, ``states`` in that of its states. Without
-    a ``whole`` step nothing is needed but an element and its states. ``torch`` and ``deepspeed`` say what it is called
-    there; ``not_from_deepspeed`` why DeepSpeed's optimizer of its name is another one. ``marks`` are the settings by
-    whose keys it is known, together with its states, in a checkpoint that does not name it; None where it is not.
-    ``problem`` says why settings do not fit each other, in words that continue a sentence. ``most_numbers`` are the
-    FP32 numbers that other implementations keep for each element at most, where they keep more.
+    a ``whole`` step an update only uses an element and its states. ``torch`` and ``deepspeed`` are its names there;
+    ``not_from_deepspeed`` says why DeepSpeed's optimizer of its name is another one. ``marks`` are the settings whose
+    keys identify it, together with its states, in a checkpoint that does not name it; None where they do not.
+    ``problem`` says why settings are inconsistent, in words that continue a sentence. ``most_numbers`` is the maximum
+    of FP32 numbers that other implementations keep for each element, where they keep more.
 
-    ``scratch_numbers`` are the FP32 numbers that an update without a whole step has beside each element of a chunk;
-    torch's fused kernels have none. ``waits`` says why the host waits for the device in each step with these settings.
+    ``scratch_numbers`` are the FP32 numbers of scratch memory, for each element of a chunk, of an update without a
+    whole step; torch's fused kernels need none. ``waits`` says why the host waits for the device in each step with
+    these settings.
     """
 
     title: str
@@ -118,7 +119,7 @@ class Declaration:
         return tuple(name for setting in self.settings for name in setting.hyper_names)
 
     def torch_settings(self, hyper: Sequence[float]) -> dict[str, Value]:
-        """The elements of ``OptimizerStep.hyper`` as settings under the keys of torch's optimizers."""
+        """Return the elements of ``OptimizerStep.hyper`` as settings under the keys of torch's optimizers."""
         values: dict[str, Value] = {}
         several: dict[str, list[float]] = {}
         numbers = iter(hyper)
@@ -134,7 +135,7 @@ class Declaration:
 
     @property
     def own_state(self) -> OwnState | None:
-        """What is kept of whole parameters, if anything."""
+        """The state of whole parameters, if there is any."""
         return None if self.whole is None else self.whole.own_state
 
     @property

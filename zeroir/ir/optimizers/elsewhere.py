@@ -1,4 +1,4 @@
-"""What an optimizer declares of its names in other libraries: torch, and DeepSpeed's configuration."""
+"""The declaration of an optimizer's names in other libraries: torch, and DeepSpeed's configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Values = Mapping[str, object]
 class InTorch:
     """A class of ``torch.optim`` with the optimizer's settings and states.
 
-    Other optimizers of ours may be the same class, or ``other_classes``, with other values of ``fixed`` settings.
+    Others of our optimizers may have the same class, or ``other_classes``, with other values of ``fixed`` settings.
     ``counts_steps`` says whether the class counts the steps of each parameter.
     """
 
@@ -27,7 +27,7 @@ class InTorch:
 class DeepSpeedSwitch:
     """A key of ``optimizer.params`` that no setting has, with its default in DeepSpeed.
 
-    It may not differ from the default where it ``is_refused``, for the reason given; else the reason says what it does.
+    Where it ``is_refused``, it must have its default, for the reason given; otherwise the reason says what it does.
     """
 
     name: str
@@ -38,13 +38,13 @@ class DeepSpeedSwitch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InDeepSpeed:
-    """The optimizer, or several of ours, as ``optimizer`` of DeepSpeed's configuration has it.
+    """The optimizer, or several of ours, as ``optimizer`` of DeepSpeed's configuration.
 
-    ``types`` are the values of ``optimizer.type``; their case counts where DeepSpeed takes the optimizer from torch.
+    ``types`` are the values of ``optimizer.type``, case-sensitive where DeepSpeed takes the optimizer from torch.
     ``optimizer.params`` has the keys of the settings in torch, and ``switches``; ``defaults`` are DeepSpeed's where
-    they differ from ours, and ``reasons`` say what keys do beyond their setting. ``optimizer`` is called with the type
-    and the values of these keys, and names one of our optimizers; ``settings`` with both and the settings under our
-    names, of which it returns those that count.
+    they differ from ours, and ``reasons`` say what keys do in addition to their setting. ``optimizer`` is called with
+    the type and the values of these keys, and returns one of our optimizers; ``settings`` is called with both and the
+    settings under our names, and returns the effective ones.
     """
 
     types: tuple[str, ...]

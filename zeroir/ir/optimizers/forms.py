@@ -1,6 +1,6 @@
-"""The forms in which a state of elements is kept: as FP32, or in 8 bits as codes and scales of blocks.
+"""The forms of a state of elements: FP32, or 8 bits as codes and scales of blocks.
 
-Each form is one or two quantities of a flat. What else distinguishes 8 bits is their arithmetic: its definition is in
+Each form is one or two quantities of a flat. 8-bit states also differ in their arithmetic, which is defined in
 ``zeroir/ir/eight_bit_states.py``.
 """
 
@@ -18,25 +18,28 @@ from zeroir.ir.optimizers.catalogue import Algorithm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredNumbers:
-    """A quantity with one number for each block of ``block_numel`` consecutive elements; the last may be short."""
+    """A quantity with one number for each block of ``block_numel`` consecutive elements.
+
+    The last block may be short.
+    """
 
     quantity: str
     dtype: DType
     block_numel: int = 1
 
     def numel(self, elements_numel: int) -> int:
-        """The numbers of so many elements."""
+        """Return the number of stored numbers for so many elements."""
         return -(-elements_numel // self.block_numel)
 
 
 class StateForm(IntEnum):
-    """How a state of elements is kept."""
+    """How a state of elements is stored."""
 
     FP32 = 0
     EIGHT_BITS = 1
 
     def numbers(self, state: str) -> tuple[StoredNumbers, ...]:
-        """The quantities of a state: the numbers of elements, and those of blocks."""
+        """Return the quantities of a state: the numbers of elements, and those of blocks."""
         match self:
             case StateForm.FP32:
                 return (StoredNumbers(quantity=state, dtype=DType.F32),)
@@ -49,7 +52,7 @@ class StateForm(IntEnum):
 
     @property
     def bits(self) -> int:
-        """The bits of an element, without its part of a block's number."""
+        """The bits of an element, without its part of the block's number."""
         return 8 * self.numbers("any")[0].dtype.itemsize_bytes
 
     @property
@@ -59,12 +62,12 @@ class StateForm(IntEnum):
 
     @property
     def block_numel(self) -> int:
-        """The elements that a block has at most; parameters begin with a block, and no shard cuts one."""
+        """The most elements of a block; parameters start with a block, and no shard splits one."""
         return max(numbers.block_numel for numbers in self.numbers("any"))
 
 
 def form_of_bits(bits: int) -> StateForm:
-    """The form with so many bits."""
+    """Return the form with so many bits."""
     return next(form for form in StateForm if form.bits == bits)
 
 
@@ -78,7 +81,7 @@ _STATES: Final = {
 
 
 def is_signed(state: str) -> bool:
-    """Whether elements of a state can be negative."""
+    """Return whether elements of a state can be negative."""
     return _STATES[state].is_signed
 
 
@@ -106,28 +109,31 @@ QUANTITIES_OF_BLOCKS: Final = tuple(
 
 
 def numbers_of(quantity: str) -> StoredNumbers:
-    """How a quantity is stored; one that is no part of a state of elements has FP32 numbers."""
+    """Return how a quantity is stored; one that is not part of a state of elements has FP32 numbers."""
     numbers = StoredNumbers(quantity=quantity, dtype=DType.F32)
     return _FORMS[quantity][2] if quantity in _FORMS else numbers
 
 
 def block_numel(quantity: str) -> int:
-    """The elements that one number of a quantity is for."""
+    """Return the number of elements per number of a quantity."""
     return numbers_of(quantity).block_numel
 
 
 def state_of(quantity: str) -> str:
-    """The state that a quantity is a part of, or is."""
+    """Return the state to which a quantity belongs, or which it is."""
     return _FORMS[quantity][0] if quantity in _FORMS else quantity
 
 
 def form_of(quantity: str) -> StateForm:
-    """The form that a state with such a quantity has."""
+    """Return the form of a state with such a quantity."""
     return _FORMS[quantity][1] if quantity in _FORMS else StateForm.FP32
 
 
 def in_another_form(quantity: str) -> tuple[str, ...]:
-    """The quantities of the other form of a state, from which this one can be made; none for other quantities."""
+    """Return the quantities of the other form of a state, which can be converted to this one.
+
+    None for other quantities.
+    """
     if quantity not in _FORMS:
         return ()
     state, form, _ = _FORMS[quantity]

@@ -1,4 +1,4 @@
-"""Muon, as ``torch.optim`` has it: the momentum of a matrix with its singular values near 1."""
+"""Muon, as in ``torch.optim``: the momentum of a matrix with its singular values near 1."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from zeroir.ir.optimizers.settings import (
 
 
 def _scratch(shape: Shape) -> StepScratch:
-    """Two iterates of Newton-Schulz and two products of their smaller side, in BF16."""
+    """Return scratch memory for two iterates of Newton-Schulz and two products of their smaller side, in BF16."""
     short, long = min(shape), max(shape)
     own_bytes = DType.BF16.itemsize_bytes * (2 * short * long + 2 * short * short)
     return StepScratch(own_bytes=own_bytes, product=(short, short, long))
 
 
 def _flops(shape: Shape, hyper: Numbers) -> int:
-    """Of each iteration: a product with its transpose, the square of that, and a product of both."""
+    """Return the FLOPs of each iteration: a product with its transpose, the square of that, and a product of both."""
     short, long = min(shape), max(shape)
     return int(hyper["ns_steps"]) * (4 * short * short * long + 2 * short**3)
 
@@ -64,7 +64,7 @@ MUON: Final = Declaration(
         ),
     ),
     states=(ElementState(name="momentum_buffer"),),
-    # The iteration begins by rounding to BF16, so no more is gathered.
+    # The iteration starts by rounding to BF16, so BF16 directions are enough.
     whole=WholeStep(
         direction_dtype=DType.BF16,
         scratch=_scratch,

@@ -1,4 +1,4 @@
-"""What an optimizer declares of each of its hyper-parameters: its default, its limits, and what it does."""
+"""The declaration of each hyper-parameter of an optimizer: its default, its limits, and its effect."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ FRACTION: Final = Limits(at_least=0, below=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A hyper-parameter beside the learning rate, under the name of the option that sets it.
+    """A hyper-parameter other than the learning rate, with the name of its option.
 
-    The type of the default is the type of every value. ``effect`` says in the help what it is.
-    ``choices`` are the values of a text; programs hold the number of one. torch has the setting under its own name, or
-    as an element of the pair ``torch_pair``. A setting is ``fixed`` where the optimizer has no such option: programs
-    hold its default, and the text is the reason.
+    The type of the default is the type of every value. ``effect`` is its description in the help. ``choices`` are the
+    values of a text; programs store the index of one. torch has the setting under its own name, or as an element of the
+    pair ``torch_pair``. A setting is ``fixed`` where the optimizer has no such option: programs store its default, and
+    the text is the reason.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Setting:
 
     @property
     def hyper_names(self) -> tuple[str, ...]:
-        """The names of the numbers that programs hold of it."""
+        """The names of its numbers in programs."""
         if isinstance(self.default, tuple):
             return tuple(f"{self.name}.{index}" for index in range(len(self.default)))
         return (self.name,)
@@ -78,13 +78,13 @@ class Setting:
         return ((self.name, None) if self.torch_pair is None else self.torch_pair,)
 
     def numbers(self, value: Value) -> tuple[float, ...]:
-        """A value as programs hold it."""
+        """Return the numbers of a value in programs."""
         if isinstance(value, tuple):
             return value
         return (float(self.choices.index(value) if isinstance(value, str) else value),)
 
     def value(self, number: float) -> bool | int | float | str:
-        """The value, or the element of several, that programs hold as this number."""
+        """Return the value, or the element of several, for a number in programs."""
         match self.default:
             case bool():
                 return bool(number)
@@ -96,7 +96,7 @@ class Setting:
                 return number
 
     def allows(self, number: float) -> bool:
-        """Whether programs may hold this number."""
+        """Return whether programs may have this number."""
         match self.default:
             case bool():
                 return True
@@ -109,7 +109,7 @@ class Setting:
 
     @property
     def expected(self) -> str:
-        """What a value should be, as the end of a sentence."""
+        """The expected value, as the end of a sentence."""
         if self.choices:
             return " or ".join(self.choices)
         kind = "a whole number" if isinstance(self.default, int) else "a number"
@@ -117,26 +117,26 @@ class Setting:
 
 
 LEARNING_RATE: Final = Setting(name="lr", default=1e-3, effect="learning rate", limits=NOT_NEGATIVE)
-"""What every optimizer has, and programs hold by itself."""
+"""The setting that every optimizer has, and programs store separately."""
 
 
 def weight_decay(default: float) -> Setting:
-    """The weight decay, which every optimizer has."""
+    """Return the weight decay, which every optimizer has."""
     return Setting(name="weight_decay", default=default, effect="weight decay", limits=NOT_NEGATIVE)
 
 
 def momentum(default: float) -> Setting:
-    """The factor of the momentum."""
+    """Return the factor of the momentum."""
     return Setting(name="momentum", default=default, effect="momentum factor", limits=FRACTION)
 
 
 def nesterov(default: bool) -> Setting:
-    """Whether the momentum is Nesterov's."""
+    """Return whether the momentum is Nesterov's."""
     return Setting(name="nesterov", default=default, effect="Nesterov momentum")
 
 
 def betas(first: float, second: float, of_second: str) -> tuple[Setting, Setting]:
-    """The decays of the moving averages, a pair in torch; ``of_second`` says what the second one is a decay of."""
+    """Return the decays of the moving averages, a pair in torch; ``of_second`` says what the second one decays."""
     return (
         Setting(
             name="beta1",
@@ -156,7 +156,7 @@ def betas(first: float, second: float, of_second: str) -> tuple[Setting, Setting
 
 
 def nesterov_problem(values: Mapping[str, float]) -> str | None:
-    """Why Nesterov momentum is impossible with these values, as programs hold them; None where it is not."""
+    """Return why Nesterov momentum is impossible with these numbers of a program; None where it is possible."""
     if values["nesterov"] and (values.get("dampening") or not values["momentum"]):
         return "nesterov needs a momentum above 0 and no dampening"
     return None

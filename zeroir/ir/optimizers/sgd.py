@@ -1,4 +1,4 @@
-"""Stochastic gradient descent, without and with momentum, as ``torch.optim.SGD`` has it."""
+"""Stochastic gradient descent, without and with momentum, as in ``torch.optim.SGD``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WITHOUT: Final = "the program was compiled without momentum"
 
 
 def _first_step(hyper: Numbers) -> str | None:
-    """The first step takes the gradient itself as momentum."""
+    """Return why the host needs the step count: the first step uses the gradient itself as momentum."""
     if hyper["momentum"] and hyper["dampening"]:
         return "momentum with dampening asks the device for the step count"
     return None

@@ -18,7 +18,7 @@ from zeroir.ir.optimizers.settings import NOT_NEGATIVE, Setting, weight_decay
 
 
 def _sums(shape: Shape) -> tuple[StatePart, ...]:
-    """The sums of products of the gradients of a matrix, of its rows and of its columns."""
+    """Return the sums of products of the gradients of a matrix, of its rows and of its columns."""
     if len(shape) != 2:
         return ()
     rows, columns = shape
@@ -28,7 +28,7 @@ def _sums(shape: Shape) -> tuple[StatePart, ...]:
 
 
 def _scratch(shape: Shape) -> StepScratch:
-    """New sums of rows and columns, their roots, what finds the eigenvalues of one, and products."""
+    """Return scratch memory for new sums of rows and columns, their roots, one eigenvalue computation, and products."""
     rows, columns = shape
     long = max(shape)
     numel = 2 * (rows * rows + columns * columns) + 8 * long * long + 2 * rows * columns
@@ -36,7 +36,7 @@ def _scratch(shape: Shape) -> StepScratch:
 
 
 def _flops(shape: Shape, _hyper: Numbers) -> int:
-    """Of the sums, the eigenvectors of each (9 n³), the roots, and two products."""
+    """Return the FLOPs of the sums, the eigenvectors of each (9 n³), the roots, and two products."""
     rows, columns = shape
     return 4 * rows * columns * (rows + columns) + 11 * (rows**3 + columns**3)
 
@@ -68,5 +68,5 @@ SHAMPOO: Final = Declaration(
         takes_matrices_alone=True,
     ),
     waits=lambda _: "the host waits for the eigenvalues of shampoo",
-    most_numbers=6,  # elsewhere also their roots, a moment and a diagonal accumulator
+    most_numbers=6,  # other implementations also keep their roots, a moment and a diagonal accumulator
 )

@@ -13,7 +13,7 @@ from zeroir.ir.segments.segment import Segment
 class Binding:
     """The binding of one output of a segment to its destination.
 
-    ``stride`` are the destination's strides. ``is_exclusive`` says that nothing else in the call touches its memory,
+    ``stride`` are the destination's strides. ``is_exclusive`` says that nothing else in the call accesses its memory,
     so that a kernel may write to it before it has read all its arguments.
     """
 
@@ -23,11 +23,11 @@ class Binding:
 
 
 Bindings = Sequence[Binding | None]
-"""One per output of a segment; None where the call does not want it."""
+"""One per output of a segment; None where the call drops the output."""
 
 
 def bindings(op: Compute) -> list[Binding | None]:
-    """The binding of each output of a call to its destination."""
+    """Return the binding of each output of a call to its destination."""
     regions = [argument.view.region for argument in op.arguments]
     regions += [d.view.region for d in op.destinations if d is not None]
     # Plain pairs, because a large program has hundreds of thousands of them.
@@ -54,7 +54,7 @@ def bindings(op: Compute) -> list[Binding | None]:
 
 
 def plain_bindings(segment: Segment) -> list[Binding | None]:
-    """Every output written to memory of its own, laid out as the segment makes it."""
+    """Return bindings that write every output to its own memory, with the strides that the segment produces."""
     return [
         Binding(mode=Mode.WRITE, stride=kind.stride, is_exclusive=True)
         for kind in segment.output_types()

@@ -1,9 +1,9 @@
 """Foreign operators: those that neither torch nor zeroir defines, but a library or the model registers.
 
-A program declares each of them with its schema, so that the schema can be judged where nothing has registered the
-operator, and compared where it is registered. An operator of a segment only computes: its schema changes no argument,
-returns no argument's memory, and has tensors as results and tensors, numbers and words as arguments.
-``zeroir.torch_ops.purity`` judges the registered operator by the same rules.
+A program declares each of them with its schema, so that the schema can be checked where the operator is not registered,
+and compared where it is. An operator of a segment has no side effects: its schema changes no argument, returns no
+argument's memory, and has tensors as results and tensors, numbers and words as arguments. ``zeroir.torch_ops.purity``
+checks the registered operator by the same rules.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TORCH_NAMESPACES: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """A foreign operator: ``name`` as nodes have it, such as ``mylib.scale.default``, and what torch knows of it.
+    """A foreign operator: ``name`` as in nodes, such as ``mylib.scale.default``, and what torch knows about it.
 
     ``schema`` is torch's, without the name: ``(Tensor x, float by) -> Tensor``. ``module`` is the Python module that
     registered it; it is empty where the user's own script or model file did, or where torch does not know.
@@ -63,7 +63,7 @@ _WORD: Final = re.compile(r"[A-Za-z0-9_]{0,64}")
 
 
 def declaration_problem(operator: Operator) -> str | None:
-    """Why a program may not declare an operator, to be read after its name; None where it may."""
+    """Return why a program may not declare an operator, as words that follow its name; None where it may."""
     name = _NAME.fullmatch(operator.name)
     if name is None:
         return "is not named as NAMESPACE.NAME.OVERLOAD"
@@ -81,9 +81,11 @@ def declaration_problem(operator: Operator) -> str | None:
 
 
 def call_problem(node: Node, operators: Mapping[str, Operator]) -> str | None:
-    """Why a node may not call the foreign operator that it names, to be read after its name; None where it may.
+    """Return why a node may not call the foreign operator that it names, as words that follow its name.
 
-    A program may come from anywhere, and a text that is no word could name a file.
+    None where it may.
+
+    A program may come from anywhere, and a text that is not a word could name a file.
     """
     if node.op not in operators:
         return None

@@ -1,8 +1,8 @@
 """A segment: a pure SSA graph of ATen ops, as plain data.
 
-Values are numbered: the inputs first, then the results of each node in order. A segment reads its inputs and yields
-its outputs; the ``compute`` op that calls it says *where* results go. It is device-neutral: a ``device``
-argument is the symbol ``device``, which the runtime replaces by the device it runs on.
+Values are numbered: the inputs first, then the results of each node in order. A segment reads its inputs and returns
+its outputs; the ``compute`` op that calls it says *where* results go. It is device-neutral: a ``device`` argument is
+the symbol ``device``, which the runtime replaces by the device it runs on.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TensorType:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the strides are those of the shape; strides of dimensions of one element do not matter."""
+        """Whether the strides are row-major for the shape; strides of dimensions of one element do not matter."""
         return all(
             size <= 1 or step == contiguous_step
             for size, step, contiguous_step in zip(
@@ -83,11 +83,11 @@ NodeArg = Ref | Symbol | DType | None | bool | int | float | str | tuple["NodeAr
 class Node:
     """One call of an op: ``aten.mm.default`` with its arguments and the types of its results.
 
-    A result that the op does not produce (an undefined tensor) has the type None. ``source`` is the line of the
-    model that the node came from, ``file:line``; it does not take part in the segment's digest.
+    A result that the op does not produce (an undefined tensor) has the type None. ``source`` is the line of the model
+    that the node came from, ``file:line``; it is not part of the segment's digest.
 
-    ``workspace_bytes`` is what an operator of a library or the model declares: the most bytes that a call holds at once
-    beside its arguments and results. It is None where nothing is declared, and for all other operators.
+    ``workspace_bytes`` is declared by an operator of a library or the model: the most bytes that a call holds at once
+    in addition to its arguments and results. It is None where nothing is declared, and for all other operators.
     """
 
     op: Annotated[str, Declares(NameKind.OPERATOR)]
@@ -99,7 +99,7 @@ class Node:
     source: str = ""
 
     def refs(self) -> Iterator[Ref]:
-        """Every value the node uses, in argument order."""
+        """Yield every value that the node uses, in argument order."""
         for arg in self.args:
             yield from _refs(arg)
         for _, arg in self.kwargs:
@@ -116,11 +116,11 @@ def _refs(arg: NodeArg) -> Iterator[Ref]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A pure function: inputs, nodes in execution order, and the numbers of the values it yields.
+    """A pure function: inputs, nodes in execution order, and the numbers of the values that it returns.
 
     ``workspace_bytes`` maps a kernel backend (``eager``, ``inductor``) to the device memory that running the segment
-    takes beyond its inputs and destinations: the most that any call in the program needs, whatever it binds the outputs
-    to. For ``eager`` it is that of a CPU with one thread; see ``zeroir.workspace``.
+    needs in addition to its inputs and destinations: the maximum over all calls in the program, for any bindings of the
+    outputs. For ``eager`` it is that of a CPU with one thread (``zeroir.workspace``).
     """
 
     name: Annotated[str, Declares(NameKind.SEGMENT)]
@@ -130,11 +130,11 @@ class Segment:
     workspace_bytes: tuple[tuple[str, int], ...] = ()
 
     def types(self) -> tuple[TensorType | None, ...]:
-        """The type of every value, by number."""
+        """Return the type of every value, by number."""
         return self.inputs + tuple(result for node in self.nodes for result in node.results)
 
     def output_types(self) -> tuple[TensorType, ...]:
-        """The type of every output; ValueError where an output is an undefined tensor."""
+        """Return the type of every output; ValueError where an output is an undefined tensor."""
         types = self.types()
         outputs: list[TensorType] = []
         for index in self.outputs:
@@ -150,7 +150,7 @@ class Segment:
         return sum(node.flops for node in self.nodes)
 
     def digest(self) -> str:
-        """SHA-256 of the structure: equal for segments that compute the same, whatever their name and sources."""
+        """Return the SHA-256 of the structure: equal for segments that differ only in name and sources."""
         return _digest(self)
 
 

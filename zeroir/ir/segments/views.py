@@ -1,8 +1,8 @@
 """The ops that return views of a value's storage, and the elements of these views: offset, shape and strides.
 
-Op and arguments alone determine a view. So the types that a program declares for views are checked and never
-believed, and two views of one storage are the same value exactly where offset, shape and strides are equal.
-The rules are those of torch's operators of the same names.
+Op and arguments alone determine a view. So the types that a program declares for views are always checked, and two
+views of one storage are the same value exactly where offset, shape and strides are equal. The rules are those of
+torch's operators of the same names.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from zeroir.ir.segments.segment import Node, NodeArg, Ref, TensorType
 
 
 class Part(NamedTuple):
-    """The elements that a view sees: a tensor of ``kind`` that begins ``offset`` elements after its source does."""
+    """The elements of a view: a tensor of ``kind`` that starts ``offset`` elements after its source does."""
 
     offset: int
     kind: TensorType
 
 
 class ViewError(ValueError):
-    """Torch would refuse the call; the text says why."""
+    """Torch would reject the call; the text says why."""
 
 
 def is_view(op: str) -> bool:
-    """Whether the op's results always share the storage of its first argument."""
+    """Return whether the op's results always share the storage of its first argument."""
     return op in _RULES
 
 
 def parts(node: Node, source: TensorType) -> tuple[Part, ...] | None:
-    """The part of ``source``, its first argument, that each result of a view sees; None for an op that is no view.
+    """Return the part of ``source``, the first argument, for each result of a view; None for an op that is not a view.
 
     Raises:
-        ViewError: where the op does not take these arguments.
+        ViewError: where the op does not accept these arguments.
     """
     rule = _RULES.get(node.op)
     if rule is None:
@@ -54,9 +54,11 @@ def parts(node: Node, source: TensorType) -> tuple[Part, ...] | None:
 
 
 def mistyped(node: Node, types: Sequence[TensorType | None]) -> str | None:
-    """The difference of a view's declared types from those that its op makes, as the end of a sentence; None if equal.
+    """Return how a view's declared types differ from those that its op produces, as the end of a sentence.
 
-    ``types`` are those of the segment's values, of which those that the node uses exist.
+    None if equal.
+
+    ``types`` are those of the segment's values; those that the node uses must exist.
     """
     if node.op not in _RULES and node.op != BITCAST:
         return None
@@ -80,14 +82,14 @@ def mistyped(node: Node, types: Sequence[TensorType | None]) -> str | None:
 
 
 def is_same_type(first: TensorType, second: TensorType) -> bool:
-    """Whether two types are of one dtype and shape and address elements alike."""
+    """Return whether two types have the same dtype and shape and equivalent strides."""
     return (first.dtype, first.shape) == (second.dtype, second.shape) and is_same_stride(
         first.shape, first.stride, second.stride
     )
 
 
 def is_same_stride(shape: tuple[int, ...], first: tuple[int, ...], second: tuple[int, ...]) -> bool:
-    """Whether strides address the same elements: those of dimensions of one element do not matter."""
+    """Return whether strides address the same elements: those of dimensions of one element do not matter."""
     if first == second:
         return True
     if len(first) != len(shape) or len(second) != len(shape):
@@ -98,14 +100,17 @@ def is_same_stride(shape: tuple[int, ...], first: tuple[int, ...], second: tuple
 
 
 def view_stride(kind: TensorType, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The strides of a tensor seen in another shape, as ``torch.Tensor.view`` has them; None where it refuses."""
+    """Return the strides of a tensor viewed in another shape, as in ``torch.Tensor.view``.
+
+    None where it is impossible.
+    """
     if kind.numel == 0:
         return kind.stride if kind.shape == shape else contiguous_stride(shape)
     if not kind.shape:
         return (1,) * len(shape)
     stride = [0] * len(shape)
     at = len(shape) - 1
-    # Dimensions that lie behind one another in memory are one run, which the new ones must cut up evenly.
+    # Dimensions that are contiguous in memory form one run, which the new dimensions must divide evenly.
     base, run, used = kind.stride[-1], 1, 1
     for d in range(len(kind.shape) - 1, -1, -1):
         run *= kind.shape[d]
@@ -139,7 +144,7 @@ def _ints(arg: NodeArg) -> tuple[int, ...]:
 
 
 def _dim(arg: NodeArg, rank: int) -> int:
-    """A dimension, counted from the end where it is negative; a scalar may be asked for its dimension 0."""
+    """Return a dimension, counted from the end where it is negative; a scalar counts as having a dimension 0."""
     dim, count = _int(arg), max(rank, 1)
     if not -count <= dim < count:
         raise ViewError(f"takes dimension {dim} of a tensor that has {rank}")
@@ -216,7 +221,7 @@ def _squeeze_dims(x: TensorType, dim: NodeArg) -> list[Part]:
 
 
 def _without(x: TensorType, dims: Sequence[int], offset: int = 0) -> list[Part]:
-    """The tensor without these dimensions."""
+    """Return the tensor without these dimensions."""
     kept = [d for d in range(len(x.shape)) if d not in dims]
     return [Part(offset, _of(x, [x.shape[d] for d in kept], [x.stride[d] for d in kept]))]
 
@@ -362,7 +367,7 @@ _RULES: Final[Mapping[str, Callable[..., list[Part]]]] = {
 }
 
 BITCAST: Final = "aten.view.dtype"
-"""It shares the storage too, but in elements of another dtype: its result is a value of its own."""
+"""It also shares the storage, but with elements of another dtype: its result is a value of its own."""
 
 
 def _bitcast(x: TensorType, dtype: NodeArg = None) -> TensorType:

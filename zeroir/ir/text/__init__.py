@@ -1,7 +1,7 @@
-"""The text of a program: canonical printing, and parsing with a caret under what went wrong.
+"""The text of a program: canonical printing, and parsing with a caret under each error.
 
-The laws are ``parse(print_program(p)) == p`` and that printing is canonical, so an ordinary unified
-diff of two texts is a readable diff of two programs. The grammar is in ``docs/ir.md``.
+The laws are ``parse(print_program(p)) == p`` and that printing is canonical, so an ordinary unified diff of two texts
+is a readable diff of two programs. The grammar is in ``docs/ir.md``.
 """
 
 from __future__ import annotations

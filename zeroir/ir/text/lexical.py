@@ -1,4 +1,4 @@
-"""The smallest pieces of the text, next to the patterns that read them back."""
+"""The smallest parts of the text, and the patterns that parse them."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ INTEGER: Final = r"-?[0-9]{1,1000}"
 FLOAT: Final = (
     r"-?(?:inf|nan|[0-9]{1,400}(?:\.[0-9]{1,400})?(?:e[+-]?[0-9]{1,4})?)(?![A-Za-z0-9_.])"
 )
-"""A float as ``repr`` spells it, or an integer where only a float can stand."""
+"""A float as printed by ``repr``, or an integer where only a float is possible."""
 
 _IS_BARE_NAME = re.compile(BARE_NAME).fullmatch
 _IS_BARE_WORD = re.compile(BARE_WORD).fullmatch
 
 
 def quote(text: str) -> str:
-    """A string literal, in one line of ASCII."""
+    """Return a string literal, in one line of ASCII."""
     return json.dumps(text)
 
 
 @lru_cache(maxsize=1 << 16)
 def name(text: str) -> str:
-    """A name, in quotes where it needs them. A program prints most of its names several times."""
+    """Return a name, in quotes where necessary. A program prints most of its names several times."""
     return text if _IS_BARE_NAME(text) else quote(text)
 
 
 def word(text: str) -> str:
-    """An option value or a pass spec, in quotes where it needs them."""
+    """Return an option value or a pass spec, in quotes where necessary."""
     return text if _IS_BARE_WORD(text) else quote(text)
 
 
 def number(value: float) -> str:
-    """A float that reads back as the same bits; every NaN is ``nan``."""
+    """Return a float as text that parses to the same bits; every NaN is ``nan``."""
     value = float(value)
     return "nan" if math.isnan(value) else repr(value)

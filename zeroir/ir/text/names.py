@@ -1,4 +1,4 @@
-"""The text of regions and views, printed and read, without facts that buffers and segments declare."""
+"""The text of regions and views, printed and parsed, without information that buffers and segments declare."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class Names:
         return {segment.name: declared_outputs(segment) for segment in self.program.segments}
 
     def inputs(self, segment: str) -> tuple[TensorType | None, ...]:
-        """The declared types of a segment's inputs, none for an unknown segment."""
+        """Return the declared types of a segment's inputs, none for an unknown segment."""
         return self._input_types.get(segment, ())
 
     def outputs(self, segment: str) -> tuple[TensorType | None, ...]:
-        """The declared types of a segment's outputs, none for an unknown segment."""
+        """Return the declared types of a segment's outputs, none for an unknown segment."""
         return self._output_types.get(segment, ())
 
     def region(self, region: Region) -> str:
-        """``%b``, ``%b[0:64]``, ``%b[0:64]@dp`` or ``%b[0:64]@dp[8:16]``."""
+        """Return ``%b``, ``%b[0:64]``, ``%b[0:64]@dp`` or ``%b[0:64]@dp[8:16]``."""
         text = "%" + name(region.buffer)
         if region.shard is not None or region.part is not None:
             shard = "" if region.shard is None else f"@{name(region.shard)}"
@@ -59,7 +59,7 @@ class Names:
         return f"{text}[{region.offset}:{region.stop}]"
 
     def view(self, view: View, declared: TensorType | None) -> str:
-        """A region, and its shape where the segment does not declare the same."""
+        """Return a region, and its shape where the segment does not declare the same."""
         text = self.region(view.region)
         if declared is not None and (declared.shape, declared.stride) == (view.shape, view.stride):
             return text
@@ -67,13 +67,13 @@ class Names:
 
 
 def declared_outputs(segment: Segment) -> tuple[TensorType | None, ...]:
-    """The type of every output, None for one that is undefined or does not exist."""
+    """Return the type of every output, None for one that is undefined or does not exist."""
     types = segment.types()
     return tuple(types[i] if 0 <= i < len(types) else None for i in segment.outputs)
 
 
 class TextReader:
-    """The cursor, and what has been declared so far: ``numels`` of buffers, ``inputs`` and ``outputs`` of segments.
+    """The cursor, and the declarations so far: ``numels`` of buffers, ``inputs`` and ``outputs`` of segments.
 
     ``called`` is the segment that was named last.
     """
@@ -86,12 +86,12 @@ class TextReader:
         self.called = ""
 
     def called_segment(self) -> str:
-        """The segment of a call, whose operands follow."""
+        """Read the segment of a call, whose operands follow."""
         self.called = self.scanner.sigil_name("@", "a segment such as '@block.forward'")
         return self.called
 
     def region(self, what: str = "a region such as '%b' or '%b[0:64]'") -> Region:
-        """``%b``, ``%b[0:64]``, ``%b[0:64]@dp`` or ``%b[0:64]@dp[8:16]``."""
+        """Read ``%b``, ``%b[0:64]``, ``%b[0:64]@dp`` or ``%b[0:64]@dp[8:16]``."""
         scan = self.scanner
         match = _REGION.match(scan.text, scan.position)
         if match is None:
@@ -117,7 +117,7 @@ class TextReader:
         return Region(buffer=buffer, offset=0, numel=self.numels[buffer])
 
     def view(self, declared: TensorType | None) -> View:
-        """A region and its shape, the declared one where none is given."""
+        """Read a region and its shape; the declared shape where none is given."""
         region = self.region()
         scan = self.scanner
         if scan.text.startswith("{", scan.position):

@@ -1,6 +1,6 @@
-"""The text of fields and records, as their declarations say it: how each is printed, and beside it how it is read.
+"""The text of fields and records, derived from their declarations: how each is printed, and how it is read.
 
-The notation of a class is built once, since large programs have millions of lines.
+The notation of a class is created once, because large programs have millions of lines.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Notation:
 
 @cache
 def record_notation(kind: type) -> Notation:
-    """The notation of a class of records; the keyword that it may begin with is read before."""
+    """Return the notation of a class of records; its keyword, if any, is read before."""
     if kind is SnapshotContent:
         return Notation(_snapshot_text, _snapshot)
     keyword, syntax = own_syntax(kind)
@@ -52,7 +52,7 @@ def record_notation(kind: type) -> Notation:
 
 
 def slot_notation(slot: SyntaxSlot) -> Notation:
-    """The notation of a slot with the words before it; what is printed is of the object that has the field."""
+    """Return the notation of a slot with the words before it; it prints the field of an object."""
     words = slot.words.split()
     if len(words) > 1:
         raise TypeError(f"The parser reads one word before {slot.field.name}.")
@@ -77,7 +77,7 @@ def _slot_text(slot: SyntaxSlot, value: Notation) -> Callable[[object, Names], s
             return "" if item is default or item == default else f"{words}{text(item, names)}"
 
         return optional
-    if slot.field.kind is Region and not slot.field.is_tuple:  # the most frequent by far
+    if slot.field.kind is Region and not slot.field.is_tuple:  # the most frequent case by far
         return lambda of, names: words + names.region(get(of))
     if slot.field.mark(Flag) is not None:
         return lambda of, names: words + flag if (flag := text(get(of), names)) else ""
@@ -85,7 +85,7 @@ def _slot_text(slot: SyntaxSlot, value: Notation) -> Callable[[object, Names], s
 
 
 def _read_behind(word: str, slot: SyntaxSlot, value: Notation) -> Callable[[TextReader], object]:
-    """The reader of a value behind a word; of its default, where it may be left out and the word is not there."""
+    """Return the reader of a value after a word, or of its default where the word may be missing and is."""
     accept = Scanner.accept_keyword if word.isidentifier() else Scanner.accept
     expected = f"expected '{word}…'." if word[:-1].isidentifier() else f"expected '{word}'."
     is_left_out, default, read = slot.is_left_out, slot.field.default, value.read
@@ -99,7 +99,7 @@ def _read_behind(word: str, slot: SyntaxSlot, value: Notation) -> Callable[[Text
 
 
 def _read_repeatedly(word: str, value: Notation) -> Callable[[TextReader], object]:
-    """The reader of items one after the other: each behind a word, or up to the end of the line."""
+    """Return the reader of consecutive items: each after a word, or up to the end of the line."""
 
     def repeated(reader: TextReader) -> object:
         items: list[object] = []
@@ -112,7 +112,7 @@ def _read_repeatedly(word: str, value: Notation) -> Callable[[TextReader], objec
 
 
 def _items(slot: SyntaxSlot, item: Notation) -> Notation:
-    """Several values in brackets, with commas between them; without brackets at least one."""
+    """Return the notation of several values in brackets, separated by commas; without brackets at least one."""
     if slot.field.mark(Form) is Form.LINES:
         return Notation(
             lambda items, names: "".join(
@@ -141,7 +141,7 @@ def _items(slot: SyntaxSlot, item: Notation) -> Notation:
 
 
 def value_notation(field: DeclaredField) -> Notation:
-    """The notation of a field's value, or of each item of it."""
+    """Return the notation of a field's value, or of each item of it."""
     kind, form = field.kind, field.mark(Form)
     if (flag := field.mark(Flag)) is not None:
         return Notation(
@@ -223,7 +223,7 @@ _MEMBERS: Final[Mapping[type, str]] = {
     Role: "the buffer's role",
     Space: "where the buffer lives",
 }
-"""The enumerations in the text, and what stands in the place of a member."""
+"""The enumerations in the text, and the description of a member."""
 
 _TYPES: Final[Mapping[type, Notation]] = {
     Region: Notation(lambda value, names: names.region(value), lambda reader: reader.region()),
@@ -266,7 +266,7 @@ _FORMS: Final[Mapping[Form | None, Notation]] = {
 
 
 def _union(members: tuple[type, ...]) -> Notation:
-    """A record of the class that begins with the next word, or else of one that begins with a field."""
+    """Return the notation of a union: the class that begins with the next word, or one that begins with a field."""
     by_keyword = _by_keyword(members)
     others = [kind for kind in members if kind not in by_keyword.values()]
     read_other = record_notation(others[0]).read if len(others) == 1 else _told_apart(others)
@@ -285,7 +285,7 @@ def _union(members: tuple[type, ...]) -> Notation:
 
 
 def _told_apart(kinds: list[type]) -> Callable[[TextReader], object]:
-    """The reader of one of several classes with the same first field, told apart by the word before the second."""
+    """Return the reader of classes with the same first field, distinguished by the word before the second."""
     lines = [(kind, slots(kind, own_syntax(kind)[1])) for kind in kinds]
     shared = lines[0][1][0].field
     last = {line[1].words.strip(): (kind, line[1].field) for kind, line in lines}
@@ -303,12 +303,12 @@ def _told_apart(kinds: list[type]) -> Callable[[TextReader], object]:
 
 
 def _by_keyword(members: tuple[type, ...]) -> Mapping[str, type]:
-    """The classes that begin with a keyword, by it."""
+    """Return the classes that begin with a keyword, by it."""
     return {keyword: kind for kind in members if (keyword := own_syntax(kind)[0])}
 
 
 def _snapshot_text(content: SnapshotContent, _: Names) -> str:
-    """A snapshot names the elements that it is a copy of even where they are a whole buffer."""
+    """Return the text of a snapshot, with the elements that it copies even where they are a whole buffer."""
     copied = f"%{name(content.buffer)}[{content.offset}:{content.offset + content.numel}]"
     shard = "" if content.shard is None else f"@{name(content.shard)}"
     event = "" if content.event is None else f" event=!{name(content.event)}"

@@ -27,18 +27,18 @@ _PARAMETER: Final = re.compile(rf"[ \t]*(?:({BARE_NAME})|({STRING}))[ \t]*:")
 
 
 def op_text(op: Op, names: Names) -> str:
-    """One op as its line says it: ``!event = what``, then its attributes."""
+    """Return the line of an op: ``!event = what``, then its attributes."""
     line = _LINES[type(op)]
     text = line.keyword + "".join([part(op, names) for part in line.head])
     if line.event is not None and (event := line.event(op)) is not None:
         text = f"!{name(event)} = {text}"
-    # Every slot begins with a space, so that two stand between the columns.
+    # Every slot begins with a space, so there are two between the columns.
     attributes = "".join([part(op, names) for part in line.attributes])
     return f"{text:<{_ATTRIBUTES_COLUMN}} {attributes}"
 
 
 def parse_numbered_op(reader: TextReader) -> Op:
-    """An op with or without its number, which is derived and not looked at."""
+    """Read an op with or without its number, which is derived and ignored."""
     scan = reader.scanner
     number = _NUMBER.match(scan.text, scan.position)
     if number is not None:
@@ -63,7 +63,7 @@ def parse_numbered_op(reader: TextReader) -> Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OpLine:
-    """The printers and readers of a class of ops; ``event`` gets the event that an op signals."""
+    """The printers and readers of a class of ops; ``event`` returns the event that an op signals."""
 
     kind: type[Op]
     keyword: str
@@ -90,7 +90,7 @@ def _line(kind: type[Op]) -> _OpLine:
 
 
 def _slot(kind: type, slot: SyntaxSlot) -> Notation:
-    """The notation of a slot; views of a call leave out the shape that the segment declares."""
+    """Return the notation of a slot; views of a call omit the shape that the segment declares."""
     field, words = slot.field, slot.words
     if field.use is FieldUse.SEGMENT:
         return Notation(slot_notation(slot).text, TextReader.called_segment)

@@ -1,4 +1,4 @@
-"""Parsing a whole program: its lines, as the syntax of ``Program`` and of its records says."""
+"""Parsing a whole program: its lines, by the syntax of ``Program`` and of its records."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from zeroir.ir.text.syntax import SyntaxLine, syntax_lines
 
 
 def parse(text: str) -> Program:
-    """The program that the text says.
+    """Parse the text of a program.
 
-    What is checked is the grammar, and that whole buffers and segments are declared above their
-    use; whether the program is valid is for the verifier.
+    This checks the grammar, and that whole buffers and segments are declared above their use; the verifier checks
+    whether the program is valid.
 
     Raises:
-        ParseError: at the first thing that is not understood.
+        ParseError: at the first error.
     """
     return _ProgramParser(text.replace("\r\n", "\n")).program()
 
@@ -100,7 +100,7 @@ class _FieldLines:
         self._items = [line.slot.field.name for line in lines.values() if line.is_one_item]
 
     def read(self, line: SyntaxLine) -> object:
-        """Read what stands behind the keyword of a line."""
+        """Read the rest of a line after its keyword."""
         value = self._read[line.keyword](self.reader)
         name = line.slot.field.name
         if line.is_one_item:
@@ -110,7 +110,7 @@ class _FieldLines:
         return value
 
     def fields(self) -> dict[str, Any]:
-        """The values by the names of the fields that they are of."""
+        """Return the values by the names of their fields."""
         items = {name: tuple(self.values.get(name, ())) for name in self._items}
         return self.values | items
 
@@ -130,7 +130,7 @@ def _line_reader(line: SyntaxLine) -> Callable[[TextReader], object]:
 
 
 def _section(reader: TextReader) -> Section:
-    """A section, behind its keyword."""
+    """Read a section, after its keyword."""
     scan = reader.scanner
     name = scan.name("a section's name")
     scan.expect("{")

@@ -1,6 +1,6 @@
 """Canonical printing: one program has one text, one op one line.
 
-What is derived stands only in ``//`` comments.
+Derived information appears only in ``//`` comments.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from zeroir.ir.text.syntax import SyntaxLine, syntax_lines
 
 
 def print_program(program: Program) -> str:
-    """The canonical text, ending with a newline."""
+    """Return the canonical text, ending with a newline."""
     return "\n".join(program_lines(program)) + "\n"
 
 
 def print_op(op: Op, program: Program) -> str:
-    """One op as it stands in the program's text, without its number."""
+    """Return one op in the program's text, without its number."""
     return op_text(op, Names(program=program))
 
 
 def print_record(record: object, program: Program) -> str:
-    """A record of a program's header, such as a bound or a content, as it stands in the text."""
+    """Return a record of a program's header, such as a bound or a content, in the program's text."""
     kind: type = type(record)
     return record_notation(kind).text(record, Names(program=program))
 
 
 def print_segment(segment: Segment) -> str:
-    """One segment as it stands in a program's text, ending with a newline."""
+    """Return one segment in a program's text, ending with a newline."""
     return "\n".join(segment_lines(segment)) + "\n"
 
 
 def print_section(section: Section, program: Program) -> str:
-    """One section as it stands in the program's text, ending with a newline."""
+    """Return one section in the program's text, ending with a newline."""
     return "\n".join(section_lines(section, Names(program=program))) + "\n"
 
 
 def program_lines(program: Program) -> Iterator[str]:
-    """The lines of the canonical text."""
+    """Yield the lines of the canonical text."""
     yield from header_lines(program)
     for segment in program.segments:
         yield ""
@@ -64,7 +64,7 @@ def program_lines(program: Program) -> Iterator[str]:
 
 
 def header_lines(program: Program) -> Iterator[str]:
-    """Everything before the segments: options, passes, mesh, flats, buffers, bindings."""
+    """Yield everything before the segments: options, passes, mesh, flats, buffers, bindings."""
     options = " ".join(f"{name(key)}={word(value)}" for key, value in program.options)
     yield f"zeroir {VERSION}  {options}".rstrip()
     names = Names(program=program)
@@ -74,7 +74,7 @@ def header_lines(program: Program) -> Iterator[str]:
 
 
 def _item_lines(line: SyntaxLine, record: object, names: Names) -> Iterator[str]:
-    """The lines of that kind of a program or a state."""
+    """Yield the lines of that kind of a program or a state."""
     field = line.slot.field
     if not line.is_one_item:
         text = slot_notation(line.slot).text(record, names)
@@ -90,7 +90,7 @@ def _item_lines(line: SyntaxLine, record: object, names: Names) -> Iterator[str]
 
 
 def _comment(item: object, program: Program) -> str:
-    """What can be derived, and a reader may want to know."""
+    """Return derived information that a reader may want."""
     match item:
         case Flat():
             return f"  // {item.numel} in parameters"
@@ -104,7 +104,7 @@ def _comment(item: object, program: Program) -> str:
 
 
 def section_lines(section: Section, names: Names) -> Iterator[str]:
-    """A section: its entry state, its ops with their numbers, its exit state."""
+    """Yield a section: its entry state, its ops with their numbers, its exit state."""
     yield f"section {name(section.name)} {{"
     yield from state_lines("entry", section.entry, names)
     for i, op in enumerate(section.body):
@@ -114,7 +114,7 @@ def section_lines(section: Section, names: Names) -> Iterator[str]:
 
 
 def state_lines(end: str, state: State, names: Names) -> Iterator[str]:
-    """The lines of an entry or exit state, none when everything is at rest."""
+    """Yield the lines of an entry or exit state, none where everything is at rest."""
     for line in _STATE_LINES:
         yield from (f"  {end} {text}" for text in _item_lines(line, state, names))
 

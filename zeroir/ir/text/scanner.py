@@ -1,7 +1,7 @@
 """A cursor over the text, and the error that points at where it stopped.
 
-There are no tokens: the grammar always knows what may come next, so each reader is one regular
-expression tried at the cursor, spaces included. Newlines count, because an item is a line.
+There are no tokens: the grammar always determines what may come next, so each reader is one regular expression matched
+at the cursor, including spaces. Newlines count, because an item is a line.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FLOAT: Final = re.compile(rf"[ \t]*({FLOAT})")
 class ParseError(UserError):
     """The text is not a program.
 
-    ``line`` and ``column`` count from 1; ``expected`` says what could have stood there.
+    ``line`` and ``column`` count from 1; ``expected`` says what was possible there.
     """
 
     def __init__(self, text: str, position: int, expected: str) -> None:
@@ -50,7 +50,7 @@ class ParseError(UserError):
 
 
 def _window(line: str, indent: str, width: int = 160) -> tuple[str, str]:
-    """The part of a long line around the caret."""
+    """Return the part of a long line around the caret."""
     if len(line) <= width:
         return line, indent
     start = max(0, len(indent) - width // 2)
@@ -72,18 +72,18 @@ class Scanner:
         raise self.error(expected, position)
 
     def error(self, expected: str, position: int | None = None) -> ParseError:
-        """An error at ``position``, or at the next character that is no space."""
+        """Return an error at ``position``, or at the next character that is not a space."""
         return ParseError(self.text, self.here() if position is None else position, expected)
 
     def here(self) -> int:
-        """The position of the next character that is no space."""
+        """Return the position of the next character that is not a space."""
         match = _SPACES.match(self.text, self.position)
         return self.position if match is None else match.end()
 
     # ------------------------------------------------------------------------------------ structure
 
     def accept(self, literal: str) -> bool:
-        """Skip ``literal`` if it is next."""
+        """Skip ``literal`` if it is next; return whether it was."""
         position = self.here()
         if self.text.startswith(literal, position):
             self.position = position + len(literal)
@@ -96,7 +96,7 @@ class Scanner:
             self.fail(expected or f"expected '{literal}'.")
 
     def accept_keyword(self, keyword: str) -> bool:
-        """Skip ``keyword`` if the next name is exactly that."""
+        """Skip ``keyword`` if it is the next whole name; return whether it was."""
         match = _NAME.match(self.text, self.position)
         if match is None or match[1] != keyword:
             return False
@@ -118,7 +118,7 @@ class Scanner:
 
     @property
     def is_at_line_end(self) -> bool:
-        """Whether nothing but a comment is left of the line."""
+        """Whether only a comment is left of the line."""
         position = self.here()
         return self.text[position : position + 1] in ("", "\n") or self.text.startswith(
             "//", position
@@ -126,13 +126,13 @@ class Scanner:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether nothing but a comment is left."""
+        """Whether only a comment is left."""
         return _AT_END.match(self.text, self.position) is not None
 
     def several(
         self, read: Callable[[], T], opening: str = "(", closing: str = ")"
     ) -> tuple[T, ...]:
-        """Items between brackets, separated by commas."""
+        """Read items between brackets, separated by commas."""
         self.expect(opening)
         if self.accept(closing):
             return ()
@@ -141,7 +141,7 @@ class Scanner:
         return items
 
     def separated(self, read: Callable[[], T], beginning: str) -> tuple[T, ...]:
-        """Items separated by commas, none where the next does not begin so."""
+        """Read items separated by commas, none where the next text does not start with ``beginning``."""
         return self._separated(read) if self.text.startswith(beginning, self.here()) else ()
 
     def _separated(self, read: Callable[[], T]) -> tuple[T, ...]:
@@ -151,7 +151,7 @@ class Scanner:
         return tuple(items)
 
     def lines(self, read: Callable[[], T]) -> tuple[T, ...]:
-        """Items between braces, a line each."""
+        """Read items between braces, a line each."""
         self.expect("{")
         self.end_line()
         items: list[T] = []
@@ -161,25 +161,25 @@ class Scanner:
         return tuple(items)
 
     def between(self, opening: str, closing: str, read: Callable[[], T]) -> T:
-        """An item between brackets."""
+        """Read an item between brackets."""
         self.expect(opening)
         item = read()
         self.expect(closing)
         return item
 
     def attribute(self, key: str, read: Callable[[], T]) -> T:
-        """``key=value``."""
+        """Read ``key=value``."""
         self.expect(key + "=", f"expected '{key}=…'.")
         return read()
 
     def optional(self, key: str, read: Callable[[], T], default: T) -> T:
-        """``key=value``, or ``default`` where the next is no such attribute."""
+        """Read ``key=value``; return ``default`` where this attribute is not next."""
         return read() if self.accept(key + "=") else default
 
     # ---------------------------------------------------------------------------------------- atoms
 
     def name(self, what: str = "a name") -> str:
-        """A bare or quoted name."""
+        """Read a bare or quoted name."""
         match = _NAME.match(self.text, self.position)
         if match is None:
             self.fail(f"expected {what}.")
@@ -187,7 +187,7 @@ class Scanner:
         return match[1] or self.unquote(match[2], match.start(2))
 
     def word(self, what: str) -> str:
-        """A bare or quoted word: an option's value or a pass spec."""
+        """Read a bare or quoted word: an option's value or a pass spec."""
         match = _WORD.match(self.text, self.position)
         if match is None:
             self.fail(f"expected {what}.")
@@ -195,7 +195,7 @@ class Scanner:
         return match[1] or self.unquote(match[2], match.start(2))
 
     def string(self, what: str = "a string in double quotes") -> str:
-        """A quoted string."""
+        """Read a quoted string."""
         match = _STRING.match(self.text, self.position)
         if match is None:
             self.fail(f"expected {what}.")
@@ -203,7 +203,7 @@ class Scanner:
         return self.unquote(match[1], match.start(1))
 
     def unquote(self, literal: str, position: int) -> str:
-        """The text of a string literal that stands at ``position``."""
+        """Return the text of a string literal that is at ``position``."""
         try:
             text = json.loads(literal)
         except ValueError:
@@ -213,7 +213,7 @@ class Scanner:
         return text
 
     def integer(self) -> int:
-        """An integer."""
+        """Read an integer."""
         match = _INTEGER.match(self.text, self.position)
         if match is None:
             self.fail("expected an integer.")
@@ -221,13 +221,13 @@ class Scanner:
         return int(match[1])
 
     def range(self) -> tuple[int, int]:
-        """Two integers with a colon between them."""
+        """Read two integers with a colon between them."""
         start = self.integer()
         self.expect(":")
         return start, self.integer()
 
     def float(self) -> float:
-        """A float, also ``inf``, ``-inf`` and ``nan``."""
+        """Read a float, also ``inf``, ``-inf`` and ``nan``."""
         match = _FLOAT.match(self.text, self.position)
         if match is None:
             self.fail("expected a number.")
@@ -235,7 +235,7 @@ class Scanner:
         return float(match[1])
 
     def member(self, kind: type[E], what: str) -> E:
-        """A member of an enumeration, by its value."""
+        """Read a member of an enumeration, by its value."""
         position = self.here()
         spelling = self.name(what)
         for member in kind:
@@ -245,7 +245,7 @@ class Scanner:
         raise self.error(f"expected {what}, one of {values}.", position)
 
     def sigil_name(self, sigil: str, what: str) -> str:
-        """A name right after ``sigil``: ``%buffer``, ``@segment``, ``!event``, ``#symbol``."""
+        """Read a name right after ``sigil``: ``%buffer``, ``@segment``, ``!event``, ``#symbol``."""
         if not self.accept(sigil):
             self.fail(f"expected {what}.")
         if self.text[self.position : self.position + 1].isspace():

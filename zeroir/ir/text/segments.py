@@ -32,7 +32,7 @@ _MAX_DEPTH: Final = 64
 
 
 def parse_segment(scan: Scanner) -> Segment:
-    """A segment, the cursor being right after its keyword."""
+    """Read a segment; the cursor is right after its keyword."""
     name = scan.sigil_name("@", "a segment such as '@block.forward'")
     inputs: list[TensorType] = []
     scan.expect("(")
@@ -71,7 +71,7 @@ def parse_segment(scan: Scanner) -> Segment:
 
 
 def parse_dtype(scan: Scanner) -> DType:
-    """An element type."""
+    """Read an element type."""
     position = scan.here()
     match = _KEYWORD.match(scan.text, scan.position)
     dtype = None if match is None else _DTYPES.get(match[1])
@@ -82,7 +82,7 @@ def parse_dtype(scan: Scanner) -> DType:
 
 
 def parse_type(scan: Scanner) -> TensorType:
-    """``f32[2,3]``, or ``f32[2,3;1,2]`` where the strides are not row-major."""
+    """Read ``f32[2,3]``, or ``f32[2,3;1,2]`` where the strides are not row-major."""
     dtype = parse_dtype(scan)
     shape, stride = parse_strided(scan, "[", "]")
     return TensorType(dtype=dtype, shape=shape, stride=stride)
@@ -91,7 +91,7 @@ def parse_type(scan: Scanner) -> TensorType:
 def parse_strided(
     scan: Scanner, opening: str, closing: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A shape and its strides between brackets; without strides it is row-major."""
+    """Read a shape and its strides between brackets; without strides it is row-major."""
     scan.expect(opening)
     match = _SHAPE.match(scan.text, scan.position)
     if match is None or not scan.text.startswith(closing, match.end()):
@@ -192,7 +192,7 @@ def _arg(scan: Scanner, depth: int) -> NodeArg:
 
 
 def parse_constant(scan: Scanner) -> Constant:
-    """``none``, ``true``, ``false``, a number or a string."""
+    """Read ``none``, ``true``, ``false``, a number or a string."""
     position = scan.here()
     value = scan.string() if scan.text[position : position + 1] == '"' else _constant(scan)
     if isinstance(value, DType):
@@ -222,7 +222,7 @@ def _constant(scan: Scanner) -> Constant | DType:
 
 
 def segment_lines(segment: Segment) -> Iterator[str]:
-    """A segment: its inputs, a node a line with its results' types, and the values it returns."""
+    """Yield a segment: its inputs, one node a line with its results' types, and the values that it returns."""
     inputs = ", ".join(f"${i}: {_type_text(kind)}" for i, kind in enumerate(segment.inputs))
     workspace = "".join(f" {name(k)}={size}" for k, size in segment.workspace_bytes)
     workspace = f" workspace{workspace}" if workspace else ""
@@ -258,7 +258,7 @@ def _type_text(kind: TensorType) -> str:
 
 
 def argument_text(arg: NodeArg) -> str:
-    """An argument of a node, or a constant of the batch."""
+    """Return an argument of a node, or a constant of the batch."""
     match arg:
         case Ref():
             return f"${arg.index}"
@@ -281,7 +281,7 @@ def argument_text(arg: NodeArg) -> str:
 
 
 def strided(shape: tuple[int, ...], stride: tuple[int, ...]) -> str:
-    """``2,3``, and ``2,3;1,2`` where the strides are not row-major."""
+    """Return ``2,3``, or ``2,3;1,2`` where the strides are not row-major."""
     text = ",".join(map(str, shape))
     if stride == contiguous_stride(shape):
         return text

@@ -1,9 +1,9 @@
 """The syntax that ops and records declare, split into slots for the printer and the parser.
 
 ``"{source} -> {destination}"`` is two slots: ``source`` after a space, ``destination`` after ``" -> "``.
-:class:`~zeroir.ir.operation.Operation` explains the rest of the notation. A record of a program's header may begin
-with a keyword of its own, ``"value {name}"``, and repeat items: ``{axes}...`` are items one after the other, and
-``[alias={aliases}]...`` items with words before each.
+:class:`~zeroir.ir.operation.Operation` explains the rest of the notation. A record of a program's header may begin with
+its own keyword, ``"value {name}"``, and repeat items: ``{axes}...`` are consecutive items, and ``[alias={aliases}]...``
+items with words before each.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _KEYWORD: Final = re.compile(r"([a-z_]+)(?: |$)")
 class SyntaxSlot:
     """A field's place in a line: ``words`` before it, as printed, with the spaces around them.
 
-    ``is_bracketed`` puts the items of a tuple in round brackets, ``is_repeated`` each of them after the words.
-    ``is_left_out`` leaves words and value out where the field has its default. ``is_attribute`` says that it stands in
-    the column of attributes.
+    ``is_bracketed`` puts the items of a tuple in parentheses, ``is_repeated`` puts the words before each of them.
+    ``is_left_out`` omits words and value where the field has its default. ``is_attribute`` says that it is in the
+    column of attributes.
     """
 
     field: DeclaredField
@@ -41,10 +41,10 @@ class SyntaxSlot:
 
 
 def slots(kind: type, syntax: str) -> tuple[SyntaxSlot, ...]:
-    """The slots of a class with that syntax, in the order of its line.
+    """Return the slots of a class with that syntax, in the order of its line.
 
     Raises:
-        TypeError: where the syntax cannot be read, or does not name every field once.
+        TypeError: where the syntax cannot be parsed, or does not name every field once.
     """
     head, _, attributes = syntax.partition(" | ")
     fields = {field.name: field for field in declared_fields(kind)}
@@ -88,7 +88,7 @@ def _slots(
 
 
 def own_syntax(kind: type) -> tuple[str, str]:
-    """The keyword with which a record begins, empty where it has none, and the rest of its syntax."""
+    """Return the keyword with which a record begins, empty where it has none, and the rest of its syntax."""
     syntax = getattr(kind, "syntax", None)
     if not isinstance(syntax, str):
         raise TypeError(f"{kind.__name__} stands in the text and has no syntax.")
@@ -98,9 +98,9 @@ def own_syntax(kind: type) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntaxLine:
-    """A kind of lines of a program or a state: the ``keyword`` before them, and the field that they are about.
+    """A kind of lines of a program or a state: the ``keyword`` before them, and their field.
 
-    A line ``is_one_item`` of the field's tuple, or else all of the field.
+    A line is one item of the field's tuple if ``is_one_item``, otherwise the whole field.
     """
 
     keyword: str
@@ -109,7 +109,7 @@ class SyntaxLine:
 
 
 def syntax_lines(kind: type) -> tuple[SyntaxLine, ...]:
-    """The kinds of lines of a class whose syntax has several: ``buffer {buffers}``, one for each item of a tuple."""
+    """Return the kinds of lines of a class whose syntax has several, such as ``buffer {buffers}`` for each item."""
     fields = {field.name: field for field in declared_fields(kind)}
     lines: list[SyntaxLine] = []
     for line in own_syntax(kind)[1].split("\n"):

@@ -1,13 +1,12 @@
-"""The origin of the contents of the first step: only the engine gives buffers their first values.
+"""The origin of the contents before the first step: only the engine initialises buffers.
 
-Each section is proved from its entry state, and each exit state entails the entry state that follows. The beginning is
-left. Before the first step the engine fills parameters, master weights and module buffers, binds inputs, draws seeds,
-sets scalars and clears all other memory; it gathers buffers that are live over the boundary between two steps. Any
-other content that a program claims to begin with is a claim about memory that nothing has written.
+Each section is proved from its entry state, and each exit state implies the next entry state. What remains is the
+start. Before the first step the engine fills parameters, master weights and module buffers, binds inputs, draws seeds,
+sets scalars and clears all other memory; it gathers buffers that are live across the boundary between two steps. Any
+other content that a program assumes at the start would be memory that nothing has written.
 
-So a named value has one home, the buffer that is bound to it: a copy elsewhere would be wrong as soon as the host gave
-the home another value. And a role, which says what the host does with a buffer, must fit the buffer's content and
-binding.
+So a named value has one home, the buffer that is bound to it: a copy elsewhere would be wrong as soon as the host
+changes the home. And a role, which says what the host does with a buffer, must match the buffer's content and binding.
 """
 
 from __future__ import annotations
@@ -57,11 +56,12 @@ _BOUND_TO = {
     Role.CONSTANT: MODULE_BUFFER,
     Role.SCALAR: INITIAL,
 }
-"""The binding of buffers of each role. The engine draws seeds for ``rng``, and clears outputs and other scalars."""
+"""The kind of binding of buffers of each role. The engine draws seeds for ``rng``, and clears outputs and other
+scalars."""
 
 
 Problems = Iterator[tuple[str, str]]
-"""Codes and sentences."""
+"""Codes and messages."""
 
 
 def provenance_problems(program: Program) -> Problems:
@@ -97,14 +97,14 @@ def provenance_problems(program: Program) -> Problems:
 
 
 def _is_between_steps(section: Section, state: State) -> bool:
-    """Whether a state of a section may stand before the first step."""
+    """Return whether a state of a section can be the one before the first step."""
     if section.name in (MICRO_STEP, EVALUATE, SAVE):
         return True
     return state is (section.entry if section.name == LAST_MICRO_STEP else section.exit)
 
 
 def _evaluation_problems(program: Program) -> Problems:
-    """The loss and the outputs of ``evaluate`` have buffers of their own."""
+    """Check that the loss and the outputs of ``evaluate`` have their own buffers."""
     if EVALUATE not in program.section_by_name and (
         program.eval_loss is not None or program.outputs
     ):
@@ -125,7 +125,7 @@ def _evaluation_problems(program: Program) -> Problems:
 
 
 def _bound(program: Program) -> Iterator[tuple[str, str, str]]:
-    """What binds a buffer to the outside: its name in a sentence, the buffer, and its kind."""
+    """Yield the bindings of buffers to the outside: the name for messages, the buffer, and the kind."""
     for given in program.inputs:
         yield f"input {given.path}", given.buffer, INPUT
     for output in program.outputs:
@@ -184,7 +184,7 @@ def _binding_problems(program: Program) -> Problems:
 
 
 def _role_problems(program: Program, buffer: Buffer, bound: str | None) -> Iterator[str]:
-    """Buffers whose role contradicts their resting content or their binding (an input, a module buffer, …)."""
+    """Yield why a buffer's role contradicts its resting content or its binding (an input, a module buffer, …)."""
     role, holds = buffer.role, buffer.holds
     wanted = _BOUND_TO.get(role)
     if wanted is None and bound is not None:
@@ -228,7 +228,7 @@ def _role_problems(program: Program, buffer: Buffer, bound: str | None) -> Itera
 
 
 def _weight_problem(program: Program, buffer: Buffer) -> str | None:
-    """Why a buffer does not rest with the weight of each micro-batch: the host writes it, or it is 1 for ever."""
+    """Return why a buffer does not hold the weight of each micro-batch, which the host writes or is always 1."""
     if program.weight is not None:
         if buffer.name == program.weight:
             return None
@@ -241,7 +241,7 @@ def _weight_problem(program: Program, buffer: Buffer) -> str | None:
 
 
 def _holding_problem(buffer: Buffer, holding: Holding, *, is_between_steps: bool) -> str | None:
-    """Why no memory holds what a holding says."""
+    """Return why no memory has the contents that a holding declares."""
     content, rest = holding.content, buffer.holds
     if isinstance(content, WeightContent) and content.micro is Micro.CURRENT and content != rest:
         return "holds the weight of the present micro-batch, which only its own buffer holds"
@@ -271,7 +271,7 @@ def _holding_problem(buffer: Buffer, holding: Holding, *, is_between_steps: bool
 
 
 def _is_cleared(content: Content) -> bool:
-    """Whether cleared memory holds the content before the first step."""
+    """Return whether cleared memory has the content before the first step."""
     match content:
         case Zeros():
             return True
@@ -286,7 +286,7 @@ def _is_cleared(content: Content) -> bool:
 
 
 def _entails(buffer: Buffer, holding: Holding) -> bool:
-    """Whether a buffer at rest holds what a holding says about a part of it."""
+    """Return whether a buffer at rest has the content that a holding declares for a part of it."""
     rest, content, region = buffer.holds, holding.content, holding.region
     if region == whole(buffer):
         return content == rest

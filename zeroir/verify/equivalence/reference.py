@@ -1,4 +1,4 @@
-"""A schedule against its logical program: the same contributions, the same loss, the same settings of the update."""
+"""Compares a schedule with its logical program: the same contributions, loss, and settings of the update."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from zeroir.verify.interpreter.domain import Decision, Elements, PieceList, Stat
 from zeroir.verify.interpreter.section_run import SectionRun, Stepped
 
 Runs = Mapping[str, SectionRun]
-"""The computation of each section, by its name."""
+"""The run of each section, by its name."""
 
 _DEFINED = (Quantity.LOSS, Quantity.BATCH_LOSS, Quantity.EVAL_LOSS)
-"""Quantities that are whatever the logical program says."""
+"""Quantities that the logical program defines."""
 _CHANGE_BOTH = "Change the logical program, and lower it again."
 
 
 class Mismatch(NamedTuple):
-    """A difference, its section (None: the program), the op to look at, and the remedy."""
+    """A difference, its section (None for the whole program), the op to look at, and the remedy."""
 
     sentence: str
     section: str | None = None
@@ -38,9 +38,9 @@ class Mismatch(NamedTuple):
 def mismatches(
     program: Program, runs: Runs, reference: Program, expected: Runs
 ) -> Iterator[Mismatch]:
-    """The differences between the computations of the program and of the reference.
+    """Yield the differences between the computations of the program and of the reference.
 
-    ``expected`` are those of the reference with the micro-batches of a section one behind the other.
+    ``expected`` are the runs of the reference with the micro-batches of a section one after the other.
     """
     yield from _header(program, reference)
     yield from _reports(program, reference)
@@ -54,7 +54,7 @@ def mismatches(
 
 
 def _header(program: Program, reference: Program) -> Iterator[Mismatch]:
-    """Parameters, micro-steps and seeds. A schedule may choose the lengths of flats, and so their padding."""
+    """Compare parameters, micro-steps and seeds. A schedule may choose the lengths of flats, and so their padding."""
     flats, expected_flats = ({f.name: f for f in p.flats} for p in (program, reference))
     for name in sorted({*flats, *expected_flats}):
         flat, expected = flats.get(name), expected_flats.get(name)
@@ -87,9 +87,9 @@ def _header(program: Program, reference: Program) -> Iterator[Mismatch]:
 
 
 def _reports(program: Program, reference: Program) -> Iterator[Mismatch]:
-    """The engine reads what it reads of the logical program; the losses of micro-batches from the same buffers.
+    """Check that the engine reads the same quantities, and the losses of micro-batches from the same buffers.
 
-    Z408 proves the other quantities of each program by themselves.
+    Z408 proves the other quantities of each program on their own.
     """
     reported, expected = program.report_of, reference.report_of
     for quantity in expected:
@@ -105,7 +105,7 @@ def _reports(program: Program, reference: Program) -> Iterator[Mismatch]:
 
 
 def _bindings(program: Program, reference: Program) -> Iterator[Mismatch]:
-    """The values from outside and to it: inputs, outputs, module buffers and constants, first values of scalars."""
+    """Compare the bindings to the outside: inputs, outputs, module buffers, constants, initial values of scalars."""
     for what, bound, expected in (
         ("input", _bound_inputs(program), _bound_inputs(reference)),
         ("output", _bound_outputs(program), _bound_outputs(reference)),
@@ -124,7 +124,7 @@ def _bindings(program: Program, reference: Program) -> Iterator[Mismatch]:
         for name in program.buffers_by_content.get(buffer.holds, ()):
             own = program.buffer_by_name[name]
             if own.dtype is not buffer.dtype:
-                # Bytes and numbers from outside would be read as those of another dtype.
+                # Otherwise values from outside would be read with another dtype.
                 yield Mismatch(
                     f"%{name} holds the value {buffer.holds.name} in {own.dtype}, and in the logical program it has "
                     f"the dtype {buffer.dtype}",
@@ -133,12 +133,12 @@ def _bindings(program: Program, reference: Program) -> Iterator[Mismatch]:
     first, expected_first = ({b.buffer: b.values for b in p.scalars} for p in (program, reference))
     for buffer in reference.buffers:
         if is_sliced(reference, buffer) and buffer.name in expected_first:
-            # Each micro-batch begins with the same.
+            # Each micro-batch starts with the same value.
             times = program.interleaved // reference.interleaved
             expected_first[buffer.name] *= times
     for name in sorted({*first, *expected_first}):
         values, expected_values = first.get(name, ()), expected_first.get(name, ())
-        # A scalar without an initial value begins with zeros.
+        # A scalar without an initial value starts with zeros.
         are_zeros = not any(values) and not any(expected_values)
         if name in reference.buffer_by_name and not are_zeros and values != expected_values:
             yield Mismatch(
@@ -156,7 +156,7 @@ def _bound_outputs(program: Program) -> Mapping[str, Hashable]:
 
 
 def _constants(program: Program) -> Mapping[str, Hashable]:
-    """The constants by path, as their texts: True is not 1, and NaN is NaN."""
+    """Return the constants by path, as texts: True differs from 1, and NaN equals NaN."""
     return {b.path: (type(b.value).__name__, repr(b.value)) for b in program.batch_constants}
 
 
@@ -170,7 +170,7 @@ def _held(program: Program, name: str) -> Content | None:
 
 
 def _gradients(program: Program, runs: Runs, expected: Runs) -> Iterator[Mismatch]:
-    """The contributions to each gradient."""
+    """Compare the contributions to each gradient."""
     for section, expected_run in expected.items():
         if section not in runs:
             yield Mismatch(f"section {section} of the logical program is missing")
@@ -187,10 +187,10 @@ def _gradients(program: Program, runs: Runs, expected: Runs) -> Iterator[Mismatc
 
 
 def _roundings(runs: Runs, expected: Runs) -> Iterator[Mismatch]:
-    """The dtypes in which sums of contributions stand, travel and are added up over ranks.
+    """Compare the dtypes in which sums of contributions are stored, sent and added over ranks.
 
-    A sum may stand only in a dtype in which the logical program holds the same sum, or in a wider one. Ranks add it up
-    in the narrowest of those dtypes: each reduction rounds its result to it.
+    A sum may only be stored in a dtype in which the logical program stores the same sum, or in a wider one. Ranks add
+    it in the narrowest of those dtypes, to which each reduction rounds its result.
     """
     held = {each for run in expected.values() for each in run.held}
     narrowest: dict[tuple[str, tuple[Term, ...]], DType] = {}
@@ -222,7 +222,7 @@ def _roundings(runs: Runs, expected: Runs) -> Iterator[Mismatch]:
 
 
 def _sums(runs: Runs, expected: Runs) -> Iterator[Mismatch]:
-    """The additions of contributions, with their dtypes: every addition rounds."""
+    """Compare the additions of contributions, with their dtypes, because every addition rounds."""
     expected_sums = {added for run in expected.values() for added in run.sums}
     for section, run in runs.items():
         for added, line in run.sums.items():
@@ -237,7 +237,7 @@ def _sums(runs: Runs, expected: Runs) -> Iterator[Mismatch]:
 
 
 def contributor(program: Program, section: str, name: str) -> int | None:
-    """The line of the first op of the section that contributes to the gradient of a parameter."""
+    """Return the line of the section's first op that contributes to the gradient of a parameter."""
     home = program.parameter_by_name.get(name)
     for line, op in enumerate(program.section_by_name[section].body):
         if not isinstance(op, ops.Compute):
@@ -253,7 +253,7 @@ def contributor(program: Program, section: str, name: str) -> int | None:
 def _named_values(
     program: Program, runs: Runs, reference: Program, expected: Runs
 ) -> Iterator[Mismatch]:
-    """The loss, and every other scalar that the logical program names."""
+    """Compare the loss, and every other scalar that the logical program names."""
     if program.weight != reference.weight:
         yield Mismatch("the weights of batches go to another buffer than in the logical program")
     losses = (reference.loss, reference.batch_loss, reference.eval_loss)
@@ -274,12 +274,12 @@ def _named_values(
                 continue
             if name in decided and section == LAST_MICRO_STEP:
                 continue  # The decision may be taken early: its results are compared after the update.
-            # The update sums the loss over ranks, by a law of its own.
+            # The update sums the loss over ranks, which another law checks.
             with_axes = summed_loss is None or name != summed_loss.buffer
             home, after = reference.buffer_by_name[name], expected[section]
             regions = [whole(program.buffer_by_name[name])]
             if program.interleaved != reference.interleaved and is_sliced(reference, home):
-                # An update or an evaluation leaves alone what it does not use: slice 0.
+                # An update or an evaluation does not change what it does not use: slice 0.
                 count = len(after.slices.get(name, [home]))
                 regions = [slice_region(program, name, i, home.numel) for i in range(count)]
                 if slice_numel(program, name) < home.numel:
@@ -293,9 +293,9 @@ def _named_values(
 
 
 def content(run: SectionRun, region: Region, *, with_axes: bool = False) -> Hashable:
-    """The content of a named value; statistics and decisions only by kind.
+    """Return the content of a named value; statistics and decisions only by kind.
 
-    ``with_axes`` says whether it includes the axes that a value was summed over, or is cut along.
+    ``with_axes`` includes the axes that a value was summed over or is sharded along.
     """
     return _content(run.memory.read(region), with_axes)
 
@@ -319,7 +319,7 @@ def _content(held: PieceList, with_axes: bool) -> Hashable:
 
 
 def _settings(runs: Runs, expected: Runs) -> Iterator[Mismatch]:
-    """The settings of decisions and of loss scaling, in whichever section these are."""
+    """Compare the settings of decisions and of loss scaling, whatever sections these are in."""
     expected_settings = {setting for run in expected.values() for setting in run.settings}
     settings = {setting for run in runs.values() for setting in run.settings}
     for section, run in runs.items():
@@ -341,7 +341,7 @@ def _settings(runs: Runs, expected: Runs) -> Iterator[Mismatch]:
 
 
 class _StepOfElements(NamedTuple):
-    """Elements ``[start, stop)`` of a parameter, the setting of their optimizer step, and where that op is."""
+    """Elements ``[start, stop)`` of a parameter, the setting of their optimizer step, and the place of that op."""
 
     start: int
     stop: int
@@ -351,11 +351,11 @@ class _StepOfElements(NamedTuple):
 
 
 _Steps = Mapping[str, Sequence[_StepOfElements]]
-"""The steps of each parameter, by its name."""
+"""The optimizer steps of each parameter, by its name."""
 
 
 def _optimizer_steps(runs: Runs, expected: Runs) -> Iterator[Mismatch]:
-    """The algorithm and the hyper-parameters of each element's optimizer step, and the decay of its average."""
+    """Compare the algorithm and the hyper-parameters of each element's optimizer step, and the decay of its average."""
     yield from _differing(
         _steps({name: run.steps for name, run in runs.items()}),
         _steps({name: run.steps for name, run in expected.items()}),
@@ -374,7 +374,7 @@ def _optimizer_steps(runs: Runs, expected: Runs) -> Iterator[Mismatch]:
 
 
 def _differing(steps: _Steps, expected_steps: _Steps, treated: str) -> Iterator[Mismatch]:
-    """The parameters that are ``treated`` otherwise than in the logical program."""
+    """Yield the parameters that are ``treated`` in another way than in the logical program."""
     for name in sorted({*steps, *expected_steps}):
         own = steps.get(name, [])
         if [step[:3] for step in own] != [step[:3] for step in expected_steps.get(name, [])]:
@@ -387,9 +387,9 @@ def _differing(steps: _Steps, expected_steps: _Steps, treated: str) -> Iterator[
 
 
 def _steps(stepped: Mapping[str, Sequence[Stepped]]) -> _Steps:
-    """The steps of each parameter in the order of its elements; adjoining ones with one setting are one.
+    """Return the steps of each parameter in the order of its elements; adjacent ones with equal settings are merged.
 
-    ``stepped`` are the steps of each section.
+    ``stepped`` has the steps of each section.
     """
     steps: dict[str, list[_StepOfElements]] = {}
     for section, section_steps in stepped.items():

@@ -1,8 +1,8 @@
-"""The computations of a logical program when each section runs several micro-batches, one behind the other.
+"""The computations of a logical program when each section runs several micro-batches, one after the other.
 
-That is the meaning of ``Program.interleaved``: a schedule may run the ops of its micro-batches in any order, but must
-compute what the logical program does with micro-batch 0, then 1, and so on. Micro-batch j differs from the others in
-its inputs, seeds and weight alone, which stand in slice j of their buffers.
+This defines ``Program.interleaved``: a schedule may run the ops of its micro-batches in any order, but must compute
+what the logical program does with micro-batch 0, then 1, and so on. Micro-batch j differs from the others only in its
+inputs, seeds and weight, which are in slice j of their buffers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Repetition:
     """How a schedule groups the micro-batches of its logical program.
 
     A section runs ``micro_batches``. ``slices`` are the lengths of the slices of its inputs and seeds, by the name of
-    what they hold. With ``is_whole_step`` a step is one such group, and there is no section ``micro_step``.
+    their content. With ``is_whole_step`` a step is one such group, and there is no section ``micro_step``.
     """
 
     micro_batches: int = 1
@@ -35,7 +35,10 @@ class Repetition:
 
     @classmethod
     def of(cls, program: Program, logical: Program) -> Repetition:
-        """That of a schedule and its logical program; none where both group alike."""
+        """Return the repetition of a schedule and its logical program.
+
+        The default one where both have the same groups.
+        """
         if program.interleaved == logical.interleaved:
             return cls()
         return cls(
@@ -50,7 +53,7 @@ class Repetition:
 
 
 def repetition_problem(program: Program, logical: Program) -> str | None:
-    """Why a program cannot run the micro-batches of its logical program in groups as it says."""
+    """Return why a program cannot run the micro-batches of its logical program in the groups that it declares."""
     count = program.interleaved
     if count == logical.interleaved:
         return None
@@ -63,14 +66,14 @@ def repetition_problem(program: Program, logical: Program) -> str | None:
         return f"a section runs {count} micro-batches, which do not divide the {steps} of a step"
     if MICRO_STEP not in program.section_by_name and int(steps) != count:
         return f"a step runs {count} micro-batches, and not the {steps} that it has"
-    # Each contribution needs an op of its own; so a false claim costs no more time than the program is long.
+    # Each contribution needs its own op, so the cost of checking a false claim is linear in the program's length.
     if count * _contributors(logical) > _contributors(program):
         return f"a section says that it runs {count} micro-batches, but has too few ops for them"
     return None
 
 
 def _contributors(program: Program) -> int:
-    """The number of ops of the last micro-step that contribute to gradients."""
+    """Return the number of ops of the last micro-step that contribute to gradients."""
     return sum(
         isinstance(op, ops.Compute)
         and any(d is not None and d.gradient is not None for d in op.destinations)
@@ -81,9 +84,9 @@ def _contributors(program: Program) -> int:
 def repeated_runs(
     logical: Program, repetition: Repetition, shared: Shared
 ) -> dict[str, SectionRun]:
-    """The computations of the sections of a logical program, which need not be checked.
+    """Return the runs of the sections of a logical program, without checking them.
 
-    ``shared`` is made of ``grouped(logical, repetition)``.
+    ``shared`` must belong to ``grouped(logical, repetition)``.
     """
     findings = Findings(shared.program)
     runs: dict[str, SectionRun] = {}
@@ -109,7 +112,7 @@ def repeated_runs(
 
 
 def grouped(logical: Program, repetition: Repetition) -> Program:
-    """The logical program with the sections that the schedule has."""
+    """Return the logical program with the sections that the schedule has."""
     if not repetition.is_whole_step:
         return logical
     sections = tuple(s for s in logical.sections if s.name != MICRO_STEP)
@@ -117,7 +120,7 @@ def grouped(logical: Program, repetition: Repetition) -> Program:
 
 
 def _give(run: SectionRun, micro_batch: int, slices: Mapping[str, int]) -> None:
-    """Let inputs, seeds and weights be those of a micro-batch."""
+    """Set inputs, seeds and weights to those of a micro-batch."""
     for buffer in run.program.buffers:
         if not is_sliced(run.program, buffer):
             continue

@@ -1,7 +1,7 @@
-"""What the engine reads of a step is what the header says: each report, at the exit of the section before it is read.
+"""Checks that reports are correct: each reported value is in its buffer at the exit of the section before it is read.
 
-The losses of a micro-batch, of a step and of an evaluation are defined by the logical program, which Z406 compares.
-Everything else that is reported follows from values of the same program, and is compared with them here.
+The logical program defines the losses of a micro-batch, of a step and of an evaluation, which Z406 compares. All other
+reported values follow from values of the same program, and are compared with them here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ADVICE: Final[Mapping[Quantity, str]] = {
 
 
 def report_problems(program: Program) -> Iterator[tuple[str, str]]:
-    """Codes and sentences for reports that are declared wrongly."""
+    """Yield codes and messages for invalid declarations of reports."""
     for quantity, count in Counter(report.quantity for report in program.reports).items():
         if count > 1:
             yield "Z002", f"{quantity} is reported twice"
@@ -70,7 +70,7 @@ _READ_AFTER: Final[Mapping[str, tuple[Quantity, ...]]] = {
 
 
 def check_reports(run: SectionRun) -> None:
-    """Report each quantity whose buffer holds something else when the engine reads it after this section."""
+    """Report each quantity whose buffer has another value when the engine reads it after this section."""
     for quantity in _READ_AFTER.get(run.section.name, ()):
         report = run.program.report_of.get(quantity)
         if report is None:
@@ -88,7 +88,7 @@ def check_reports(run: SectionRun) -> None:
 
 
 def _problem(run: SectionRun, quantity: Quantity, buffer: Buffer, value: Value) -> str | None:
-    """Why a value in the buffer of a report is not the quantity; None where it is."""
+    """Return why a value in the buffer of a report is not the quantity; None where it is."""
     if isinstance(value, Undefined):
         return f"has {CAUSES[value.cause]}"
     match quantity:
@@ -109,7 +109,7 @@ def _problem(run: SectionRun, quantity: Quantity, buffer: Buffer, value: Value) 
 
 
 def _loss_problem(quantity: Quantity, buffer: Buffer, value: Value) -> str | None:
-    """A loss is of this rank's micro-batches alone."""
+    """Check that a loss only includes this rank's micro-batches."""
     if not isinstance(value, Elements | Zero):
         return f"holds {describe(value)}"
     if isinstance(value, Zero):
@@ -123,7 +123,7 @@ def _loss_problem(quantity: Quantity, buffer: Buffer, value: Value) -> str | Non
 
 
 def _summed_loss_problem(run: SectionRun, value: Value) -> str | None:
-    """The loss with which the update began, summed over every axis once, innermost first."""
+    """Check that the value is the loss at the start of the update, summed over every axis once, innermost first."""
     loss = run.program.buffer_by_name.get(run.program.loss or "")
     if loss is None or not isinstance(loss.holds, NamedContent):
         return "the program reports no loss of a rank that it could be a sum of"
@@ -142,7 +142,7 @@ def _summed_loss_problem(run: SectionRun, value: Value) -> str | None:
 
 
 def _counter_problem(run: SectionRun, buffer: Buffer, value: Value) -> str | None:
-    """The update advances a counter once, and leaves a fixed loss scale alone."""
+    """Check that the update advances a counter once, and does not change a fixed loss scale."""
     if not isinstance(buffer.holds, NamedContent):
         return None
     is_advanced = buffer.name in run.shared.counters

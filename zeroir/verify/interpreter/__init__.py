@@ -1,1 +1,1 @@
-"""The abstract interpreter: prove what every element of every buffer holds."""
+"""The abstract interpreter, which proves the value of every element of every buffer."""

@@ -1,4 +1,4 @@
-"""The abstract memory: which value each element of each buffer holds, on every rank at once."""
+"""The abstract memory: the value of each element of each buffer, on all ranks at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zeroir.verify.interpreter.intervals import IntervalMap
 
 
 class AbstractMemory:
-    """Buffers by name. Reads return, and writes take, pieces counted from the start of a region."""
+    """Buffers by name. Reads return, and writes take, pieces with positions relative to the start of a region."""
 
     def __init__(self, buffers: Mapping[str, Buffer], mesh: Mesh) -> None:
         self._buffers = buffers
@@ -37,7 +37,7 @@ class AbstractMemory:
         self.sizes = {axis.name: axis.size for axis in mesh.axes}
 
     def forget(self, name: str) -> None:
-        """Drop what a buffer holds, where it begins or ends: nothing is written in it."""
+        """Discard the contents of a buffer, where it begins or ends: it counts as unwritten."""
         self._maps.pop(name, None)
 
     def _map(self, name: str) -> IntervalMap[Value]:
@@ -47,13 +47,13 @@ class AbstractMemory:
         return values
 
     def numel(self, region: Region) -> int:
-        """Elements of the region on one rank."""
+        """Return the number of elements of the region on one rank."""
         if region.part is not None:
             return region.part[1] - region.part[0]
         return region.numel if region.shard is None else region.numel // self.sizes[region.shard]
 
     def read(self, region: Region) -> PieceList:
-        """The pieces of the region."""
+        """Return the pieces of the region."""
         if region.part is not None:
             return window(self.read(replace(region, part=None)), region.part[0], self.numel(region))
         start, stop = region.offset, region.offset + region.numel
@@ -78,7 +78,7 @@ class AbstractMemory:
         return [(0, numel, simplify(Slice(array, 0, ((axis, numel),)), numel, self.sizes))]
 
     def write(self, region: Region, pieces: PieceList) -> None:
-        """Put pieces that cover ``[0, local numel)`` into the region."""
+        """Write pieces that cover ``[0, local numel)`` to the region."""
         if region.part is not None:
             self._write_part(replace(region, part=None), region.part, pieces)
             return
@@ -92,14 +92,14 @@ class AbstractMemory:
             kept.write(start + a, start + b, moved(value, -start))
 
     def _write_part(self, region: Region, part: tuple[int, int], pieces: PieceList) -> None:
-        """Put pieces into elements ``part`` of those that a rank names by the region; the others stay."""
+        """Write pieces to elements ``part`` of a rank's part of the region; the others are unchanged."""
         start, stop = part
         there = self.read(region)
         behind = cut(there, stop, self.numel(region))
         self.write(region, coalesced([*cut(there, 0, start), *rebased(pieces, -start), *behind]))
 
     def _split(self, here: PieceList, own: Value, axis: str, start: int, stop: int) -> PieceList:
-        """The pieces of a region, counted from its start, once this rank's slice of them is ``own``."""
+        """Return the pieces of a region, relative to its start, after this rank's slice of them became ``own``."""
         rest = _with_torn_splits(rebased(here, start))
         if len(here) == 1 and _is_split_alike(here[0][2], axis, start, stop):
             rest = here[0][2].rest
@@ -110,7 +110,7 @@ class AbstractMemory:
 
     @staticmethod
     def _tear(kept: IntervalMap[Value], start: int, stop: int) -> None:
-        """Mark a split that a write covers in part as torn: nothing is known about the part that stays."""
+        """Mark a split that a write partly covers as torn: nothing is known about the remaining part."""
         if kept.starts == [0] and not isinstance(kept.values[0], Split):
             return
         for at in (start, max(stop - 1, start)):
@@ -122,7 +122,7 @@ class AbstractMemory:
 
 
 def _is_split_alike(value: Value, axis: str, start: int, stop: int) -> TypeGuard[Split]:
-    """Whether the value is a split of ``[start, stop)`` along the axis."""
+    """Return whether the value is a split of ``[start, stop)`` along the axis."""
     return isinstance(value, Split) and (value.axis, value.start, value.stop) == (axis, start, stop)
 
 

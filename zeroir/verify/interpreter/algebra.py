@@ -40,21 +40,21 @@ from zeroir.verify.interpreter.domain import (
 )
 
 Fail = Callable[[str, str], None]
-"""Reports a code and a sentence."""
+"""A function that reports a code and a message."""
 
 
 def undefined_in(value: Value) -> Undefined | None:
-    """The first undefined part of a value."""
+    """Return the first undefined part of a value."""
     return next((leaf for leaf in leaves(value) if isinstance(leaf, Undefined)), None)
 
 
 def is_poisoned(value: Value) -> bool:
-    """Whether part of a value has been reported already."""
+    """Return whether part of a value was already reported."""
     return any(isinstance(leaf, Poison) for leaf in leaves(value))
 
 
 class Addition(NamedTuple):
-    """The rule of a sum of two operands: it is rounded to ``dtype``, and ``note`` receives each sum of gradients."""
+    """The rule for a sum of two operands: it is rounded to ``dtype``, and ``note`` receives each sum of gradients."""
 
     dtype: DType
     numbering: Numbering
@@ -65,7 +65,7 @@ class Addition(NamedTuple):
 class Sum(NamedTuple):
     """One addition to a flat's gradient, and the dtype that it is rounded to.
 
-    Each side is a sorted multiset of terms; which of the two comes first does not matter.
+    Each side is a sorted multiset of terms; the order of the sides does not matter.
     """
 
     flat: str
@@ -74,10 +74,10 @@ class Sum(NamedTuple):
 
     @classmethod
     def of(cls, dtype: DType, left: Gradient, right: Gradient) -> Sum:
-        """The sum of two gradients of one flat.
+        """Return the sum of two gradients of one flat.
 
-        A schedule may sum ranks before or after micro-steps, although the two round differently; the documentation
-        says so. So the axes of both sides are left out where one side holds earlier micro-steps.
+        A schedule may sum over ranks before or after micro-steps, although the two round differently, as the
+        documentation says. So the axes of both sides are ignored where one side includes earlier micro-steps.
         """
         sides = (left.terms, right.terms)
         if any(term.source in (PAST_TERM, ALL_TERM) for terms in sides for term in terms):
@@ -91,7 +91,7 @@ def _on_no_axis(terms: tuple[Term, ...]) -> tuple[Term, ...]:
 
 
 def add(left: Value, right: Value, how: Addition) -> Value:
-    """``left + right`` at each position; the sum of two gradients has the contributions of both."""
+    """Return ``left + right`` at each position; the sum of two gradients has the contributions of both."""
     fail = how.fail
     if isinstance(left, Slice) or isinstance(right, Slice):
         return _add_slices(left, right, how)
@@ -152,7 +152,7 @@ def _add_slices(left: Value, right: Value, how: Addition) -> Value:
 
 
 def _as_slice(value: Value, like: Slice) -> Slice | None:
-    """The value written as a slice with the strides of another one."""
+    """Return the value as a slice with the strides of another one."""
     if isinstance(value, Slice):
         return value if value.strides == like.strides else None
     inner: Value = value
@@ -166,7 +166,7 @@ def _as_slice(value: Value, like: Slice) -> Slice | None:
 
 
 def merged(left: tuple[Term, ...], right: tuple[Term, ...]) -> tuple[Term, ...]:
-    """The sum of two multisets of contributions."""
+    """Return the sum of two multisets of contributions."""
     counts: dict[tuple[int, tuple[str, ...]], int] = {}
     for term in (*left, *right):
         key = (term.source, term.summed)
@@ -175,12 +175,12 @@ def merged(left: tuple[Term, ...], right: tuple[Term, ...]) -> tuple[Term, ...]:
 
 
 def lost(value: Gradient) -> Gradient:
-    """A gradient that an op changed into something else."""
+    """Return a gradient that an op has turned into something else."""
     return replace(value, terms=tuple(t._replace(source=LOST_TERM) for t in value.terms))
 
 
 def spent(value: Value) -> Value:
-    """The value of a gradient after an optimizer step has read it; zeros, such as padding, stay zeros."""
+    """Return the value of a gradient after an optimizer step has read it; zeros, such as padding, remain zeros."""
     return mapped(value, lambda leaf: leaf if isinstance(leaf, Zero | Poison) else SPENT)
 
 
@@ -198,12 +198,12 @@ _EXACT: Final[Mapping[DType, frozenset[DType]]] = {
 
 
 def represents(wide: DType, narrow: DType) -> bool:
-    """Whether ``wide`` has every number of ``narrow``, so that the conversion is exact."""
+    """Return whether ``wide`` has every number of ``narrow``, so that the conversion is exact."""
     return wide is narrow or narrow is DType.BOOL or narrow in _EXACT.get(wide, frozenset())
 
 
 def _computed(leaf: Value, numbering: Numbering, *how: Hashable) -> Value:
-    """The result of an op that changes each element by itself, in the way ``how``; a gradient is then lost."""
+    """Return the result of an elementwise op, identified by ``how``; a gradient is then lost."""
     match leaf:
         case Elements():
             return replace(leaf, key=numbering.of((*how, leaf.key)))
@@ -216,7 +216,7 @@ def _computed(leaf: Value, numbering: Numbering, *how: Hashable) -> Value:
 
 
 def on_wire(value: Value, wire: DType, numbering: Numbering) -> Value:
-    """The value rounded to another dtype: a sum of gradients stays one, any other value becomes a new one."""
+    """Return the value rounded to another dtype: a sum of gradients remains one, any other value becomes a new one."""
 
     def leaf(inner: Value) -> Value:
         match inner:
@@ -234,7 +234,7 @@ def on_wire(value: Value, wire: DType, numbering: Numbering) -> Value:
 
 
 class HeldSum(NamedTuple):
-    """A sum of contributions to a flat's gradient, over whichever ranks, and a dtype that it is held in."""
+    """A sum of contributions to a flat's gradient, over any ranks, and a dtype in which it is stored."""
 
     flat: str
     dtype: DType
@@ -242,14 +242,17 @@ class HeldSum(NamedTuple):
 
 
 def held_sums(value: Value, dtype: DType) -> Iterator[HeldSum]:
-    """The sums of contributions in a value that stands in ``dtype``."""
+    """Yield the sums of contributions in a value that is stored in ``dtype``."""
     for leaf in leaves(value):
         if isinstance(leaf, Gradient):
             yield HeldSum(leaf.flat, dtype, merged(_on_no_axis(leaf.terms), ()))
 
 
 def cast(value: Value, target: DType, flats: Mapping[str, Flat], numbering: Numbering) -> Value:
-    """Master weights rounded to their flat's dtype are the parameter; a gradient stays one; the rest gets a number."""
+    """Return the value cast to a dtype.
+
+    Master weights rounded to their flat's dtype are the parameter; a gradient remains one; other values get a number.
+    """
 
     def leaf(inner: Value) -> Value:
         match inner:
@@ -266,7 +269,7 @@ def cast(value: Value, target: DType, flats: Mapping[str, Flat], numbering: Numb
 
 
 def scaled(value: Value, by: int, numbering: Numbering) -> Value:
-    """The value times the number ``by``."""
+    """Return the value multiplied by ``by``."""
     return mapped(value, lambda leaf: _computed(leaf, numbering, "scale", by))
 
 
@@ -280,7 +283,7 @@ class Combination(NamedTuple):
 
 
 def reduced(value: Value, how: Combination) -> Value:
-    """The combination of what every rank along the axis holds here."""
+    """Return the combination of the values of all ranks along the axis."""
     axis, is_sum = how.axis, how.reduction is Reduction.SUM
     is_cut = isinstance(value, Elements | Gradient | Slice) and axis in dict(value.strides)
     match value:
@@ -305,7 +308,7 @@ def reduced(value: Value, how: Combination) -> Value:
             summed = (*value.summed, axis)
             return replace(
                 value,
-                # A maximum is the same in any order.
+                # A maximum does not depend on the order.
                 summed=summed if is_sum else tuple(sorted(summed)),
                 is_sum=value.is_sum and is_sum,
             )
@@ -330,7 +333,7 @@ def reduced(value: Value, how: Combination) -> Value:
 
 
 def from_rank(value: Value, axis: str, rank: int, numbering: Numbering) -> Value:
-    """The value of one rank of the axis, as every rank sees it; unchanged where all ranks hold the same."""
+    """Return the value of one rank of the axis, as every rank sees it; unchanged where all ranks have the same."""
 
     def leaf(inner: Value) -> Value:
         match inner:

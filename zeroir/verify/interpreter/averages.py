@@ -14,7 +14,7 @@ from zeroir.verify.interpreter.step_operands import stepped, trained_elements
 
 
 def average(run: SectionRun, op: ops.Average) -> None:
-    """Move each average to the next version, by the parameter that this step has updated, once."""
+    """Advance each average to the next version, with the parameter that this step has updated once."""
     decisions = [number for number, may_skip in run.decided.items() if may_skip]
     check_skip(run, op, op.skip, decisions[0] if decisions else None)
     averages = run.take(op.average, "Z403")

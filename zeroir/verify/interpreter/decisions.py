@@ -30,7 +30,7 @@ ChangeOp = ops.StepOp | ops.Average
 """The ops that change parameters, their states or their averages, unless the decision is to skip."""
 
 NORM_ORDER: Final = "order of the norm"
-"""Marks, among the settings, the order in which a norm adds up gradients."""
+"""The key, among the settings, of the order in which a norm adds gradients."""
 
 
 def decide(run: SectionRun, op: ops.Decide) -> None:
@@ -81,7 +81,7 @@ def guess(run: SectionRun, op: ops.Guess) -> None:
 
 
 def _compare_with_guess(run: SectionRun, op: ops.Decide, number: int) -> None:
-    """The decision says whether a guess was right."""
+    """Check that the decision says whether a guess was right."""
     if op.guess is None or op.redo is None:
         return
     guessed = decision_number(run, op.guess, "guessed divisor")
@@ -95,7 +95,7 @@ def _compare_with_guess(run: SectionRun, op: ops.Decide, number: int) -> None:
 
 
 def _check_loss_scale(run: SectionRun, op: ops.Decide | ops.Guess) -> None:
-    """The loss scale by which gradients are divided is the one that the backward used."""
+    """Check that gradients are divided by the loss scale that the backward used."""
     if op.loss_scale is not None:
         _check_counter(run, op, op.loss_scale, Quantity.LOSS_SCALE)
     elif any(isinstance(other, ops.UpdateScale) for other in run.program.ops()):
@@ -112,7 +112,7 @@ _REPORTED_OPERANDS: Final[Mapping[Quantity, str]] = {
 
 
 def _check_reported(run: SectionRun, op: ops.Decide) -> None:
-    """The engine reports what a decision reads and writes, so the header must say from which buffers."""
+    """Check that the header names the buffers that a decision reads and writes, because the engine reports them."""
     for quantity, name in _REPORTED_OPERANDS.items():
         region: Region | None = getattr(op, name)
         if region is not None and quantity not in run.program.report_of:
@@ -131,7 +131,7 @@ def _check_counter(
     region: Region,
     quantity: Quantity,
 ) -> None:
-    """A decision reads the step count and the loss scale with which the step began."""
+    """Check that a decision reads the step count and the loss scale from the start of the step."""
     if quantity in run.program.report_of and not is_counter(run, region, quantity, 0):
         (_, _, value), *_ = run.memory.read(region)
         run.fail(
@@ -143,7 +143,7 @@ def _check_counter(
 
 
 def is_counter(run: SectionRun, region: Region, quantity: Quantity, version: int) -> bool:
-    """Whether a region holds what rests in the buffer of a report, advanced ``version`` times."""
+    """Return whether a region has the value at rest in the buffer of a report, advanced ``version`` times."""
     report = run.program.report_of.get(quantity)
     holds = None if report is None else run.program.buffer_by_name[report.buffer].holds
     if not isinstance(holds, NamedContent):
@@ -153,7 +153,7 @@ def is_counter(run: SectionRun, region: Region, quantity: Quantity, version: int
 
 
 def _check_divisor(run: SectionRun, op: ops.Decide | ops.Guess) -> None:
-    """Gradients are sums over ranks and micro-steps, so the divisor counts these, or adds up their weights."""
+    """Check the divisor: the number of terms of a gradient (ranks times micro-steps), or the sum of their weights."""
     if op.weight is not None:
         _check_weight(run, op, op.weight)
     elif run.program.weight is not None:
@@ -163,7 +163,7 @@ def _check_divisor(run: SectionRun, op: ops.Decide | ops.Guess) -> None:
 
 
 def _check_weight(run: SectionRun, op: ops.Decide | ops.Guess, region: Region) -> None:
-    """The divisor is the weight of all micro-steps, summed over axes, times the sizes of the other axes."""
+    """Check that the divisor is the weight of all micro-steps, summed over some axes, times the sizes of the others."""
     ((_, _, value),) = run.memory.read(region)
     first = value.terms[0].summed if isinstance(value, Weight) and value.terms else ()
     axes = run.layout.axes
@@ -191,7 +191,7 @@ def _check_weight(run: SectionRun, op: ops.Decide | ops.Guess, region: Region) -
 
 
 def _check_fixed_divisor(run: SectionRun, op: ops.Decide | ops.Guess) -> None:
-    """Without a weight the divisor is the number of micro-batches of all ranks, of a step with one section of them."""
+    """Check that a divisor without weights is the number of micro-batches of all ranks, in a step with one section."""
     if run.layout.has_past:
         run.fail(
             "Z402",
@@ -209,7 +209,7 @@ def _check_fixed_divisor(run: SectionRun, op: ops.Decide | ops.Guess) -> None:
 
 
 def _order(run: SectionRun, norm: Region) -> Hashable:
-    """The order in which a norm adds up gradients, which determines its rounding."""
+    """Return the order in which a norm adds gradients, which determines its rounding."""
     return tuple(
         value.order if isinstance(value, Statistic) else None
         for _, _, value in run.memory.read(norm)
@@ -217,7 +217,7 @@ def _order(run: SectionRun, norm: Region) -> Hashable:
 
 
 def update_scale(run: SectionRun, op: ops.UpdateScale) -> None:
-    """The loss scale follows this step's decision, once."""
+    """Check that the loss scale follows this step's decision, once."""
     if decision_number(run, op.skip, "skip") is None:
         run.fail("Z405", "update_scale does not follow this step's skip decision", op.skip.buffer)
     _check_counter(run, op, op.state, Quantity.LOSS_SCALE)
@@ -243,7 +243,7 @@ def update_scale(run: SectionRun, op: ops.UpdateScale) -> None:
 
 
 def check_skip(run: SectionRun, op: ChangeOp, skip: Region | None, decision: int | None) -> None:
-    """An op of the update follows the decision to skip, of this number, if one was taken."""
+    """Check that an op of the update follows the decision to skip with this number, if one was taken."""
     name = ops.op_name(type(op))
     if skip is None:
         if decision is not None:
@@ -257,18 +257,18 @@ def check_skip(run: SectionRun, op: ChangeOp, skip: Region | None, decision: int
 
 
 def decision_number(run: SectionRun, region: Region, what: str) -> int | None:
-    """The number of the decision that a scalar holds."""
+    """Return the number of the decision in a scalar."""
     ((_, _, value),) = run.memory.read(region)
     return value.number if isinstance(value, Decision) and value.what == what else None
 
 
 def held_value(run: SectionRun, region: Region) -> Hashable:
-    """The value of a scalar, without its buffer."""
+    """Return the value of a scalar, without its buffer."""
     return tuple(run.memory.read(region))
 
 
 def is_version(run: SectionRun, region: Region, version: int) -> bool:
-    """Whether a scalar is the step's first value of it, changed in place ``version`` times."""
+    """Return whether a scalar has its first value of the step, changed in place ``version`` times."""
     for _, _, value in run.memory.read(region):
         if isinstance(value, Poison):
             continue
@@ -280,7 +280,7 @@ def is_version(run: SectionRun, region: Region, version: int) -> bool:
 
 
 def _advance(run: SectionRun, region: Region) -> None:
-    """Count a change in place of a scalar."""
+    """Count an in-place change of a scalar."""
     changed: list[tuple[int, int, Value]] = []
     for a, b, value in run.memory.read(region):
         new: Value = POISON
@@ -291,5 +291,5 @@ def _advance(run: SectionRun, region: Region) -> None:
 
 
 def changed_region(op: ChangeOp) -> Region:
-    """The region to report about an op."""
+    """Return the region to report for an op."""
     return op.direction if isinstance(op, ops.Direction) else op.param

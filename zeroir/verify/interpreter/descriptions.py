@@ -1,4 +1,4 @@
-"""Abstract values in sentences."""
+"""Abstract values in messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ADVICE: Final = {
 
 
 def describe(value: Value) -> str:
-    """A value in a sentence."""
+    """Return a description of a value."""
     match value:
         case Undefined():
             return CAUSES[value.cause]

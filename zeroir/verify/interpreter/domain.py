@@ -1,8 +1,8 @@
-"""Abstract values: what each element of a buffer holds, as a function of its position and of the mesh coordinate.
+"""Abstract values: each element of a buffer, as a function of its position and of the mesh coordinate.
 
 A value covers a piece of a buffer. A value with ``shift`` and ``strides`` refers to an array, such as a flat's
-parameters: at position ``p`` stands element ``p + shift + Σ stride × coordinate(axis)`` of that array. So one
-interpretation covers every rank, and cutting a piece in two changes neither half. Mesh axes of size 1 never appear.
+parameters: position ``p`` has element ``p + shift + Σ stride × coordinate(axis)`` of that array. So one interpretation
+covers every rank, and splitting a piece in two changes neither half. Mesh axes of size 1 never appear.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Strides = tuple[tuple[str, int], ...]
 class FlatKey:
     """A flat quantity (param, master, a state) at a version.
 
-    ``guess`` is the value number of what a speculative step took its scalars and settings from; the elements are final
-    where it is None.
+    ``guess`` is the value number of the scalars and settings that a speculative step used; None where the elements are
+    final.
     """
 
     quantity: str
@@ -31,7 +31,7 @@ class FlatKey:
 
 @dataclass(frozen=True, slots=True)
 class NamedKey:
-    """A named content; ``version`` counts the changes that the step made to it in place."""
+    """A named content; ``version`` counts the step's in-place changes of it."""
 
     name: str
     version: int
@@ -43,7 +43,7 @@ Key = FlatKey | NamedKey | int
 
 @dataclass(frozen=True, slots=True)
 class Undefined:
-    """Nothing that may be read. ``cause`` is ``unwritten``, ``stale``, ``scratch``, ``spent`` or ``torn``."""
+    """A value that must not be read. ``cause`` is ``unwritten``, ``stale``, ``scratch``, ``spent`` or ``torn``."""
 
     cause: str
 
@@ -55,7 +55,7 @@ class Zero:
 
 @dataclass(frozen=True, slots=True)
 class Poison:
-    """The result of an error that is already reported; it causes no further findings."""
+    """The result of an error that was already reported; it causes no further findings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +85,17 @@ PAST_TERM: Final = -1
 ALL_TERM: Final = -2
 """The sum of all micro-steps of the step."""
 LOST_TERM: Final = -3
-"""A contribution whose value an op changed, as by scaling: no gradient may hold it."""
+"""A contribution whose value an op changed, for example by scaling: no gradient may have it."""
 _CURRENT_TERM: Final = -4
 
 
 def current_term(micro_batch: int) -> int:
-    """The source of the weight of a micro-batch of the section, counted from 0."""
+    """Return the source of the weight of a micro-batch of the section, counted from 0."""
     return _CURRENT_TERM - micro_batch
 
 
 def current_micro_batch(source: int) -> int | None:
-    """The micro-batch whose weight a source is; None where it is something else."""
+    """Return the micro-batch of a weight's source; None where it is something else."""
     return _CURRENT_TERM - source if source <= _CURRENT_TERM else None
 
 
@@ -125,7 +125,10 @@ class Cover(NamedTuple):
     numel: int
 
     def intervals(self, sizes: Mapping[str, int]) -> list[tuple[int, int]]:
-        """The flat elements that all ranks cover together, as intervals; ``sizes`` are those of the mesh axes."""
+        """Return the flat elements that all ranks cover together, as intervals.
+
+        ``sizes`` are those of the mesh axes.
+        """
         starts = [self.shift]
         length = self.numel
         for axis, stride in sorted(self.strides, key=lambda item: item[1]):
@@ -154,9 +157,9 @@ class Statistic:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A result of ``decide`` or ``guess``; ``number`` tells one of these ops from another.
+    """A result of ``decide`` or ``guess``; ``number`` distinguishes these ops.
 
-    ``what`` is ``divisor``, ``skip`` or ``redo``, of a guess ``guessed divisor`` or ``next step``.
+    ``what`` is ``divisor``, ``skip`` or ``redo``, or for a guess ``guessed divisor`` or ``next step``.
     """
 
     what: str
@@ -171,7 +174,7 @@ Pieces = tuple[tuple[int, int, "Value"], ...]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Elements of an array that is made of pieces; which elements, depends on the coordinate."""
+    """Elements of an array that consists of pieces; which elements depends on the coordinate."""
 
     array: Pieces
     shift: int
@@ -213,12 +216,12 @@ class Numbering:
         self._numbers: dict[Hashable, int] = {}
 
     def of(self, key: Hashable) -> int:
-        """The number of a key."""
+        """Return the number of a key."""
         return self._numbers.setdefault(key, len(self._numbers))
 
 
 def moved(value: Value, delta: int, strides: Strides = ()) -> Value:
-    """The value at position + delta + Σ stride × coordinate: new position q is that old position."""
+    """Return the value at position + delta + Σ stride × coordinate: the new position q is that old position."""
     if delta == 0 and not strides:
         return value
     match value:
@@ -241,14 +244,14 @@ def moved(value: Value, delta: int, strides: Strides = ()) -> Value:
 
 
 def rebased(pieces: PieceList, origin: int) -> list[tuple[int, int, Value]]:
-    """Pieces with positions counted from ``origin``."""
+    """Return the pieces with positions relative to ``origin``."""
     if origin == 0:
         return list(pieces)
     return [(a - origin, b - origin, moved(v, origin)) for a, b, v in pieces]
 
 
 def at_coordinate(value: Value, axis: str, coordinate: int) -> Value:
-    """The value on the ranks at one coordinate of an axis."""
+    """Return the value on the ranks at one coordinate of an axis."""
     match value:
         case Slice():
             array = tuple((a, b, at_coordinate(v, axis, coordinate)) for a, b, v in value.array)
@@ -272,7 +275,7 @@ def _placed(value: Elements | Gradient | Slice, axis: str, coordinate: int) -> V
 
 
 def coalesced(pieces: PieceList) -> list[tuple[int, int, Value]]:
-    """Adjoining pieces of one value merged; pieces that adjoin must be in order."""
+    """Merge adjacent pieces with equal values; the pieces must be in order."""
     merged: list[tuple[int, int, Value]] = []
     for a, b, value in pieces:
         if a == b:
@@ -285,21 +288,21 @@ def coalesced(pieces: PieceList) -> list[tuple[int, int, Value]]:
 
 
 def pack(pieces: PieceList) -> Value:
-    """One value over ``[0, numel)`` for pieces that cover it."""
+    """Return one value over ``[0, numel)`` for pieces that cover it."""
     if len(pieces) == 1:
         return pieces[0][2]
     return Slice(tuple(pieces), 0, ())
 
 
 def unpack(value: Value, numel: int) -> list[tuple[int, int, Value]]:
-    """The pieces over ``[0, numel)`` of one value there."""
+    """Return the pieces over ``[0, numel)`` of one value there."""
     if not isinstance(value, Slice) or value.strides:
         return [(0, numel, value)]
     return window(value.array, value.shift, numel)
 
 
 def window(array: PieceList, start: int, numel: int) -> list[tuple[int, int, Value]]:
-    """The pieces ``[start, start + numel)`` of an array, counted from ``start``; elsewhere the value is torn."""
+    """Return the pieces ``[start, start + numel)`` of an array, relative to ``start``; outside it the value is torn."""
     stop = start + numel
     inside: list[tuple[int, int, Value]] = []
     at = start
@@ -318,7 +321,7 @@ def window(array: PieceList, start: int, numel: int) -> list[tuple[int, int, Val
 
 
 def simplify(value: Value, numel: int, sizes: Mapping[str, int]) -> Value:
-    """The value of the piece that all ranks read, where a slice reads one piece alone; else the slice."""
+    """Return the value of the piece that all ranks read, where a slice reads only one; otherwise the slice."""
     if not isinstance(value, Slice):
         return value
     low, high = value.shift, value.shift + numel
@@ -339,10 +342,10 @@ def spread(
     stride: int,
     seen: Callable[[Value, int], Value] | None = None,
 ) -> list[tuple[int, int, Value]]:
-    """The value that all ranks of an axis hold together: element j of rank r is at ``r × stride + j``.
+    """Return the value that all ranks of an axis have together: element j of rank r is at ``r × stride + j``.
 
-    ``pieces`` cover ``[0, numel)`` on each rank. With stride = numel this is an all-gather. ``seen`` gives the value of
-    rank r as the other ranks see it; without it, ranks with equal values hold equal elements.
+    ``pieces`` cover ``[0, numel)`` on each rank. With stride = numel this is an all-gather. ``seen`` returns the value
+    of rank r as the other ranks see it; without it, ranks with equal values have equal elements.
     """
     if seen is None and len(pieces) == 1 and stride == numel:
         value = pieces[0][2]
@@ -369,7 +372,7 @@ def spread(
 
 
 def opened(pieces: PieceList) -> list[tuple[int, int, Value]]:
-    """The pieces, with every slice that is the same on all ranks replaced by the pieces it is made of."""
+    """Replace every slice that is the same on all ranks by the pieces that it consists of."""
     return [
         (start + low, start + high, moved(inner, -start))
         for start, stop, value in pieces
@@ -378,12 +381,12 @@ def opened(pieces: PieceList) -> list[tuple[int, int, Value]]:
 
 
 def cut(pieces: PieceList, start: int, stop: int) -> list[tuple[int, int, Value]]:
-    """The parts of the pieces inside ``[start, stop)``, at their positions."""
+    """Return the parts of the pieces inside ``[start, stop)``, at their positions."""
     return [(max(a, start), min(b, stop), v) for a, b, v in pieces if a < stop and b > start]
 
 
 def leaves(value: Value) -> Iterator[Value]:
-    """The value, or the values that a slice or a split is made of."""
+    """Yield the value, or the values that a slice or a split consists of."""
     if isinstance(value, Slice):
         for _, _, inner in value.array:
             yield from leaves(inner)
@@ -396,7 +399,7 @@ def leaves(value: Value) -> Iterator[Value]:
 
 
 def mapped(value: Value, change: Callable[[Value], Value]) -> Value:
-    """Apply ``change`` to the value, inside a slice or a split to each piece of it."""
+    """Apply ``change`` to the value; for a slice or a split, to each piece of it."""
     if isinstance(value, Slice):
         return replace(value, array=tuple((a, b, mapped(v, change)) for a, b, v in value.array))
     if isinstance(value, Split):
@@ -406,7 +409,7 @@ def mapped(value: Value, change: Callable[[Value], Value]) -> Value:
 
 
 def aligned(left: PieceList, right: PieceList) -> list[tuple[int, int, Value, Value]]:
-    """Two lists of pieces over one interval, cut at both lists' bounds."""
+    """Split two lists of pieces over the same interval at the bounds of both lists."""
     pairs: list[tuple[int, int, Value, Value]] = []
     i = j = 0
     while i < len(left) and j < len(right):

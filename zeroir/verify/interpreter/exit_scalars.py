@@ -1,4 +1,4 @@
-"""The scalars at the end of a section that ops may not change: settings, and counters but once."""
+"""Checks scalars at the end of a section: ops may not change settings, and may change counters only once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroir.verify.interpreter.section_run import SectionRun
 
 
 def check_exit_scalars(run: SectionRun) -> None:
-    """Report each scalar that an op has changed which may not, and an update without a decision."""
+    """Report each scalar that an op has changed without permission, and an update without a decision."""
     _check_kept(run)
     if run.section.name == UPDATE:
         _check_sum_of_losses(run)
@@ -28,7 +28,10 @@ def check_exit_scalars(run: SectionRun) -> None:
 
 
 def _check_kept(run: SectionRun) -> None:
-    """No op changes settings and other scalars that calls read; counters change in the update, or with a decision."""
+    """Check that no op changes settings and other scalars that calls read.
+
+    Counters change in the update, or with a decision.
+    """
     program = run.program
     kept = {name for group in program.groups for name in (group.lr, group.hyper)}
     written: set[str] = set()
@@ -54,14 +57,14 @@ def _check_kept(run: SectionRun) -> None:
 
 
 def _declared_version(run: SectionRun, buffer: Buffer, content: NamedContent) -> int:
-    """The version of a counter by the exit state: 1 where the decision was taken early, else 0."""
+    """Return the version of a counter by the exit state: 1 where the decision was taken early, otherwise 0."""
     advanced = replace(content, version=content.version + 1)
     holdings = run.section.exit.holdings
     return int(any(h.region == whole(buffer) and h.content == advanced for h in holdings))
 
 
 def _check_version(run: SectionRun, buffer: Buffer, content: NamedContent, version: int) -> None:
-    """Only the user, or the ops that own a scalar, may change it."""
+    """Check that only the user, or the ops that own a scalar, change it."""
     expected = Elements(NamedKey(content.name, content.version + version))
     for _, _, value in run.memory.read(whole(buffer)):
         if isinstance(value, Poison) or value == expected:
@@ -77,7 +80,7 @@ def _check_version(run: SectionRun, buffer: Buffer, content: NamedContent, versi
 
 
 def _check_sum_of_losses(run: SectionRun) -> None:
-    """A loss that micro-steps add to begins the next step with 0."""
+    """Check that a loss to which micro-steps add starts the next step with 0."""
     program = run.program
     is_sum = MICRO_STEP in program.section_by_name or program.interleaved > 1
     if program.loss is None or not is_sum:

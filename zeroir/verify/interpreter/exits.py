@@ -1,7 +1,7 @@
-"""Whether the memory at a section's end entails the exit state.
+"""Checks that the memory at the end of a section implies the exit state.
 
-The exit state is the entry state of the next section. There the micro-step that has ended counts among the past ones,
-and after the update, version 1 is version 0 of the next step.
+The exit state is the entry state of the next section. There the finished micro-step counts as past, and after the
+update, version 1 is version 0 of the next step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from zeroir.verify.interpreter.section_run import SectionRun
 
 
 def check_exit(run: SectionRun) -> None:
-    """Report each content of the exit state that the memory does not entail."""
+    """Report each content of the exit state that the memory does not imply."""
     holdings: dict[str, list[Holding]] = {}
     refined = {
         replace(h.region, shard=None)
@@ -78,7 +78,7 @@ def check_exit(run: SectionRun) -> None:
 
 
 def _check_rest(run: SectionRun, buffer: Buffer, content: Content, holdings: list[Holding]) -> None:
-    """Check that the buffer holds its resting content wherever no holding describes it, also beside own slices."""
+    """Check that the buffer has its resting content where no holding describes it, including around own slices."""
     pieces = run.memory.read(whole(buffer))
 
     def check_between(start: int, stop: int) -> None:
@@ -105,9 +105,9 @@ def _check_rest(run: SectionRun, buffer: Buffer, content: Content, holdings: lis
 
 
 def _unsplit(pieces: PieceList, sizes: Mapping[str, int] | None = None) -> PieceList:
-    """The pieces, with each split replaced by the values outside the own slice.
+    """Replace each split by the values outside the own slice.
 
-    With the ``sizes`` of the mesh axes, by the own slices of all ranks instead.
+    With the ``sizes`` of the mesh axes, replace it by the own slices of all ranks instead.
     """
     replaced: list[tuple[int, int, Value]] = []
     for a, b, value in pieces:
@@ -128,7 +128,7 @@ def _check(
 ) -> None:
     """Compare ``pieces`` at the positions ``interval`` of a region with the content of the whole region."""
     if any(isinstance(value, Split) for _, _, value in pieces):
-        # Each element is in some rank's own slice, and in the rest of every other rank.
+        # Each element is in the own slice of one rank, and in the rest of every other rank.
         for version in (_unsplit(pieces, run.sizes), _unsplit(pieces)):
             _check(run, region, version, content, interval)
         return
@@ -178,7 +178,7 @@ def _check_flat(run: SectionRun, region: Region, pieces: PieceList, content: Fla
 
 
 def _final(value: Value, *, is_guessed: bool) -> Value | None:
-    """The value without its guess; None where it has one although it should not, or has none although it should."""
+    """Return the value without its guess; None where it has a guess and should not, or the reverse."""
     if not isinstance(value, Elements) or not isinstance(value.key, FlatKey):
         return value
     if (value.key.guess is not None) is not is_guessed:
@@ -215,7 +215,7 @@ def _check_gradient(
         _check_stale(run, region, on_flat, content.flat)
         return
     if section == UPDATE and micro is Micro.PAST:
-        # The next step begins with empty sums.
+        # The next step starts with empty sums.
         if any(not is_zero(v) and not algebra.is_poisoned(v) for _, _, v in on_flat):
             run.fail_at_exit("Z402", region, "should be zeros again for the next step")
         return
@@ -234,7 +234,7 @@ def _check_weight(
     if micro is Micro.STALE:
         return
     if micro is Micro.CURRENT:
-        # The host writes it, and no op.
+        # Only the host writes it, no op does.
         expected = run.layout.pieces(content, run.memory.numel(region))
         if any(v != w for _, _, v, w in aligned(pieces, expected) if not isinstance(v, Poison)):
             run.fail_at_exit(
@@ -268,7 +268,7 @@ def _check_stale(run: SectionRun, region: Region, on_flat: PieceList, flat: str)
 def _check_named(run: SectionRun, region: Region, pieces: PieceList, content: NamedContent) -> None:
     buffer = run.program.buffer_by_name[region.buffer]
     is_kept = buffer.role is Role.CONSTANT or _is_elsewhere(run, region, content)
-    # An evaluation leaves nothing behind but its loss and its outputs, and nothing else changes these.
+    # An evaluation only leaves its loss and its outputs, and nothing else changes these.
     if buffer.role is Role.OUTPUT or buffer.name == run.program.eval_loss:
         is_kept |= run.section.name != EVALUATE
     elif run.section.name == EVALUATE:
@@ -286,7 +286,7 @@ def _check_named(run: SectionRun, region: Region, pieces: PieceList, content: Na
 
 
 def _is_elsewhere(run: SectionRun, region: Region, content: NamedContent) -> bool:
-    """Whether another buffer or region holds the same named value, so that this one must not change."""
+    """Return whether another buffer or region has the same named value, so that this one must not change."""
     holders = run.program.buffers_by_content.get(content, ())
     if any(name != region.buffer for name in holders):
         return True
@@ -294,7 +294,7 @@ def _is_elsewhere(run: SectionRun, region: Region, content: NamedContent) -> boo
 
 
 def _check_outputs(run: SectionRun) -> None:
-    """An evaluation writes every output, each from this rank's batch alone."""
+    """Check that an evaluation writes every output, each from this rank's batch alone."""
     for output in run.program.outputs:
         buffer = run.program.buffer_by_name[output.buffer]
         region, old = whole(buffer), buffer.holds
@@ -312,7 +312,7 @@ def _check_outputs(run: SectionRun) -> None:
 
 
 def _check_saved(run: SectionRun) -> None:
-    """Section ``save`` leaves in each snapshot the present elements of the region that it is a copy of."""
+    """Check that section ``save`` leaves in each snapshot the present elements of the region that it copies."""
     for buffer in run.program.buffers:
         if not isinstance(buffer.holds, SnapshotContent):
             continue

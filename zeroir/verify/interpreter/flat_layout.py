@@ -55,11 +55,11 @@ class FlatLayout:
         self.sizes = {axis.name: axis.size for axis in program.mesh.axes}
 
     def cuts(self, flat: str) -> list[tuple[int, int, Slot | None]]:
-        """The flat's elements in order: ``(start, stop, slot)``, with None for padding."""
+        """Return the flat's elements in order: ``(start, stop, slot)``, with None for padding."""
         return self.between(flat, 0, self._program.flat_by_name[flat].padded_numel)
 
     def between(self, flat: str, start: int, stop: int) -> list[tuple[int, int, Slot | None]]:
-        """The cuts of ``[start, stop)``; elements outside the flat have its last slot, or padding."""
+        """Return the cuts of ``[start, stop)``; elements outside the flat have its last slot, or padding."""
         slots = self._slots.get(flat)
         if slots is None:
             declared = self._program.flat_by_name[flat]
@@ -67,18 +67,18 @@ class FlatLayout:
             for slot in declared.slots:
                 slots.write(slot.offset, slot.offset + slot.numel, slot)
         inside = slots.read(max(start, 0), min(stop, slots.numel))
-        # No element outside the flat can be what belongs there, so none goes unexamined.
+        # No element outside the flat has the right value, so none may be left unchecked.
         return inside if inside or start >= stop else [(start, stop, slots.values[-1])]
 
     def covered(self, cover: Cover) -> Iterator[tuple[int, int, Slot]]:
-        """The parts of parameters among the elements that all ranks cover together: ``(start, stop, slot)``."""
+        """Yield the parts of parameters among the elements that all ranks cover together: ``(start, stop, slot)``."""
         for start, stop in cover.intervals(self.sizes):
             for a, b, slot in self.between(cover.flat, start, stop):
                 if slot is not None:
                     yield a, b, slot
 
     def grouped(self, cover: Cover) -> Iterator[tuple[int, int, str | None, Slot]]:
-        """The parts of parameters among the covered elements, cut by group: ``(start, stop, group, slot)``.
+        """Yield the parts of parameters among the covered elements, split by group: ``(start, stop, group, slot)``.
 
         The group is None where no group contains the elements.
         """
@@ -99,7 +99,7 @@ class FlatLayout:
     def axes(self) -> tuple[str, ...]:
         """The axes over which a gradient must be summed, those with more than one rank, in that order: innermost first.
 
-        Another order of sums would round otherwise.
+        Another order of sums would round differently.
         """
         return tuple(name for name, size in reversed(self.sizes.items()) if size > 1)
 
@@ -111,7 +111,7 @@ class FlatLayout:
     # ------------------------------------------------------------------------------------------ contents as values
 
     def pieces(self, content: Content, numel: int) -> PieceList:
-        """The values of a region of ``numel`` local elements that has this content at a section's entry."""
+        """Return the values of a region of ``numel`` local elements that has this content at a section's entry."""
         match content:
             case Zeros():
                 return [(0, numel, ZERO)]
@@ -134,7 +134,7 @@ class FlatLayout:
                 return [(0, numel, Elements(key, content.offset, strides))]
 
     def beside(self, holding: Holding, resting: Content) -> Content:
-        """The content outside the own slice that a holding describes.
+        """Return the content outside the own slice that a holding describes.
 
         Other ranks' slices of a gradient are stale, with padding of zeros; any other content is the resting one.
         """
@@ -145,17 +145,17 @@ class FlatLayout:
         return resting
 
     def strides(self, content: FlatContent, numel: int) -> Strides:
-        """The distance by which the elements of a content move with each coordinate."""
+        """Return the distance by which the elements of a content move with each coordinate."""
         if content.shard is None or self.sizes[content.shard] == 1:
             return ()
         return ((content.shard, numel if content.stride is None else content.stride),)
 
     def reduced(self, content: FlatContent | WeightContent) -> tuple[str, ...]:
-        """The axes of more than one rank over which a gradient or a weight is summed, in that order."""
+        """Return the axes of more than one rank over which a gradient or a weight is summed, in that order."""
         return tuple(axis for axis in self.axes if axis in content.reduced)
 
     def _weights(self, content: WeightContent, numel: int) -> PieceList:
-        """One weight, or one of each micro-batch of the section."""
+        """Return one weight, or one for each micro-batch of the section."""
         summed = self.reduced(content)
         match content.micro:
             case Micro.ALL:
@@ -175,7 +175,7 @@ class FlatLayout:
         if content.micro is Micro.ALL:
             value = Gradient(content.flat, (Term(ALL_TERM, summed, 1),))
         elif content.micro is Micro.PAST:
-            # The first micro-step begins with zeros, each later one with the sum so far.
+            # The first micro-step starts with zeros, each later one with the sum so far.
             past = Gradient(content.flat, (Term(PAST_TERM, summed, 1),))
             value = past if self.has_past else ZERO
         else:
@@ -190,10 +190,10 @@ class FlatLayout:
     def on_flat(
         self, pieces: PieceList, numel: int, shift: int, strides: Strides
     ) -> list[tuple[int, int, Value]] | None:
-        """The values of all ranks together, at positions that are flat elements.
+        """Return the values of all ranks together, at positions that are flat elements.
 
-        The pieces cover ``[0, numel)``, and position p is flat element ``p + shift + Σ stride × coordinate``. None
-        where slices of different ranks overlap.
+        The pieces cover ``[0, numel)``, and position p is flat element ``p + shift + Σ stride × coordinate``. Return
+        None where slices of different ranks overlap.
         """
         if not strides:
             return rebased(opened(pieces), -shift)

@@ -1,4 +1,4 @@
-"""Whether gradients are sums of exactly the contributions that training asks for."""
+"""Checks that gradients are sums of exactly the contributions that training needs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zeroir.verify.interpreter.section_run import SectionRun
 
 
 class Problem(NamedTuple):
-    """A sentence, what to do in this case, and a code."""
+    """A message, the remedy in this case, and a code."""
 
     sentence: str
     advice: str = ""
@@ -39,7 +39,7 @@ class Problem(NamedTuple):
 def measure(
     run: SectionRun, pieces: PieceList, flat: str, micro: Micro, summed: tuple[str, ...]
 ) -> Problem | None:
-    """The problem at the first element that does not hold the wanted gradient; positions are flat elements.
+    """Return the problem at the first element that is not the wanted gradient; positions are flat elements.
 
     Wanted is the sum of the contributions of these micro-steps, over the axes ``summed`` in order.
     """
@@ -58,7 +58,7 @@ def measure(
 
 
 def _sources(run: SectionRun, name: str, micro: Micro) -> Mapping[int, int]:
-    """The contributions to a parameter's gradient of these micro-steps, and how often the section must hold each."""
+    """Return the contributions to a parameter's gradient of these micro-steps, and how often each must be included."""
     if run.section.name == UPDATE and micro is Micro.ALL:
         return {ALL_TERM: 1}
     past = {PAST_TERM: 1} if run.layout.has_past and micro is not Micro.CURRENT else {}
@@ -100,9 +100,9 @@ def _slot(
 def weight_problem(
     run: SectionRun, value: Value, micro: Micro, summed: tuple[str, ...]
 ) -> Problem | None:
-    """Why a value is not the sum of the weights of these micro-steps, over the axes ``summed`` in order.
+    """Return why a value is not the sum of the weights of these micro-steps, over the axes ``summed`` in order.
 
-    These are the past ones, or with those of the section all so far.
+    These are the past micro-steps, or all so far including those of the section.
     """
     if isinstance(value, Poison):
         return None
@@ -127,7 +127,7 @@ def _terms(
     what: str,
     summed: tuple[str, ...],
 ) -> Problem | None:
-    """Compare a multiset of contributions with the wanted one; the reductions come last. ``what`` is their sum."""
+    """Compare a multiset of contributions, whose sum is ``what``, with the wanted one; check the reductions last."""
     counts: Counter[int] = Counter()
     for term in terms:
         counts[term.source] += term.times
@@ -161,7 +161,7 @@ def _terms(
 
 
 def locate(value: Value) -> tuple[str, int, Strides] | None:
-    """Flat, shift and strides of a gradient value: position p stands for flat element p + shift + strides."""
+    """Return flat, shift and strides of a gradient value: position p is flat element p + shift + strides."""
     match value:
         case Gradient():
             return value.flat, value.shift, value.strides
@@ -175,7 +175,7 @@ def locate(value: Value) -> tuple[str, int, Strides] | None:
 
 
 def is_zero(value: Value) -> bool:
-    """Whether the value is zero on every rank."""
+    """Return whether the value is zero on every rank."""
     if isinstance(value, Slice):
         return all(is_zero(inner) for _, _, inner in value.array)
     return isinstance(value, Zero)

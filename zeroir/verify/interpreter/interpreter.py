@@ -1,7 +1,7 @@
 """The abstract interpreter: one run over a section covers every rank, every interleaving and every value.
 
-It assumes the section's entry state and lets each op change the abstract memory; ``exits`` then compares that memory
-with the exit state. The ordering is proved before, so every interleaving gives the same values as program order.
+It assumes the section's entry state and applies each op to the abstract memory; ``exits`` then compares that memory
+with the exit state. The ordering was proved before, so every interleaving gives the same values as program order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from zeroir.verify.interpreter.value_numbers import CallOperand
 
 
 def interpret(run: SectionRun, start: int = 0, stop: int | None = None) -> None:
-    """Let every op of the section's body, or those of some lines, change the abstract memory."""
+    """Apply every op of the section's body, or those of some lines, to the abstract memory."""
     for line, op in enumerate(run.section.body[start:stop], start):
         run.line = line
         _step(run, op)

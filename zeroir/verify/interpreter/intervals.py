@@ -1,4 +1,4 @@
-"""A map from the elements of a buffer to values, kept as sorted, disjoint, adjoining pieces."""
+"""A map from the elements of a buffer to values, stored as sorted, disjoint, adjacent pieces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class IntervalMap(Generic[T]):
         self.values = [value]
 
     def read(self, start: int, stop: int) -> list[tuple[int, int, T]]:
-        """The pieces of ``[start, stop)``, cut to it."""
+        """Return the pieces of ``[start, stop)``, clipped to it."""
         starts, values = self.starts, self.values
         i = bisect_right(starts, start) - 1
         pieces: list[tuple[int, int, T]] = []
@@ -35,7 +35,7 @@ class IntervalMap(Generic[T]):
         return pieces
 
     def write(self, start: int, stop: int, value: T) -> None:
-        """Replace ``[start, stop)`` by one value."""
+        """Set ``[start, stop)`` to one value."""
         if start >= stop:
             return
         starts, values = self.starts, self.values

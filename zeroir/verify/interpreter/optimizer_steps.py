@@ -33,7 +33,7 @@ from zeroir.verify.interpreter.step_operands import (
 
 
 def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
-    """Move each element and its states to the next version, by its final gradient, after the decision."""
+    """Advance each element and its states to the next version, with its final gradient, after the decision."""
     check_scalars(run, op)
     settings = settings_of(run, op)
     is_whole = op.algorithm.direction_dtype is not None
@@ -87,7 +87,7 @@ def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
 
 
 def direction(run: SectionRun, op: ops.Direction) -> None:
-    """Move the states of each element to the next version, by its final gradient, after the decision."""
+    """Advance the states of each element to the next version, with its final gradient, after the decision."""
     check_scalars(run, op)
     settings = settings_of(run, op)
     states = [run.take(region, "Z403") for region in op.states]
@@ -121,7 +121,7 @@ def direction(run: SectionRun, op: ops.Direction) -> None:
 
 
 def _place_of(states: Sequence[PieceList]) -> tuple[str, int, Strides] | None:
-    """Flat, shift and strides of the elements whose states these are, which padding alone does not tell."""
+    """Return flat, shift and strides of the elements that these states belong to; None where they are only padding."""
     for pieces in states:
         for _, _, value in pieces:
             if isinstance(value, Elements) and isinstance(value.key, FlatKey):
@@ -137,7 +137,7 @@ def _check_scales(
     param: Elements,
     key: FlatKey,
 ) -> None:
-    """The scales must be those of the blocks that the elements are in, at the same version."""
+    """Check that the scales are those of the blocks of these elements, at the same version."""
     block_numel = op.form.block_numel
     start, stop = (position // block_numel for position in interval)
     strides = tuple((axis, stride // block_numel) for axis, stride in param.strides)

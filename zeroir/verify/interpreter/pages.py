@@ -1,11 +1,11 @@
-"""Pages: a page is there before an op uses it (Z501), and what an op changed in it is not lost (Z502).
+"""Pages: a page is loaded before an op uses it (Z501), and changes to it are not lost (Z502).
 
-A *page* is a temporary buffer of the role ``page``. It visits the device with elements whose home is another buffer,
-and changed elements go home before the page ends or other elements take their place. A page that holds nothing but what
-a buffer at rest holds, too, may be dropped. How many may be live at once is a bound of the program (Z503).
+A *page* is a temporary buffer of the role ``page``. It temporarily has elements on the device whose home is another
+buffer, and changed elements are written back before the page ends or gets other elements. A page whose contents are
+also in a buffer at rest may be dropped. The number of pages live at once is a bound of the program (Z503).
 
-The laws of all buffers find most of this. Here they get the codes that say what a page lacks; values alone tell that
-changed elements are dropped.
+The laws of all buffers find most errors. For pages they get codes that say what a page lacks; only the check for
+dropped changes needs the values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zeroir.verify.interpreter.section_run import SectionRun
 
 
 def code_of_conflict(code: str, earlier: Op | None, later: Op, *, was_write: bool) -> str:
-    """The code of a conflict of two ops over a page, which had this ``code`` over another buffer."""
+    """Return the code of a conflict of two ops over a page; for another buffer it would be ``code``."""
     if isinstance(earlier, ops.Alloc):
         return code
     if was_write and isinstance(earlier, ops.Transfer):
@@ -34,17 +34,17 @@ def code_of_conflict(code: str, earlier: Op | None, later: Op, *, was_write: boo
 
 
 def _fills(op: Op) -> bool:
-    """Whether an op takes no content of a page: it fills or ends it."""
+    """Return whether an op ignores the content of a page: it fills or ends it."""
     return isinstance(op, ops.Release | ops.ToDevice | ops.Load)
 
 
 def code_of_absence(op: Op) -> str:
-    """The code of the use of a page that is not live: its write-back, or another use."""
+    """Return the code of the use of a page that is not live: its write-back, or another use."""
     return "Z502" if isinstance(op, ops.ToHost | ops.Store) else "Z501"
 
 
 def check_dropped(run: SectionRun, op: Op) -> None:
-    """Report changed elements of a page that an op drops: it ends the page, or writes other elements over them."""
+    """Report changed elements of a page that an op drops, because it ends the page or overwrites them."""
     dropped = [r for r in effects(op).writes if r.buffer in run.shared.pages]
     if isinstance(op, ops.Release) and op.buffer in run.shared.pages:
         dropped.append(whole(run.program.buffer_by_name[op.buffer]))
@@ -62,7 +62,7 @@ def _check_kept(
     value: Elements,
     key: FlatKey,
 ) -> None:
-    """Elements of a page that an op drops must stand in a buffer at rest, or in one that is on the way to it."""
+    """Check that dropped elements of a page are in a buffer at rest, or in one that is being copied to it."""
     first, last = (at + value.shift for at in interval)
     homes = [
         (buffer, content)
@@ -88,7 +88,7 @@ def _check_kept(
 
 
 def _poison(run: SectionRun, home: Buffer, offset: int, start: int, stop: int) -> None:
-    """Let the loss of elements ``[start, stop)`` be reported once."""
+    """Mark elements ``[start, stop)`` so that their loss is reported only once."""
     first, last = max(start - offset, 0), min(stop - offset, home.numel)
     if first < last:
         region = Region(buffer=home.name, offset=first, numel=last - first)

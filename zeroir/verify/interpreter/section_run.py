@@ -1,4 +1,4 @@
-"""What the abstract interpreter knows while it goes through one section: memory, sums, decisions, and findings."""
+"""The state of the abstract interpreter within one section: memory, sums, decisions, and findings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from zeroir.verify.interpreter.value_numbers import Segments
 
 
 class Stepped(NamedTuple):
-    """Elements ``[start, stop)`` of a parameter that an optimizer step updates, with what settings, and its line."""
+    """Elements ``[start, stop)`` of a parameter that an optimizer step updates, with its settings and its line."""
 
     parameter: str
     start: int
@@ -49,15 +49,15 @@ class Stepped(NamedTuple):
 
 
 Contributions = dict[str, list[int]]
-"""Per parameter, the value numbers that contribute to its gradient, in the order in which they are added."""
+"""For each parameter, the value numbers that contribute to its gradient, in the order in which they are added."""
 
 
 class Shared:
-    """The data that the runs over a program's sections share.
+    """The data shared by the runs over a program's sections.
 
     With ``by_node`` values are numbered node by node instead of segment by segment. With ``may_repeat`` a repeated call
     with the same operands contributes again, as where a model adds a module's result to itself; without it the call
-    counts once, and a gradient that holds it twice is wrong.
+    counts once, and a gradient that includes it twice is wrong.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Shared:
 
 
 def _counters(program: Program) -> frozenset[str]:
-    """The reported scalars that a step advances: the step count, and a loss scale that changes."""
+    """Return the reported scalars that a step advances: the step count, and a loss scale that changes."""
     reported = {
         program.report_of[quantity].buffer
         for quantity in (Quantity.STEP, Quantity.LOSS_SCALE)
@@ -104,17 +104,17 @@ def _counters(program: Program) -> frozenset[str]:
 
 
 class SectionRun:
-    """What the interpretation of one section has found so far.
+    """The results so far of the interpretation of one section.
 
-    ``settings`` is what decisions and the loss scaling are given, ``steps`` what each optimizer step does,
-    ``directions`` and ``averages`` what each of those does, and ``sums`` which contributions were added to which.
-    ``held`` are the sums of contributions that stand in memory, with their dtypes, ``roundings`` those that a
-    conversion rounded, and ``reductions`` those that ranks added up. Each comes with the line of its op.
+    ``settings`` are the arguments of decisions and of loss scaling, ``steps`` the effects of optimizer steps,
+    ``directions`` and ``averages`` the effects of those ops, and ``sums`` the additions of contributions. ``held`` are
+    the sums of contributions that are in memory, with their dtypes, ``roundings`` those that a conversion rounded, and
+    ``reductions`` those that ranks added. Each comes with the line of its op.
 
-    ``decided`` are the decisions so far, and whether each may skip the update. ``guesses`` is the guess that each of
-    them compared itself with. ``reported`` are the values that the engine reports of the step's decision: the norm and
-    the weight that it read, whether it skips, and whether it undoes a guess. ``slices`` are the contents of buffers of
-    micro-batches after each of them, where the section is repeated.
+    ``decided`` are the decisions so far, and whether each may skip the update. ``guesses`` has for each of them the
+    guess that it was compared with. ``reported`` are the values that the engine reports of the step's decision: the
+    norm and the weight that it read, whether it skips, and whether it undoes a guess. ``slices`` are the contents of
+    buffers of micro-batches after each of them, where the section is repeated.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class SectionRun:
         )
 
     def fail_at_exit(self, code: str, region: Region, sentence: str, advice: str = "") -> None:
-        """Report what a region holds at the end of the section, at the last op that wrote its buffer."""
+        """Report the content of a region at the end of the section, at the last op that wrote its buffer."""
         self.findings.add(
             code,
             f"at the exit of {self.section.name} {spell(region, self.program)} {sentence}",
@@ -170,7 +170,7 @@ class SectionRun:
         )
 
     def term_name(self, source: int) -> str:
-        """A contribution in a sentence."""
+        """Return a contribution's name for messages."""
         if source == PAST_TERM:
             return "the sum of the micro-steps before"
         if source == ALL_TERM:
@@ -183,20 +183,20 @@ class SectionRun:
         return "a contribution" if line is None else f"the contribution of op {line}"
 
     def note_rounding(self, pieces: PieceList, target: DType) -> None:
-        """Remember which sums of contributions this op rounds to ``target``."""
+        """Record which sums of contributions this op rounds to ``target``."""
         for _, _, value in pieces:
             for rounded in algebra.held_sums(value, target):
                 self.roundings.setdefault(rounded, self.line)
 
     def note_reduction(self, region: Region, pieces: PieceList) -> None:
-        """Remember which sums of contributions this op adds up over ranks, in the dtype of the region."""
+        """Record which sums of contributions this op adds over ranks, in the dtype of the region."""
         dtype = self.program.buffer_by_name[region.buffer].dtype
         for _, _, value in pieces:
             for reduced in algebra.held_sums(value, dtype):
                 self.reductions.setdefault(reduced, self.line)
 
     def note_held(self, region: Region, pieces: PieceList) -> None:
-        """Remember which sums of contributions a region holds from now on."""
+        """Record which sums of contributions a region holds from now on."""
         dtype = self.program.buffer_by_name[region.buffer].dtype
         for _, _, value in pieces:
             self.held.update(algebra.held_sums(value, dtype))
@@ -227,7 +227,7 @@ class SectionRun:
             self._carry(before)
 
     def _carry(self, before: SectionRun) -> None:
-        """Keep statistics, decisions and guesses of the section before, of which the entry state gives only names."""
+        """Keep statistics, decisions and guesses of the previous section, which the entry state only names."""
         for buffer in self.program.buffers:
             if isinstance(buffer.holds, NamedContent):
                 pieces = before.memory.read(whole(buffer))
@@ -238,14 +238,14 @@ class SectionRun:
                 self.memory.write(holding.region, before.memory.read(holding.region))
         weight = self.program.report_of.get(Quantity.SUMMED_WEIGHT)
         if weight is not None and before.decided:
-            # Between the sections, the weight that an early decision has read rests with no content.
+            # Between the sections, the weight that an early decision has read has no declared content.
             region = whole(self.program.buffer_by_name[weight.buffer])
             self.memory.write(region, before.memory.read(region))
 
     # ------------------------------------------------------------------------------------------------------- reads
 
     def take(self, region: Region, code: str = "Z103") -> PieceList:
-        """Read a region of which every element must be defined; undefined ones are reported and become poison."""
+        """Read a region in which every element must be defined; report undefined ones and replace them by poison."""
         pieces = self.memory.read(region)
         checked: list[tuple[int, int, Value]] | None = None
         for i, (a, b, value) in enumerate(pieces):

@@ -1,9 +1,9 @@
-"""Section ``save``: it copies the whole state of the training to snapshots, and changes nothing else.
+"""Section ``save``: it copies the whole training state to snapshots, and changes nothing else.
 
-The state is what the next step begins with and no host gives it: of each flat its master weights, or the parameters
-where it has none; optimizer states and averages; step counts and loss scales; and the module buffers that a section
-writes. ``exits`` proves that each snapshot holds what its declaration says, and ``ordering`` that nothing overwrites
-its source before the copy is done.
+The state is everything that the next step starts with and the host does not provide: for each flat its master weights,
+or the parameters where it has none; optimizer states and averages; step counts and loss scales; and the module buffers
+that a section writes. ``exits`` proves that each snapshot has the declared contents, and ``ordering`` that nothing
+overwrites its source before the copy is done.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zeroir.verify.structure.regions import region_problem
 
 
 def check_snapshots(program: Program, findings: Findings) -> None:
-    """Check the declarations of snapshots, who uses them, and that together they hold the whole state."""
+    """Check the declarations of snapshots, their users, and that together they cover the whole state."""
     snapshots: dict[str, Buffer] = {}
     for buffer in program.buffers:
         if not isinstance(buffer.holds, SnapshotContent):
@@ -51,7 +51,7 @@ def check_snapshots(program: Program, findings: Findings) -> None:
 def _declared_problem(
     program: Program, buffer: Buffer, content: SnapshotContent
 ) -> tuple[str, str] | None:
-    """Why a buffer cannot be a snapshot of what it names."""
+    """Return why a buffer cannot be a snapshot of the region that it names."""
     region = copied_region(content)
     problem = region_problem(program, region)
     if problem is not None:
@@ -75,12 +75,12 @@ def _declared_problem(
 
 
 def _is_alike(buffer: Buffer, axis: str) -> bool:
-    """Whether the ranks along an axis hold the same elements in a buffer at rest."""
+    """Return whether the ranks along an axis have the same elements in a buffer at rest."""
     return isinstance(buffer.holds, FlatContent) and buffer.holds.shard != axis
 
 
 def _check_users(program: Program, snapshots: Mapping[str, Buffer], findings: Findings) -> None:
-    """Only section ``save`` writes snapshots, nothing reads them, and ``save`` does nothing else."""
+    """Check that only section ``save`` writes snapshots, nothing reads them, and ``save`` does nothing else."""
     sources: dict[Region, int] = {}
     for section in program.sections:
         for line, op in enumerate(section.body):
@@ -112,7 +112,7 @@ def _check_users(program: Program, snapshots: Mapping[str, Buffer], findings: Fi
 
 
 def _is_copy(op: ops.Op) -> bool:
-    """Whether an op may stand in ``save``: a copy from the device, the host or a disk, or a wait."""
+    """Return whether an op may be in ``save``: a copy from the device, the host or a disk, or a wait."""
     match op:
         case ops.Cast():
             return op.mode is ops.Mode.WRITE
@@ -123,7 +123,7 @@ def _is_copy(op: ops.Op) -> bool:
 
 
 def _missing(program: Program, copied: Mapping[str, Region]) -> Iterator[tuple[str, str]]:
-    """The buffers of which the state needs elements that no snapshot has, and what each is."""
+    """Yield the buffers with elements of the state that no snapshot has, and a description of each."""
     flats = [(b, b.holds) for b in program.buffers if isinstance(b.holds, FlatContent)]
     has_masters = {content.flat for _, content in flats if content.quantity == MASTER}
     held: list[tuple[Buffer, FlatContent, tuple[range, ...]]] = []
@@ -152,7 +152,7 @@ def _missing(program: Program, copied: Mapping[str, Region]) -> Iterator[tuple[s
 
 
 def _elements(program: Program, buffer: Buffer, content: FlatContent) -> tuple[range, ...]:
-    """The elements of its flat that a buffer holds on each coordinate of the axis that cuts it."""
+    """Return the elements of its flat that a buffer has on each coordinate of its sharding axis."""
     count = 1 if content.shard is None else program.mesh.size(content.shard)
     step = buffer.numel if content.stride is None else content.stride
     starts = (content.offset + coordinate * step for coordinate in range(count))
@@ -160,7 +160,7 @@ def _elements(program: Program, buffer: Buffer, content: FlatContent) -> tuple[r
 
 
 def _beside_flats(program: Program) -> Iterator[tuple[str, str]]:
-    """The scalars and module buffers of the state, and what each is."""
+    """Yield the scalars and module buffers of the state, and a description of each."""
     named: dict[str, str] = {}
     for op in program.ops():
         match op:

@@ -1,4 +1,4 @@
-"""Speculative steps in the abstract interpreter: what they guess, what they keep, and what makes them final (Z405)."""
+"""Speculative steps in the abstract interpreter: their guesses, the values they keep, and their commits (Z405)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Change(NamedTuple):
 
 
 def speculative_step(run: SectionRun, op: ops.SpeculativeStep) -> None:
-    """Move each element and its states to a guessed next version, by its final gradient, and keep the old ones."""
+    """Advance each element and its states to a guessed next version, with its final gradient, and keep the old ones."""
     number = decision_number(run, op.gradient_divisor, "guessed divisor")
     if number is None or decision_number(run, op.step, "next step") != number:
         run.fail(
@@ -52,7 +52,7 @@ def speculative_step(run: SectionRun, op: ops.SpeculativeStep) -> None:
         return
     check_settings(run, op)
     old = [run.take(region, "Z403") for region in (op.param, *op.states)]
-    # `commit_step` answers for the settings of each element, which are compared with those of the logical program.
+    # `commit_step` reports the settings of each element, which are compared with those of the logical program.
     _change(run, op, _Change((0, None), (1, _guess(run, op, number))), [])
     for region, pieces in zip(op.kept, old, strict=True):
         run.memory.write(region, pieces)
@@ -83,13 +83,13 @@ def _changed(op: _Speculation) -> tuple[Region, ...]:
 
 
 def _poison(run: SectionRun, regions: Iterable[Region]) -> None:
-    """Write the results of an error that is already reported."""
+    """Write the results of an error that was already reported."""
     for region in regions:
         run.memory.write(region, [(0, run.memory.numel(region), POISON)])
 
 
 def _guess(run: SectionRun, op: _Speculation, number: int) -> int:
-    """The value number of all that a step takes beside its elements, where it takes the scalars of that guess."""
+    """Return the value number of everything that a step with that guess reads apart from its elements."""
     settings = (
         (s.group, held_value(run, s.lr), held_value(run, s.hyper))
         for s in sorted(op.settings, key=lambda s: s.group)
@@ -98,7 +98,7 @@ def _guess(run: SectionRun, op: _Speculation, number: int) -> int:
 
 
 def _change(run: SectionRun, op: _Speculation, change: _Change, steps: list[Stepped]) -> None:
-    """Let each element and its states have another version, and add to ``steps`` by which settings."""
+    """Set each element and its states to another version, and add the settings used to ``steps``."""
     settings = settings_of(run, op)
     resting = resting_elements(run, op.param, is_needed=bool(op.others))
     gradient = run.take(op.grad, "Z402")
@@ -143,7 +143,7 @@ def _change(run: SectionRun, op: _Speculation, change: _Change, steps: list[Step
 
 
 def _check_rounding(run: SectionRun, op: _Speculation, rounded: Region, key: FlatKey) -> None:
-    """Only master weights are rounded, and to the dtype of their flat."""
+    """Check that only master weights are rounded, and to the dtype of their flat."""
     flat = run.program.flat_by_name[key.flat]
     if key.quantity != MASTER or run.program.buffer_by_name[rounded.buffer].dtype is not flat.dtype:
         run.fail(

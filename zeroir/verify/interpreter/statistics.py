@@ -1,4 +1,4 @@
-"""Gradients that the update reads, which must be final, and the statistics that decisions rest on."""
+"""Gradients that the update reads, which must be final, and the statistics that decisions depend on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_GRADIENT = "it reads a value that is no gradient"
 
 
 def use_gradient(run: SectionRun, flat: str, pieces: PieceList) -> Problem | None:
-    """Why these pieces of a flat's gradient are not final; from here on nothing may contribute to them."""
+    """Return why these pieces of a flat's gradient are not final; nothing may contribute to them afterwards."""
     for a, b, _ in pieces:
         for _, _, slot in run.layout.between(flat, a, b):
             if slot is not None:
@@ -75,7 +75,7 @@ def statistic(run: SectionRun, op: ops.GradNorm | ops.CheckFinite) -> None:
 
 
 def _read(run: SectionRun, covers: list[Cover]) -> list[tuple[str, int, int]]:
-    """The elements of each flat that all ranks read from one source, without the padding around the parameters."""
+    """Return the elements of each flat that all ranks read from one source, without the padding around parameters."""
     intervals: dict[str, tuple[int, int]] = {}
     for cover in covers:
         for a, b, _ in run.layout.covered(cover):
@@ -85,7 +85,7 @@ def _read(run: SectionRun, covers: list[Cover]) -> list[tuple[str, int, int]]:
 
 
 def _cover(run: SectionRun, start: int, stop: int, value: Value) -> Cover | str:
-    """The flat elements whose gradient the value is, or why it is no finished gradient."""
+    """Return the flat elements whose gradient the value is, or why it is not a finished gradient."""
     place = locate(value)
     if place is None:
         return _NO_GRADIENT
@@ -101,7 +101,7 @@ def _cover(run: SectionRun, start: int, stop: int, value: Value) -> Cover | str:
 
 
 def statistic_problem(run: SectionRun, region: Region, kind: str) -> str | None:
-    """Why a scalar is not the global statistic of that kind over all gradients."""
+    """Return why a scalar is not the global statistic of that kind over all gradients."""
     (_, _, value), *rest = run.take(region, "Z405")
     if rest or isinstance(value, Poison):
         return None

@@ -1,4 +1,4 @@
-"""What ops that read gradients and settings need of their operands: the scalars, the settings, places and gradients."""
+"""The operands of ops that read gradients and settings: scalars, settings, places and gradients."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from zeroir.verify.interpreter.statistics import use_gradient
 
 
 def step_name(op: ops.StepOp) -> str:
-    """The op as findings name it."""
+    """Return the op's name for messages."""
     return ops.op_name(type(op))
 
 
 def trained_elements(value: Value) -> tuple[Elements, FlatKey] | None:
-    """Elements of parameters or master weights, and their key; None for any other value."""
+    """Return elements of parameters or master weights, and their key; None for any other value."""
     if not isinstance(value, Elements) or not isinstance(value.key, FlatKey):
         return None
     return (value, value.key) if value.key.quantity in (MASTER, PARAM) else None
 
 
 def settings_of(run: SectionRun, op: ops.StepOp) -> Mapping[str, Hashable]:
-    """The values of each group's settings, by its name; they must be those that the group declares."""
+    """Return the values of each group's settings, by its name; they must be those that the group declares."""
     values: dict[str, Hashable] = {}
     for settings in op.settings:
         group = run.shared.groups.get(settings.group)
@@ -74,7 +74,7 @@ def settings_of(run: SectionRun, op: ops.StepOp) -> Mapping[str, Hashable]:
 def _check_declared(
     run: SectionRun, op: ops.StepOp, group: str, region: Region, declared: str
 ) -> None:
-    """A setting must be the value that rests in the buffer that its group declares."""
+    """Check that a setting is the value at rest in the buffer that its group declares."""
     buffer = run.program.buffer_by_name[declared]
     if not isinstance(buffer.holds, NamedContent):
         return
@@ -98,7 +98,7 @@ def apply_settings(
     settings: Mapping[str, Hashable],
     steps: list[Stepped],
 ) -> None:
-    """Add to ``steps`` with which settings each element is updated: those of its group."""
+    """Add to ``steps`` the settings with which each element is updated: those of its group."""
     for start, stop, group, slot in run.layout.grouped(elements):
         if group is not None and group in settings:
             steps.append(stepped(run, slot, start, stop, settings[group]))
@@ -115,9 +115,10 @@ def apply_settings(
 
 
 def resting_elements(run: SectionRun, region: Region, *, is_needed: bool) -> PieceList | None:
-    """The values at rest of the elements that a region stands for, by which the op finds groups and padding.
+    """Return the values at rest of a region's elements, by which the op finds groups and padding.
 
-    None where it takes the region as one piece instead: these elements rest with no flat, and ``is_needed`` is false.
+    Return None where it treats the region as one piece instead: these elements are not in a flat at rest, and
+    ``is_needed`` is false.
     """
     resting = run.program.at_rest(region)
     holds = None if resting is None else run.program.buffer_by_name[resting.buffer].holds
@@ -140,7 +141,7 @@ def check_places(
     flat: str,
     resting: PieceList,
 ) -> None:
-    """The elements of a region must be those that rest there."""
+    """Check that the elements of a region are those of its place at rest."""
     for _, _, expected in cut(resting, *interval):
         is_there = (
             isinstance(expected, Elements)
@@ -160,7 +161,7 @@ def check_places(
 
 
 def stepped(run: SectionRun, slot: Slot, start: int, stop: int, setting: Hashable) -> Stepped:
-    """Flat elements ``[start, stop)`` of a parameter, as the present op changes them."""
+    """Return flat elements ``[start, stop)`` of a parameter, as the present op changes them."""
     return Stepped(slot.name, start - slot.offset, stop - slot.offset, setting, run.line)
 
 
@@ -172,7 +173,7 @@ def check_state(
     interval: tuple[int, int],
     expected: Elements,
 ) -> None:
-    """The region must hold this quantity of the same elements, at the same version."""
+    """Check that the region has this quantity of the same elements, at the same version."""
     name, state = state_of
     for _, _, value in cut(pieces, *interval):
         if value != expected and not algebra.is_poisoned(value):
@@ -194,7 +195,7 @@ def check_gradient(
     param: Elements,
     flat: str,
 ) -> None:
-    """The gradient must be the final one of the elements ``interval`` of a region, which are those of ``param``."""
+    """Check that the gradient is the final one of the elements ``interval`` of a region, which ``param`` describes."""
     start, stop = interval
     here = rebased(cut(gradient, start, stop), start)
     if any(algebra.is_poisoned(value) for _, _, value in here):
@@ -226,7 +227,7 @@ def check_gradient(
 
 
 def check_scalars(run: SectionRun, op: ops.Direction | ops.OptimizerStep | ops.CommitStep) -> None:
-    """The divisor, the step count and whether to skip are those of this step's decision."""
+    """Check that the divisor, the step count and whether to skip are those of this step's decision."""
     number = decision_number(run, op.gradient_divisor, "divisor")
     if number is None:
         run.fail(
@@ -248,7 +249,7 @@ def check_scalars(run: SectionRun, op: ops.Direction | ops.OptimizerStep | ops.C
 
 
 def check_settings(run: SectionRun, op: ops.StepOp) -> None:
-    """Learning rates and hyper-parameters are those that the step began with."""
+    """Check that learning rates and hyper-parameters are those from the start of the step."""
     for region in (region for s in op.settings for region in (s.lr, s.hyper)):
         if not is_version(run, region, 0):
             run.fail(

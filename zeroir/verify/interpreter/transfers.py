@@ -24,9 +24,9 @@ from zeroir.verify.interpreter.section_run import SectionRun
 
 
 def collective(run: SectionRun, op: ops.CollectiveOp) -> None:
-    """A collective: each destination gets what the ranks' sources make together.
+    """Apply a collective: each destination gets the combination of the ranks' sources.
 
-    A gather is an error where its content stands there already (Z102).
+    A gather is an error where its content is already in the destination (Z102).
     """
     axis = run.program.comm_by_name[op.comm].axis
     sources = _sources(run, op)
@@ -53,7 +53,7 @@ def _is_held(run: SectionRun, pair: ops.Pair, result: PieceList) -> bool:
 def _result(
     run: SectionRun, op: ops.CollectiveOp, axis: str, pair: ops.Pair, pieces: PieceList
 ) -> PieceList:
-    """The value of a pair's destination, from the pieces of its source, along an axis of more than one rank."""
+    """Return the value of a pair's destination, from the pieces of its source, along an axis of more than one rank."""
 
     def seen(value: Value, rank: int) -> Value:
         return algebra.from_rank(value, axis, rank, run.numbering)
@@ -84,7 +84,7 @@ def _result(
 
 
 def _sources(run: SectionRun, op: ops.CollectiveOp) -> list[tuple[ops.Pair, PieceList]]:
-    """The pieces that each pair sends."""
+    """Return the pieces that each pair sends."""
     is_sum = isinstance(op, ops.ReduceScatter | ops.AllReduce)
     taken = [(pair, run.take(pair.source, "Z402" if is_sum else "Z103")) for pair in op.pairs]
     if op.wire_dtype is not None:
@@ -99,7 +99,7 @@ def _on_wire(
     run: SectionRun, pair: ops.Pair, pieces: PieceList, wire: DType, *, is_sum: bool
 ) -> PieceList:
     dtype = run.program.buffer_by_name[pair.source.buffer].dtype
-    # Sums are FP32; values that travel in F64 are added in F64, which rounds in another way.
+    # Sums are FP32; values sent in F64 are added in F64, which rounds differently.
     is_finer_sum = is_sum and wire is DType.F64 and dtype is not DType.F64
     if algebra.represents(wire, dtype) and not is_finer_sum:
         return pieces

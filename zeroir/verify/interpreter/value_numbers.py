@@ -1,4 +1,4 @@
-"""Value numbers of the results of segments: equal numbers mean equal values, in whichever buffers they stand."""
+"""Value numbers of the results of segments: equal numbers mean equal values, in whichever buffers they are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CallOperand(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A result: the number of its value, and its storage and place there in the form that operands have."""
+    """A result: the number of its value, and its storage and place there in the form of operands."""
 
     number: int
     key: int
@@ -29,9 +29,9 @@ class Result(NamedTuple):
 class Segments:
     """Numbers the outputs of calls, from the operands and the segment's digest, or from each node of the segment.
 
-    Numbering by node is finer and slower. Its numbers stay the same where a segment is cut in two, where its outputs
-    are chosen anew, and where it repeats a computation of another one. A view is numbered by its storage and its place
-    there, so it has the same number whether a segment makes it or receives it.
+    Numbering by node is finer and slower. Its numbers do not change where a segment is split in two, where its outputs
+    are selected anew, or where it repeats a computation of another one. A view is numbered by its storage and its place
+    there, so it has the same number whether a segment creates or receives it.
     """
 
     def __init__(self, program: Program, numbering: Numbering, *, by_node: bool) -> None:
@@ -41,11 +41,11 @@ class Segments:
         self._digests: dict[str, str] = {}
         self._bodies: dict[str, _PreparedSegment] = {}
         self._results: dict[tuple[str, int], tuple[Result, ...]] = {}
-        # The layout of each computed storage, as its operator made it.
+        # the layout of each computed storage, as its operator created it
         self._homes: dict[int, int] = {}
 
     def results(self, name: str, operands: tuple[CallOperand, ...]) -> tuple[Result, ...]:
-        """The outputs of the segment."""
+        """Return the outputs of the segment."""
         digest = self._digests.get(name)
         if digest is None:
             digest = self._digests[name] = self._segments[name].digest()
@@ -65,7 +65,7 @@ class Segments:
 
 
 class _NumberedNode(NamedTuple):
-    """A node: the number of all but its operands, and the indices of the values that it uses and makes."""
+    """A node: the number of everything but its operands, and the indices of the values that it uses and computes."""
 
     node: int
     uses: tuple[int, ...]
@@ -96,7 +96,7 @@ class _PreparedSegment:
             _ValuePlace(i, 0, -1 if kind is None else self._layout(kind))
             for i, kind in enumerate(types[self._inputs :], self._inputs)
         ]
-        # Without elements there is no memory to be a part of: such values are equal where their types are.
+        # Without elements there is no memory to share: such values are equal where their types are.
         self._empty = {
             i: self._of(("empty", kind.dtype, self._layout(kind)))
             for i, kind in enumerate(types)
@@ -134,7 +134,7 @@ class _PreparedSegment:
         return _NumberedNode(self._of(_shape(node)), tuple(ref.index for ref in node.refs()), makes)
 
     def _layout(self, kind: TensorType) -> int:
-        """The number of a shape with its strides; strides of dimensions of one element do not matter."""
+        """Return the number of a shape with its strides; strides of dimensions of one element do not matter."""
         steps = tuple(
             step if size > 1 else 0 for size, step in zip(kind.shape, kind.stride, strict=True)
         )
@@ -143,9 +143,9 @@ class _PreparedSegment:
     def results(
         self, operands: tuple[CallOperand, ...], homes: dict[int, int]
     ) -> tuple[Result, ...]:
-        """The outputs for these operands; ``homes`` receives the layouts of new storages."""
+        """Return the outputs for these operands; ``homes`` receives the layouts of new storages."""
         of, places = self._of, self._places
-        # For each value that owns a storage: the storage's number, and where the value begins in it.
+        # For each value that owns a storage: the storage's number, and the offset of the value in it.
         bases: list[tuple[int, int]] = [(-1, 0)] * len(places)
         for i, (key, shift) in enumerate(operands):
             bases[i] = (key if isinstance(key, int) else of(("operand", key)), shift)
@@ -186,9 +186,9 @@ _DROPOUT: Final = "zeroir.dropout.default"
 
 
 def dropout_as_products(node: Node, mask: Ref, product: Ref) -> tuple[Node, Node] | None:
-    """What the first result of a dropout is: ``product = x * mask`` and ``product * (1 / (1 - p))``; else None.
+    """Return the first result of a dropout as ``product = x * mask`` and ``product * (1 / (1 - p))``; otherwise None.
 
-    A pass that computes only this result once more writes these nodes, by a rule of its own.
+    A pass that recomputes only this result writes these nodes, by a rule of its own.
     """
     match node:
         case Node(op=op, args=(x, (int() | float()) as p, _), kwargs=(), results=(kind, *_)) if (
@@ -206,7 +206,7 @@ def dropout_as_products(node: Node, mask: Ref, product: Ref) -> tuple[Node, Node
 
 
 def _shape(node: Node) -> Hashable:
-    """A node without its operands."""
+    """Return a node without its operands."""
     args = tuple(_fixed(arg) for arg in node.args)
     kwargs = tuple((name, _fixed(arg)) for name, arg in node.kwargs)
     return ("node", node.op, args, kwargs, node.results)

@@ -1,4 +1,4 @@
-"""The operands of an optimizer that works on whole parameters: what its step reads beside its own slice (Z403)."""
+"""The operands of optimizers that work on whole parameters: what a step reads outside its own slice (Z403)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zeroir.verify.interpreter.section_run import SectionRun
 def check_operands(
     run: SectionRun, op: ops.OptimizerStep, directions: PieceList, key: FlatKey, updated: Cover
 ) -> None:
-    """Every rank must have the directions of the whole flat, and what else the algorithm reads of whole parameters.
+    """Check that every rank has the directions of the whole flat, and the other whole values that the algorithm reads.
 
     ``key`` is that of the elements ``updated``, which the op steps.
     """
@@ -45,7 +45,7 @@ def check_operands(
 
 
 def _check_parameters(run: SectionRun, op: ops.OptimizerStep, key: FlatKey, updated: Cover) -> None:
-    """Every rank needs the parameters of the whole flat."""
+    """Check that every rank has the parameters of the whole flat."""
     flat = run.program.flat_by_name[key.flat]
     if op.whole is not None:
         pieces = run.take(op.whole, "Z403")
@@ -64,7 +64,7 @@ def _check_parameters(run: SectionRun, op: ops.OptimizerStep, key: FlatKey, upda
 def _check_kept_whole(
     run: SectionRun, op: ops.OptimizerStep, region: Region, state: OwnState, key: FlatKey
 ) -> None:
-    """Every rank keeps all elements of the state."""
+    """Check that every rank keeps all elements of the state."""
     flat = run.program.flat_by_name[key.flat]
     wanted = FlatKey(state.quantity, key.flat, 0)
     _check(run, op, region, run.take(region, "Z403"), wanted, own_numel(state.quantity, flat))
@@ -73,7 +73,7 @@ def _check_kept_whole(
 def _check_sharded(
     run: SectionRun, op: ops.OptimizerStep, region: Region, state: OwnState, key: FlatKey
 ) -> None:
-    """Every rank needs all elements of the state, and moves its slice of them, where they rest."""
+    """Check that every rank has all elements of the state, and updates its slice of them at their place at rest."""
     flat = run.program.flat_by_name[key.flat]
     wanted = FlatKey(state.quantity, key.flat, 0)
     pieces = run.take(region, "Z403")
@@ -108,7 +108,7 @@ def _check(
     key: FlatKey,
     numel: int,
 ) -> None:
-    """The region must hold this quantity of the whole flat, on every rank."""
+    """Check that the region has this quantity of the whole flat, on every rank."""
     expected: Value = Elements(key)
     if pieces == [(0, numel, expected)]:
         return
@@ -127,7 +127,7 @@ def _check(
 
 
 def advance(run: SectionRun, region: Region) -> None:
-    """Move the elements of a region, which are in coordinates of their own, to the next version."""
+    """Advance the elements of a region, which has its own coordinates, to the next version."""
     moved: list[tuple[int, int, Value]] = []
     for a, b, value in run.memory.read(region):
         new: Value = POISON

@@ -1,4 +1,4 @@
-"""The laws, each in a file of its own, which ``zeroir explain`` prints and the table of ``docs/ir.md`` is made from.
+"""The laws, each in its own file, which ``zeroir explain`` prints and from which the table of ``docs/ir.md`` is made.
 
 A file has the law and its reasons, a minimal program that breaks it, the remedy, and the modules that check it.
 """
@@ -14,7 +14,7 @@ from typing import Final
 
 
 class Stage(StrEnum):
-    """The stage of the proof that checks a law; a stage is examined only where those before it found nothing."""
+    """The stage of the proof that checks a law; a stage runs only where the previous ones found nothing."""
 
     STRUCTURE = "first"
     ORDERING = "once the structure holds"
@@ -23,9 +23,9 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
-    """A law, as its file has it.
+    """A law, as read from its file.
 
-    ``title`` names what it rules out, ``rules_out`` says it in full, ``remedy`` is the usual one, as one sentence.
+    ``title`` names what it rules out, ``rules_out`` is the full sentence, ``remedy`` is the usual one, as one sentence.
     ``modules`` are the files that check it, ``text`` the whole file.
     """
 
@@ -71,4 +71,4 @@ CODES: Final = _laws()
 """Every law by its code."""
 
 LAWS: Final = {code: law for code, law in CODES.items() if law.stage is not Stage.STRUCTURE}
-"""The laws of the whole program, which reports list; the others are about each declaration and each op by itself."""
+"""The laws of the whole program, which reports list; the others concern each declaration and each op on its own."""

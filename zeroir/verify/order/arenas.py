@@ -1,8 +1,8 @@
 """Planned memory: no two buffers that may be live at once share a byte of their space's arena (Z106).
 
-Nothing here relies on lifetimes that the memory model computed. Each section is read once, and each byte of an arena
-remembers the last buffer that stood there: the next buffer to begin there must begin after that one has ended. One
-buffer per byte is enough, since that one began after the end of all buffers before it.
+This check does not use lifetimes that the memory model computed. It reads each section once, and records for each byte
+of an arena the last buffer there: the next buffer there must begin after that one has ended. One buffer per byte is
+enough, because that one began after the end of all earlier ones.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Lifetime:
 
 
 class _ArenaCheck:
-    """One section: the last buffer in each byte of each arena."""
+    """The check of one section: the last buffer in each byte of each arena."""
 
     def __init__(
         self,
@@ -64,15 +64,15 @@ class _ArenaCheck:
             self.arenas[space] = IntervalMap(max(stops, default=0), None)
 
     def run(self, pending_ops: PendingOps) -> None:
-        """Check the section for one way to come to it."""
+        """Check the section for one combination of ops pending at its entry."""
         live = self.section.entry.live
         for pending in self.section.entry.pending:
             carried = pending_ops.get(pending.event)
             for name in () if carried is None else carried.effects.frees:
                 if name in live:
                     continue  # It has begun again since, in a section that was checked.
-                # What comes after the later one of a stream comes after the earlier ones, too. Whether these were live
-                # at once is checked where they began.
+                # Ops after the later one of a stream are also after the earlier ones. Where these began, it is checked
+                # whether they were live at once.
                 self._begin(name, self.order.streams[pending.stream], -1)
                 self.live.pop(name).end = self.order.signallers[pending.event]
         for name in self.section.entry.live:
@@ -88,7 +88,10 @@ class _ArenaCheck:
                 self.live.pop(op.buffer).end = number
 
     def _begin(self, name: str, stream: int | None, line: int) -> None:
-        """Give a buffer its bytes, by an op of the stream; None: at the entry, where nothing is sure to have ended."""
+        """Assign a buffer its bytes, by an op of the stream.
+
+        None: at the entry, where no buffer is known to have ended.
+        """
         buffer, start = self.planned[name]
         arena, stop = self.arenas[buffer.space], start + buffer.size_bytes
         for _, _, before in arena.read(start, stop):

@@ -1,8 +1,8 @@
 """The buffers that a bound limits, and their groups, as ``zeroir.ir.bounds`` defines them.
 
-The passes have functions of their own for this. The verifier does not use them: one that forgot a buffer, or put two
-groups into one, would take it out of the law and out of the waits alike. This is the definition, life by life: a *life*
-of a buffer is the ops from an ``alloc`` to the next ``release``.
+The passes have their own functions for this, which the verifier does not use: one that forgot a buffer, or merged two
+groups, would affect the law and the waits in the same way. This module defines it life by life: a *life* of a buffer is
+the ops from an ``alloc`` to the next ``release``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zeroir.ir.program import Program
 
 
 def kinds_of_buffers(program: Program) -> Mapping[str, BoundKind]:
-    """The kind of each buffer that a bound can be about, by name."""
+    """Return the kind of each buffer to which a bound can apply, by name."""
     gradients = set(_contributed(program.ops()))
     moved: set[str] = set()
     moved_to_disk: set[str] = set()
@@ -38,7 +38,7 @@ def kinds_of_buffers(program: Program) -> Mapping[str, BoundKind]:
 
 
 def _contributed(body: Iterable[Op]) -> Iterator[str]:
-    """The buffers into which compute ops put gradients."""
+    """Yield the buffers to which compute ops write gradients."""
     for op in body:
         for destination in op.destinations if isinstance(op, ops.Compute) else ():
             if destination is not None and destination.gradient is not None:
@@ -68,9 +68,9 @@ def _kind(
 
 
 def groups_of_releases(body: Sequence[Op], kinds: Mapping[str, BoundKind]) -> Mapping[int, int]:
-    """For each release of such a buffer in a section, by its line: the line of the op that makes its group.
+    """Return for each release of such a buffer in a section, by its line, the line of the op that identifies its group.
 
-    A release of which no op in the section makes the group is a group of its own.
+    A release for which no op in the section identifies the group is a group of its own.
     """
     return _Lives(body, kinds).groups()
 
@@ -103,7 +103,7 @@ class _Lives:
         return made
 
     def _maker(self, name: str, stop: int) -> int | None:
-        """The op that makes the group of the life of a buffer that is open before line ``stop``."""
+        """Return the op that identifies the group of the life of a buffer that is open before line ``stop``."""
         match self._kinds[name]:
             case BoundKind.PAGES:
                 return None
@@ -123,7 +123,7 @@ class _Lives:
                 return min(uses, default=None)
 
     def _completer(self, name: str, stop: int) -> int | None:
-        """The last op that writes a gradient; of gradients that one launch reduces, the last of theirs."""
+        """Return the last op that writes a gradient; for gradients that one launch reduces, the last of all of them."""
         writer = max(self._during(self._writes, name, stop), default=None)
         launches = [
             line
@@ -142,7 +142,7 @@ class _Lives:
         return max(launch if line is None else line for line in completers)
 
     def _during(self, lines: Mapping[str, list[int]], name: str, stop: int) -> Iterator[int]:
-        """Of these lines, those in the life of a buffer that is open before line ``stop``, in order."""
+        """Yield those of these lines that are in the life of a buffer that is open before line ``stop``, in order."""
         begins = self._begins.get(name, [])
         begun = bisect_left(begins, stop)
         start = begins[begun - 1] if begun else -1

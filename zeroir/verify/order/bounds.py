@@ -1,7 +1,7 @@
 """Bounds: in no order of the streams are more buffers of a kind live than the program's bounds allow (Z302, Z503).
 
-``zeroir.ir.bounds`` defines what a bound means. Which buffers it limits, and whether a release is done when a buffer
-begins, the verifier finds by itself.
+``zeroir.ir.bounds`` defines the meaning of a bound. The verifier determines itself which buffers it limits, and whether
+a release is done when a buffer begins.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_bounds(program: Program, findings: Findings) -> None:
 
 
 class _Releases:
-    """The releases of one kind's buffers so far, and for each stream those that may still be under way."""
+    """The releases of one kind's buffers so far, and for each stream those that may not be done yet."""
 
     def __init__(self) -> None:
         self.group_ranks: dict[int, int] = {}
@@ -48,7 +48,7 @@ class _Releases:
             releases.append((rank, number))
 
     def first_open(self, stream: int, ahead: int, order: HappensBefore) -> int | None:
-        """A release that must be done when the stream's next op begins, and may not be."""
+        """Return a release that must be done when the stream's next op starts, and may not be."""
         limit = len(self.group_ranks) - ahead
         releases = self._open.get(stream, self._all)
         kept = [
@@ -61,7 +61,7 @@ class _Releases:
 
 
 class _BoundsCheck:
-    """One section. Bounds do not count the ops that are under way at its entry."""
+    """The check of one section. Bounds do not count the ops that are pending at its entry."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class _BoundsCheck:
         self.groups = groups_of_releases(section.body, kinds)
         self.releases = {bound.kind: _Releases() for bound in program.bounds}
         self.open: dict[BoundKind, int] = dict.fromkeys(self.releases, 0)
-        """How many buffers of each kind have begun, and are released further below."""
+        """How many buffers of each kind have begun and are released later."""
         self.last_op: dict[int, int] = {}
-        """The number of each stream's last op, allocs left out."""
+        """The number of each stream's last op, without allocs."""
 
     def run(self) -> None:
         """Check the section."""

@@ -20,7 +20,10 @@ class LaunchSignature(NamedTuple):
 
 
 def launches(program: Program, section: Section) -> list[LaunchSignature]:
-    """The collectives of a section in issue order; the same on every rank, since regions have equal local sizes."""
+    """Return the collectives of a section in issue order.
+
+    Regions have equal local sizes, so ranks issue the same ones.
+    """
     return [_launch(program, op) for op in section.body if isinstance(op, ops.Collective)]
 
 
@@ -48,7 +51,7 @@ def _launch(program: Program, op: ops.CollectiveOp) -> LaunchSignature:
 
 
 def check_collectives(program: Program, findings: Findings) -> None:
-    """Each collective must fit its axis: then every group of ranks agrees on it."""
+    """Check that each collective fits its axis: then every group of ranks agrees on it."""
     for section in program.sections:
         for line, op in enumerate(section.body):
             if not isinstance(op, ops.Collective):
@@ -81,7 +84,7 @@ def _misfit(program: Program, op: ops.CollectiveOp, size: int) -> str | None:
 
 
 def compare_jobs(programs: Sequence[Program], findings: Findings) -> None:
-    """Programs that run as one job must issue the same collectives."""
+    """Check that programs that run as one job issue the same collectives."""
     first = programs[0]
     for number, program in enumerate(programs[1:], start=1):
         for sentence in _differences(first, program, f"program {number}"):
@@ -89,7 +92,7 @@ def compare_jobs(programs: Sequence[Program], findings: Findings) -> None:
 
 
 def _differences(first: Program, program: Program, name: str) -> Iterator[str]:
-    """The difference of a program from the first one, program 0."""
+    """Yield the differences of a program from the first one, program 0."""
     if program.mesh != first.mesh or program.comms != first.comms:
         yield f"{name} has another mesh or other communicators than program 0"
         return

@@ -1,10 +1,10 @@
-"""Happens-before by vector clocks: which ops of a section are surely done before another one begins.
+"""Happens-before by vector clocks: which ops of a section are certainly done before another one starts.
 
 A stream runs its ops in the order of the section's lines. A wait orders a stream, or the host and with it every stream,
 after the op that signals the event. Nothing else orders ops of two streams.
 
-Passes, memory and costs have a happens-before of their own. The verifier does not use it: an error there would make a
-pass and its proof wrong alike.
+Passes, memory and costs have their own happens-before, which the verifier does not use: an error there would affect a
+pass and its proof in the same way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zeroir.ir.mesh import HOST
 from zeroir.ir.program import Program, Section
 
 ENTRY = -1
-"""The number of everything that is done when the section begins."""
+"""The number of everything that is done when the section starts."""
 
 
 @dataclass(slots=True)
@@ -41,14 +41,14 @@ class HappensBefore:
         self.signallers: dict[str, int] = {}
         """The number of the op that signals each event."""
         width = len(self.streams)
-        # done[s][r]: how many ops of stream r are done before the next op of stream s begins.
+        # done[s][r]: how many ops of stream r are done before the next op of stream s starts.
         self._done = [[0] * width for _ in range(width)]
         self._done_at_event: dict[str, list[int]] = {}
         for pending in section.entry.pending:
             self._issue(self.streams[pending.stream], -1, None, pending.event)
 
     def issue(self, line: int, op: ops.IssuedOp) -> int:
-        """Append an op to its stream and let it signal its event; the op's number."""
+        """Append an op to its stream and let it signal its event; return the op's number."""
         return self._issue(self.streams[op.stream], line, op, op.event)
 
     def _issue(self, stream: int, line: int, op: ops.IssuedOp | None, event: str | None) -> int:
@@ -62,7 +62,7 @@ class HappensBefore:
         return number
 
     def wait(self, op: ops.Wait) -> bool:
-        """Order a stream, or all, after an event; False where no op before the wait signals it."""
+        """Order a stream, or all, after an event; return False where no op before the wait signals it."""
         at_event = self._done_at_event.get(op.waited)
         if at_event is None:
             return False
@@ -72,7 +72,7 @@ class HappensBefore:
         return True
 
     def is_before(self, number: int, stream: int) -> bool:
-        """Whether an issued op is done before the next op of a stream begins."""
+        """Return whether an issued op is done before the next op of a stream starts."""
         if number == ENTRY:
             return True
         issued = self.issued[number]

@@ -1,7 +1,7 @@
-"""Ops that are under way at a boundary between two sections: the op that signals each pending event.
+"""Ops that are pending at a boundary between two sections: the op that signals each pending event.
 
-Several ops may signal an event of one name, each in another section. Which of them is under way when a section begins
-depends on the sections that ran before it, so a section is examined once for each possibility.
+Several ops may signal an event of one name, each in another section. Which of them is pending when a section starts
+depends on the sections that ran before it, so a section is checked once for each possibility.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ SECTION_BOUNDARIES = (
     (SAVE, LAST_MICRO_STEP),
     (SAVE, EVALUATE),
 )
-"""Sections that may follow each other."""
+"""Pairs of sections that may follow each other."""
 
 
 class Carried(NamedTuple):
-    """An op that is under way at a boundary: the section that issued it, its line there, the op and its effects."""
+    """An op that is pending at a boundary: the section that issued it, its line there, the op and its effects."""
 
     section: str
     line: int
@@ -52,16 +52,16 @@ class Carried(NamedTuple):
 
 
 PendingOps = Mapping[str, Carried]
-"""The ops that are under way, by the event that each signals when it is done."""
+"""The pending ops, by the event that each signals when it is done."""
 
 _Way = frozenset[tuple[str, str, int]]
 
 
 def pending_ops_at_entry(program: Program) -> Mapping[str, Sequence[PendingOps]]:
-    """The ops that may be under way at the entry of each section: every possibility, at least one for each.
+    """Return the ops that may be pending at the entry of each section: every possibility, at least one for each.
 
-    Before the first step nothing is under way. A possibility that is part of another one leaves fewer ops unordered, so
-    it is left out.
+    Before the first step nothing is pending. A possibility that is a subset of another one leaves fewer ops unordered,
+    so it is omitted.
     """
     sections = program.section_by_name
     signalled = {section.name: _signalled(section) for section in program.sections}
@@ -90,7 +90,7 @@ def pending_ops_at_entry(program: Program) -> Mapping[str, Sequence[PendingOps]]
 
 
 def _signalled(section: Section) -> dict[str, int]:
-    """The line of the last op that signals each event."""
+    """Return the line of the last op that signals each event."""
     return {event: line for line, op in enumerate(section.body) for event in effects(op).signals}
 
 

@@ -1,8 +1,8 @@
-"""Races, lifetimes and events: whether ops that no wait orders leave each other's elements alone.
+"""Races, lifetimes and events: ops that no wait orders must not access each other's elements.
 
-Ops that happens-before does not order may run in any order, so none of them may write what another one reads or
-writes. Each buffer keeps, per interval of elements, the op that wrote it last and the ops that have read it since.
-Effects alone say what an op reads and writes.
+Ops that happens-before does not order may run in any order, so none of them may write what another one reads or writes.
+Each buffer records, per interval of elements, the op that wrote it last and the ops that have read it since. Effects
+alone determine what an op reads and writes.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ class Ordering:
                 latest[pending.stream] = at
 
     def _leave_pending(self, event: str, stream: str) -> int | None:
-        """Check one pending event; the op that signals it."""
+        """Check one pending event; return the op that signals it."""
         section = self.section
         at = self.order.signallers.get(event)
         if at is None or self.order.issued[at].stream != self.order.streams[stream]:
@@ -319,7 +319,7 @@ class Ordering:
         return at
 
     def _leave_host(self, carried: Carried) -> None:
-        """The host does not wait for ops that are under way at a boundary, so these must not use its buffers.
+        """Check that pending ops at a boundary do not use buffers of the host, which does not wait for them.
 
         The host reads scalars and outputs. Before a micro-step it writes inputs, weights, seeds and the settings of
         optimizer groups, and between steps the user may change any scalar.
@@ -359,7 +359,7 @@ class Ordering:
         return self.program.buffer_by_name[region.buffer].role
 
     def _leave_write(self, event: str, region: Region) -> None:
-        """The exit state, or a snapshot itself, must say that a pending op's results hold only after its event."""
+        """Check that the exit state or snapshot says that a pending op's results are valid only after its event."""
         buffer = self.program.buffer_by_name[region.buffer]
         if isinstance(buffer.holds, SnapshotContent) and buffer.holds.event == event:
             return
@@ -377,7 +377,7 @@ class Ordering:
             )
 
     def _order_advice(self, earlier: int) -> str:
-        """Advice how to order the current op after an earlier one."""
+        """Return advice on how to order the current op after an earlier one."""
         issued = self.order.issued[earlier]
         stream = effects(self.section.body[self.line]).stream
         event = next((e for e, at in self.order.signallers.items() if at == earlier), None)
@@ -392,7 +392,7 @@ class Ordering:
 
 
 def check_ordering(program: Program, findings: Findings) -> None:
-    """Check order, lifetimes and events of every section, for each set of ops that may be under way at its entry."""
+    """Check order, lifetimes and events of every section, for each set of ops that may be pending at its entry."""
     ways = pending_ops_at_entry(program)
     for section in program.sections:
         for pending_ops in ways[section.name]:

@@ -1,1 +1,1 @@
-"""The laws on each record and each op by itself."""
+"""The laws on each record and each op on its own."""

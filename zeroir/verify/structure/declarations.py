@@ -1,4 +1,4 @@
-"""The header by itself: names are declared once, flats are laid out, and what is named is declared."""
+"""Checks of the header: names are declared once, flats are laid out correctly, and referenced names are declared."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _flats(program: Program) -> Problems:
 
 
 def _blocks(program: Program) -> Mapping[str, int]:
-    """The elements of a block of the flats of which states are kept in blocks with a number each."""
+    """Return the block size of the flats whose states are stored in blocks with one number each."""
     return {
         buffer.holds.flat: form_of(buffer.holds.quantity).block_numel
         for buffer in program.buffers
@@ -134,7 +134,7 @@ def _offset_problem(buffer: Buffer) -> str | None:
 
 
 def _segments(program: Program) -> Problems:
-    """Segments use allowed operators in order, and their views have the types that the operators give them."""
+    """Check that segments use allowed operators in order, and that views have the types that operators produce."""
     declared = program.operator_by_name
     if len(declared) < len(program.operators):
         yield "Z008", "an operator is declared twice"
@@ -180,7 +180,7 @@ def _bindings(program: Program) -> Problems:
 
 
 def _groups(program: Program) -> Problems:
-    """The intervals and the settings of optimizer groups."""
+    """Check the intervals and the settings of optimizer groups."""
     intervals: list[tuple[str, int, int, str]] = []
     blocks = _blocks(program)
     for group in program.groups:
@@ -214,7 +214,7 @@ def _groups(program: Program) -> Problems:
 
 
 def _cut_parameters(group: OptimizerGroup, flat: Flat, start: int, stop: int) -> Problems:
-    """The parameters of which only a part is in an interval, where the optimizer takes whole ones."""
+    """Report parameters that are partly in an interval, where the optimizer needs whole ones."""
     if group.algorithm.direction_dtype is None:
         return
     for slot in flat.slots:

@@ -1,4 +1,4 @@
-"""Limits on counts, names and sizes (Z011), so that a proof needs bounded time and memory, and no number overflows."""
+"""Limits on counts, names and sizes (Z011), so that a proof takes bounded time and memory, and no number overflows."""
 
 from __future__ import annotations
 

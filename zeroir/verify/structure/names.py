@@ -1,6 +1,6 @@
 """The names of a program: declared once, not too long, and declared where another record refers to them.
 
-Which fields declare and refer to names their classes say themselves: see ``zeroir.ir.fields``.
+Classes mark the fields that declare names and refer to them (``zeroir.ir.fields``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zeroir.verify.equivalence.provenance import Problems
 
 
 def too_long_names(program: Program) -> Iterator[str]:
-    """A sentence for each kind of things of which one has too long a name."""
+    """Yield a sentence for each kind of record with a name that is too long."""
     kinds: set[NameKind] = set()
     for field, name in _declared(program):
         kind = field.named
@@ -34,7 +34,7 @@ def too_long_names(program: Program) -> Iterator[str]:
 
 
 def name_problems(program: Program) -> Problems:
-    """Codes and sentences for names that are declared twice, or not at all."""
+    """Yield codes and messages for names that are declared twice, or not at all."""
     names: dict[NameKind, Counter[str]] = {kind: Counter() for kind in NameKind}
     for field, name in _declared(program):
         if field.named is not None:
@@ -63,14 +63,14 @@ def _undeclared(record: object, names: Mapping[NameKind, Counter[str]]) -> Probl
 
 
 def _header(program: Program) -> Iterator[object]:
-    """The records of a program that may refer to names."""
+    """Yield the records of a program that may refer to names."""
     for field in declared_fields(Program):
         if any(part.mark(Refers) for kind in field.records for part in declared_fields(kind)):
             yield from _values(program, field)
 
 
 def _declared(record: object) -> Iterator[tuple[DeclaredField, str]]:
-    """Every field of a record, or of a record in it, that declares names, and each name."""
+    """Yield every field of a record, or of a record in it, that declares names, and each name."""
     kind: type = type(record)
     for field in _declaring(kind):
         for value in _values(record, field):
@@ -82,7 +82,7 @@ def _declared(record: object) -> Iterator[tuple[DeclaredField, str]]:
 
 @cache
 def _declaring(kind: type) -> tuple[DeclaredField, ...]:
-    """The fields of a class that declare a name, or in whose records one does."""
+    """Return the fields of a class that declare a name, directly or in their records."""
     return tuple(
         field
         for field in declared_fields(kind)

@@ -1,4 +1,4 @@
-"""What every op needs of its operands: their sizes, dtypes and spaces, and elements that it writes once."""
+"""Requirements of all ops on their operands: sizes, dtypes, spaces, and that each element is written once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from zeroir.ir.program import Program
 from zeroir.verify.context import spell, title
 
 Problem = tuple[str, str]
-"""A code and a sentence."""
+"""A code and a message."""
 
 
 class OperandChecks:
-    """Properties of regions of one program, and the problems of an op whose regions lack them."""
+    """Checks of regions of one program, which yield the problems of an op."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -28,29 +28,29 @@ class OperandChecks:
         }
 
     def spell(self, region: Region) -> str:
-        """The region as findings name it."""
+        """Return the region's name for messages."""
         return spell(region, self._program)
 
     def dtype(self, region: Region) -> DType:
-        """The dtype of the region's buffer."""
+        """Return the dtype of the region's buffer."""
         return self._buffers[region.buffer].dtype
 
     def space(self, region: Region) -> Space:
-        """The memory that the region is in."""
+        """Return the memory space of the region."""
         return self._buffers[region.buffer].space
 
     def role(self, region: Region) -> Role:
-        """The role of the region's buffer."""
+        """Return the role of the region's buffer."""
         return self._buffers[region.buffer].role
 
     def numel(self, region: Region) -> int:
-        """Elements of the region on one rank."""
+        """Return the number of elements of the region on one rank."""
         return region.local_numel(self._program.mesh)
 
     def scalar(
         self, op: Op, name: str, region: Region | None, dtype: DType | None = None
     ) -> Iterator[Problem]:
-        """The operand ``name``, where it is given, must be one element, of this dtype where one is given."""
+        """Check that the operand ``name``, if given, is one element, of this dtype if one is given."""
         if region is None:
             return
         if self.numel(region) != 1:
@@ -67,7 +67,7 @@ class OperandChecks:
     def alike(
         self, op: Op, codes: Iterable[str], first: Region, *others: Region
     ) -> Iterator[Problem]:
-        """Regions must have the same dtype (Z004), number of elements (Z005) or space (Z006), as ``codes`` say."""
+        """Check that regions have the same dtype (Z004), number of elements (Z005) or space (Z006), for ``codes``."""
         for region in others:
             for code in codes:
                 value_of, told, told_briefly = self._compared[code]
@@ -77,25 +77,25 @@ class OperandChecks:
                     yield code, f"{title(op)}: {self.spell(first)} {difference}"
 
     def floating(self, op: Op, verb: str, *regions: Region) -> Iterator[Problem]:
-        """Regions must be of floating dtypes."""
+        """Check that regions have floating dtypes."""
         for region in regions:
             if not self.dtype(region).is_floating:
                 yield "Z004", f"{title(op)} {verb} {self.spell(region)}, which is not floating"
 
     def in_memory(self, op: Op, *regions: Region) -> Iterator[Problem]:
-        """Regions must be on the host or the device."""
+        """Check that regions are on the host or the device."""
         for region in regions:
             if self.space(region) is Space.DISK:
                 yield "Z006", f"{title(op)} cannot work on {self.spell(region)}, which is on disk"
 
     def typed(self, op: Op, region: Region, dtype: DType) -> Iterator[Problem]:
-        """The region must have this dtype."""
+        """Check that the region has this dtype."""
         if self.dtype(region) is not dtype:
             what = f"{self.spell(region)} of {self.dtype(region)}"
             yield "Z004", f"{title(op)} uses {what}: it needs {dtype}"
 
     def disjoint(self, op: Op, regions: list[Region]) -> Iterator[Problem]:
-        """The regions, which the op writes, must not overlap."""
+        """Check that the regions, which the op writes, do not overlap."""
         if len(regions) < 2:
             return
         ordered = sorted(regions, key=lambda region: (region.buffer, region.offset))

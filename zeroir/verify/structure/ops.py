@@ -1,4 +1,4 @@
-"""Each op by itself: its names exist, its regions lie inside their buffers, dtypes, sizes and spaces agree."""
+"""Checks of each op: its names exist, its regions are inside their buffers, dtypes, sizes and spaces agree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def check_structure(program: Program, findings: Findings) -> None:
     """Check every op of every section; several problems of one op are several findings."""
     checker = _Checker(program)
     for section in program.sections:
-        # An event that is pending at the entry may be signalled anew: what crosses one boundary may cross the next.
+        # An event that is pending at the entry may be signalled again: an event that crosses one boundary may cross the
+        # next.
         events: set[str] = set()
         for line, op in enumerate(section.body):
             problems = list(checker.problems(op, events))
@@ -51,7 +52,7 @@ class _Checker:
         self._checked: set[Region] = set()
 
     def problems(self, op: Op, events: set[str]) -> Iterator[Problem]:
-        """Everything wrong with one op."""
+        """Yield all problems of one op."""
         if isinstance(op, ops.Wait):
             if op.on != HOST and op.on not in self.executors:
                 yield "Z001", f"wait on the undeclared stream {op.on}"
@@ -106,7 +107,7 @@ class _Checker:
                 assert_never(op)
 
     def _executor(self, op: ops.IssuedOp, op_effects: Effects) -> Iterator[Problem]:
-        """The executor of the stream must be the one that works on the memory of the op."""
+        """Check that the executor of the stream is the one that works on the memory of the op."""
         match op:
             case ops.Memory():
                 return
@@ -131,7 +132,7 @@ class _Checker:
             )
 
     def _beside(self, op: ops.IssuedOp, region: Region, changed: Region) -> Iterator[Problem]:
-        """The regions of an op are in one space, except hyper-parameters, which the host always reads."""
+        """Check that the regions of an op are in one space, except hyper-parameters, which the host always reads."""
         is_judged_alone = isinstance(op, ops.Cast) or (
             isinstance(op, ops.Direction | ops.OptimizerStep)
             and any(region == s.hyper for s in op.settings)
@@ -144,7 +145,10 @@ class _Checker:
             yield "Z006", f"{title(op)} {used} and {changes}"
 
     def _apart(self, op: Op, op_effects: Effects) -> Iterator[Problem]:
-        """No op reads an element that it writes, or writes one twice; for collectives, computes and casts see there."""
+        """Check that no op reads an element that it writes, or writes one twice.
+
+        Collectives, computes and casts have own checks.
+        """
         if isinstance(op, ops.Collective | ops.Compute | ops.Cast):
             return
         written = [*op_effects.writes, *op_effects.accumulates]
@@ -266,7 +270,7 @@ class _Checker:
             )
 
     def _filled(self, op: ops.Compute, number: int, view: View) -> Iterator[Problem]:
-        """A result must fill its destination: elements that it left out would count as written."""
+        """Check that a result fills its destination: elements that it omitted would count as written."""
         where = f"compute @{op.segment}: destination {number}"
         span = span_numel(view.shape, view.stride)
         if span < view.numel:
@@ -323,7 +327,7 @@ class _Checker:
 
 
 def _exposed_destination(pairs: Sequence[ops.Pair]) -> Region | None:
-    """A destination that overlaps the source of another pair, if any does."""
+    """Return a destination that overlaps the source of another pair, if there is one."""
     both = [(pair.destination, i, True) for i, pair in enumerate(pairs)]
     both += [(pair.source, i, False) for i, pair in enumerate(pairs)]
     both.sort(key=lambda item: (item[0].buffer, item[0].offset, item[0].stop))

@@ -1,4 +1,4 @@
-"""Whether a region exists, and whether it can hold a content."""
+"""Checks that a region exists, and that it can have a content."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zeroir.verify.context import spell
 
 
 def region_problem(program: Program, region: Region) -> tuple[str, str] | None:
-    """Code and sentence for a region that does not exist."""
+    """Return code and message for a region that does not exist."""
     buffer = program.buffer_by_name.get(region.buffer)
     if buffer is None:
         return "Z001", f"buffer %{region.buffer} is not declared"
@@ -61,7 +61,7 @@ def _slice_problem(program: Program, region: Region, where: str) -> tuple[str, s
 
 
 def content_problem(program: Program, content: Content, numel: int) -> str | None:
-    """Why a region of ``numel`` local elements cannot hold the content."""
+    """Return why a region of ``numel`` local elements cannot have the content."""
     if isinstance(content, WeightContent):
         is_on_mesh = all(program.mesh.has_axis(axis) for axis in content.reduced)
         return None if is_on_mesh else "is reduced over an undeclared axis"
@@ -84,7 +84,7 @@ def content_problem(program: Program, content: Content, numel: int) -> str | Non
     if content.quantity in QUANTITIES_OF_BLOCKS:
         length = -(-flat.padded_numel // block_numel(content.quantity))
     elif content.quantity in OWN_COORDINATES:
-        # Shards may be padded; what is behind the last element is never read.
+        # Shards may be padded; elements after the last one are never read.
         length = -(-own_numel(content.quantity, flat) // (count * SHARD_ALIGNMENT_NUMEL)) * (
             count * SHARD_ALIGNMENT_NUMEL
         )
@@ -110,7 +110,7 @@ def content_problem(program: Program, content: Content, numel: int) -> str | Non
 
 
 def _stride_problem(content: FlatContent, stride: int, numel: int) -> str | None:
-    """Why a region of ``numel`` local elements cannot hold parts of slices that begin so many elements apart."""
+    """Return why a region of ``numel`` local elements cannot have parts of slices whose starts are ``stride`` apart."""
     if content.shard is None:
         return "has a stride, but is not cut along an axis"
     if content.quantity in (PARAM, MASTER, GRAD, EMA, DIRECTION, *OWN_STATES):

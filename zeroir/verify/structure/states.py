@@ -1,4 +1,4 @@
-"""The states at the ends of sections by themselves: they describe what exists, once, and agree at boundaries."""
+"""Checks of the states at the ends of sections: they describe what exists, once, and agree at boundaries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zeroir.verify.structure.regions import content_problem, region_problem
 
 
 def state_problems(program: Program) -> Problems:
-    """Codes and sentences for what states say of buffers, regions and events that do not exist, or say twice."""
+    """Yield codes and messages for states that name missing buffers, regions or events, or describe something twice."""
     for section in program.sections:
         for state in (section.entry, section.exit):
             yield from _state(program, f"a state of {section.name}", state)
@@ -61,7 +61,10 @@ def _state(program: Program, what: str, state: State) -> Problems:
 
 
 def _described_twice(regions: Sequence[Region]) -> Iterator[Region]:
-    """Regions that overlap another. An own slice may follow the whole region, which then describes the rest of it."""
+    """Yield regions that overlap another.
+
+    An own slice may follow the whole region, which then describes the rest of it.
+    """
     stop, buffer = 0, None
     unsliced: Region | None = None
     for region in sorted(regions, key=lambda region: (region.buffer, region.offset, region.stop)):
@@ -81,7 +84,7 @@ def _described_twice(regions: Sequence[Region]) -> Iterator[Region]:
 
 
 def boundary_problems(program: Program) -> Problems:
-    """Codes and sentences for sections that do not begin with the state in which the one before ends."""
+    """Yield codes and messages for sections that do not start with the exit state of the previous one."""
     sections = program.section_by_name
     for first, second in SECTION_BOUNDARIES:
         if first in sections and second in sections:
@@ -94,7 +97,7 @@ def boundary_problems(program: Program) -> Problems:
 
 
 def _difference(program: Program, before: State, after: State) -> str | None:
-    """The difference of two states, without the order of their lists and holdings that only repeat the header."""
+    """Return the difference of two states, ignoring order and holdings that only repeat the header."""
     live = {*before.live} ^ {*after.live}
     if live:
         return f"%{min(live)} is live in one only"
@@ -107,7 +110,7 @@ def _difference(program: Program, before: State, after: State) -> str | None:
 
 
 def _changed(program: Program, state: State) -> set[Holding]:
-    """The holdings of a state that do not just say that a buffer holds its resting content."""
+    """Return the holdings of a state that differ from the buffer's resting content."""
 
     def is_resting(holding: Holding) -> bool:
         buffer = program.buffer_by_name.get(holding.region.buffer)

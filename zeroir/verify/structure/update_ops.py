@@ -1,4 +1,4 @@
-"""Each op of the update by itself: its scalars, states, settings and regions agree."""
+"""Checks of each op of the update: its scalars, states, settings and regions agree."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from zeroir.verify.context import title
 from zeroir.verify.structure.operands import OperandChecks, Problem
 
 LANES_NUMEL = 64
-"""Optimizer steps begin and end at multiples of this, as parameters do. A CPU's kernels take FP32 vectors of 4 to 16
-elements, and round the elements behind the last whole vector in another way."""
+"""Optimizer steps begin and end at multiples of this, as parameters do. A CPU's kernels process FP32 vectors of 4 to 16
+elements, and round the elements after the last whole vector differently."""
 
 
 def problems(operands: OperandChecks, op: ops.UpdateOp) -> Iterator[Problem]:
-    """Everything wrong with one op of the update."""
+    """Yield all problems of one op of the update."""
     match op:
         case ops.GradNorm() | ops.CheckFinite():
             yield from operands.scalar(op, "destination", op.destination, DType.F32)
@@ -119,7 +119,7 @@ def _optimizer_step(operands: OperandChecks, op: ops.OptimizerStep) -> Iterator[
 def _speculation(
     operands: OperandChecks, op: ops.SpeculativeStep | ops.CommitStep
 ) -> Iterator[Problem]:
-    """The gradient has any floating-point dtype, and what is kept is like the parameters and each state."""
+    """Check that the gradient has a floating-point dtype, and that copies match the parameters and each state."""
     if op.algorithm.direction_dtype is not None:
         yield "Z005", f"{op.algorithm} works on whole parameters, and has no {title(op)}"
         return
@@ -145,7 +145,7 @@ def _speculation(
 
 
 def _coded_states(operands: OperandChecks, op: ops.OptimizerStep) -> Iterator[Problem]:
-    """Each state is u8 codes of whole blocks, with one f32 scale for each block."""
+    """Check that each state is u8 codes of whole blocks, with one f32 scale for each block."""
     block_numel = op.form.block_numel
     yield from operands.alike(op, ("Z005", "Z004", "Z006"), op.param, op.grad)
     yield from operands.alike(op, ("Z005", "Z006"), op.param, *op.states)
@@ -167,7 +167,7 @@ def _coded_states(operands: OperandChecks, op: ops.OptimizerStep) -> Iterator[Pr
 
 
 def _whole_step(operands: OperandChecks, op: ops.OptimizerStep, dtype: DType) -> Iterator[Problem]:
-    """The directions, and the parameters where they are read, are those of whole flats."""
+    """Check that the directions, and the parameters where they are read, are those of whole flats."""
     if op.states or op.scales:
         yield "Z005", f"{op.algorithm} keeps its states in `direction`, optimizer_step has some"
     yield from operands.typed(op, op.grad, dtype)
@@ -197,7 +197,7 @@ def _in_lanes(operands: OperandChecks, op: ops.StepOp, *regions: Region) -> Iter
 
 
 def _told(operands: OperandChecks, op: ops.StepOp) -> Iterator[Problem]:
-    """The scalars, and the settings of each group."""
+    """Check the scalars, and the settings of each group."""
     yield from operands.scalar(op, "step", op.step, DType.F32)
     yield from operands.scalar(op, "gradient_divisor", op.gradient_divisor, DType.F32)
     if not isinstance(op, ops.SpeculativeStep):
