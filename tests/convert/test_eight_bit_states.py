@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.runtime.support import begun, lowered, random_batches
 from tests.support.programs import mlp
 from zeroir.convert import stored_tensors
 from zeroir.convert.compare import compare
@@ -29,8 +29,7 @@ pytestmark = pytest.mark.filterwarnings(
 def saved(path: Path, world_size: int = 3, steps: int = 2) -> tuple[Program, States]:
     """Save a training; the program, and its states by parameter as FP32."""
     program = lowered(mlp(dim=24, features=20, has_codes=True), 3, world_size)
-    lockstep = Lockstep(program)
-    lockstep.initialise_flats(initial_flats(program))
+    lockstep = begun(Lockstep(program))
     for batches in random_batches(steps, world_size, shape=(4, 20)):
         lockstep.step(batches)
     lockstep.save(str(path))

@@ -6,7 +6,7 @@ from typing import Final
 
 from tests.numerics.trainings import PAGES
 from tests.numerics.workers import Rank
-from tests.runtime.support import initial_flats, random_batches
+from tests.runtime.support import begun, random_batches
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
@@ -43,8 +43,7 @@ def main() -> None:
     rank = Rank.joined()
     batches = random_batches(STEPS, rank.world_size)
     for name, saver in (("paged", SMALL), ("unpaged", None)):
-        engine = Engine(scheduled(logical(), STAGE, rank.world_size, saver))
-        engine.initialise_flats(initial_flats(engine.program))
+        engine = begun(Engine(scheduled(logical(), STAGE, rank.world_size, saver)))
         losses = [engine.step(step[rank.number]).loss for step in batches[:SAVED_AT]]
         engine.save(rank.folder / name, wait=name == "unpaged")
         losses += [engine.step(step[rank.number]).loss for step in batches[SAVED_AT:]]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.numerics.test_replicas import forward
-from tests.runtime.support import initial_flats, parameters_of
+from tests.runtime.support import begun, initial_flats, parameters_of
 from tests.runtime.workers_cases import weight_of_values
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
@@ -60,8 +60,7 @@ def train(
     weight: Callable[[Batch], object] | None = None,
     schedule_seed: int = 0,
 ) -> Trained:
-    lockstep = Lockstep(program, schedule_seed=schedule_seed, weight=weight)
-    lockstep.initialise_flats(initial_flats(program_of_one_rank(program)))
+    lockstep = begun(Lockstep(program, schedule_seed=schedule_seed, weight=weight))
     losses: list[list[float]] = []
     for batches in steps:
         if one_by_one:
@@ -320,8 +319,7 @@ def test_an_overflow_in_one_micro_step_of_one_rank_skips_everywhere(
     program = scheduled(logical, stage, 3, accumulate_locally=is_local and stage >= 2)
     first, bad, second = drawn(3, (2, 3, 1))
     bad[1][1] = {"x": torch.full((4, 6), 3e4)}
-    lockstep = Lockstep(program)
-    lockstep.initialise_flats(initial_flats(mlp(precision="fp16")))
+    lockstep = begun(Lockstep(program))
     lockstep.step(first)
     before = {key: value.clone() for key, value in lockstep.full_state().items()}
     assert all(bool(result.is_skipped) for result in lockstep.step(bad))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-from tests.runtime.support import initial_flats, lowered, parameters_of, random_batches
+from tests.runtime.support import begun, initial_flats, lowered, parameters_of, random_batches
 from tests.support.lowering import applied, proved
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
@@ -40,8 +40,7 @@ class Weights(nn.Module):
 
 def train(program: Program, logical: Program, seed: int = 0) -> Lockstep:
     """Train, and require after every step that the averages are those of torch."""
-    lockstep = Lockstep(program, schedule_seed=seed)
-    lockstep.initialise_flats(initial_flats(logical))
+    lockstep = begun(Lockstep(program, schedule_seed=seed))
     model = Weights(lockstep.full_parameters())
     averaged = AVERAGED_MODEL(model, avg_fn=EMA_AVG_FN(DECAY))
     averaged.update_parameters(model)  # The first call copies: the average begins with the weights.
@@ -86,8 +85,7 @@ def test_averages_of_an_overlapped_update_and_of_a_mesh_have_the_same_bits(stage
 @pytest.mark.parametrize("stage", range(4))
 def test_a_skipped_step_leaves_the_averages(stage: int) -> None:
     logical = mlp(precision="fp16", ema=DECAY)
-    lockstep = Lockstep(lowered(logical, stage, 3))
-    lockstep.initialise_flats(initial_flats(logical))
+    lockstep = begun(Lockstep(lowered(logical, stage, 3)))
     first, second = random_batches(2, 3)
     lockstep.step(first)
     before = {key: value.clone() for key, value in lockstep.full_state().items()}
@@ -127,8 +125,7 @@ def test_the_parameters_begin_as_the_averages() -> None:
 
 def test_a_program_without_averages_says_so() -> None:
     logical = mlp()
-    lockstep = Lockstep(lowered(logical, 3, 2))
-    lockstep.initialise_flats(initial_flats(logical))
+    lockstep = begun(Lockstep(lowered(logical, 3, 2)))
     with pytest.raises(UserError, match="--ema"):
         lockstep.full_parameters(ema=True)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.runtime.support import initial_flats, random_batches
+from tests.runtime.support import begun, initial_flats, random_batches
 from tests.runtime.workers_cases import weight_of_values
 from tests.support.groups import in_groups
 from tests.support.lowering import applied, proved
@@ -45,8 +45,7 @@ def train(
 ) -> list[State]:
     """The state after each of some steps, in the second of which these ranks have an overflow."""
     weight = None if logical.weight is None else weight_of_values
-    lockstep = Lockstep(program, schedule_seed=seed, weight=weight)
-    lockstep.initialise_flats(initial_flats(logical))
+    lockstep = begun(Lockstep(program, schedule_seed=seed, weight=weight))
     micro_steps = int(logical.option["micro_steps"])
     world_size = program.mesh.world_size
     states: list[State] = []

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.runtime.support import initial_flats, random_batches
+from tests.runtime.support import begun, random_batches
 from tests.support.covering import covering
 from tests.support.lowering import applied
 from tests.support.programs import mlp
@@ -207,8 +207,7 @@ def test_what_is_kept_elsewhere_changes_no_bit(case: Case, tmp_path: Path) -> No
     steps = case.batches()
     results = {}
     for number, (name, scheduled) in enumerate(programs.items()):
-        lockstep = Lockstep(scheduled, schedule_seed=number)
-        lockstep.initialise_flats(initial_flats(logical))
+        lockstep = begun(Lockstep(scheduled, schedule_seed=number))
         first = trained(lockstep, steps[:2])
         lockstep.save(str(tmp_path / name))
         results[name] = first, trained(lockstep, steps[2:]), lockstep.full_state()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.numerics.test_accumulation import Steps, Trained, drawn, train
-from tests.runtime.support import initial_flats, random_batches
+from tests.runtime.support import begun, random_batches
 from tests.runtime.workers_cases import weight_of_values
 from tests.support.lowering import applied
 from tests.support.offloads import OFFLOADS
@@ -153,9 +153,7 @@ def test_a_real_model_equals_eager_torch() -> None:
 
 
 def opened(program: Program) -> Engine:
-    engine = Engine(program)
-    engine.initialise_flats(initial_flats(mlp()))
-    return engine
+    return begun(Engine(program))
 
 
 def test_an_engine_collects_the_micro_batches_of_a_group(tmp_path: Path) -> None:
@@ -206,8 +204,7 @@ def test_training_goes_on_from_a_checkpoint_of_the_other_order(
     )
     expected = trained(plain)
     for first, second in ((plain, layer), (layer, plain)):
-        lockstep = Lockstep(first)
-        lockstep.initialise_flats(initial_flats(mlp(precision="bf16")))
+        lockstep = begun(Lockstep(first))
         lockstep.step(steps[0])
         lockstep.step(steps[1])
         path = str(tmp_path / f"{first.interleaved}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.runtime.support import begun, lowered, random_batches
 from tests.support.programs import mlp
 from zeroir.runtime.execution.lockstep import Lockstep
 
@@ -16,8 +16,7 @@ WORLD_SIZE = 3
 @pytest.mark.parametrize("overflowing", [(), (1,), (0, 1, 2)])
 def test_an_overflow_anywhere_skips_everywhere(stage: int, overflowing: tuple[int, ...]) -> None:
     logical = mlp(precision="fp16", clip=1.0)
-    lockstep = Lockstep(lowered(logical, stage, WORLD_SIZE), schedule_seed=stage)
-    lockstep.initialise_flats(initial_flats(logical))
+    lockstep = begun(Lockstep(lowered(logical, stage, WORLD_SIZE), schedule_seed=stage))
     first, second, third = random_batches(3, WORLD_SIZE)
     lockstep.step(first)
     before = {key: value.clone() for key, value in lockstep.full_state().items()}
@@ -47,8 +46,7 @@ def test_a_skipped_step_is_as_if_it_had_not_been() -> None:
     bad[1] = [{"x": torch.full((4, 6), 3e4)}]
     states = []
     for batches in ([first, second], [bad, first, bad, second]):
-        lockstep = Lockstep(program)
-        lockstep.initialise_flats(initial_flats(logical))
+        lockstep = begun(Lockstep(program))
         for rank in range(WORLD_SIZE):
             lockstep.buffers(rank)["loss_scale"].copy_(torch.tensor([64.0, 0.0, 9.0]))
         for batch in batches:

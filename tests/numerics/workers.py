@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from tests.numerics.trainings import TRAININGS
-from tests.runtime.support import initial_flats
+from tests.runtime.support import begun
 from zeroir.ir.text import parse
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.distributed import rendezvous
@@ -59,8 +59,7 @@ def main(backend: str, name: str, *more: str) -> None:
     rank = Rank.joined()
     for training in TRAININGS[name](*more):
         program = parse(training.text_file(rank.folder).read_text())
-        engine = Engine(program, backend=Backend(backend))
-        engine.initialise_flats(initial_flats(training.logical))
+        engine = begun(Engine(program, backend=Backend(backend)))
         losses = [engine.step(step[rank.number]).loss for step in training.batches()]
         rank.finish(engine, losses, training.name)
     rendezvous.leave_job()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.runtime.support import begun, lowered, random_batches
 from tests.support.lowering import applied
 from tests.support.programs import mlp
 from tests.support.resident import peak_resident_bytes
@@ -51,8 +51,7 @@ def write_state(engine: Engine, name: str, losses: list[float]) -> None:
 def save(cases: str, steps: int = 3) -> None:
     """A few steps of each case, a checkpoint, and as many steps again."""
     for case in cases.split(","):
-        engine = Engine(program_of(case), seed=SEED)
-        engine.initialise_flats(initial_flats(engine.program))
+        engine = begun(Engine(program_of(case), seed=SEED))
         batches = random_batches(2 * steps, WORLD_SIZE, micro_steps=2)
         losses = [engine.step(ranks[RANK]).loss for ranks in batches[:steps]]
         engine.optimizer.param_groups[0]["lr"] = 0.02
@@ -118,8 +117,7 @@ def within(*cases: str) -> None:
 
 def _within(case: str) -> None:
     """Save after a micro-step; new engines finish the step with the same program, and begin it anew with another."""
-    engine = Engine(program_of(case))
-    engine.initialise_flats(initial_flats(engine.program))
+    engine = begun(Engine(program_of(case)))
     steps = random_batches(3, WORLD_SIZE, micro_steps=3)
     engine.step(steps[0][RANK])
     first, second, third = steps[1][RANK]
@@ -132,8 +130,7 @@ def _within(case: str) -> None:
     write_state(engine, f"{case}.whole", losses)
     engine.close()
 
-    engine = Engine(program_of(case))
-    engine.initialise_flats(initial_flats(engine.program))
+    engine = begun(Engine(program_of(case)))
     engine.step(steps[0][RANK])
     engine.micro_step(first, is_last=False)
     engine.micro_step(second, is_last=False)
@@ -151,8 +148,7 @@ def _within(case: str) -> None:
 
 def failing(where: str) -> None:
     """The disk of one rank fails in the background; every rank learns of it, and the next save works."""
-    engine = Engine(program_of("fp32.2"))
-    engine.initialise_flats(initial_flats(engine.program))
+    engine = begun(Engine(program_of("fp32.2")))
     batches = random_batches(3, WORLD_SIZE, micro_steps=2)
     engine.step(batches[0][RANK])
 
@@ -179,8 +175,7 @@ def failing(where: str) -> None:
 
 def lost() -> None:
     """Rank 1 ends while it writes; the others say so, and the next job finds no half of a checkpoint."""
-    engine = Engine(program_of("fp32.2"))
-    engine.initialise_flats(initial_flats(engine.program))
+    engine = begun(Engine(program_of("fp32.2")))
 
     def end(*_: object, **__: object) -> object:
         os._exit(9)
@@ -198,8 +193,7 @@ def large(precision: str) -> Program:
 
 def save_large() -> None:
     """Save the large program."""
-    engine = Engine(large("fp32"))
-    engine.initialise_flats(initial_flats(engine.program))
+    engine = begun(Engine(large("fp32")))
     engine.save(FOLDER.parent / "large")
     engine.close()
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tests.runtime.support import initial_flats, random_batches
+from tests.runtime.support import begun, random_batches
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
@@ -56,8 +56,7 @@ def main(name: str, precision: str, stage: str) -> None:
     program = on_disk(precision, int(stage), world_size)
     batches = random_batches(STEPS, world_size, micro_steps=2)
     losses: list[float] = []
-    engine = Engine(program, disk_folder=folder / "disk")
-    engine.initialise_flats(initial_flats(program))
+    engine = begun(Engine(program, disk_folder=folder / "disk"))
     losses += [engine.step(ranks[rank]).loss for ranks in batches[: STEPS // 2]]
     engine.save(folder / f"{name}.saved", wait=False)
     engine.close()

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.runtime.support import begun, lowered, random_batches
 from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.passes.memory.save_state import SaveState
@@ -20,8 +20,7 @@ RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 def save(url: str) -> None:
     """Save after the first step and, in the background, after the second; the process ends at once."""
     logical = mlp(dim=200, precision="fp16", clip=0.5, ema=0.9)
-    engine = Engine(applied(lowered(logical, 2, WORLD_SIZE), (SaveState(),)), seed=11)
-    engine.initialise_flats(initial_flats(engine.program))
+    engine = begun(Engine(applied(lowered(logical, 2, WORLD_SIZE), (SaveState(),)), seed=11))
     first, second = random_batches(2, WORLD_SIZE)
     engine.step(first[RANK])
     engine.save(f"{url}/step-00000001", read_back=True)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from zeroir.ir.program import Flat, Program
 from zeroir.ir.segments.bindings import Binding
 from zeroir.ir.segments.segment import Node, Ref, Segment, TensorType
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.torch_ops.batches import Batch
 
 ROOT = Path(__file__).parents[2]
@@ -111,10 +113,18 @@ def random_batches(
     ]
 
 
+Run = TypeVar("Run", Engine, Lockstep)
+
+
+def begun(run: Run) -> Run:
+    """The engine or the virtual ranks with random parameters, the same for every lowering of a program."""
+    run.initialise_flats(initial_flats(run.program))
+    return run
+
+
 def trained_engine(program: Program) -> Engine:
     """An engine of one rank after one step."""
-    engine = Engine(program)
-    engine.initialise_flats(initial_flats(program))
+    engine = begun(Engine(program))
     engine.step(random_batches(1, 1)[0][0])
     return engine
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.numerics.test_whole_parameters import CHOICES, MODEL
 from tests.runtime.support import (
     Values,
+    begun,
     initial_flats,
     lowered,
     random_batches,
@@ -50,8 +51,7 @@ PRECISIONS = st.sampled_from(["fp32", "bf16", "fp16"])
 
 
 def trained(program: Program, steps: int = 2) -> Lockstep:
-    lockstep = Lockstep(program)
-    lockstep.initialise_flats(initial_flats(program))
+    lockstep = begun(Lockstep(program))
     for batches in random_batches(steps, program.mesh.world_size):
         lockstep.step(batches)
     return lockstep

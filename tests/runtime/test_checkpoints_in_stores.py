@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from tests.runtime.support import Ranks, initial_flats, lowered, require_success
+from tests.runtime.support import Ranks, begun, lowered, require_success
 from tests.support.programs import mlp
 from zeroir.checkpoint.folder import CheckpointFolder
 from zeroir.checkpoint.reading import read_manifest, verify_all
@@ -43,8 +43,7 @@ def test_ranks_save_to_a_store_and_load_from_it(
 
 def test_the_file_of_a_rank_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the store fails in passing: the bytes of the state can be read again."""
-    lockstep = Lockstep(lowered(mlp(), 2, 2))
-    lockstep.initialise_flats(initial_flats(lockstep.program))
+    lockstep = begun(Lockstep(lowered(mlp(), 2, 2)))
     write = MemoryFile.write
     failures = [TimeoutError("slow"), ConnectionResetError("gone")]
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.runtime.support import begun, initial_flats, lowered, random_batches
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
@@ -244,8 +244,7 @@ def training(program: Program, job: Job | None = None) -> Iterator[Training]:
 
 
 def expected_losses(program: Program, batches: list[list[Batch]]) -> list[float]:
-    engine = Engine(program)
-    engine.initialise_flats(initial_flats(program))
+    engine = begun(Engine(program))
     losses = [engine.step(list(one)).loss for one in batches]
     engine.close()
     return losses

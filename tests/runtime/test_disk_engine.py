@@ -14,7 +14,7 @@ import zeroir
 from tests.passes.test_offload_to_disk import whole_page_bytes
 from tests.runtime.constructors import Mlp
 from tests.runtime.disk_workers import STEPS, TO_DISK, plain
-from tests.runtime.support import Ranks, initial_flats, lowered, random_batches, require_success
+from tests.runtime.support import Ranks, begun, lowered, random_batches, require_success
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.process_bytes import disk_bytes
@@ -199,8 +199,7 @@ def test_two_jobs_share_a_folder_and_leave_nothing_there(tmp_path: Path) -> None
         require_success(ranks.wait())
     assert list((tmp_path / "disk").iterdir()) == []
     for name, (world_size, precision, stage) in jobs.items():
-        lockstep = Lockstep(plain(precision, stage, world_size))
-        lockstep.initialise_flats(initial_flats(lockstep.program))
+        lockstep = begun(Lockstep(plain(precision, stage, world_size)))
         batches = random_batches(STEPS, world_size, micro_steps=2)
         losses = [float(lockstep.step(ranks)[0].loss) for ranks in batches]
         end = load_file(tmp_path / f"{name}.safetensors")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.runtime.support import begun, lowered, random_batches
 from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.checkpoint.reading import read_manifest
@@ -33,8 +33,7 @@ LAYOUTS = st.sampled_from(
 
 
 def trained(program: Program, steps: int = 3) -> Lockstep:
-    lockstep = Lockstep(program)
-    lockstep.initialise_flats(initial_flats(program))
+    lockstep = begun(Lockstep(program))
     for batches in random_batches(steps, program.mesh.world_size, shape=SHAPE):
         lockstep.step(batches)
     return lockstep
@@ -138,8 +137,7 @@ def test_states_of_other_bits_are_converted(
 
 def test_a_checkpoint_has_two_bytes_for_each_parameter(tmp_path: Path) -> None:
     program = lowered(mlp(dim=256, features=64, has_codes=True), 3, 2)
-    trained_program = Lockstep(program)
-    trained_program.initialise_flats(initial_flats(program))
+    trained_program = begun(Lockstep(program))
     trained_program.save(str(tmp_path / "saved"))
     manifest = read_manifest(str(tmp_path / "saved"))
     itemsizes = {"u8": 1, "f32": 4}
@@ -155,14 +153,12 @@ def test_a_checkpoint_has_two_bytes_for_each_parameter(tmp_path: Path) -> None:
 
 def test_the_state_dictionary_has_fp32_states() -> None:
     program = lowered(mlp(dim=24, features=20, has_codes=True), 0, 1)
-    engine = Engine(program)
-    engine.initialise_flats(initial_flats(program))
+    engine = begun(Engine(program))
     for batches in random_batches(2, 1, shape=SHAPE):
         engine.step(batches[0])
     states = cast("dict[str, dict[str, Tensor]]", engine.optimizer_state_dict()["state"])
     engine.close()
-    source = Lockstep(program)
-    source.initialise_flats(initial_flats(program))
+    source = begun(Lockstep(program))
     for batches in random_batches(2, 1, shape=SHAPE):
         source.step(batches)
     for (name, state), values in widened(states_of(source, program)).items():

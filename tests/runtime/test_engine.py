@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests.runtime.constructors import Mlp
-from tests.runtime.support import ROOT, initial_flats, lowered, random_batches
+from tests.runtime.support import ROOT, begun, initial_flats, lowered, random_batches
 from tests.support.edits import losses_in, with_report_of
 from tests.support.evaluations import with_evaluation
 from tests.support.pieces import dense, tensor
@@ -82,8 +82,7 @@ def test_a_changed_model_is_named() -> None:
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused(batch: Batch, expected: str) -> None:
-    engine = Engine(lowered(mlp(), 3, 1))
-    engine.initialise_flats(initial_flats(mlp()))
+    engine = begun(Engine(lowered(mlp(), 3, 1)))
     with pytest.raises(UserError, match=expected):
         engine.step(batch)
 
@@ -165,8 +164,7 @@ def test_one_rank_alone_equals_lockstep() -> None:
 
 
 def test_profiles_name_every_op_with_its_line() -> None:
-    engine = Engine(lowered(mlp(), 3, 1))
-    engine.initialise_flats(initial_flats(mlp()))
+    engine = begun(Engine(lowered(mlp(), 3, 1)))
     batch = random_batches(1, 1)[0][0][0]
     engine.step(batch)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -250,8 +248,7 @@ def test_seeds_are_fresh_in_every_step_and_on_every_rank() -> None:
     program = lowered(replace(logical, buffers=(*logical.buffers, rng)), 3, 2)
     seen: list[int] = []
     for _ in range(2):
-        lockstep = Lockstep(program, seed=5)
-        lockstep.initialise_flats(initial_flats(logical))
+        lockstep = begun(Lockstep(program, seed=5))
         for batches in random_batches(2, 2):
             lockstep.step(batches)
             for rank in range(2):
@@ -267,8 +264,7 @@ def test_an_evaluation_changes_nothing_about_the_steps_after_it(micro_steps: int
     first, second = random_batches(2, 2, micro_steps=micro_steps)
     losses: list[list[float]] = []
     for is_evaluated in (False, True):
-        lockstep = Lockstep(program)
-        lockstep.initialise_flats(initial_flats(logical))
+        lockstep = begun(Lockstep(program))
         found: list[float] = []
         for batches in (first, second):
             if is_evaluated:
@@ -339,8 +335,7 @@ def test_adam_without_eps_leaves_padding_zero() -> None:
         for s in logical.scalars
     )
     program = lowered(replace(logical, scalars=scalars), 3, 3)
-    lockstep = Lockstep(program)
-    lockstep.initialise_flats(initial_flats(logical))
+    lockstep = begun(Lockstep(program))
     lockstep.step(random_batches(1, 3)[0])
     for (flat, _), values in lockstep.full_state().items():  # which looks at the padding at the end
         slots = program.flat_by_name[flat].slots
@@ -403,8 +398,7 @@ join_fake_world(5, 64)
 logical = mlp(precision="bf16", clip=1.0, dim=64)
 for stage in range(4):
     program = lowered(logical, stage, 64)
-    engine = Engine(program, backend=Backend.FAKE)
-    engine.initialise_flats(initial_flats(logical))
+    engine = begun(Engine(program, backend=Backend.FAKE))
     engine.step(random_batches(1, 1)[0][0][0])
     for buffer in program.buffers:
         if buffer.is_persistent:

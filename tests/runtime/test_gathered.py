@@ -16,6 +16,7 @@ from tests.runtime.constructors import Mlp
 from tests.runtime.support import (
     ROOT,
     Ranks,
+    begun,
     initial_flats,
     lowered,
     random_batches,
@@ -186,8 +187,7 @@ def test_wrong_names_are_answered_with_near_ones() -> None:
 
 def test_an_engine_without_a_module_lends_none() -> None:
     program = lowered(mlp(), 3, 1)
-    engine = Engine(program)
-    engine.initialise_flats(initial_flats(program))
+    engine = begun(Engine(program))
     with pytest.raises(UserError, match="not initialised from a module"), engine.gathered():
         pass
 
@@ -274,8 +274,7 @@ def test_parameters_alone_travel_where_they_are_less_than_half_of_their_flat() -
     (flat,) = [flat for flat in logical.flats if flat.unit == "blocks.0"]
     assert [slot.name for slot in flat.slots] == ["blocks.0.weight", "blocks.0.bias"]
     program = lowered(logical, 3, 4)
-    lockstep = Lockstep(program)
-    lockstep.initialise_flats(initial_flats(logical))
+    lockstep = begun(Lockstep(program))
     expected = lockstep.full_parameters()
     memories = lockstep._memories
     comm = CountingComm(LockstepComm(program))

@@ -11,13 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.runtime.support import (
-    Ranks,
-    initial_flats,
-    lowered,
-    random_batches,
-    require_success,
-)
+from tests.runtime.support import Ranks, begun, lowered, random_batches, require_success
 from tests.runtime.workers_cases import MODEL_STEPS, one_cycle
 from tests.support.programs import mlp
 from zeroir.runtime.execution.lockstep import Lockstep
@@ -111,8 +105,7 @@ def test_a_schedule_changes_the_settings_of_every_rank(tmp_path: Path) -> None:
     """Real processes equal virtual ranks, bit for bit."""
     require_success(Ranks(WORLD_SIZE, tmp_path, "scheduled-settings").wait(60.0))
     written = load_file(tmp_path / "scheduled.safetensors")
-    lockstep = Lockstep(lowered(mlp(), 3, WORLD_SIZE))
-    lockstep.initialise_flats(initial_flats(mlp()))
+    lockstep = begun(Lockstep(lowered(mlp(), 3, WORLD_SIZE)))
     scheduler = one_cycle(lockstep.optimizer)
     losses: list[float] = []
     for batches in random_batches(MODEL_STEPS, WORLD_SIZE):

@@ -24,6 +24,7 @@ from tests.memory.nodes import bound, segment_of
 from tests.runtime.support import (
     ROOT,
     Ranks,
+    begun,
     initial_flats,
     lowered,
     random_batches,
@@ -223,9 +224,7 @@ print(json.dumps({"losses": losses, "compiler": compiler}))
 
 def mlp_engine(kernels: KernelBackend) -> Engine:
     program = lowered(mlp(clip=0.5), 3, 1)
-    engine = Engine(program, kernels=kernels)
-    engine.initialise_flats(initial_flats(program))
-    return engine
+    return begun(Engine(program, kernels=kernels))
 
 
 def mlp_losses(kernels: KernelBackend) -> list[float]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.runtime.support import begun, initial_flats, lowered, random_batches
 from tests.support.lowering import proved_for
 from tests.support.programs import mlp
 from zeroir.config import CompileOptions, make_options
@@ -199,8 +199,7 @@ def test_a_schedule_over_200_steps_equals_torch(
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     logical = mlp()
-    engine = Engine(lowered(logical, 3, 1))
-    engine.initialise_flats(initial_flats(logical))
+    engine = begun(Engine(lowered(logical, 3, 1)))
     yield engine
     engine.close()
 
@@ -313,8 +312,7 @@ def test_an_invalid_setting_is_refused_before_the_step(
 def test_settings_of_sgd_go_together(
     optimizer: str, changes: dict[str, object], sentence: str
 ) -> None:
-    lockstep = Lockstep(lowered(mlp(optimizer=optimizer), 3, 2))
-    lockstep.initialise_flats(initial_flats(mlp(optimizer=optimizer)))
+    lockstep = begun(Lockstep(lowered(mlp(optimizer=optimizer), 3, 2)))
     assert lockstep.optimizer.param_groups[0]["nesterov"] is False
     lockstep.optimizer.param_groups[0].update(changes)
     with pytest.raises(UserError, match=sentence):
@@ -370,8 +368,7 @@ def test_settings_are_saved_and_loaded(engine: Engine) -> None:
         scheduler.step()
     saved = engine.optimizer.state_dict(), scheduler.state_dict()
     assert saved[0]["state"] == {}
-    other = Engine(lowered(mlp(), 3, 1))
-    other.initialise_flats(initial_flats(mlp()))
+    other = begun(Engine(lowered(mlp(), 3, 1)))
     resumed = lr_scheduler.OneCycleLR(other.optimizer, max_lr=0.1, total_steps=10)
     other.optimizer.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])

@@ -8,13 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.runtime.support import (
-    initial_flats,
-    lowered,
-    random_batches,
-    require_same,
-    trained_engine,
-)
+from tests.runtime.support import begun, lowered, random_batches, require_same, trained_engine
 from tests.support.groups import in_groups
 from tests.support.programs import mlp
 from zeroir.checkpoint.manifest import MASTER
@@ -47,8 +41,7 @@ def test_what_does_not_fit_is_refused_by_name(
     tmp_path: Path, program: Program, message: str
 ) -> None:
     path = saved_by(lowered(mlp(), 2, 1), tmp_path)
-    engine = Engine(lowered(program, 0, 1))
-    engine.initialise_flats(initial_flats(program))
+    engine = begun(Engine(lowered(program, 0, 1)))
     before = {key: values.clone() for key, values in engine.full_state().items()}
     with pytest.raises(UserError) as refusal:
         engine.load(path)

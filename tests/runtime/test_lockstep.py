@@ -10,29 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runtime.support import initial_flats, lowered, random_batches
-from tests.support.edits import losses_in
+from tests.support.edits import at, is_of, places, put
 from tests.support.evaluations import with_evaluation
 from tests.support.examples import examples
 from tests.support.lockstep import LockstepResult, run_lockstep
 from tests.support.programs import mlp
 from zeroir.errors import InternalError, UserError
 from zeroir.ir import ops
-from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import Content, FlatContent, NamedContent
-from zeroir.ir.dtypes import DType
-from zeroir.ir.mesh import Axis, Communicator, Mesh
-from zeroir.ir.program import (
-    LAST_MICRO_STEP,
-    UPDATE,
-    Flat,
-    Holding,
-    Pending,
-    Program,
-    ScalarBinding,
-    Section,
-    Slot,
-    State,
-)
+from zeroir.ir.buffers import Region
+from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Pending, Program, Section, State
+from zeroir.ir.text import parse
 from zeroir.runtime.execution.lockstep import Lockstep
 
 WORLD_SIZE = 3
@@ -62,19 +49,12 @@ def test_every_stage_and_every_schedule_gives_the_same_bits(stage: int, schedule
 @pytest.mark.slow
 def test_a_missing_wait_shows() -> None:
     program = PROGRAMS[3]
-    section = program.section_by_name[LAST_MICRO_STEP]
-    gathers = {op.event for op in section.body if isinstance(op, ops.AllGather | ops.Prefetch)}
-    waits = [op for op in section.body if isinstance(op, ops.Wait) and op.waited in gathers]
+    body = program.section_by_name[LAST_MICRO_STEP].body
+    gathers = {op.event for op in body if isinstance(op, ops.AllGather | ops.Prefetch)}
+    waits = places(program, lambda op: isinstance(op, ops.Wait) and op.waited in gathers)
     assert waits
     for missing in waits:
-        body = tuple(op for op in section.body if op is not missing)
-        mutant = replace(
-            program,
-            sections=tuple(
-                replace(one, body=body) if one is section else one for one in program.sections
-            ),
-        )
-        assert any(_differs(mutant, seed) for seed in range(12)), missing
+        assert any(_differs(put(program, missing), seed) for seed in range(12)), missing
 
 
 def _differs(program: Program, schedule_seed: int) -> bool:
@@ -85,33 +65,19 @@ def _differs(program: Program, schedule_seed: int) -> bool:
 
 
 def test_a_released_buffer_cannot_be_used() -> None:
-    section = LOGICAL.section_by_name[LAST_MICRO_STEP]
-    first = next(op for op in section.body if isinstance(op, ops.Release))
-    early = [op for op in section.body if op is not first]
-    at = next(
-        i for i, op in enumerate(early) if isinstance(op, ops.Alloc) and op.buffer == first.buffer
+    place = places(LOGICAL, is_of(ops.Release))[0]
+    release = at(LOGICAL, place)
+    assert isinstance(release, ops.Release)
+    (allocated, *_) = places(
+        LOGICAL, lambda op: op == ops.Alloc(buffer=release.buffer, stream="compute")
     )
-    early.insert(at + 1, first)
-    mutant = replace(
-        LOGICAL,
-        sections=tuple(
-            replace(one, body=tuple(early)) if one is section else one for one in LOGICAL.sections
-        ),
-    )
-    with pytest.raises(InternalError, match=rf"last_micro_step:\d+ compute .*%{first.buffer}"):
+    mutant = put(put(LOGICAL, place), allocated, at(LOGICAL, allocated), release)
+    with pytest.raises(InternalError, match=rf"last_micro_step:\d+ compute .*%{release.buffer}"):
         run_lockstep(mutant, initial=INITIAL, inputs=random_batches(1, 1))
 
 
 def test_fresh_memory_is_poisoned() -> None:
-    section = LOGICAL.section_by_name[LAST_MICRO_STEP]
-    write = next(op for op in section.body if isinstance(op, ops.Compute))
-    mutant = replace(
-        LOGICAL,
-        sections=tuple(
-            replace(one, body=tuple(op for op in one.body if op is not write))
-            for one in LOGICAL.sections
-        ),
-    )
+    mutant = put(LOGICAL, places(LOGICAL, is_of(ops.Compute))[0])
     result = run_lockstep(mutant, initial=INITIAL, inputs=random_batches(1, 1))
     assert result.losses[0][0] != result.losses[0][0]  # NaN
 
@@ -135,48 +101,33 @@ def test_micro_steps_agree_within_the_stages_that_add_in_one_order() -> None:
         torch.testing.assert_close(value, results[2].state[key], rtol=2e-2, atol=2e-3)
 
 
-def _collectives_on_a_mesh() -> Program:
-    """Scalars on ``replicate=2, shard=2``: sum over one axis, gather over the other, broadcast."""
-
-    def scalar(name: str, numel: int) -> Buffer:
-        return Buffer(
-            name=name,
-            dtype=DType.F32,
-            numel=numel,
-            space=Space.DEVICE,
-            role=Role.SCALAR,
-            holds=NamedContent(name=name),
-        )
-
-    def all_of(name: str, numel: int) -> Region:
-        return Region(buffer=name, offset=0, numel=numel)
-
-    def pair(source: Region, destination: Region) -> tuple[ops.Pair, ...]:
-        return (ops.Pair(source=source, destination=destination),)
-
-    x, total, both, root = all_of("x", 2), all_of("total", 2), all_of("both", 4), all_of("root", 2)
-    body: tuple[ops.Op, ...] = (
-        ops.AllReduce(pairs=pair(x, total), comm="across", stream="reduce", event="0"),
-        ops.AllGather(pairs=pair(x, both), comm="along", stream="gather", event="1"),
-        ops.Wait(waited="1", on="compute"),
-        ops.Broadcast(pairs=pair(x, root), comm="along", root=1, stream="compute"),
-    )
-    return Program(
-        mesh=Mesh(axes=(Axis(name="replicate", size=2), Axis(name="shard", size=2))),
-        comms=(
-            Communicator(name="across", axis="replicate"),
-            Communicator(name="along", axis="shard"),
-        ),
-        buffers=(scalar("x", 2), scalar("total", 2), scalar("both", 4), scalar("root", 2)),
-        sections=(Section(name=LAST_MICRO_STEP, body=body), Section(name=UPDATE, body=())),
-        scalars=(ScalarBinding(buffer="total", values=(0.0, 0.0)),),
-        reports=losses_in("total"),
-    )
+# Scalars on ``replicate=2, shard=2``: sum over one axis, gather over the other, broadcast.
+COLLECTIVES_ON_A_MESH = parse("""zeroir 1
+mesh replicate=2 shard=2
+comm across axis=replicate
+comm along axis=shard
+streams compute:device gather:device reduce:device
+report loss %total
+report batch_loss %total
+buffer %x : f32[2] device scalar = value x
+buffer %total : f32[2] device scalar = value total
+buffer %both : f32[4] device scalar = value both
+buffer %root : f32[2] device scalar = value root
+scalar %total = (0.0, 0.0)
+section last_micro_step {
+  0: !0 = all_reduce %x -> %total comm=across stream=reduce
+  1: !1 = all_gather %x -> %both comm=along stream=gather
+  2: wait !1 on=compute
+  3: broadcast %x -> %root comm=along root=1 stream=compute
+}
+section update {
+}
+""")
 
 
 @pytest.mark.parametrize("schedule_seed", range(4))
 def test_collectives_stay_within_the_groups_of_their_axis(schedule_seed: int) -> None:
-    lockstep = Lockstep(_collectives_on_a_mesh(), schedule_seed=schedule_seed)
+    lockstep = Lockstep(COLLECTIVES_ON_A_MESH, schedule_seed=schedule_seed)
     for rank in range(4):
         lockstep.buffers(rank)["x"].copy_(torch.tensor([rank, 10.0 * rank]))
     lockstep.step([[{}] for _ in range(4)])
@@ -191,24 +142,16 @@ def test_collectives_stay_within_the_groups_of_their_axis(schedule_seed: int) ->
 
 def test_an_event_may_cross_a_boundary() -> None:
     """The last micro-step begins a gather whose destination only the update may read."""
-    mesh = _collectives_on_a_mesh()
-    gather = next(op for op in mesh.sections[0].body if isinstance(op, ops.AllGather))
-    both, root = (Region(buffer=name, offset=0, numel=2) for name in ("both", "root"))
     pending = State(pending=(Pending(event="1", stream="gather"),))
+    both, root = (Region(buffer=name, offset=0, numel=2) for name in ("both", "root"))
     use = ops.Cast(source=both, destination=root, stream="compute")
-    program = replace(
-        mesh,
-        sections=(
-            Section(name=LAST_MICRO_STEP, body=(gather,), exit=pending),
-            Section(name=UPDATE, entry=pending, body=(ops.Wait(waited="1", on="compute"), use)),
-        ),
+    gather = Section(
+        name=LAST_MICRO_STEP, body=COLLECTIVES_ON_A_MESH.sections[0].body[1:2], exit=pending
     )
-    without_wait = replace(
-        program,
-        sections=(
-            program.sections[0],
-            Section(name=UPDATE, entry=pending, body=(use,), exit=pending),
-        ),
+    waiting = Section(name=UPDATE, entry=pending, body=(ops.Wait(waited="1", on="compute"), use))
+    reading = Section(name=UPDATE, entry=pending, body=(use,), exit=pending)
+    program, without_wait = (
+        replace(COLLECTIVES_ON_A_MESH, sections=(gather, update)) for update in (waiting, reading)
     )
 
     def found(one: Program, schedule_seed: int) -> list[float]:
@@ -237,75 +180,42 @@ def test_evaluation_gives_the_loss_and_changes_nothing() -> None:
         Lockstep(LOGICAL).evaluate([batch])
 
 
-def _gather_across_steps() -> Program:
-    """Each update gathers the parameters that the next step reads; before the first step nobody has."""
-    full = Region(buffer="full", offset=0, numel=256)
-    shard = Region(buffer="param", offset=0, numel=128)
-    first = Region(buffer="full", offset=0, numel=1)
-    content = FlatContent(quantity="param", flat="f")
-    at_boundary = State(
-        live=("full",),
-        holdings=(Holding(region=full, content=content, after="0"),),
-        pending=(Pending(event="0", stream="gather"),),
-    )
-    loss = Region(buffer="loss", offset=0, numel=1)
-
-    def buffer(name: str, numel: int, role: Role, holds: Content | None) -> Buffer:
-        return Buffer(
-            name=name, dtype=DType.F32, numel=numel, space=Space.DEVICE, role=role, holds=holds
-        )
-
-    return Program(
-        mesh=Mesh(axes=(Axis(name="dp", size=2),)),
-        comms=(Communicator(name="gather", axis="dp"),),
-        flats=(
-            Flat(
-                name="f",
-                unit="f",
-                dtype=DType.F32,
-                is_trainable=True,
-                padded_numel=256,
-                slots=(Slot(name="w", offset=0, shape=(200,)),),
-            ),
-        ),
-        buffers=(
-            buffer("param", 128, Role.PARAM, replace(content, shard="dp")),
-            buffer("full", 256, Role.GATHERED, None),
-            buffer("loss", 1, Role.SCALAR, NamedContent(name="loss")),
-        ),
-        sections=(
-            Section(
-                name=LAST_MICRO_STEP,
-                entry=at_boundary,
-                body=(
-                    ops.Wait(waited="0", on="compute"),
-                    ops.Cast(source=first, destination=loss, stream="compute"),
-                    ops.Release(buffer="full", stream="compute"),
-                ),
-            ),
-            Section(
-                name=UPDATE,
-                body=(
-                    ops.Scale(region=shard, by=loss, stream="compute", event="1"),
-                    ops.Wait(waited="1", on="gather"),
-                    ops.Alloc(buffer="full", stream="gather"),
-                    ops.Prefetch(
-                        pairs=(ops.Pair(source=shard, destination=full),),
-                        comm="gather",
-                        stream="gather",
-                        event="0",
-                    ),
-                ),
-                exit=at_boundary,
-            ),
-        ),
-        reports=losses_in("loss"),
-    )
+# Each update gathers the parameters that the next step reads; before the first step nobody has.
+GATHER_ACROSS_STEPS = parse("""zeroir 1
+mesh dp=2
+comm gather axis=dp
+streams compute:device gather:device
+report loss %loss
+report batch_loss %loss
+flat f : f32[256] unit=f trainable {
+  w : [200] offset=0
+}
+buffer %param : f32[128] device param = param f @dp
+buffer %full : f32[256] device gathered
+buffer %loss : f32[1] device scalar = value loss
+section last_micro_step {
+  entry live %full
+  entry %full = param f after !0
+  entry pending !0 stream=gather
+  0: wait !0 on=compute
+  1: cast %full[0:1] -> %loss stream=compute
+  2: release %full stream=compute
+}
+section update {
+  0: !1 = scale %param by %loss stream=compute
+  1: wait !1 on=gather
+  2: alloc %full stream=gather
+  3: !0 = prefetch %param -> %full comm=gather stream=gather
+  exit live %full
+  exit %full = param f after !0
+  exit pending !0 stream=gather
+}
+""")
 
 
 @pytest.mark.parametrize("schedule_seed", range(6))
 def test_a_gather_may_cross_the_boundary_between_two_steps(schedule_seed: int) -> None:
-    lockstep = Lockstep(_gather_across_steps(), schedule_seed=schedule_seed)
+    lockstep = Lockstep(GATHER_ACROSS_STEPS, schedule_seed=schedule_seed)
     lockstep.initialise_flats({"param": torch.full((200,), 3.0)})
     losses = [[float(one.loss) for one in lockstep.step([[{}], [{}]])] for _ in range(3)]
     assert losses == [[3.0, 3.0], [9.0, 9.0], [81.0, 81.0]]

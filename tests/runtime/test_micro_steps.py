@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.runtime.support import begun, lowered, random_batches
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.frontend.lowering.accumulate import accumulate
@@ -29,9 +29,7 @@ def opened(
     weight: Weight | None = None,
     accumulating: Callable[[], Program] | None = None,
 ) -> Engine:
-    engine = Engine(lowered(logical, stage, 1), weight=weight, accumulating=accumulating)
-    engine.initialise_flats(initial_flats(mlp(precision=logical.option["precision"])))
-    return engine
+    return begun(Engine(lowered(logical, stage, 1), weight=weight, accumulating=accumulating))
 
 
 def x_of(batch: Batch) -> torch.Tensor:

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 from torch.profiler import profile
 
-from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.runtime.support import begun, lowered, random_batches
 from tests.support.programs import mlp
 from zeroir.cost.machine import load_machine
 from zeroir.cost.simulate import simulate
@@ -38,9 +38,7 @@ def program(stage: int) -> Program:
 
 
 def engine(stage: int) -> Engine:
-    made = Engine(program(stage))
-    made.initialise_flats(initial_flats(mlp(micro_steps=MICRO_STEPS)))
-    return made
+    return begun(Engine(program(stage)))
 
 
 def step(trained: Engine) -> None:

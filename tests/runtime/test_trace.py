@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.runtime.support import begun, lowered, random_batches
 from tests.runtime.timelines import require_program_order
 from tests.support.evaluations import with_evaluation
 from tests.support.programs import mlp
@@ -23,8 +23,7 @@ from zeroir.runtime.execution.trace import aligned, to_bytes
 @pytest.mark.parametrize("stage", range(4))
 def test_a_recorded_step_follows_the_program(stage: int) -> None:
     logical = mlp(clip=0.5)
-    engine = Engine(lowered(logical, stage, 1))
-    engine.initialise_flats(initial_flats(logical))
+    engine = begun(Engine(lowered(logical, stage, 1)))
     engine.record(2)
     for ((batch,),) in random_batches(3, 1):
         engine.step(batch)
@@ -38,8 +37,7 @@ def test_a_recorded_step_follows_the_program(stage: int) -> None:
 
 def test_of_a_recorded_step_no_evaluation_is_part() -> None:
     logical = mlp()
-    engine = Engine(with_evaluation(logical))
-    engine.initialise_flats(initial_flats(logical))
+    engine = begun(Engine(with_evaluation(logical)))
     batches = [batch for ((batch,),) in random_batches(3, 1)]
     engine.step(batches[0])
     engine.record(2)
@@ -53,8 +51,7 @@ def test_of_a_recorded_step_no_evaluation_is_part() -> None:
 
 
 def test_nothing_is_recorded_unless_asked() -> None:
-    engine = Engine(lowered(mlp(), 3, 1))
-    engine.initialise_flats(initial_flats(mlp()))
+    engine = begun(Engine(lowered(mlp(), 3, 1)))
     engine.step(random_batches(1, 1)[0][0][0])
     assert engine.timelines() == [[]]
     engine.close()
@@ -65,8 +62,7 @@ def test_a_step_that_is_recorded_prepares_nothing_anew(
 ) -> None:
     """What is prepared runs for the first time, and slower than the steps that it is to tell of."""
     logical = mlp()
-    engine = Engine(lowered(logical, 3, 1))
-    engine.initialise_flats(initial_flats(logical))
+    engine = begun(Engine(lowered(logical, 3, 1)))
     prepared: list[ops.Op] = []
     prepare = LocalRanks.prepare
 
@@ -92,8 +88,7 @@ def test_a_step_that_is_recorded_prepares_nothing_anew(
 
 def test_every_micro_step_of_the_step_is_recorded() -> None:
     logical = mlp(micro_steps=3)
-    engine = Engine(lowered(logical, 3, 1))
-    engine.initialise_flats(initial_flats(logical))
+    engine = begun(Engine(lowered(logical, 3, 1)))
     engine.record(1)
     ((batches,),) = random_batches(1, 1, micro_steps=3)
     engine.step(batches)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from tests.runtime.constructors import CONSTRUCTORS, DIM, Mlp
-from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.runtime.support import begun, lowered, random_batches
 from tests.runtime.workers_cases import (
     CASES,
     CODED,
@@ -69,8 +69,7 @@ def stages(precisions: str, backend: str) -> None:
         logical = mlp(precision=precision, clip=clip, has_codes=name in CODED)
         batches = random_batches(STEPS, WORLD_SIZE)
         for stage in range(4):
-            engine = Engine(lowered(logical, stage, WORLD_SIZE), backend=Backend(backend))
-            engine.initialise_flats(initial_flats(logical))
+            engine = begun(Engine(lowered(logical, stage, WORLD_SIZE), backend=Backend(backend)))
             save_run(engine, [engine.step(step[RANK]).loss for step in batches], f"{name}.{stage}")
 
 
@@ -80,8 +79,7 @@ def kernels() -> None:
     batches = random_batches(MODEL_STEPS, WORLD_SIZE)
     found: dict[str, list[float] | list[str]] = {}
     for backend in KernelBackend:
-        engine = Engine(program, kernels=backend)
-        engine.initialise_flats(initial_flats(program))
+        engine = begun(Engine(program, kernels=backend))
         found[backend] = [engine.step(step[RANK]).loss for step in batches]
         engine.close()
     compiler = ("torch._inductor", "torch._dynamo")
@@ -95,8 +93,7 @@ def hybrid(replicas: str, name: str) -> None:
     logical = mlp(precision=precision, clip=clip)
     batches = random_batches(MODEL_STEPS, WORLD_SIZE)
     for stage in (0, 3):
-        engine = Engine(lowered(logical, stage, WORLD_SIZE, int(replicas)))
-        engine.initialise_flats(initial_flats(logical))
+        engine = begun(Engine(lowered(logical, stage, WORLD_SIZE, int(replicas))))
         save_run(engine, [engine.step(step[RANK]).loss for step in batches], f"{stage}")
 
 
@@ -108,8 +105,7 @@ def micro_steps(precision: str) -> None:
     logical = mlp(precision=precision, clip=0.5, micro_steps=2, is_weighted=True)
     steps = micro_batches(WORLD_SIZE)
     for stage in range(4):
-        engine = Engine(lowered(logical, stage, WORLD_SIZE), weight=weight_of_values)
-        engine.initialise_flats(initial_flats(logical))
+        engine = begun(Engine(lowered(logical, stage, WORLD_SIZE), weight=weight_of_values))
         losses: list[float] = []
         for number, step in enumerate(steps):
             if number % 2:
@@ -222,8 +218,7 @@ def build_slowly(seconds: str) -> None:
 def steps_for_ever(delay_s: str, backend: str) -> None:
     """Train until something ends it; a file tells the test that the rank is under way."""
     program = lowered(mlp(), 3, WORLD_SIZE)
-    engine = Engine(program, backend=Backend(backend), timeout=timedelta(seconds=60))
-    engine.initialise_flats(initial_flats(mlp()))
+    engine = begun(Engine(program, backend=Backend(backend), timeout=timedelta(seconds=60)))
     (batches,) = random_batches(1, WORLD_SIZE)
     count = 0
     while True:
@@ -242,8 +237,7 @@ def other_program() -> None:
 
 def nan_loss() -> None:
     """A batch of rank 1 alone holds what no model can take."""
-    engine = Engine(lowered(mlp(), 2, WORLD_SIZE))
-    engine.initialise_flats(initial_flats(mlp()))
+    engine = begun(Engine(lowered(mlp(), 2, WORLD_SIZE)))
     batches = [step[RANK][0] for step in random_batches(5, WORLD_SIZE)]
     if RANK == 1:
         batches[2] = {"x": torch.full((4, 6), float("nan"))}
@@ -255,8 +249,7 @@ def nan_loss() -> None:
 
 def other_settings() -> None:
     """Rank 1 lowers its learning rate after the second step, alone."""
-    engine = Engine(lowered(mlp(), 2, WORLD_SIZE))
-    engine.initialise_flats(initial_flats(mlp()))
+    engine = begun(Engine(lowered(mlp(), 2, WORLD_SIZE)))
     for step, batches in enumerate(random_batches(5, WORLD_SIZE)):
         if RANK == 1 and step == 2:
             engine.optimizer.param_groups[0]["lr"] = 0.001
@@ -265,8 +258,7 @@ def other_settings() -> None:
 
 def scheduled_settings() -> None:
     """Steps whose learning rate and betas a scheduler of torch changes; rank 0 writes losses and states."""
-    engine = Engine(lowered(mlp(), 3, WORLD_SIZE))
-    engine.initialise_flats(initial_flats(mlp()))
+    engine = begun(Engine(lowered(mlp(), 3, WORLD_SIZE)))
     scheduler = one_cycle(engine.optimizer)
     losses: list[float] = []
     for batches in random_batches(MODEL_STEPS, WORLD_SIZE):
