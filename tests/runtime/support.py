@@ -15,11 +15,11 @@ from tests.support.examples import IS_THOROUGH
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.zygote import Forked, Zygote, compiling_zygote, zygote
-from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Flat, Program
 from zeroir.ir.segments.bindings import Binding
-from zeroir.ir.segments.segment import Node, Ref, Segment, TensorType
+from zeroir.ir.segments.segment import Segment
+from zeroir.ir.text import parse
 from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.torch_ops.batches import Batch
@@ -34,25 +34,20 @@ COMPILING_SOURCES: tuple[Source, ...] = (compiling_zygote, *SOURCES[1:])
 """The same for ranks that trace models."""
 
 
+def segment(inputs: str, *lines: str) -> Segment:
+    """The segment of these inputs, nodes and results, as a program's text has them."""
+    body = "\n".join(lines)
+    return parse(f"zeroir 1\nmesh dp=1\nsegment @made({inputs}) {{\n{body}\n}}\n").segments[0]
+
+
 def embedding_gradient(mode: Mode, padding: int) -> tuple[Segment, list[Binding]]:
     """A segment of one operator: the gradient (3, 4, 5) of a lookup (3, 4) in a table (6, 5)."""
-    table = TensorType(dtype=DType.F32, shape=(6, 5), stride=(5, 1))
-    segment = Segment(
-        name="gradient",
-        inputs=(
-            TensorType(dtype=DType.F32, shape=(3, 4, 5), stride=(20, 5, 1)),
-            TensorType(dtype=DType.I64, shape=(3, 4), stride=(4, 1)),
-        ),
-        nodes=(
-            Node(
-                op="aten.embedding_dense_backward.default",
-                args=(Ref(0), Ref(1), 6, padding, False),
-                results=(table,),
-            ),
-        ),
-        outputs=(2,),
+    gradient = segment(
+        "$0: f32[3,4,5], $1: i64[3,4]",
+        f"$2 = aten.embedding_dense_backward.default($0, $1, 6, {padding}, false) : f32[6,5]",
+        "return ($2)",
     )
-    return segment, [Binding(mode=mode, stride=(5, 1), is_exclusive=True)]
+    return gradient, [Binding(mode=mode, stride=(5, 1), is_exclusive=True)]
 
 
 def lowered(logical: Program, stage: int, world_size: int, replicas: int | None = None) -> Program:

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.runtime.support import ROOT
+from tests.runtime.support import ROOT, segment
 from tests.support.programs import mlp
 from tests.support.stages import scheduled
 from zeroir.errors import UserError
-from zeroir.ir.buffers import Role, contiguous_stride
-from zeroir.ir.dtypes import DType
+from zeroir.ir.buffers import Role
 from zeroir.ir.ops import Compute, Mode
 from zeroir.ir.segments.bindings import Binding, bindings
-from zeroir.ir.segments.segment import Node, Ref, Segment, Symbol, TensorType
 from zeroir.runtime.kernels.eager import CopyToDestination, EagerKernels, compile_eager
 
 CPU = torch.device("cpu")
@@ -50,30 +48,18 @@ def called() -> Iterator[list[tuple[str, int]]]:
         yield seen
 
 
-def kind(*shape: int, dtype: DType = DType.F32) -> TensorType:
-    return TensorType(dtype=dtype, shape=shape, stride=contiguous_stride(shape))
-
-
-def flipped(*shape: int) -> TensorType:
-    """A transposed matrix of that shape."""
-    return TensorType(dtype=DType.F32, shape=shape, stride=(1, shape[0]))
-
-
 def to(mode: Mode, *stride: int, is_exclusive: bool = True) -> Binding:
     return Binding(mode=mode, stride=stride, is_exclusive=is_exclusive)
 
 
 # dW = (xᵀ dy)ᵀ as autograd writes it: a transposed product of two transposes.
-WEIGHT_GRADIENT = Segment(
-    name="gradient",
-    inputs=(kind(8, 5), kind(8, 3)),
-    nodes=(
-        Node(op="aten.t.default", args=(Ref(0),), results=(flipped(5, 8),)),
-        Node(op="aten.mm.default", args=(Ref(2), Ref(1)), results=(kind(5, 3),)),
-        Node(op="aten.t.default", args=(Ref(3),), results=(flipped(3, 5),)),
-        Node(op="aten.t.default", args=(Ref(4),), results=(kind(5, 3),)),
-    ),
-    outputs=(5,),
+WEIGHT_GRADIENT = segment(
+    "$0: f32[8,5], $1: f32[8,3]",
+    "$2 = aten.t.default($0) : f32[5,8;1,5]",
+    "$3 = aten.mm.default($2, $1) : f32[5,3]",
+    "$4 = aten.t.default($3) : f32[3,5;1,3]",
+    "$5 = aten.t.default($4) : f32[5,3]",
+    "return ($5)",
 )
 
 
@@ -101,64 +87,41 @@ def test_accumulation_adds() -> None:
 
 def test_a_destination_that_is_read_is_written_last() -> None:
     """x is replaced by x + 1 while 2x is still to be computed from it."""
-    segment = Segment(
-        name="both",
-        inputs=(kind(4),),
-        nodes=(
-            Node(op="aten.add.Tensor", args=(Ref(0), 1.0), results=(kind(4),)),
-            Node(op="aten.mul.Tensor", args=(Ref(0), 2.0), results=(kind(4),)),
-        ),
-        outputs=(1, 2),
+    both = segment(
+        "$0: f32[4]",
+        "$1 = aten.add.Tensor($0, 1.0) : f32[4]",
+        "$2 = aten.mul.Tensor($0, 2.0) : f32[4]",
+        "return ($1, $2)",
     )
     x, double = torch.arange(4.0), torch.empty(4)
-    kernel = EagerKernels(CPU).compile(
-        segment, [to(Mode.WRITE, 1, is_exclusive=False), to(Mode.WRITE, 1)]
-    )
-    kernel([x], [x, double])
+    shared = to(Mode.WRITE, 1, is_exclusive=False)
+    EagerKernels(CPU).compile(both, [shared, to(Mode.WRITE, 1)])([x], [x, double])
     assert double.tolist() == [0, 2, 4, 6]
     assert x.tolist() == [1, 2, 3, 4]
 
 
 def test_destinations_may_have_other_strides() -> None:
-    segment = Segment(
-        name="strided",
-        inputs=(kind(2, 3),),
-        nodes=(Node(op="aten.relu.default", args=(Ref(0),), results=(kind(2, 3),)),),
-        outputs=(1,),
-    )
+    relu = segment("$0: f32[2,3]", "$1 = aten.relu.default($0) : f32[2,3]", "return ($1)")
     memory = torch.zeros(6)
-    target = memory.as_strided((2, 3), (1, 2))
-    EagerKernels(CPU).compile(segment, [to(Mode.WRITE, 1, 2)])(
-        [torch.arange(6.0).view(2, 3)], [target]
-    )
+    target, x = memory.as_strided((2, 3), (1, 2)), torch.arange(6.0).view(2, 3)
+    EagerKernels(CPU).compile(relu, [to(Mode.WRITE, 1, 2)])([x], [target])
     assert memory.tolist() == [0, 3, 1, 4, 2, 5]
 
 
 def test_results_may_be_several_unused_or_dropped() -> None:
-    segment = Segment(
-        name="norm",
-        inputs=(kind(4, 8), kind(8), kind(8)),
-        nodes=(
-            Node(
-                op="aten.native_layer_norm.default",
-                args=(Ref(0), (8,), Ref(1), Ref(2), 1e-5),
-                results=(kind(4, 8), kind(4, 1), kind(4, 1)),
-            ),
-            Node(
-                op="aten.full.default",
-                args=((2,), 3.0),
-                kwargs=(("dtype", DType.F16), ("device", Symbol("device"))),
-                results=(kind(2, dtype=DType.F16),),
-            ),
-        ),
-        outputs=(3, 4, 5, 6),
+    norm = segment(
+        "$0: f32[4,8], $1: f32[8], $2: f32[8]",
+        "$3, $4, $5 = aten.native_layer_norm.default($0, [8], $1, $2, 1e-05)"
+        " : (f32[4,8], f32[4,1], f32[4,1])",
+        "$6 = aten.full.default([2], 3.0, dtype=f16, device=#device) : f16[2]",
+        "return ($3, $4, $5, $6)",
     )
     out, mean, full = torch.empty(4, 8), torch.empty(4, 1), torch.empty(2, dtype=torch.float16)
     x = torch.randn(4, 8)
-    kernel = EagerKernels(CPU).compile(
-        segment, [to(Mode.WRITE, 8, 1), to(Mode.WRITE, 1, 1), None, to(Mode.WRITE, 1)]
+    how = [to(Mode.WRITE, 8, 1), to(Mode.WRITE, 1, 1), None, to(Mode.WRITE, 1)]
+    EagerKernels(CPU).compile(norm, how)(
+        [x, torch.ones(8), torch.zeros(8)], [out, mean, None, full]
     )
-    kernel([x, torch.ones(8), torch.zeros(8)], [out, mean, None, full])
     assert torch.equal(out, torch.nn.functional.layer_norm(x, (8,)))
     torch.testing.assert_close(mean, x.mean(1, keepdim=True))
     assert full.tolist() == [3.0, 3.0]
@@ -171,44 +134,102 @@ def test_equal_structures_are_compiled_once() -> None:
         op for op in program.ops() if isinstance(op, Compute) and op.segment == "block.backward"
     ]
     assert len(backward) == 5
-    segment = program.segment_by_name["block.backward"]
-    assert len({id(kernels.compile(segment, bindings(op))) for op in backward}) == 1
+    block = program.segment_by_name["block.backward"]
+    assert len({id(kernels.compile(block, bindings(op))) for op in backward}) == 1
 
 
 def test_an_unknown_operator_is_named() -> None:
-    segment = Segment(
-        name="odd",
-        inputs=(kind(2),),
-        nodes=(Node(op="aten.no_such_op.default", args=(Ref(0),), results=(kind(2),)),),
-        outputs=(1,),
-    )
+    odd = segment("$0: f32[2]", "$1 = aten.no_such_op.default($0) : f32[2]", "return ($1)")
     with pytest.raises(UserError, match=r"aten\.no_such_op\.default"):
-        EagerKernels(CPU).compile(segment, [to(Mode.WRITE, 1)])
+        EagerKernels(CPU).compile(odd, [to(Mode.WRITE, 1)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_gradient_of_an_embedding_is_made_in_the_flat(dtype: torch.dtype) -> None:
-    kinds = {torch.float32: DType.F32, torch.bfloat16: DType.BF16, torch.float16: DType.F16}
-    segment = Segment(
-        name="gradient",
-        inputs=(kind(2, 30, 4, dtype=kinds[dtype]), kind(2, 30, dtype=DType.I64)),
-        nodes=(
-            Node(
-                op="aten.embedding_dense_backward.default",
-                args=(Ref(0), Ref(1), 7, 2, False),
-                results=(kind(7, 4, dtype=kinds[dtype]),),
-            ),
-        ),
-        outputs=(2,),
+    short = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+    gradient = segment(
+        f"$0: {short}[2,30,4], $1: i64[2,30]",
+        f"$2 = aten.embedding_dense_backward.default($0, $1, 7, 2, false) : {short}[7,4]",
+        "return ($2)",
     )
     grad, indices = torch.randn(2, 30, 4).to(dtype), torch.randint(0, 7, (2, 30))
     view = torch.full((7, 4), 9.0, dtype=dtype)
-    kernel = EagerKernels(CPU).compile(segment, [to(Mode.WRITE, 4, 1)])
+    kernel = EagerKernels(CPU).compile(gradient, [to(Mode.WRITE, 4, 1)])
     with called() as seen:
         kernel([grad, indices], [view])
     expected = torch.ops.aten.embedding_dense_backward(grad, indices, 7, 2, False)
     assert torch.equal(view, expected)
     assert not [name for name, _ in seen if "copy" in name or "embedding_dense" in name]
+
+
+# ------------------------------------------------------- results that lie otherwise, or are copied as they stand
+
+SINE = (
+    "$1 = aten.sin.default($0) : f32[3,5]",
+    "$2 = aten.view.default($1, [15]) : f32[15]",
+    "$3 = aten.cos.default($2) : f32[15]",
+    "return ($3)",
+)
+
+
+def test_a_result_that_lies_as_it_should_is_not_copied_for_a_node_that_looks_at_it() -> None:
+    kernel = EagerKernels(CPU).compile(segment("$0: f32[3,5]", *SINE), [to(Mode.WRITE, 1)])
+    x, found = torch.randn(3, 5), torch.empty(15)
+    with called() as seen:
+        kernel([x], [found])
+    assert [name for name, _ in seen] == ["aten.sin.default", "aten.view.default", "aten.cos.out"]
+    # On this device the sine of a transposed matrix is transposed, too, and has no flat view.
+    kernel = EagerKernels(CPU).compile(segment("$0: f32[3,5;1,3]", *SINE), [to(Mode.WRITE, 1)])
+    kernel([x := torch.randn(5, 3).t()], [found])
+    assert torch.equal(found, x.sin().flatten().cos())
+
+
+def expansion(mode: Mode, *, is_exclusive: bool = True) -> list[str]:
+    """The operators that run to store a copy of one number expanded."""
+    expanded = segment(
+        "$0: f32[]",
+        "$1 = aten.expand.default($0, [4]) : f32[4;0]",
+        "$2 = aten.clone.default($1, memory_format=#contiguous_format) : f32[4]",
+        "return ($2)",
+    )
+    kernel = EagerKernels(CPU).compile(expanded, [to(mode, 1, is_exclusive=is_exclusive)])
+    two, found = torch.tensor(2.0), torch.ones(4)
+    with called() as seen:
+        kernel([two], [found])
+    assert found.eq(2.0 if mode is Mode.WRITE else 3.0).all()
+    return [name for name, _ in seen]
+
+
+def test_a_last_copy_is_the_copy_to_the_destination() -> None:
+    assert expansion(Mode.WRITE) == ["aten.expand.default", "aten.copy_.default"]
+    assert expansion(Mode.ACCUMULATE) == ["aten.expand.default", "aten.add_.Tensor"]
+
+
+def test_what_another_result_may_overwrite_is_copied_first() -> None:
+    assert "aten.clone.default" in expansion(Mode.ACCUMULATE, is_exclusive=False)
+    a, b = torch.zeros(3), torch.ones(3)
+    swap = segment(
+        "$0: f32[3], $1: f32[3]",
+        "$2 = aten.clone.default($1, memory_format=#contiguous_format) : f32[3]",
+        "$3 = aten.clone.default($0, memory_format=#contiguous_format) : f32[3]",
+        "return ($2, $3)",
+    )
+    shared = to(Mode.WRITE, 1, is_exclusive=False)
+    EagerKernels(CPU).compile(swap, [shared, shared])([a, b], [a, b])
+    assert a.eq(1).all()
+    assert b.eq(0).all()
+
+
+def test_losses_write_no_further_than_their_one_number() -> None:
+    loss = segment(
+        "$0: f32[3,4], $1: f32[3,4]", "$2 = aten.mse_loss.default($0, $1) : f32[]", "return ($2)"
+    )
+    memory = torch.full((32,), 7.0)
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    EagerKernels(CPU).compile(loss, [to(Mode.WRITE)])([x, y], [memory[4:5].view(())])
+    assert torch.equal(memory[4], (x - y).square().mean())
+    assert memory[:4].eq(7).all()
+    assert memory[5:].eq(7).all()
 
 
 MODELS = ROOT / "tests" / "support" / "models"
