@@ -23,6 +23,9 @@ from zeroir.checkpoint.storages import open_storage
 from zeroir.checkpoint.writing import write_file
 from zeroir.errors import UserError
 
+SPEC = StoredTensorSpec(name="weight", dtype="u8", numel=4)
+FILE = [(SPEC, [memoryview(b"abcd")])]
+
 
 @pytest.fixture
 def memory_root() -> Iterator[str]:
@@ -69,9 +72,8 @@ def test_slices_are_read_by_ranges(s3_bucket: str, monkeypatch: pytest.MonkeyPat
     draft = begin(join(s3_bucket, "step-00000001"))
     parts = [memoryview(data)[start : start + (5 << 20)] for start in range(0, len(data), 5 << 20)]
     stored = write_file(storage, draft.folder, draft.file_name(0), [(spec, parts)])
-    details = fsspec.filesystem("s3", use_listings_cache=False).info(
-        join(draft.folder, stored.name)
-    )
+    driver = fsspec.filesystem("s3", use_listings_cache=False)
+    details = driver.info(join(draft.folder, stored.name))
     assert details["ETag"].endswith('-3"'), "the object was not sent in three parts"
     ranges: list[tuple[int, int]] = []
     fetch = storage.driver.cat_ranges
@@ -97,10 +99,7 @@ def test_without_a_manifest_there_is_nothing(root: str) -> None:
     folder = CheckpointFolder(root=root)
     path = folder.next_path(7)
     draft = begin(path)
-    spec = StoredTensorSpec(name="weight", dtype="u8", numel=4)
-    write_file(
-        open_storage(path), draft.folder, draft.file_name(0), [(spec, [memoryview(b"abcd")])]
-    )
+    write_file(open_storage(path), draft.folder, draft.file_name(0), FILE)
     assert folder.list() == ()
     assert folder.next_path(7) == path
     with pytest.raises(UserError, match="is not a checkpoint"):
@@ -116,9 +115,8 @@ def test_of_two_jobs_at_one_path_one_wins(root: str) -> None:
     """Both write their files; the second to publish is refused, and takes nothing of the first with it."""
     path = join(root, "step-00000001")
     late = begin(path)
-    spec = StoredTensorSpec(name="weight", dtype="u8", numel=4)
     storage = open_storage(path)
-    write_file(storage, late.folder, late.file_name(0), [(spec, [memoryview(b"late")])])
+    write_file(storage, late.folder, late.file_name(0), FILE)
     first = save_checkpoint(path, step=1)
     with pytest.raises(UserError, match="a checkpoint never replaces anything"):
         storage.publish(late.folder, path, b"{}\n")
@@ -175,14 +173,10 @@ def test_what_is_no_checkpoint_of_ours_is_neither_joined_nor_removed(root: str) 
 def test_leftovers_are_a_day_old(memory_root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A younger file may belong to a job that is saving."""
     folder = CheckpointFolder(root=memory_root)
-    spec = StoredTensorSpec(name="weight", dtype="u8", numel=4)
     for step in (1, 2):
         draft = begin(folder.next_path(step))
         for rank in range(2):
-            name = draft.file_name(rank)
-            write_file(
-                open_storage(memory_root), draft.folder, name, [(spec, [memoryview(b"abcd")])]
-            )
+            write_file(open_storage(memory_root), draft.folder, draft.file_name(rank), FILE)
     save_checkpoint(folder.next_path(3), step=3)
     ages = {"step-00000001": timedelta(days=2), "step-00000003": timedelta(days=9)}
 
@@ -204,21 +198,20 @@ def test_a_whole_file_is_written_again(memory_root: str, monkeypatch: pytest.Mon
     """Where the parts can be iterated again; a generator's cannot."""
     monkeypatch.setattr("time.sleep", lambda _: None)
     storage = open_storage(memory_root)
-    spec = StoredTensorSpec(name="weight", dtype="u8", numel=4)
     failures: list[OSError] = [TimeoutError("slow"), ConnectionResetError("gone")]
     write = fsspec.implementations.memory.MemoryFile.write
 
     def failing(file: object, data: memoryview) -> int:
-        if failures and data.nbytes == spec.size_bytes:
+        if failures and data.nbytes == 4:
             raise failures.pop(0)
         return int(write(file, data))
 
     monkeypatch.setattr(fsspec.implementations.memory.MemoryFile, "write", failing, raising=False)
-    stored = write_file(storage, memory_root, "a.safetensors", [(spec, [memoryview(b"abcd")])])
+    stored = write_file(storage, memory_root, "a.safetensors", FILE)
     assert storage.size_bytes(join(memory_root, "a.safetensors")) == stored.size_bytes
     failures += [TimeoutError("slow"), TimeoutError("slow")]
     with pytest.raises(UserError, match="slow; check the network"):
-        write_file(storage, memory_root, "b.safetensors", [(spec, iter([memoryview(b"abcd")]))])
+        write_file(storage, memory_root, "b.safetensors", [(SPEC, iter([memoryview(b"abcd")]))])
     assert storage.size_bytes(join(memory_root, "b.safetensors")) is None
     assert len(failures) == 1
 
@@ -226,13 +219,10 @@ def test_a_whole_file_is_written_again(memory_root: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
-        (
-            OSError(errno.ENOSPC, "No space left on device"),
-            "(its disk is full|No space left on device):",
-        ),
+        (OSError(errno.ENOSPC, "No space"), "(its disk is full|No space):"),
         (PermissionError("Access Denied"), r"the store refuses it \(Access Denied\)"),
-        (NotImplementedError(), "cannot do it: name another store"),
-        (TimeoutError(), "TimeoutError; check the network and the store"),
+        (NotImplementedError(), "name another store"),
+        (TimeoutError(), "TimeoutError; check the network"),
         (OSError(errno.EINVAL, "The bucket\nis odd."), "The bucket is odd: check the URL"),
     ],
 )

@@ -211,9 +211,8 @@ def test_nothing_is_removed_if_the_newest_has_gone(tmp_path: Path) -> None:
         verified = str(tmp_path / "step-00000003")
         held.retain(1, verified=verified, refused=lambda error: refused.append(str(error)))
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
-    assert refused == [
-        f"'{verified}' was removed after it was saved, so no older checkpoint is removed."
-    ]
+    (sentence,) = refused
+    assert verified in sentence
 
 
 def test_what_the_job_has_saved_is_read_once_for_retention(

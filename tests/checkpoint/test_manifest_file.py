@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from typing import cast
 
 import pytest
@@ -69,19 +70,10 @@ def plain_manifest() -> Edit:
     return cast("Edit", json.loads(manifest_bytes(manifest))["manifest"])
 
 
-def test_the_form_of_the_test_is_that_of_the_file() -> None:
-    assert parse_manifest(signed_manifest(plain_manifest()), PATH) == Manifest(
-        step=1, origin=ORIGIN
-    )
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (
-            {"version": [2, 0]},
-            r"has version \[2, 0\] of the format, and this zeroir reads \[1, 0\]: use the",
-        ),
+        ({"version": [2, 0]}, r"has version \[2, 0\] of .* this zeroir reads \[1, 0\]"),
         ({"version": [1, 1], "more": 1}, r"has version \[1, 1\] of the format"),
         ({"version": None}, "has version None"),
         ({"format": "other"}, "is not the manifest of a checkpoint of zeroir"),
@@ -119,7 +111,7 @@ def test_a_piece_that_is_missing_is_noticed(manifest: Manifest) -> None:
     covered = {
         element
         for parameter in flat.parameters
-        for element in range(parameter.offset, parameter.offset + _numel(parameter.shape))
+        for element in range(parameter.offset, parameter.offset + prod(parameter.shape))
     }
     for piece in master.pieces:
         rest = tuple(kept for kept in master.pieces if kept != piece)
@@ -143,13 +135,6 @@ def test_an_element_in_two_tensors_is_noticed(manifest: Manifest) -> None:
         manifest_bytes(_with_flat(manifest, quantities=(flat.quantities[0], twice)))
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel
-
-
 def _with_flat(manifest: Manifest, **update: object) -> Manifest:
     return manifest.model_copy(update={"flats": (manifest.flats[0].model_copy(update=update),)})
 
@@ -157,23 +142,18 @@ def _with_flat(manifest: Manifest, **update: object) -> Manifest:
 def _file(name: str, **update: object) -> StoredFile:
     checksum = checksum_of(b"")
     tensor = StoredTensor(name="t", dtype="f32", numel=2, checksum=checksum)
-    file = StoredFile(
-        name=name,
-        size_bytes=100,
-        checksum=checksum,
-        header_checksum=checksum,
-        tensors=(tensor,),
-    )
+    sums = {"checksum": checksum, "header_checksum": checksum}
+    file = StoredFile(name=name, size_bytes=100, tensors=(tensor,), **sums)
     return file.model_copy(update=update)
 
 
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
-        ((_file("../x"),), "'../x' is not a name of a file in the folder"),
-        ((_file("/etc/passwd"),), "is not a name of a file"),
-        ((_file(".."),), "is not a name of a file"),
-        ((_file("manifest.json"),), "is not a name of a file"),
+        *(
+            ((_file(name),), f"'{name}' is not a name of a file")
+            for name in ("../x", "/etc/passwd", "..", "manifest.json")
+        ),
         ((_file("a"), _file("a")), "the file a stands twice"),
         ((_file("a", size_bytes=17),), "a is smaller than its tensors"),
         ((_file("a", tensors=_file("a").tensors * 2),), "the tensor of a t stands twice"),

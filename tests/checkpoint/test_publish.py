@@ -13,7 +13,6 @@ import pytest
 
 from tests.support.checkpoint_files import flat_manifest, save_checkpoint, tensor_to_write
 from zeroir.checkpoint.folder import CheckpointFolder
-from zeroir.checkpoint.manifest import Manifest
 from zeroir.checkpoint.publish import begin
 from zeroir.checkpoint.reading import read_manifest, verify_all
 from zeroir.checkpoint.storages import open_storage
@@ -120,21 +119,13 @@ def test_what_cannot_be_removed_now_is_removed_by_the_next_job(tmp_path: Path) -
 
 
 def test_a_checkpoint_replaces_nothing(tmp_path: Path) -> None:
-    for name in ("file", "folder", "link"):
-        target = tmp_path / name
-        match name:
-            case "file":
-                target.touch()
-            case "folder":
-                target.mkdir()
-            case _:
-                target.symlink_to(tmp_path / "nowhere")
-        with pytest.raises(
-            UserError,
-            match=f"'{target}' cannot be written: it exists, and a checkpoint never replaces",
-        ):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for target in (before := sorted(tmp_path.iterdir())):
+        with pytest.raises(UserError, match=f"'{target}' cannot be written: it exists"):
             begin(str(target))
-    assert {entry.name for entry in tmp_path.iterdir()} == {"file", "folder", "link"}
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_what_appears_at_the_target_meanwhile_stays(tmp_path: Path) -> None:
@@ -150,37 +141,23 @@ def test_what_appears_at_the_target_meanwhile_stays(tmp_path: Path) -> None:
 
 def test_a_file_in_the_way_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
-    with pytest.raises(
-        UserError, match=r"runs' cannot be written: a part of the path is a file, not a folder"
-    ):
+    in_the_way = pytest.raises(UserError, match=r"runs' cannot be written: .* is a file, not a")
+    with in_the_way:
         begin(str(tmp_path / "runs" / "a" / "step-00000001"))
-    with (
-        pytest.raises(
-            UserError, match=r"runs' cannot be written: a part of the path is a file, not a folder"
-        ),
-        CheckpointFolder(root=str(tmp_path / "runs")).lock(),
-    ):
+    with in_the_way, CheckpointFolder(root=str(tmp_path / "runs")).lock():
         pass
 
 
 def test_names_that_are_too_long_are_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match="' cannot be written: the name is too long: name a shorter one"
-    ):
+    with pytest.raises(UserError, match="' cannot be written: the name is too long"):
         begin(str(tmp_path / ("x" * 250)))
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (
-            lambda path: path.unlink(),
-            "lacks rank-00003.safetensors, which another rank has written: save to a folder that all machines share",
-        ),
-        (
-            lambda path: path.write_bytes(b"x"),
-            "rank-00003.safetensors' has 1 bytes instead of the [0-9]+ that were written",
-        ),
+        (Path.unlink, "lacks rank-00003.safetensors, which another rank has written"),
+        (lambda path: path.write_bytes(b"x"), "rank-00003.safetensors' has 1 bytes instead of"),
     ],
 )
 def test_files_that_this_machine_does_not_see_are_named(
@@ -199,18 +176,12 @@ def test_files_that_this_machine_does_not_see_are_named(
 def test_a_manifest_that_contradicts_itself_is_not_published(tmp_path: Path) -> None:
     draft = begin(str(tmp_path / "a"))
     manifest = flat_manifest([], step=1, numel=2, metrics={})
+    (flat,) = manifest.flats
+    parameter = flat.parameters[0].model_copy(update={"shape": (1,)})
+    flat = flat.model_copy(update={"parameters": (parameter,)})
     with pytest.raises(InternalError, match="no tensor has element"):
-        draft.publish(manifest.model_copy(update={"flats": _with_a_parameter(manifest)}))
+        draft.publish(manifest.model_copy(update={"flats": (flat,)}))
     assert not list(tmp_path.iterdir())
-
-
-def _with_a_parameter(manifest: Manifest) -> object:
-    flat = manifest.flats[0]
-    return (
-        flat.model_copy(
-            update={"parameters": (flat.parameters[0].model_copy(update={"shape": (1,)}),)}
-        ),
-    )
 
 
 def test_paths_are_relative_to_where_the_job_runs(

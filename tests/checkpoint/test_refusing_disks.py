@@ -45,7 +45,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     names, refusal = saves(tmp_path, before=inside)
     assert names == ["step-00000001", "step-00000002"]
     assert refusal.startswith(f"'{tmp_path}/.step-00000003.saving-")
-    assert refusal.endswith("its disk is full: free space or name a folder on another disk.")
+    assert "its disk is full" in refusal
 
 
 def test_a_limit_of_file_sizes(tmp_path: Path) -> None:
@@ -66,6 +66,4 @@ def test_a_folder_of_another_user(tmp_path: Path) -> None:
     names, refusal = saves(root, user=NOBODY)
     assert names == ["step-00000001"]
     assert refusal.startswith(f"'{root}/")
-    assert refusal.endswith(
-        "you may not write there: change the permissions or name another folder."
-    )
+    assert "you may not write there" in refusal

@@ -182,20 +182,14 @@ Pair = collections.namedtuple("Pair", "a b")
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        (
-            {"loader": [1, object()]},
-            r"^state\['loader'\]\[1\] is of type object, which a checkpoint",
-        ),
+        ({"loader": [1, object()]}, r"^state\['loader'\]\[1\] is of type object"),
         ({1, 2}, "^state is of type set"),
         ({"x": Pair(1, 2)}, r"^state\['x'\] is of type Pair"),
         ({"x": 1j}, r"^state\['x'\] is of type complex"),
         (np.array(["a"]), "^state is of type ndarray"),
         (np.array([None]), "^state is of type ndarray"),
         ({"x": len}, r"^state\['x'\] is of type builtin_function_or_method"),
-        (
-            _endless(),
-            r"^state\[0\]\[0\]\[0\]… is nested more than 64 levels or contains itself: give",
-        ),
+        (_endless(), r"^state\[0\]\[0\]\[0\]… is nested more than 64 levels"),
     ],
 )
 def test_nothing_else_is_state(tree: object, message: str) -> None:
@@ -210,27 +204,27 @@ def test_the_deepest_tree_comes_back() -> None:
     require_same(deep, through_file(deep))
 
 
+ARRAY = {"$": "array", "kind": "numpy", "dtype": "f32", "shape": [1], "tensor": "state.0"}
+
+
 @pytest.mark.parametrize(
     "value",
     [
         {"$": "object"},
-        {"$": "float", "hex": "00"},
-        {"$": "float", "hex": 3},
+        *({"$": "float", "hex": text} for text in ("00", 3)),
         {"$": "int", "hex": "x"},
         {"$": "tuple"},
         {"$": "tuple", "items": {"a": 1}},
-        {"$": "dict", "items": [[1]]},
-        {"$": "dict", "items": [[[], 1]]},
-        {"$": "array", "kind": "numpy", "dtype": "f32", "shape": [2], "tensor": "state.0"},
-        {"$": "array", "kind": "numpy", "dtype": "f3", "shape": [1], "tensor": "state.0"},
-        {"$": "array", "kind": "numpy", "dtype": "f32", "shape": [1]},
-        {"$": "array", "kind": "numpy", "dtype": "f32", "shape": [-1, -1], "tensor": "state.0"},
-        {"$": "array", "kind": "numpy", "dtype": "f32", "shape": [1], "tensor": "state.1"},
+        *({"$": "dict", "items": items} for items in ([[1]], [[[], 1]])),
+        *({**ARRAY, "shape": shape} for shape in ([2], [-1, -1])),
+        {**ARRAY, "dtype": "f3"},
+        {**ARRAY, "tensor": "state.1"},
+        {key: value for key, value in ARRAY.items() if key != "tensor"},
     ],
 )
 def test_json_that_is_no_tree_is_refused(value: dict[str, JsonValue]) -> None:
     tensors = {"state.0": memoryview(bytes(4))}
-    with pytest.raises(UserError, match="The state in a checkpoint is not well-formed"):
+    with pytest.raises(UserError, match="not well-formed"):
         decode(value, tensors.__getitem__)
 
 

@@ -186,11 +186,6 @@ def test_memory_is_bounded_whatever_the_size_of_the_model(
     to: CheckpointFormat, checkpoints: Callable[[bool], Path], tmp_path: Path
 ) -> None:
     """Far more than the bound is exported, 256 MB above the largest tensor."""
-    answer = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(checkpoints(to in WITH_STATES)), str(tmp_path), to],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    used_bytes = int(answer.stdout)
+    arguments = [str(checkpoints(to in WITH_STATES)), str(tmp_path), to]
+    used_bytes = int(subprocess.check_output([sys.executable, "-c", MEMORY, *arguments]))
     assert used_bytes < 4 * MEGABYTE + 256 * MEGABYTE

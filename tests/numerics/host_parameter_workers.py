@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tests.numerics.test_parameters_on_the_host import passes
+from tests.numerics.test_parameters_on_the_host import STEPS, passes
 from tests.numerics.workers import Rank
 from tests.runtime.constructors import Mlp
 from tests.runtime.support import random_batches, require_parameters
@@ -19,8 +19,6 @@ from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.distributed import rendezvous
 from zeroir.runtime.engine.engine import Engine
 from zeroir.torch_ops.batches import Batch
-
-STEPS = 6
 
 
 def _losses(

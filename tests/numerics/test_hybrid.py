@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.runtime.support import (
     Ranks,
     initial_flats,
     lowered,
     random_batches,
+    require_run,
     require_success,
 )
 from tests.runtime.workers_cases import CASES, MODEL_STEPS
@@ -25,25 +25,19 @@ from zeroir.api.model_of_program import load_model
 from zeroir.config import make_options
 from zeroir.runtime.execution.lockstep import Lockstep
 
+pytestmark = pytest.mark.slow
 MODEL = str(ROOT / "tests" / "support" / "models" / "two_blocks.py")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
         ("replicate=2,shard=3", {"stage": 3}),
-        pytest.param("replicate=3,shard=2", {"stage": 0}, marks=pytest.mark.slow),
-        pytest.param(
-            "replicate=2,shard=3", {"stage": 1, "precision": "bf16"}, marks=pytest.mark.slow
-        ),
+        ("replicate=3,shard=2", {"stage": 0}),
+        ("replicate=2,shard=3", {"stage": 1, "precision": "bf16"}),
         ("replicate=3,shard=2", {"stage": 2, "precision": "fp16", "initial_loss_scale": 2.0**30}),
-        pytest.param(
-            "replicate=3,shard=3",
-            {"stage": 3, "precision": "bf16", "micro_steps": 3},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("replicate=2,shard=3", {"stage": 1, "micro_steps": 3}, marks=pytest.mark.slow),
+        ("replicate=3,shard=3", {"stage": 3, "precision": "bf16", "micro_steps": 3}),
+        ("replicate=2,shard=3", {"stage": 1, "micro_steps": 3}),
         ("replicate=2,shard=2", {"stage": 3, "clip": 0.1}),
     ],
 )
@@ -56,7 +50,6 @@ def test_it_equals_eager_replicas(mesh: str, options: dict[str, object]) -> None
     assert len({loss for losses in comparison.losses for loss in losses}) > 1
 
 
-@pytest.mark.slow
 def test_the_order_of_sums_is_that_of_the_mesh() -> None:
     """Six ranks in one group, in two or in three add up the same numbers in other orders."""
     found = [
@@ -72,7 +65,6 @@ def test_the_order_of_sums_is_that_of_the_mesh() -> None:
         assert losses == pytest.approx(found[0], rel=1e-4)
 
 
-@pytest.mark.slow
 def test_replicas_begin_and_stay_alike_and_know_the_mean_loss() -> None:
     compiled = compile_model(MODEL, mesh="replicate=2,shard=2", precision="bf16")
     program = compiled.program
@@ -100,7 +92,6 @@ def test_replicas_begin_and_stay_alike_and_know_the_mean_loss() -> None:
         assert float(result.mean_loss) == pytest.approx(mean)
 
 
-@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(("world_size", "name"), [(4, "fp32"), (4, "fp16"), (6, "bf16")])
 def test_real_processes_equal_lockstep_bit_for_bit(
@@ -115,9 +106,5 @@ def test_real_processes_equal_lockstep_bit_for_bit(
         inputs=random_batches(MODEL_STEPS, world_size),
     )
     for stage in (0, 3):
-        found = load_file(tmp_path / f"{stage}.safetensors")
-        assert found.pop("losses").tolist() == [losses[0] for losses in expected.losses]
-        states = {f"{flat}/{quantity}": t for (flat, quantity), t in expected.state.items()}
-        assert found.keys() == states.keys()
-        for key, tensor in found.items():
-            assert torch.equal(tensor, states[key]), f"stage {stage}: {key}"
+        losses = [losses[0] for losses in expected.losses]
+        require_run(tmp_path / f"{stage}.safetensors", losses, expected.state)

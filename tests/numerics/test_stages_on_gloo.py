@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.runtime.support import (
     ROOT,
@@ -14,6 +12,7 @@ from tests.runtime.support import (
     initial_flats,
     lowered,
     random_batches,
+    require_run,
     require_success,
 )
 from tests.runtime.workers_cases import (
@@ -33,15 +32,16 @@ from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir.text import print_program
 from zeroir.runtime.execution.lockstep import Lockstep
 
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
-@pytest.mark.dist
+
 @pytest.mark.parametrize(
     ("world_size", "precisions", "backend"),
     [
-        pytest.param(2, "fp32", "gloo", marks=pytest.mark.slow),
-        pytest.param(3, "fp32,bf16,fp16,8-bit", "gloo", marks=pytest.mark.slow),
-        pytest.param(3, "fp32,bf16,fp16", "peer-memory", marks=pytest.mark.slow),
-        pytest.param(4, "fp32", "peer-memory", marks=pytest.mark.slow),
+        (2, "fp32", "gloo"),
+        (3, "fp32,bf16,fp16,8-bit", "gloo"),
+        (3, "fp32,bf16,fp16", "peer-memory"),
+        (4, "fp32", "peer-memory"),
     ],
 )
 def test_all_stages_equal_lockstep_bit_for_bit(
@@ -57,16 +57,10 @@ def test_all_stages_equal_lockstep_bit_for_bit(
             inputs=random_batches(STEPS, world_size),
         )
         for stage in range(4):
-            found = load_file(tmp_path / f"{name}.{stage}.safetensors")
-            assert found.pop("losses").tolist() == [losses[0] for losses in expected.losses]
-            states = {f"{flat}/{quantity}": t for (flat, quantity), t in expected.state.items()}
-            assert found.keys() == states.keys()
-            for key, tensor in found.items():
-                assert torch.equal(tensor, states[key]), f"{name} stage {stage}: {key}"
+            losses = [losses[0] for losses in expected.losses]
+            require_run(tmp_path / f"{name}.{stage}.safetensors", losses, expected.state)
 
 
-@pytest.mark.slow
-@pytest.mark.dist
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_micro_steps_equal_lockstep_bit_for_bit(tmp_path: Path, precision: str) -> None:
     """Stages 0 and 1 add over micro-steps first, 2 and 3 over ranks first: each equals its own reference."""
@@ -79,14 +73,10 @@ def test_micro_steps_equal_lockstep_bit_for_bit(tmp_path: Path, precision: str) 
             inputs=micro_batches(3),
             weight=weight_of_values,
         )
-        found = load_file(tmp_path / f"{stage}.safetensors")
-        assert found.pop("losses").tolist() == [losses[0] for losses in expected.losses]
-        for (flat, quantity), value in expected.state.items():
-            assert torch.equal(found[f"{flat}/{quantity}"], value), f"stage {stage}: {flat}"
+        losses = [losses[0] for losses in expected.losses]
+        require_run(tmp_path / f"{stage}.safetensors", losses, expected.state)
 
 
-@pytest.mark.slow
-@pytest.mark.dist
 def test_dropout_and_running_statistics_equal_lockstep(tmp_path: Path) -> None:
     """The model of traps: tied, frozen, unused and twice-called parts, batch norm and dropout."""
     path = str(ROOT / "tests" / "support" / "models" / "traps.py")
@@ -102,7 +92,4 @@ def test_dropout_and_running_statistics_equal_lockstep(tmp_path: Path) -> None:
         batches = [[varied(model_file.batch(), step, rank)] for rank in range(3)]
         losses.append(float(lockstep.step(batches)[0].loss))
     for stage in range(4):
-        found = load_file(tmp_path / f"{stage}.safetensors")
-        assert found.pop("losses").tolist() == losses
-        for (flat, quantity), value in lockstep.full_state().items():
-            assert torch.equal(found[f"{flat}/{quantity}"], value), f"stage {stage}: {flat}"
+        require_run(tmp_path / f"{stage}.safetensors", losses, lockstep.full_state())

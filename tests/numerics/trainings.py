@@ -8,14 +8,12 @@ from itertools import product
 from pathlib import Path
 from typing import Final
 
-import torch
-from safetensors.torch import load_file
-
 from tests.runtime.support import (
     Ranks,
     initial_flats,
     lowered,
     random_batches,
+    require_run,
     require_success,
 )
 from tests.support.lockstep import LockstepResult, run_lockstep
@@ -180,10 +178,5 @@ def assert_ranks_compute_the_same(folder: Path, backend: str, name: str, *more: 
         if key not in references:
             references[key] = training.reference()
         expected = references[key]
-        result = load_file(folder / f"{training.name}.safetensors")
         losses = [of_ranks[0] for of_ranks in expected.losses]
-        assert result.pop("losses").tolist() == losses, training.name
-        states = {f"{flat}/{quantity}": t for (flat, quantity), t in expected.state.items()}
-        assert result.keys() == states.keys(), training.name
-        for state, values in result.items():
-            assert torch.equal(values, states[state]), f"{training.name}: {state}"
+        require_run(folder / f"{training.name}.safetensors", losses, expected.state)

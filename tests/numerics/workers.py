@@ -8,12 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
-
 from tests.numerics.trainings import TRAININGS
-from tests.runtime.support import begun
+from tests.runtime.support import begun, join, write_run
 from zeroir.ir.text import parse
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.distributed import rendezvous
@@ -31,27 +27,14 @@ class Rank:
     @staticmethod
     def joined() -> Rank:
         """This process, once all ranks have met."""
-        rank = Rank(
-            number=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-            folder=Path(os.environ["TEST_FOLDER"]),
-        )
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{rank.folder}/store",
-            rank=rank.number,
-            world_size=rank.world_size,
-        )
-        return rank
+        join(timeout_s=600)
+        number, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return Rank(number=number, world_size=world_size, folder=Path(os.environ["TEST_FOLDER"]))
 
     def finish(self, engine: Engine, losses: Sequence[float], name: str) -> None:
         """End a training: rank 0 writes the losses and the state of all ranks."""
-        tensors = {f"{f}/{quantity}": t for (f, quantity), t in engine.full_state().items()}
-        tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
+        write_run(engine, losses, name)
         engine.close()
-        if self.number == 0:
-            path = self.folder / f"{name}.safetensors"
-            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
 
 
 def main(backend: str, name: str, *more: str) -> None:

@@ -7,16 +7,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
 
-from tests.runtime.support import begun, lowered, random_batches
+from tests.runtime.support import begun, join, lowered, random_batches, write_run
 from tests.support.lowering import applied
 from tests.support.programs import mlp
 from tests.support.resident import peak_resident_bytes
@@ -40,12 +37,8 @@ def program_of(case: str) -> Program:
 
 
 def write_state(engine: Engine, name: str, losses: list[float]) -> None:
-    """Let rank 0 write the whole state and the losses."""
-    tensors = {f"{flat}/{quantity}": t for (flat, quantity), t in engine.full_state().items()}
-    tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
-    tensors["scale"] = torch.tensor([engine.loss_scale], dtype=torch.float64)
-    if RANK == 0:
-        save_file({k: t.contiguous() for k, t in tensors.items()}, FOLDER / f"{name}.safetensors")
+    """Let rank 0 write the whole state and the losses, behind which stands the loss scale."""
+    write_run(engine, [*losses, engine.loss_scale], name)
 
 
 def save(cases: str, steps: int = 3) -> None:
@@ -212,23 +205,11 @@ def load_large(precision: str) -> None:
 
 def main() -> None:
     scenario, *args = sys.argv[1:]
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{FOLDER}/store",
-        rank=RANK,
-        world_size=WORLD_SIZE,
-        timeout=timedelta(seconds=60),
-    )
+    join()
     code = 0
     scenarios: dict[str, Callable[..., None]] = {
-        "save": save,
-        "load": load,
-        "resumes": resumes,
-        "within": within,
-        "failing": failing,
-        "lost": lost,
-        "save-large": save_large,
-        "load-large": load_large,
+        function.__name__.replace("_", "-"): function
+        for function in (save, load, resumes, within, failing, lost, save_large, load_large)
     }
     try:
         scenarios[scenario](*args)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.runtime.support import join
 from zeroir.errors import UserError
 from zeroir.ir.mesh import Axis, Communicator, Mesh
 from zeroir.ir.ops import Reduction
@@ -197,13 +198,7 @@ def machines(text: str) -> None:
 
 def main() -> None:
     scenario, *args = sys.argv[1:]
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{FOLDER}/store",
-        rank=RANK,
-        world_size=WORLD_SIZE,
-        timeout=TIMEOUT,
-    )
+    join()
     match scenario:
         case "equal":
             equal({"dp": WORLD_SIZE}, [None, Backend.GLOO], *map(int, args))

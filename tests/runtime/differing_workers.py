@@ -7,10 +7,10 @@ import sys
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroir
+from tests.runtime.support import join
 from zeroir.errors import ZeroirError
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine.engine import Engine
@@ -51,13 +51,7 @@ def train(engine: Engine, what: str) -> None:
 
 def main() -> None:
     what, stage, backend = sys.argv[1:]
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{os.environ['TEST_FOLDER']}/store",
-        rank=RANK,
-        world_size=WORLD_SIZE,
-        timeout=TIMEOUT,
-    )
+    join(timeout_s=120)
     engine = open_engine(int(stage), 1 if what == "program" else 2, backend)
     try:
         train(engine, what)

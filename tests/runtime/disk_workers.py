@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
-
-from tests.runtime.support import begun, random_batches
+from tests.runtime.support import begun, join, random_batches, write_run
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
@@ -46,13 +41,7 @@ def main(name: str, precision: str, stage: str) -> None:
     """Train, save, and go on with another engine."""
     folder = Path(os.environ["TEST_FOLDER"])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/{name}.store",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=60),
-    )
+    join(f"{name}.store")
     program = on_disk(precision, int(stage), world_size)
     batches = random_batches(STEPS, world_size, micro_steps=2)
     losses: list[float] = []
@@ -63,10 +52,7 @@ def main(name: str, precision: str, stage: str) -> None:
     engine = Engine(program, disk_folder=folder / "disk")
     engine.load(folder / f"{name}.saved")
     losses += [engine.step(ranks[rank]).loss for ranks in batches[STEPS // 2 :]]
-    tensors = {f"{flat}/{quantity}": t for (flat, quantity), t in engine.full_state().items()}
-    tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
-    if rank == 0:
-        save_file({k: t.contiguous() for k, t in tensors.items()}, folder / f"{name}.safetensors")
+    write_run(engine, losses, name)
     engine.close()
 
 

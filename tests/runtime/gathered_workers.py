@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
 from unittest.mock import patch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.runtime.constructors import Mlp
-from tests.runtime.support import lowered, random_batches, require_parameters
+from tests.runtime.support import join, lowered, random_batches, require_parameters
 from tests.runtime.workers_cases import varied
 from tests.support.programs import mlp
 from tests.support.resident import peak_resident_bytes
@@ -190,13 +189,7 @@ SCENARIOS: dict[str, Callable[..., None]] = {
 
 def main() -> None:
     scenario, *args = sys.argv[1:]
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{FOLDER}/store-{'-'.join(sys.argv[1:])}",
-        rank=RANK,
-        world_size=WORLD_SIZE,
-        timeout=timedelta(seconds=60),
-    )
+    join(f"store-{'-'.join(sys.argv[1:])}")
     SCENARIOS[scenario](*args)
     dist.destroy_process_group()
 

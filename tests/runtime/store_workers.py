@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from datetime import timedelta
 
-import torch.distributed as dist
-
-from tests.runtime.support import begun, lowered, random_batches
+from tests.runtime.support import begun, join, lowered, random_batches
 from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.passes.memory.save_state import SaveState
@@ -39,11 +36,5 @@ def load(url: str) -> None:
 
 if __name__ == "__main__":
     scenario, url = sys.argv[1:]
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{os.environ['TEST_FOLDER']}/store",
-        rank=RANK,
-        world_size=WORLD_SIZE,
-        timeout=timedelta(seconds=60),
-    )
+    join()
     {"save": save, "load": load}[scenario](url)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.support.examples import IS_THOROUGH
@@ -126,13 +130,41 @@ def trained_engine(program: Program) -> Engine:
 
 Values = Mapping[tuple[str, str], Tensor]
 """Tensors by flat and quantity."""
+Key = TypeVar("Key")
 
 
-def require_same(state: Values, expected: Values) -> None:
+def require_same(state: Mapping[Key, Tensor], expected: Mapping[Key, Tensor]) -> None:
     """Fail unless both have the same tensors, bit for bit."""
     assert state.keys() == expected.keys()
     for key, values in state.items():
         assert torch.equal(values, expected[key]), key
+
+
+def join(store: str = "store", timeout_s: float = 60.0) -> None:
+    """Be a rank of the job that a test has started: meet the others in the test's folder."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{os.environ['TEST_FOLDER']}/{store}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def write_run(engine: Engine, losses: Sequence[float], name: str) -> None:
+    """Let rank 0 write the losses of a run, and the states of all ranks, to the test's folder."""
+    tensors = {f"{flat}/{quantity}": t for (flat, quantity), t in engine.full_state().items()}
+    tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
+    if os.environ["RANK"] == "0":
+        path = Path(os.environ["TEST_FOLDER"]) / f"{name}.safetensors"
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
+
+
+def require_run(path: Path, losses: Sequence[float], state: Values) -> None:
+    """Fail unless rank 0 has written these losses and, bit for bit, these states."""
+    found = load_file(path)
+    assert found.pop("losses").tolist() == losses
+    require_same(found, {f"{flat}/{quantity}": t for (flat, quantity), t in state.items()})
 
 
 class Ranks:

@@ -7,14 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zeroir
 from tests.passes.test_offload_to_disk import whole_page_bytes
 from tests.runtime.constructors import Mlp
 from tests.runtime.disk_workers import STEPS, TO_DISK, plain
-from tests.runtime.support import Ranks, begun, lowered, random_batches, require_success
+from tests.runtime.support import (
+    Ranks,
+    begun,
+    lowered,
+    random_batches,
+    require_run,
+    require_success,
+)
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.process_bytes import disk_bytes
@@ -202,7 +208,4 @@ def test_two_jobs_share_a_folder_and_leave_nothing_there(tmp_path: Path) -> None
         lockstep = begun(Lockstep(plain(precision, stage, world_size)))
         batches = random_batches(STEPS, world_size, micro_steps=2)
         losses = [float(lockstep.step(ranks)[0].loss) for ranks in batches]
-        end = load_file(tmp_path / f"{name}.safetensors")
-        assert end.pop("losses").tolist() == losses
-        expected = {f"{f}/{quantity}": t for (f, quantity), t in lockstep.full_state().items()}
-        require_equal({key: end[key] for key in expected}, expected)
+        require_run(tmp_path / f"{name}.safetensors", losses, lockstep.full_state())

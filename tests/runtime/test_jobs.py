@@ -8,10 +8,15 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.runtime.support import Ranks, begun, lowered, random_batches, require_success
+from tests.runtime.support import (
+    Ranks,
+    begun,
+    lowered,
+    random_batches,
+    require_run,
+    require_success,
+)
 from tests.runtime.workers_cases import MODEL_STEPS, one_cycle
 from tests.support.programs import mlp
 from zeroir.runtime.execution.lockstep import Lockstep
@@ -104,13 +109,10 @@ def test_ranks_with_different_settings_stop_with_a_sentence(tmp_path: Path) -> N
 def test_a_schedule_changes_the_settings_of_every_rank(tmp_path: Path) -> None:
     """Real processes equal virtual ranks, bit for bit."""
     require_success(Ranks(WORLD_SIZE, tmp_path, "scheduled-settings").wait(60.0))
-    written = load_file(tmp_path / "scheduled.safetensors")
     lockstep = begun(Lockstep(lowered(mlp(), 3, WORLD_SIZE)))
     scheduler = one_cycle(lockstep.optimizer)
     losses: list[float] = []
     for batches in random_batches(MODEL_STEPS, WORLD_SIZE):
         losses.append(float(lockstep.step(batches)[0].loss))
         scheduler.step()
-    assert written.pop("losses").tolist() == losses
-    for (flat, quantity), values in lockstep.full_state().items():
-        assert torch.equal(written[f"{flat}/{quantity}"], values)
+    require_run(tmp_path / "scheduled.safetensors", losses, lockstep.full_state())

@@ -7,19 +7,19 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from tests.runtime.constructors import CONSTRUCTORS, DIM, Mlp
-from tests.runtime.support import begun, lowered, random_batches
+from tests.runtime.support import begun, join, lowered, random_batches, write_run
 from tests.runtime.workers_cases import (
     CASES,
     CODED,
@@ -54,12 +54,8 @@ RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 def save_run(engine: Engine, losses: list[float], name: str) -> None:
     """End a run: rank 0 writes its losses and states."""
-    tensors = {f"{f}/{quantity}": t for (f, quantity), t in engine.full_state().items()}
-    tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
+    write_run(engine, losses, name)
     engine.close()
-    if RANK == 0:
-        path = FOLDER / f"{name}.safetensors"
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
 
 
 def stages(precisions: str, backend: str) -> None:
@@ -267,49 +263,29 @@ def scheduled_settings() -> None:
     save_run(engine, losses, "scheduled")
 
 
+SCENARIOS: dict[str, Callable[..., None]] = {
+    function.__name__.replace("_", "-"): function
+    for function in (
+        *(stages, hybrid, kernels, micro_steps, model_stages, evaluations, initialise, bad_starts),
+        *(
+            build_slowly,
+            steps_for_ever,
+            other_program,
+            nan_loss,
+            scheduled_settings,
+            other_settings,
+        ),
+    )
+}
+
+
 def main() -> None:
     scenario, *args = sys.argv[1:]
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{FOLDER}/store",
-        rank=RANK,
-        world_size=WORLD_SIZE,
-        timeout=timedelta(seconds=float(os.environ.get("TEST_TIMEOUT_S", "60"))),
-    )
+    join(timeout_s=float(os.environ.get("TEST_TIMEOUT_S", "60")))
     code = 0
     try:
         try:
-            match scenario:
-                case "stages":
-                    stages(*args)
-                case "hybrid":
-                    hybrid(*args)
-                case "kernels":
-                    kernels()
-                case "micro-steps":
-                    micro_steps(*args)
-                case "model-stages":
-                    model_stages(*args)
-                case "evaluations":
-                    evaluations(*args)
-                case "initialise":
-                    initialise(*args)
-                case "bad-starts":
-                    bad_starts()
-                case "build-slowly":
-                    build_slowly(*args)
-                case "steps-for-ever":
-                    steps_for_ever(*args)
-                case "other-program":
-                    other_program()
-                case "nan-loss":
-                    nan_loss()
-                case "scheduled-settings":
-                    scheduled_settings()
-                case "other-settings":
-                    other_settings()
-                case _:
-                    raise AssertionError(scenario)
+            SCENARIOS[scenario](*args)
         except ZeroirError as error:
             print(f"Error: {error}", file=sys.stderr)
             code = error.exit_code
