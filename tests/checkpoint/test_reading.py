@@ -44,13 +44,6 @@ def copied(saved: tuple[Path, Manifest], tmp_path: Path) -> tuple[Path, Manifest
     return Path(shutil.copytree(saved[0], tmp_path / "copy")), saved[1]
 
 
-def test_a_checkpoint_is_read_as_it_was_saved(saved: tuple[Path, Manifest]) -> None:
-    path, manifest = saved
-    assert read_manifest(str(path)) == manifest
-    verify_all(str(path), manifest)
-    assert sorted(entry.name for entry in path.iterdir()) == ["manifest.json", *FILES]
-
-
 @given(
     st.integers(0, NUMEL),
     st.integers(0, NUMEL),

@@ -96,18 +96,6 @@ def test_trees_come_back(tree: object) -> None:
     require_same(tree, through_file(tree))
 
 
-def test_generators_of_random_numbers_come_back() -> None:
-    import random
-
-    state = {"python": random.getstate(), "numpy": np.random.default_rng(3).bit_generator.state}
-    again = through_file(state)
-    assert isinstance(again, dict)
-    random.setstate(again["python"])
-    generator = np.random.default_rng(0)
-    generator.bit_generator.state = again["numpy"]
-    assert generator.random() == np.random.default_rng(3).random()
-
-
 def test_plain_state_is_plain_json() -> None:
     state = {"epoch": 3, "loss": 0.5, "shuffled": True, "files": ["a", "b"], "next": None}
     assert encode(state) == (state, {})

@@ -15,7 +15,6 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import load, load_file, save_file
 
 from tests.support.checkpoint_files import tensor_to_write
@@ -63,14 +62,6 @@ def test_the_library_reads_every_dtype(tmp_path: Path) -> None:
         assert tensor.shape == (5,)
         assert tensor.view(torch.uint8).numpy().tobytes() == bytes(parts[0])
         assert tensor.data_ptr() % tensor.element_size() == 0
-
-
-def test_the_library_reads_slices_without_copies(tmp_path: Path) -> None:
-    values = np.arange(100, dtype=np.float32)
-    write(tmp_path, tensor_to_write("a", "f32", values.tobytes()))
-    with safe_open(tmp_path / "x.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-        assert file.get_slice("a")[3:7].tolist() == [3, 4, 5, 6]
 
 
 @given(

@@ -66,10 +66,7 @@ def test_a_full_disk_is_refused_before_the_first_step(tmp_path: Path) -> None:
         or subprocess.run([*inside, "true"], capture_output=True, check=False).returncode
     ):
         pytest.skip("this user may not mount anything")
-    assert refusal(tmp_path, *inside) == (
-        f"Rank 0 cannot keep its buffers on disk in '{tmp_path}': its disk is full (8.39 MB are needed, 1.05 MB are "
-        "free): free space, use more ranks, or name a folder on another disk."
-    )
+    assert "is full (8.39 MB are needed, 1.05 MB are free)" in refusal(tmp_path, *inside)
 
 
 @pytest.mark.slow
@@ -85,10 +82,6 @@ def test_a_folder_of_another_user(tmp_path: Path) -> None:
     as_nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
     if shutil.which("setpriv") is None:
         pytest.skip("no program here becomes another user")
-    tmp_path.chmod(0o755)
-    for folder in tmp_path.parents[:3]:
+    for folder in (tmp_path, *tmp_path.parents[:3]):
         folder.chmod(0o755)
-    sentence = refusal(tmp_path, *as_nobody)
-    assert sentence.endswith(
-        "you may not write there: change the permissions or name another folder."
-    )
+    assert "you may not write there" in refusal(tmp_path, *as_nobody)

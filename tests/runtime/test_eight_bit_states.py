@@ -138,12 +138,8 @@ def coded_update(
     grad: Tensor,
     step: float = 1.0,
     skip: float = 0.0,
-    block: int | None = None,
 ) -> CodedUpdate:
-    """The step of all elements, or of one block, whose parameters and states it updates in place."""
-    start, stop = (0, param.numel() // BLOCK_NUMEL) if block is None else (block, block + 1)
-    cut, blocks = slice(start * BLOCK_NUMEL, stop * BLOCK_NUMEL), slice(start, stop)
-    own = param[cut]
+    """The step of all elements, whose parameters and states it updates in place."""
     operands = Operands(
         params=(),
         grads=(),
@@ -156,13 +152,13 @@ def coded_update(
     )
     return CodedUpdate(
         algorithm=algorithm,
-        param=own,
-        grad=grad[cut].clone(),
+        param=param,
+        grad=grad.clone(),
         states=[
-            CodedState(codes=codes[cut], absmax=absmax[blocks], signed=is_signed(name))
+            CodedState(codes=codes, absmax=absmax, signed=is_signed(name))
             for name, (codes, absmax) in zip(algorithm.state_names, states, strict=True)
         ],
-        groups=[GroupPieces(pieces=[slice(0, own.numel())], operands=operands)],
+        groups=[GroupPieces(pieces=[slice(0, param.numel())], operands=operands)],
         skip=operands.skip,
     )
 
@@ -227,28 +223,3 @@ def test_a_skipped_update_keeps_every_byte(algorithm: Algorithm, hyper: tuple[fl
     coded_update(algorithm, hyper, param, states, grad=infinite, skip=1.0)()
     after = [param, *(tensor for state in states for tensor in state)]
     assert all(map(torch.equal, before, after))
-
-
-@pytest.mark.parametrize(("algorithm", "hyper"), CODED)
-def test_the_bits_do_not_depend_on_how_a_flat_is_cut_into_shards(
-    algorithm: Algorithm, hyper: tuple[float, ...]
-) -> None:
-    numel = 4 * BLOCK_NUMEL
-    generator = torch.Generator().manual_seed(5)
-    whole = torch.randn(numel, generator=generator)
-    parts, states, part_states = (
-        whole.clone(),
-        zero_states(algorithm, numel),
-        zero_states(algorithm, numel),
-    )
-    for step in range(1, 4):
-        grad = torch.randn(numel, generator=generator)
-        coded_update(algorithm, hyper, whole, states, grad=grad, step=float(step))()
-        for block in range(4):
-            coded_update(
-                algorithm, hyper, parts, part_states, grad=grad, step=float(step), block=block
-            )()
-    assert torch.equal(whole, parts)
-    for (codes, absmax), (part_codes, part_absmax) in zip(states, part_states, strict=True):
-        assert torch.equal(codes, part_codes)
-        assert torch.equal(absmax, part_absmax)

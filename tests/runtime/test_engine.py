@@ -14,7 +14,6 @@ import torch
 from tests.runtime.constructors import Mlp
 from tests.runtime.support import ROOT, begun, initial_flats, lowered, random_batches, require_same
 from tests.support.edits import with_report_of
-from tests.support.evaluations import with_evaluation
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.ir import ops
@@ -174,23 +173,6 @@ def test_seeds_are_fresh_in_every_step_and_on_every_rank() -> None:
                 seen += [int(seed) for seed in lockstep.buffers(rank)["rng"]]
     assert seen[:12] == seen[12:]
     assert len(set(seen[:12])) == 12
-
-
-@pytest.mark.parametrize("micro_steps", [1, 2])
-def test_an_evaluation_changes_nothing_about_the_steps_after_it(micro_steps: int) -> None:
-    logical = mlp(micro_steps=micro_steps)
-    program = with_evaluation(lowered(logical, 0, 2))
-    first, second = random_batches(2, 2, micro_steps=micro_steps)
-    losses: list[list[float]] = []
-    for is_evaluated in (False, True):
-        lockstep = begun(Lockstep(program))
-        found: list[float] = []
-        for batches in (first, second):
-            if is_evaluated:
-                lockstep.evaluate([of_rank[0] for of_rank in batches])
-            found += [float(result.loss) for result in lockstep.step(batches)]
-        losses.append(found)
-    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(

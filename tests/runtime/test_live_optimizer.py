@@ -67,6 +67,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Scheduler]] = {
     "cyclic": lambda o: lr_scheduler.CyclicLR(o, base_lr=1e-3, max_lr=0.02, step_size_up=5),
 }
 ADAMW: dict[str, object] = {"no_decay": True, "weight_decay": 0.1, "group": "head.weight:lr=0.002"}
+INF, NAN = float("inf"), float("nan")
 MOMENTUM: dict[str, object] = {**ADAMW, "optimizer": "momentum", "lr": 0.01}
 
 
@@ -92,12 +93,11 @@ class EagerTraining:
             {"params": [head], "weight_decay": 0.1, "lr": 0.002},
         ]
         self.optimizer: Optimizer
+        lr = options.optimizer.lr
         if options.optimizer.algorithm == "momentum":
-            self.optimizer = torch.optim.SGD(
-                groups, lr=options.optimizer.lr, momentum=0.9, fused=True
-            )
+            self.optimizer = torch.optim.SGD(groups, lr=lr, momentum=0.9, fused=True)
         else:
-            self.optimizer = torch.optim.AdamW(groups, lr=options.optimizer.lr, fused=True)
+            self.optimizer = torch.optim.AdamW(groups, lr=lr, fused=True)
 
     def step(self, batches: list[tuple[Tensor, Tensor]]) -> float:
         """One step; the loss of rank 0."""
@@ -120,13 +120,8 @@ class EagerTraining:
 def batches_of(steps: int, world_size: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
     generator = torch.Generator().manual_seed(3)
     for _ in range(steps):
-        yield [
-            (
-                torch.randn(4, 16, generator=generator),
-                0.1 * torch.randn(4, 16, generator=generator),
-            )
-            for _ in range(world_size)
-        ]
+        drawn = [torch.randn(2, 4, 16, generator=generator) for _ in range(world_size)]
+        yield [(x, 0.1 * y) for x, y in drawn]
 
 
 def advance(scheduler: Scheduler, loss: float) -> None:
@@ -158,12 +153,10 @@ def require_equal_training(
         assert loss == expected, step
         for scheduler in schedulers:
             advance(scheduler, loss)
-        for theirs, ours in zip(
-            eager.optimizer.param_groups, lockstep.optimizer.param_groups, strict=True
-        ):
-            assert all(
-                ours[key] == theirs[key] for key in ours if key in theirs and key != "params"
-            )
+        both = eager.optimizer.param_groups, lockstep.optimizer.param_groups
+        for theirs, ours in zip(*both, strict=True):
+            shared = (ours.keys() & theirs.keys()) - {"params"}
+            assert all(ours[key] == theirs[key] for key in shared)
             rates.add(ours["lr"])
     assert len(rates) > 3
     parameters = lockstep.full_parameters()
@@ -213,10 +206,8 @@ def a_batch() -> dict[str, Tensor]:
 def test_a_change_counts_from_the_next_update(engine: Engine) -> None:
     (group,) = engine.optimizer.param_groups
     assert (group["name"], group["lr"], group["betas"]) == ("default", 0.01, (0.9, 0.999))
-    assert dict(zip(group["param_names"], group["params"], strict=True))["pre.weight"].shape == (
-        8,
-        6,
-    )
+    shapes = dict(zip(group["param_names"], (p.shape for p in group["params"]), strict=True))
+    assert shapes["pre.weight"] == (8, 6)
     group["lr"] = 0.0
     group["weight_decay"] = 0.0
     before = engine.full_parameters()
@@ -252,27 +243,12 @@ def test_what_did_not_change_is_not_written(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "sentence"),
     [
-        (
-            "lr",
-            -1.0,
-            "lr of group default of engine.optimizer is -1.0, but should be a number of at least 0.",
-        ),
-        ("lr", float("nan"), "lr of group default of engine.optimizer is nan"),
-        ("lr", float("inf"), "lr of group default of engine.optimizer is inf"),
-        ("lr", torch.tensor(0.1), "is a tensor, but should be a number, which needs no wait"),
+        *(("lr", x, f"lr of group default of engine.optimizer is {x}") for x in (-1.0, NAN, INF)),
+        ("lr", torch.tensor(0.1), "is a tensor, but should be a number"),
         ("lr", "fast", "is 'fast', but should be a number."),
         ("lr", None, "is None, but should be a number."),
-        (
-            "betas",
-            (0.9, 1.0),
-            "beta2 of group default of engine.optimizer is 1.0, but should be a number of at least 0 and below 1.",
-        ),
-        (
-            "betas",
-            0.9,
-            "betas of group default of engine.optimizer is 0.9, but should be 2 numbers.",
-        ),
-        ("betas", (0.9, None), "but should be 2 numbers."),
+        ("betas", (0.9, 1.0), "beta2 of group default of engine.optimizer is 1.0"),
+        *(("betas", betas, "but should be 2 numbers.") for betas in (0.9, (0.9, None))),
         ("eps", -1e-8, "eps of group default"),
         ("weight_decay", -0.1, "weight_decay of group default"),
     ],
@@ -297,16 +273,8 @@ def test_an_invalid_setting_is_refused_before_the_step(
     [
         ("sgd", {"momentum": 0.9}, "because the program was compiled without momentum"),
         ("momentum", {"momentum": 1.0}, "at least 0 and below 1"),
-        (
-            "momentum",
-            {"nesterov": True, "momentum": 0.0},
-            "nesterov needs a momentum above 0 and no dampening",
-        ),
-        (
-            "momentum",
-            {"nesterov": True, "dampening": 0.5},
-            "nesterov needs a momentum above 0 and no dampening",
-        ),
+        ("momentum", {"nesterov": True, "momentum": 0.0}, "nesterov needs a momentum above 0"),
+        ("momentum", {"nesterov": True, "dampening": 0.5}, "nesterov needs .* no dampening"),
     ],
 )
 def test_settings_of_sgd_go_together(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.runtime.support import begun, lowered, random_batches
+from tests.runtime.support import begun, lowered, random_batches, require_same
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.frontend.lowering.accumulate import accumulate
@@ -53,13 +53,6 @@ def batches_of(count: int, seed: int = 1) -> list[Batch]:
     return own
 
 
-def assert_equal_states(one: Engine, other: Engine) -> None:
-    state, expected = one.full_state(), other.full_state()
-    assert state.keys() == expected.keys()
-    for key, value in state.items():
-        assert torch.equal(value, expected[key]), key
-
-
 @pytest.mark.parametrize("says_last", [False, True])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_micro_steps_one_by_one_are_a_step(stage: int, says_last: bool) -> None:
@@ -77,7 +70,7 @@ def test_micro_steps_one_by_one_are_a_step(stage: int, says_last: bool) -> None:
         mean = torch.tensor([loss.loss for loss in losses]).sum() / count
         assert result.loss == pytest.approx(float(mean), rel=1e-6)
     assert engine.step_count == other.step_count == 3
-    assert_equal_states(engine, other)
+    require_same(engine.full_state(), other.full_state())
 
 
 def test_a_loss_is_known_when_the_micro_step_has_run() -> None:
@@ -117,7 +110,7 @@ def test_calls_in_a_wrong_order_are_refused() -> None:
     # Nothing that was refused has left a trace.
     other.step([first, second])
     other.step([first, second])
-    assert_equal_states(engine, other)
+    require_same(engine.full_state(), other.full_state())
 
 
 def test_a_refused_micro_step_can_be_made_good() -> None:
@@ -134,7 +127,7 @@ def test_a_refused_micro_step_can_be_made_good() -> None:
     group["lr"] = lr
     engine.update()
     other.step([first, second])
-    assert_equal_states(engine, other)
+    require_same(engine.full_state(), other.full_state())
 
 
 def test_a_step_without_a_batch_is_refused() -> None:
@@ -178,7 +171,7 @@ def test_a_program_for_one_batch_goes_on_with_several(
         assert loss == other.step(batches).loss
     assert engine.step_count == other.step_count == 6
     assert engine.loss_scale == other.loss_scale
-    assert_equal_states(engine, other)
+    require_same(engine.full_state(), other.full_state())
 
 
 @pytest.mark.slow
@@ -217,7 +210,7 @@ def test_a_weight_may_be_a_tensor() -> None:
         result, expected = engine.step(batch), other.step(batch)
         assert result.weight == expected.weight
         assert result.loss == expected.loss
-    assert_equal_states(engine, other)
+    require_same(engine.full_state(), other.full_state())
 
 
 def test_a_wrong_batch_among_several_leaves_nothing_behind() -> None:
@@ -235,7 +228,7 @@ def test_a_wrong_batch_among_several_leaves_nothing_behind() -> None:
     assert not lowered_again
     assert engine.step([first, second]).loss == other.step([first, second]).loss
     assert lowered_again == ["lowered"]
-    assert_equal_states(engine, other)
+    require_same(engine.full_state(), other.full_state())
 
 
 def test_a_step_that_failed_half_way_is_not_gone_on_with() -> None:

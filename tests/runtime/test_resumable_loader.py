@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, repeat
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from torch import Tensor
 import zeroir
 from zeroir.errors import UserError
 from zeroir.runtime.data.loader import SizedDataset
+from zeroir.runtime.training.random_states import seed_generators
 from zeroir.torch_ops.batches import Batch
 
 SIZE = 23
@@ -32,24 +33,22 @@ class Noisy:
 
 
 def loader(
-    rank: int = 0, world_size: int = 1, workers: int = 0, **settings: object
+    rank: int = 0, world_size: int = 1, workers: int = 0, batch_size: int = 2
 ) -> zeroir.ResumableLoader[tuple[Tensor, Tensor]]:
-    batch_size = settings.pop("batch_size", 2)
-    seed = settings.pop("seed", 5)
-    assert isinstance(batch_size, int)
-    assert isinstance(seed, int)
-    assert not settings
     return zeroir.ResumableLoader(
         Noisy(),
         batch_size=batch_size,
         rank=rank,
         world_size=world_size,
-        seed=seed,
+        seed=5,
         num_workers=workers,
     )
 
 
-def taken(batches: Iterator[Batch], count: int) -> list[tuple[list[int], list[list[float]]]]:
+Taken = tuple[list[int], list[list[float]]]
+
+
+def taken(batches: Iterator[Batch], count: int) -> list[Taken]:
     """The next batches as plain numbers."""
     numbers = []
     for batch in islice(batches, count):
@@ -65,11 +64,16 @@ def stream(world_size: int, steps: int, batch_size: int = 2) -> list[tuple[int, 
         taken(iter(loader(rank, world_size, batch_size=batch_size)), steps)
         for rank in range(world_size)
     ]
+    return in_order(ranks)
+
+
+def in_order(ranks: list[list[Taken]]) -> list[tuple[int, list[float]]]:
+    """The samples of some steps of all ranks, in the global order."""
     return [
         sample
-        for step in range(steps)
-        for rank in ranks
-        for sample in zip(*rank[step], strict=True)
+        for step in zip(*ranks, strict=True)
+        for own in step
+        for sample in zip(*own, strict=True)
     ]
 
 
@@ -116,33 +120,19 @@ def test_another_number_of_ranks_goes_on_in_the_order() -> None:
     for rank in later:
         rank.load_state_dict(first[0].state_dict())
     going_on = [taken(iter(rank), 3) for rank in later]
-    samples = [
-        sample
-        for ranks, steps in ((begun, 4), (going_on, 3))
-        for step in range(steps)
-        for rank_batches in ranks
-        for sample in zip(*rank_batches[step], strict=True)
-    ]
-    assert samples == stream(1, 18)
+    assert [*in_order(begun), *in_order(going_on)] == stream(1, 18)
 
 
 def test_the_random_numbers_of_the_process_are_its_own() -> None:
-    def draw() -> tuple[float, float, float]:
-        return random.random(), float(np.random.rand()), float(torch.rand(()))
-
-    random.seed(1)
-    np.random.seed(1)
-    torch.manual_seed(1)
-    undisturbed = [draw() for _ in range(3)]
-    random.seed(1)
-    np.random.seed(1)
-    torch.manual_seed(1)
-    batches = iter(loader())
-    drawn = []
-    for _ in range(3):
-        next(batches)
-        drawn.append(draw())
-    assert drawn == undisturbed
+    drawn: list[list[tuple[float, float, float]]] = []
+    for batches in (repeat(None), iter(loader())):
+        seed_generators(1)
+        draws = (
+            (random.random(), float(np.random.rand()), float(torch.rand(())))
+            for _ in islice(batches, 3)
+        )
+        drawn.append(list(draws))
+    assert drawn[0] == drawn[1]
 
 
 def test_collation_may_draw_random_numbers() -> None:
@@ -211,10 +201,8 @@ def test_a_sample_that_fails_is_named(workers: int) -> None:
     next(batches)
     with pytest.raises(UserError) as caught:
         next(batches)
-    assert str(caught.value).startswith(
-        "Sample 2 of the data set failed (test_resumable_loader.py:"
-    )
-    assert str(caught.value).endswith("): ValueError: no such picture at all")
+    assert "Sample 2 of the data set failed (test_resumable_loader.py:" in str(caught.value)
+    assert str(caught.value).endswith("ValueError: no such picture at all")
     assert made.samples == 2
 
 

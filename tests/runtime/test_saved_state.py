@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -33,6 +33,20 @@ from zeroir.torch_ops.batches import Batch
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 30.0
+
+
+def waiting(call: Callable[[], object]) -> threading.Thread:
+    """A thread whose call does not end for now."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    return thread
+
+
+def require_end(thread: threading.Thread) -> None:
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
 
 
 class HeldCopies(ThreadStreams):
@@ -95,21 +109,16 @@ def test_the_forward_runs_beside_the_copies_and_the_update_waits_for_them() -> N
         # The forward, the backward and the reductions need no copy to be done.
         executor.micro_steps(second, is_last=False)
         executor.micro_steps(second, is_last=True)
-        is_updated = threading.Event()
 
         def update() -> None:
             with torch.no_grad():
                 executor.update()
-            is_updated.set()
 
-        updating = threading.Thread(target=update)
-        updating.start()
-        assert not is_updated.wait(0.2)
+        updating = waiting(update)
         for name, values in before.items():
             assert torch.equal(memory.buffer(name), values)
         streams.go.set()
-        updating.join(TIMEOUT_S)
-        assert is_updated.is_set()
+        require_end(updating)
         saved.wait()
         for name, values in before.items():
             assert torch.equal(saved.tensors[name].tensor, values)
@@ -121,18 +130,9 @@ def test_another_thread_waits_for_the_copies() -> None:
     with training(program) as (executor, memory, streams):
         executor.step(batches(1)[0])
         (saved,) = executor.save_state()
-        is_complete = threading.Event()
-
-        def write() -> None:
-            saved.wait()
-            is_complete.set()
-
-        writer = threading.Thread(target=write)
-        writer.start()
-        assert not is_complete.wait(0.2)
+        writer = waiting(saved.wait)
         streams.go.set()
-        writer.join(TIMEOUT_S)
-        assert is_complete.is_set()
+        require_end(writer)
         for name, values in state(memory, program).items():
             assert torch.equal(saved.tensors[name].tensor, values)
 
@@ -148,20 +148,15 @@ def test_a_save_begins_only_when_the_one_before_is_released() -> None:
         saved.wait()
         before = {name: copy.tensor.clone() for name, copy in saved.tensors.items()}
         executor.step(second)
-        is_saved = threading.Event()
 
         def save_again() -> None:
             executor.save_state()[0].wait()
-            is_saved.set()
 
-        again = threading.Thread(target=save_again)
-        again.start()
-        assert not is_saved.wait(0.2)
+        again = waiting(save_again)
         for name, values in before.items():
             assert torch.equal(saved.tensors[name].tensor, values)
         saved.release()
-        again.join(TIMEOUT_S)
-        assert is_saved.is_set()
+        require_end(again)
         # The same memory serves every save.
         assert not torch.equal(saved.tensors["blocks.0.master"].tensor, before["blocks.0.master"])
 

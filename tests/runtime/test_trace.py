@@ -11,7 +11,7 @@ from tests.runtime.timelines import require_program_order
 from tests.support.evaluations import with_evaluation
 from tests.support.programs import mlp
 from zeroir.ir import ops
-from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE
+from zeroir.ir.program import LAST_MICRO_STEP, UPDATE
 from zeroir.ir.spans import Span
 from zeroir.report.trace import chrome_trace
 from zeroir.runtime.engine.engine import Engine
@@ -84,21 +84,6 @@ def test_a_step_that_is_recorded_prepares_nothing_anew(
         assert already == len(prepared) == count
         assert timelines is not None
         require_program_order(engine.program, [LAST_MICRO_STEP, UPDATE], timelines[0])
-
-
-def test_every_micro_step_of_the_step_is_recorded() -> None:
-    logical = mlp(micro_steps=3)
-    engine = begun(Engine(lowered(logical, 3, 1)))
-    engine.record(1)
-    ((batches,),) = random_batches(1, 1, micro_steps=3)
-    engine.step(batches)
-    timelines = engine.timelines()
-    engine.close()
-    assert timelines is not None
-    sections = engine.program.section_by_name
-    expected = 2 * len(sections[MICRO_STEP].body)
-    expected += len(sections[LAST_MICRO_STEP].body) + len(sections[UPDATE].body)
-    assert len(timelines[0]) == expected
 
 
 def test_ranks_of_one_machine_share_a_clock() -> None:

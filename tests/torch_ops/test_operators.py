@@ -30,10 +30,7 @@ def both(
     """Results and gradients of a function with torch's operators and with zeroir's."""
     results = []
     for is_neutral in (False, True):
-        if is_neutral:
-            with neutral_ops(seeds):
-                result = run()
-        else:
+        with neutral_ops(seeds) if is_neutral else torch.enable_grad():
             result = run()
         gradients = torch.autograd.grad(result.float().square().sum(), wanted)
         results.append([result.detach(), *gradients])
@@ -112,17 +109,7 @@ def test_a_row_that_a_finite_mask_excludes_is_torchs(excluding: float) -> None:
         torch.testing.assert_close(ours, torchs)
 
 
-def test_a_fully_masked_row_is_zero() -> None:
-    _, q, k, v = (x.detach() for x in qkv(torch.float32))
-    bias = torch.zeros(16, 16)
-    bias[3] = -torch.inf
-    out, _ = _math_forward(q, k, v, bias, False, None)
-    assert torch.equal(out[:, :, 3], torch.zeros_like(out[:, :, 3]))
-    grads = _math_backward(torch.ones_like(out), q, k, v, bias, out, False, None)
-    assert all(grad.isfinite().all() for grad in grads)
-
-
-def test_the_backward_of_a_fully_masked_row_may_use_another_kernel_than_its_forward() -> None:
+def test_a_fully_masked_row_is_zero_and_its_backward_may_use_another_kernel() -> None:
     _, q, k, v = (x.detach() for x in qkv(torch.float32))
     bias = torch.zeros(16, 16)
     bias[3] = -torch.inf
@@ -130,6 +117,9 @@ def test_the_backward_of_a_fully_masked_row_may_use_another_kernel_than_its_forw
     plain = _math_forward(q, k, v, bias, False, None)
     for ours, torchs in zip(plain, fused, strict=True):
         torch.testing.assert_close(ours, torchs)
+    assert not plain[0][:, :, 3].any()
+    plain_grads = _math_backward(torch.ones_like(q), q, k, v, bias, plain[0], False, None)
+    assert all(grad.isfinite().all() for grad in plain_grads)
     assert attention_module._kernel(q, k, v, bias, False) == SDPBackend.FLASH_ATTENTION
     grads = attention_backward(torch.ones_like(q), q, k, v, bias, *plain, False, None)
     assert all(grad.isfinite().all() for grad in grads)
@@ -158,33 +148,24 @@ def test_operators_pass_torchs_checks(utility: str) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("shape", [(6, 4), (3, 4, 5), (2, 4, 3, 3)])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        (nn.BatchNorm1d, (6, 4)),
+        (nn.BatchNorm1d, (3, 4, 5)),
+        (nn.BatchNorm2d, (2, 4, 3, 3)),
+        (nn.InstanceNorm1d, (3, 4, 5)),
+        (nn.InstanceNorm2d, (1, 4, 2, 3)),
+        (nn.InstanceNorm2d, (2, 4, 3, 3)),
+    ],
+)
 @pytest.mark.parametrize("tracks", [True, False])
-def test_batch_norm_equals_torchs(training: bool, shape: tuple[int, ...], tracks: bool) -> None:
-    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)]
-    torch.manual_seed(2)
-    plain, neutral = kind(4, track_running_stats=tracks), kind(4, track_running_stats=tracks)
-    x = torch.randn(shape, requires_grad=True)
-    results = []
-    for module, is_neutral in ((plain, False), (neutral, True)):
-        module.train(training)
-        with neutral_ops(NO_SEEDS) if is_neutral else torch.enable_grad():
-            y = module(x)
-        loss = (y * torch.arange(y.numel()).view(shape)).sum()
-        gradients = torch.autograd.grad(loss, [x, module.weight, module.bias])
-        results.append([y, *gradients, *module.buffers()])
-    for expected, actual in zip(*results, strict=True):
-        assert torch.equal(expected, actual)
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("shape", [(3, 4, 5), (1, 4, 2, 3), (2, 4, 3, 3)])
-@pytest.mark.parametrize("tracks", [True, False])
-def test_instance_norm_equals_torchs(training: bool, shape: tuple[int, ...], tracks: bool) -> None:
-    kind = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d}[len(shape)]
+def test_norms_equal_torchs(
+    training: bool, kind: Callable[..., nn.Module], shape: tuple[int, ...], tracks: bool
+) -> None:
     torch.manual_seed(2)
     x = torch.randn(shape)
-    if x.dim() == 4:
+    if kind is nn.InstanceNorm2d:
         x = x.contiguous(memory_format=torch.channels_last)
     x.requires_grad_()
     results = []
@@ -193,7 +174,7 @@ def test_instance_norm_equals_torchs(training: bool, shape: tuple[int, ...], tra
         with neutral_ops(NO_SEEDS) if is_neutral else torch.enable_grad():
             y = module(x)
         loss = (y * torch.arange(y.numel()).view(shape)).sum()
-        gradients = torch.autograd.grad(loss, [x, module.weight, module.bias])
+        gradients = torch.autograd.grad(loss, [x, *module.parameters()])
         results.append([y, *gradients, *module.buffers()])
     for expected, actual in zip(*results, strict=True):
         assert torch.equal(expected, actual)

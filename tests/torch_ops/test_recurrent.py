@@ -19,10 +19,7 @@ def outputs(module: nn.Module, x: Tensor, *states: object) -> list[Tensor]:
 def compare(module: nn.Module, x: Tensor, *states: object) -> None:
     found: list[list[Tensor]] = []
     for is_neutral in (False, True):
-        if is_neutral:
-            with neutral_ops(NO_SEEDS):
-                results = outputs(module, x, *states)
-        else:
+        with neutral_ops(NO_SEEDS) if is_neutral else torch.enable_grad():
             results = outputs(module, x, *states)
         loss = torch.stack([result.cos().sum() for result in results]).sum()
         found.append([*results, *torch.autograd.grad(loss, [x, *module.parameters()])])
