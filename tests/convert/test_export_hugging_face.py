@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,12 @@ from zeroir.convert.export import ExportReport, export_checkpoint
 from zeroir.convert.formats import MAX_SHARD_BYTES
 from zeroir.errors import UserError
 
-SIZES = {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def llama(*, tied: bool = False) -> PreTrainedModel:

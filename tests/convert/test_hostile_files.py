@@ -121,8 +121,8 @@ class Rebuilt(Harm):
     """Hidden behind a function of torch that readers of weights know."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        rebuilt = eval, torch.Tensor, (self._expression,), {}
-        return torch._tensor._rebuild_from_type_v2, rebuilt
+        arguments: tuple[object, ...] = eval, torch.Tensor, (self._expression,), {}
+        return torch._tensor._rebuild_from_type_v2, arguments
 
 
 @pytest.mark.parametrize("kind", [Runs, Evaluates, Rebuilt])

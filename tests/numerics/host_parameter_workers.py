@@ -7,18 +7,29 @@ from collections.abc import Sequence
 
 import torch
 
-from tests.numerics.test_parameters_on_the_host import STEPS, passes
 from tests.numerics.workers import Rank
 from tests.runtime.constructors import Mlp
 from tests.runtime.support import random_batches, require_parameters
 from tests.runtime.workers_cases import CASES
 from tests.support.lowering import applied
+from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
+from zeroir.passes.base import Pass
+from zeroir.passes.memory.plan_memory import PlanMemory
+from zeroir.passes.memory.save_state import SaveState
+from zeroir.passes.offload.offload_parameters import OffloadParameters
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.distributed import rendezvous
 from zeroir.runtime.engine.engine import Engine
 from zeroir.torch_ops.batches import Batch
+
+STEPS = 6
+
+
+def passes(stage: int, world_size: int) -> tuple[Pass, ...]:
+    """The passes of a stage, with parameters at home in host memory."""
+    return (*for_stage(stage, world_size), OffloadParameters(), SaveState(), PlanMemory())
 
 
 def _losses(

@@ -180,8 +180,8 @@ def lost() -> None:
 
 
 def large(precision: str) -> Program:
-    """A program of 1.2 GB of weights and moments in all."""
-    return lowered(mlp(blocks=24, dim=2048, precision=precision), 3, WORLD_SIZE)
+    """A program of 800 MB of weights and moments in all."""
+    return lowered(mlp(blocks=16, dim=2048, precision=precision), 3, WORLD_SIZE)
 
 
 def save_large() -> None:

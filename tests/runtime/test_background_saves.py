@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -12,21 +12,27 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from tests.runtime.support import (
+    Ranks,
+    begun,
     initial_flats,
     lowered,
     random_batches,
     require_same,
+    require_success,
     trained_engine,
 )
 from tests.support.lowering import applied
 from tests.support.programs import mlp
-from zeroir.checkpoint.reading import read_manifest
+from zeroir.checkpoint.folder import CheckpointFolder
+from zeroir.checkpoint.reading import read_manifest, verify_all
 from zeroir.errors import UserError
 from zeroir.passes.memory.save_state import SaveState
 from zeroir.runtime.checkpoint import saving
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.lockstep import Lockstep
 
 
 @contextmanager
@@ -122,3 +128,52 @@ def test_state_that_cannot_be_saved_leaves_nothing(tmp_path: Path) -> None:
     assert isinstance(state, dict)
     assert state["seen"] == 3
     assert torch.equal(state["order"], torch.arange(5))
+
+
+# ---- Real processes save to a store, and others go on with what is there
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_ranks_save_to_a_store_and_load_from_it(
+    tmp_path: Path, s3_bucket: str, s3_environment: Mapping[str, str]
+) -> None:
+    # The driver looks the host's name up in a thread, even when the interpreter is about to end.
+    endpoint = s3_environment["AWS_ENDPOINT_URL"].replace("127.0.0.1", "localhost")
+    environment = {**s3_environment, "AWS_ENDPOINT_URL": endpoint}
+    url = f"{s3_bucket}/runs"
+    for scenario, world_size in (("save", 2), ("load", 3)):
+        folder = tmp_path / scenario
+        folder.mkdir()
+        ranks = Ranks(
+            world_size,
+            folder,
+            scenario,
+            url,
+            module="tests.runtime.store_workers",
+            environment=environment,
+        )
+        require_success(ranks.wait())
+        for listed in CheckpointFolder(root=url).list():
+            verify_all(listed.path, read_manifest(listed.path))
+    assert [listed.step for listed in CheckpointFolder(root=url).list()] == [2, 1]
+
+
+def test_the_file_of_a_rank_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the store fails in passing: the bytes of the state can be read again."""
+    lockstep = begun(Lockstep(lowered(mlp(), 2, 2)))
+    write = MemoryFile.write
+    failures = [TimeoutError("slow"), ConnectionResetError("gone")]
+
+    def failing(file: MemoryFile, data: memoryview) -> int:
+        if failures and file.tell() > 0:
+            raise failures.pop()
+        return int(write(file, data))
+
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setattr(MemoryFile, "write", failing, raising=False)
+    path = "memory://again/step-00000000"
+    lockstep.save(path)
+    assert not failures
+    verify_all(path, read_manifest(path))
+    MemoryFileSystem.store.clear()

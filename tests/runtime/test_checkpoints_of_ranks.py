@@ -163,7 +163,7 @@ _MEGABYTE = 1 << 20
 @pytest.mark.slow
 @pytest.mark.dist
 def test_a_load_takes_little_memory_beside_the_buffers(tmp_path: Path) -> None:
-    """1.2 GB of state, saved by two ranks and loaded by one or three, also with another precision."""
+    """800 MB of state, saved by two ranks and loaded by one or three, also with another precision."""
     require_success(run(2, tmp_path / "saved", "save-large"))
     for world_size, precision in ((1, "fp32"), (3, "bf16")):
         results = run(world_size, tmp_path / f"loaded{world_size}", "load-large", precision)

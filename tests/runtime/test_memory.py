@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import gc
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.support.lowering import applied
@@ -21,7 +26,9 @@ from zeroir.memory.placement import places_to_run
 from zeroir.memory.states import MODEL_STATE_ROLES, model_state_bytes
 from zeroir.passes.offload.offload_parameters import OffloadParameters
 from zeroir.passes.offload.page_optimizer import PageOptimizer
+from zeroir.runtime.execution.host_profile import measure_host
 from zeroir.runtime.execution.lockstep import Lockstep
+from zeroir.runtime.memory.allocations import allocations, by_range, left_bytes, peak_bytes
 from zeroir.runtime.memory.rank_memory import RankMemory
 
 
@@ -131,3 +138,88 @@ def test_a_part_of_a_buffer_on_disk_is_cleared_also_where_it_is_one_element() ->
         memory.clear_elements(name, 3, stop)
         expected = values.index_fill(0, torch.arange(3, stop), 0)
         assert memory.read(name, 0, 8).tolist() == expected.tolist()
+
+
+# ---- Freed memory is the process's own during training, and the kernel's before it; judged by the kernel's page faults
+
+
+PROGRAM = """
+import json, resource, sys
+import torch
+from zeroir.runtime import malloc
+
+torch.set_num_threads(1)
+SIZES = (8 << 20, 3 << 20, 512 << 10)
+
+def faults(rounds):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(rounds):
+        blocks = [torch.empty(size, dtype=torch.uint8).fill_(1) for size in SIZES]
+        del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+accepted = [malloc.return_freed_memory()]
+returned = faults(10)
+accepted.append(malloc.keep_freed_memory())
+faults(8)
+print(json.dumps([accepted, returned, faults(10), sum(SIZES)]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
+def test_training_reuses_pages_and_what_comes_before_gives_them_back() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
+    accepted, returned, kept, size_bytes = json.loads(done.stdout)
+    assert accepted == [True, True]
+    # A fault may bring in a huge page of 2 MiB at most.
+    assert returned >= 10 * size_bytes / (2 << 20)
+    assert kept < returned / 10
+
+
+# ---- Torch's allocator events, as the only module that looks into its profiler tells them
+
+
+def test_events_are_told_by_the_ranges_around_them() -> None:
+    kept: list[torch.Tensor] = []
+
+    def action() -> None:
+        with record_function("first"):
+            kept.append(torch.empty(100))
+            torch.empty(50)
+        with record_function("second"):
+            kept.clear()
+
+    events = by_range(allocations(action), ("first", "second"))
+    assert set(events) == {"first", "second"}, torch.__version__
+    assert (peak_bytes(events["first"]), left_bytes(events["first"])) == (600, 400)
+    assert (peak_bytes(events["second"]), left_bytes(events["second"])) == (0, -400)
+
+
+def test_only_what_the_profiler_says_of_itself_is_kept_from_standard_error(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    kept = [torch.empty(1000)]
+
+    def action() -> None:
+        kept.clear()  # which the profiler has to say something about
+        os.write(2, b"something else\n")
+
+    allocations(action)
+    assert capfd.readouterr().err == "something else\n"
+
+
+# ---- The rates of the host at hand; how fast it is, no test says
+
+
+@pytest.mark.slow
+def test_the_host_at_hand_is_measured() -> None:
+    meetings: list[None] = []
+    rates = measure_host(torch.device("cpu"), lambda: meetings.append(None))
+    assert len(meetings) > 0
+    assert all(rate > 0 for rate in asdict(rates).values())
+    # Both directions at once cannot copy more than each of them alone, and noise is below 10 times.
+    one_way = rates.to_device_bytes_per_s + rates.to_host_bytes_per_s
+    assert rates.both_bytes_per_s < 10 * one_way

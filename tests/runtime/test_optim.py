@@ -32,9 +32,8 @@ def torch_optimizer(
     a, b, c, weight_decay = (*hyper[:-1], *(4 - len(hyper)) * (0.0,), hyper[-1])
     match algorithm:
         case Algorithm.SGD | Algorithm.MOMENTUM:
-            moving = {"momentum": a, "dampening": b, "nesterov": bool(c)}
             return torch.optim.SGD(
-                [parameter], lr=lr, weight_decay=weight_decay, fused=True, **moving
+                [parameter], lr, a, b, weight_decay, nesterov=bool(c), fused=True
             )
         case Algorithm.ADAM | Algorithm.ADAMW:
             kind = torch.optim.Adam if algorithm is Algorithm.ADAM else torch.optim.AdamW

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -93,14 +94,14 @@ def hybrid(replicas: str, name: str) -> None:
         save_run(engine, [engine.step(step[RANK]).loss for step in batches], f"{stage}")
 
 
-def micro_steps(precision: str) -> None:
+def micro_steps(*precisions: str) -> None:
     """A few steps of one to three micro-steps at every stage, weighted; rank 0 writes losses and states.
 
     Every other step is taken one by one.
     """
-    logical = mlp(precision=precision, clip=0.5, micro_steps=2, is_weighted=True)
     steps = micro_batches(WORLD_SIZE)
-    for stage in range(4):
+    for precision, stage in product(precisions, range(4)):
+        logical = mlp(precision=precision, clip=0.5, micro_steps=2, is_weighted=True)
         engine = begun(Engine(lowered(logical, stage, WORLD_SIZE), weight=weight_of_values))
         losses: list[float] = []
         for number, step in enumerate(steps):
@@ -112,7 +113,7 @@ def micro_steps(precision: str) -> None:
                 result = engine.step(step[RANK])
             losses.append(result.loss)
             assert math.isfinite(result.mean_loss)
-        save_run(engine, losses, f"{stage}")
+        save_run(engine, losses, f"{precision}.{stage}")
 
 
 def model_stages(path: str, program: str) -> None:
