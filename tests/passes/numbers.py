@@ -71,3 +71,20 @@ def assert_equal(
         assert torch.isfinite(value).all(), (what, key)
         numel = min(value.numel(), expected.state[key].numel())
         assert torch.equal(value[:numel], expected.state[key][:numel]), (what, key)
+
+
+def assert_same(
+    program: Program,
+    plain: Program,
+    micro_steps: int = 1,
+    seeds: Sequence[int] = (0,),
+    batches: Inputs | None = None,
+) -> LockstepResult:
+    """Compare two programs for equally many ranks, the first one in these orders; what it leaves in the last one."""
+    ranks = plain.mesh.world_size
+    batches = inputs(plain, ranks, micro_steps) if batches is None else batches
+    expected = run(plain, batches)
+    for seed in seeds:
+        result = run(program, batches, seed)
+        assert_equal(result, expected, range(ranks), f"{program.passes}, order {seed}")
+    return result

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
 from zeroir.passes.base import Pass
-from zeroir.passes.manager import apply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +56,7 @@ class Case:
 
     def scheduled(self) -> Program:
         """The program after the passes, not verified: for laws about many programs."""
-        program = self.logical()
-        for step in self.passes():
-            program = apply(step, program)
-        return program
+        return applied(self.logical(), self.passes())
 
 
 def cases(

@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 
 from tests.passes import happens
 from tests.passes.strategies import Case, cases
+from tests.support.edits import is_of, without_each
 from tests.support.examples import examples
-from tests.support.lowering import applied
+from tests.support.lowering import applied, codes
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.bounds import AheadBound, BehindBound, BoundKind
 from zeroir.ir.mesh import COMPUTE
-from zeroir.ir.program import LAST_MICRO_STEP, Program, Section
+from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.ir.text import parse, print_program
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
@@ -129,13 +130,6 @@ def test_every_bound_holds_after_any_legal_order_of_passes(case: Case, choice: R
 # --------------------------------------------------------------------------------------------------------- the law
 
 
-def _without_wait(program: Program, number: int, index: int) -> Program:
-    sections = list(program.sections)
-    section: Section = sections[number]
-    sections[number] = replace(section, body=section.body[:index] + section.body[index + 1 :])
-    return replace(program, sections=tuple(sections))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("specs", ["distance=0", "distance=2", "budget=0", "budget=9000"])
 def test_a_program_without_a_wait_that_bounds_it_is_rejected(specs: str) -> None:
@@ -143,14 +137,12 @@ def test_a_program_without_a_wait_that_bounds_it_is_rejected(specs: str) -> None
     logical = mlp(blocks=3)
     program = applied(logical, _passes(f"prefetch{{{specs}}}", "bound-gradients{live=1}"))
     assert verify(program).is_valid
-    codes: list[str] = []
-    for number, section in enumerate(program.sections):
-        for index, op in enumerate(section.body):
-            if isinstance(op, ops.Wait):
-                findings = verify(_without_wait(program, number, index)).findings
-                assert findings, f"{section.name}: wait {index}"
-                codes.append(findings[0].code)
-    assert codes.count("Z302") >= 4
+    first_codes: list[str] = []
+    for where, mutant in without_each(program, is_of(ops.Wait)):
+        findings = verify(mutant).findings
+        assert findings, where
+        first_codes.append(findings[0].code)
+    assert first_codes.count("Z302") >= 4
 
 
 def test_a_bound_that_no_wait_keeps_is_rejected() -> None:
@@ -159,7 +151,7 @@ def test_a_bound_that_no_wait_keeps_is_rejected() -> None:
     for kind in (BoundKind.FULL_PARAMETERS, BoundKind.FULL_GRADIENTS):
         for bound in (AheadBound(kind=kind, ahead=0), BehindBound(kind=kind, behind="reduce")):
             report = verify(replace(program, bounds=(bound,)))
-            assert {finding.code for finding in report.findings} == {"Z302"}
+            assert codes(report) == {"Z302"}
             assert report.findings[0].advice.startswith("Let op ")
     loose = replace(program, bounds=(AheadBound(kind=BoundKind.FULL_GRADIENTS, ahead=9),))
     assert verify(loose).laws["Z302"] == "proved"
@@ -175,5 +167,4 @@ def test_a_bound_that_no_wait_keeps_is_rejected() -> None:
     ],
 )
 def test_a_bound_is_well_formed(bounds: tuple[AheadBound | BehindBound, ...], code: str) -> None:
-    report = verify(replace(mlp(), bounds=bounds))
-    assert {finding.code for finding in report.findings} == {code}
+    assert codes(replace(mlp(), bounds=bounds)) == {code}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.runtime.support import initial_flats, random_batches
 from tests.support.groups import in_groups
+from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir.buffers import Role, Space
@@ -19,7 +20,6 @@ from zeroir.ir.contents import FlatContent
 from zeroir.ir.optimizers.forms import ABSMAX, CODES
 from zeroir.ir.program import Program
 from zeroir.passes.base import Pass
-from zeroir.passes.manager import apply
 from zeroir.passes.memory.plan_memory import PlanMemory
 from zeroir.passes.memory.save_state import SaveState
 from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
@@ -49,15 +49,8 @@ def logical(precision: str) -> Program:
 def scheduled(
     precision: str, stage: int, passes: tuple[Pass, ...], *, overlap_update: bool = False
 ) -> Program:
-    program = logical(precision)
-    for step in (
-        *for_stage(stage, 2, overlap_update=overlap_update),
-        *passes,
-        SaveState(),
-        PlanMemory(),
-    ):
-        program = apply(step, program)
-    return program
+    base = for_stage(stage, 2, overlap_update=overlap_update)
+    return applied(logical(precision), (*base, *passes, SaveState(), PlanMemory()))
 
 
 def trained(program: Program, steps: int = 3) -> Lockstep:

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from tests.support.captures import ROOT, captured
-from tests.support.lowering import applied
+from tests.support.edits import with_body
+from tests.support.lowering import applied, codes
 from zeroir.config import CompileOptions, make_options
 from zeroir.frontend.lowering.tracing import program_of
 from zeroir.frontend.source.entry import load_model_file
@@ -21,7 +22,6 @@ from zeroir.memory.curve import peak
 from zeroir.memory.footprint import footprint
 from zeroir.passes import manager
 from zeroir.passes.pipelines import for_options
-from zeroir.verify import verify
 
 GPT = ROOT / "examples" / "gpt.py"
 MODELS = ROOT / "tests" / "support" / "models"
@@ -173,6 +173,4 @@ def test_an_evaluation_of_other_values_breaks_a_law() -> None:
     )
     arguments = tuple(tokens if a == targets else a for a in compute.arguments)
     body = (*section.body[:at], replace(compute, arguments=arguments), *section.body[at + 1 :])
-    sections = tuple(replace(s, body=body) if s.name == EVALUATE else s for s in program.sections)
-    report = verify(replace(program, sections=sections), reference)
-    assert {finding.code for finding in report.findings} == {"Z406"}
+    assert codes(with_body(program, EVALUATE, body), reference) == {"Z406"}

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from tests.passes.example_programs import LOGICAL
-from tests.passes.numbers import assert_equal, initial, inputs, run
+from tests.passes.numbers import assert_equal, assert_same, initial, inputs, run
+from tests.support.edits import is_of, without_each
 from tests.support.evaluations import with_evaluation
-from tests.support.lowering import applied
+from tests.support.lowering import applied, codes
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
@@ -48,31 +49,16 @@ def test_all_gates_are_here() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_prints_and_parses(name: str) -> None:
+def test_it_prints_parses_and_is_proved_equivalent(name: str) -> None:
     program = gate(name)
-    text = print_program(program)
-    assert parse(text) == program
-    assert print_program(parse(text)) == text
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_it_is_proved_equivalent(name: str) -> None:
-    report = verify(gate(name), gate_logical(name))
-    assert report.findings == ()
-    assert report.is_valid
+    assert parse(print_program(program)) == program
+    assert verify(program, gate_logical(name)).findings == ()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_wait_can_be_left_out(name: str) -> None:
-    program = gate(name)
-    for at, section in enumerate(program.sections):
-        for index, op in enumerate(section.body):
-            if isinstance(op, ops.Wait):
-                body = section.body[:index] + section.body[index + 1 :]
-                sections = list(program.sections)
-                sections[at] = replace(section, body=body)
-                mutant = replace(program, sections=tuple(sections))
-                assert not verify(mutant, gate_logical(name)).is_valid, (section.name, index)
+    for where, mutant in without_each(gate(name), is_of(ops.Wait)):
+        assert codes(mutant, gate_logical(name)), where
 
 
 def test_hybrid_sharding_computes_what_one_device_does() -> None:
@@ -95,11 +81,13 @@ def test_hybrid_sharding_sums_over_all_ranks() -> None:
     assert result.losses[0] == expected.losses[0]
 
 
-@pytest.mark.parametrize("schedule_seed", range(4))
-def test_paging_through_slots_changes_no_bit(schedule_seed: int) -> None:
-    batches = inputs(LOGICAL, 2, 1)
-    expected = run(applied(LOGICAL, for_stage(3, 2)), batches)
-    assert_equal(run(gate("paged"), batches, schedule_seed), expected, range(2), "paged")
+@pytest.mark.parametrize(
+    ("name", "logical", "stage"), [("paged", LOGICAL, 3), ("offload", OFFLOADED, 2)]
+)
+def test_paging_and_updating_on_the_host_change_no_bit(
+    name: str, logical: Program, stage: int
+) -> None:
+    assert_same(gate(name), applied(logical, for_stage(stage, 2)), seeds=range(4))
 
 
 def test_paging_keeps_two_pages_of_momentum_on_the_device() -> None:
@@ -108,13 +96,6 @@ def test_paging_keeps_two_pages_of_momentum_on_the_device() -> None:
     on_device = sum(b.numel for b in states if b.space is Space.DEVICE)
     on_host = sum(b.numel for b in states if b.space is Space.HOST)
     assert (on_device, on_host) == (2 * 128, 4 * 128)
-
-
-@pytest.mark.parametrize("schedule_seed", range(4))
-def test_updating_on_the_host_changes_no_bit(schedule_seed: int) -> None:
-    batches = inputs(OFFLOADED, 2, 1)
-    expected = run(applied(OFFLOADED, for_stage(2, 2)), batches)
-    assert_equal(run(gate("offload"), batches, schedule_seed), expected, range(2), "offload")
 
 
 def test_evaluation_gives_the_loss_and_leaves_no_trace() -> None:

@@ -14,7 +14,6 @@ from zeroir.ir import ops
 from zeroir.ir.layout import padded_numel, used_numel
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP
 from zeroir.memory.states import model_state_bytes
-from zeroir.passes.manager import apply
 
 BYTES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "fp16": (2, 2, 12)}
 """Of one parameter, one gradient, and K: what Adam keeps of it, its FP32 copy included."""
@@ -42,9 +41,7 @@ def _expected(stage: int, world_size: int, numel: int, sizes: tuple[int, int, in
 def test_bytes_per_rank(stage: int, world_size: int, precision: str, blocks: int, dim: int) -> None:
     logical = mlp(blocks=blocks, dim=dim, precision=precision)
     numel = sum(padded_numel(used_numel(flat), world_size) for flat in logical.flats)
-    program = logical
-    for step in for_stage(stage, world_size):
-        program = apply(step, program)
+    program = applied(logical, for_stage(stage, world_size))
     expected = _expected(stage, world_size, numel, BYTES[precision])
     assert sum(model_state_bytes(program).values()) == expected
 
@@ -53,18 +50,14 @@ def test_bytes_per_rank(stage: int, world_size: int, precision: str, blocks: int
     ("optimizer", "k"), [("sgd", 4), ("momentum", 8), ("adam", 12), ("adamw", 12)]
 )
 def test_k_of_each_optimizer(optimizer: str, k: int) -> None:
-    program = mlp(precision="bf16", optimizer=optimizer)
-    for step in for_stage(1, 4):
-        program = apply(step, program)
+    program = applied(mlp(precision="bf16", optimizer=optimizer), for_stage(1, 4))
     numel = sum(flat.padded_numel for flat in program.flats)
     assert sum(model_state_bytes(program).values()) == 4 * numel + k * numel // 4
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fp32_sums_of_micro_steps_are_four_bytes_a_gradient(stage: int) -> None:
-    program = mlp(precision="bf16", micro_steps=2)
-    for step in for_stage(stage, 4):
-        program = apply(step, program)
+    program = applied(mlp(precision="bf16", micro_steps=2), for_stage(stage, 4))
     numel = sum(flat.padded_numel for flat in program.flats)
     assert model_state_bytes(program)["grad"] == 4 * (numel if stage < 2 else numel // 4)
 

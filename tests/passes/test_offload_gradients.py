@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,19 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.passes import happens
-from tests.passes.numbers import assert_equal, inputs, run
+from tests.passes.numbers import assert_same
 from tests.passes.strategies import Case, cases
 from tests.passes.test_offload_optimizer import POSSIBLE
 from tests.passes.variants import called_twice, frozen
 from tests.support.covering import covering
+from tests.support.edits import at, is_of, places, put, without_each
 from tests.support.examples import examples
-from tests.support.lowering import applied, proved
+from tests.support.lowering import applied, codes, proved
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.mesh import COMPUTE, COPY_OUT, OPTIMIZER
-from zeroir.ir.ops import Mode
+from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.memory.footprint import footprint
 from zeroir.passes import manager
@@ -68,48 +70,36 @@ def test_it_computes_the_same(
     passes = for_stage(stage, ranks, overlap_update=overlap_update, replicas=replicas)
     before = applied(logical, passes)
     after = manager.run(before, [*WAYS[way], SaveState(), PlanMemory()], reference=logical)
-    batches = inputs(logical, ranks, micro_steps)
-    expected = run(before, batches)
-    for schedule_seed in (0, 1):
-        assert_equal(run(after, batches, schedule_seed), expected, range(ranks), way)
+    assert_same(after, before, micro_steps, (0, 1))
 
 
 @pytest.mark.slow
 @examples(4)
 @given(cases(world_sizes=(1, 4)), st.sampled_from(sorted(WAYS)), st.integers(0, 2**16))
 def test_any_program_computes_the_same(case: Case, way: str, schedule_seed: int) -> None:
-    logical = case.logical()
-    batches = inputs(logical, case.world_size, case.micro_steps)
-    before = applied(logical, case.passes())
-    after = manager.run(before, WAYS[way], reference=logical)
-    assert_equal(
-        run(after, batches, schedule_seed), run(before, batches), range(case.world_size), way
-    )
+    before = applied(case.logical(), case.passes())
+    after = manager.run(before, WAYS[way], reference=case.logical())
+    assert_same(after, before, case.micro_steps, [schedule_seed])
 
 
 @pytest.mark.parametrize("make", [frozen, called_twice])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_frozen_parameters_and_units_called_twice_train_as_before(make: object, stage: int) -> None:
-    assert callable(make)
-    logical = make()
-    batches = inputs(logical, 3, 1)
+def test_frozen_parameters_and_units_called_twice_train_as_before(
+    make: Callable[[], Program], stage: int
+) -> None:
     passes = for_stage(stage, 3)
-    expected = run(applied(logical, passes), batches)
-    program = proved(logical, (*passes, *WITH_OPTIMIZER))
-    assert_equal(run(program, batches, 3), expected, range(3), f"stage {stage}")
+    program = proved(make(), (*passes, *WITH_OPTIMIZER))
+    assert_same(program, applied(make(), passes), seeds=[3])
 
 
-@pytest.mark.parametrize("bucket", [9_000])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_that_one_launch_reduces_go_down_together(stage: int, bucket: int) -> None:
+def test_gradients_that_one_launch_reduces_go_down_together(stage: int) -> None:
     logical = mlp(precision="bf16", clip=1.0)
-    batches = inputs(logical, 3, 1)
-    passes = for_stage(stage, 3, bucket=bucket)
+    passes = for_stage(stage, 3, bucket=9_000)
     before = applied(logical, passes)
     launches = [op for op in before.ops() if isinstance(op, ops.ReduceScatter)]
     assert any(len(op.pairs) > 1 for op in launches)
-    program = proved(logical, (*passes, *WITH_OPTIMIZER))
-    assert_equal(run(program, batches, 3), run(before, batches), range(3), "bucket")
+    assert_same(proved(logical, (*passes, *WITH_OPTIMIZER)), before, seeds=[3])
 
 
 # ----------------------------------------------------------------------------------------------------------- memory
@@ -213,26 +203,14 @@ def test_gradients_follow_the_optimizer_unless_units_are_named() -> None:
             if b.is_persistent and b.role is Role.GRAD and b.space is Space.HOST
         }
 
-    passes = for_stage(2, 2)
-    half = OffloadOptimizer(fraction=0.5)
-    assert at_home(applied(mlp(), (*passes, half, OffloadGradients()))) == {
-        "root.post",
-        "blocks.2",
-        "blocks.1",
-    }
-    named = OffloadGradients(units=("root.*",))
-    assert at_home(applied(mlp(), (*passes, half, named))) == {"root.pre", "root.post"}
+    half = (*for_stage(2, 2), OffloadOptimizer(fraction=0.5))
+    followed = at_home(applied(mlp(), (*half, OffloadGradients())))
+    assert followed == {"root.post", "blocks.2", "blocks.1"}
+    named = at_home(applied(mlp(), (*half, OffloadGradients(units=("root.*",)))))
+    assert named == {"root.pre", "root.post"}
 
 
 # ---------------------------------------------------------------------------------------------------------- mutants
-
-
-def _without(program: Program, section_name: str, index: int) -> Program:
-    sections = tuple(
-        replace(s, body=s.body[:index] + s.body[index + 1 :]) if s.name == section_name else s
-        for s in program.sections
-    )
-    return replace(program, sections=sections)
 
 
 @pytest.mark.slow
@@ -243,31 +221,27 @@ def test_damaged_programs_are_rejected(way: str, micro_steps: int) -> None:
     logical = mlp(blocks=1, precision="fp16", clip=1.0, micro_steps=micro_steps)
     program = applied(logical, (*for_stage(2, 2), *WAYS[way]))
     assert verify(program, reference=logical).is_valid
-    count = 0
-    for section in program.sections:
-        for index, op in enumerate(section.body):
-            is_wait = isinstance(op, ops.Wait) and op.on in (*DOWN, OPTIMIZER, UPDATE_IN)
-            if isinstance(op, ops.Transfer) or is_wait:
-                mutant = _without(program, section.name, index)
-                assert not verify(mutant, reference=logical).is_valid, (section.name, index, op)
-                count += 1
-    assert count >= 10
+
+    def is_needed(op: Op) -> bool:
+        is_wait = isinstance(op, ops.Wait) and op.on in (*DOWN, OPTIMIZER, UPDATE_IN)
+        return isinstance(op, ops.Transfer) or is_wait
+
+    mutants = list(without_each(program, is_needed))
+    assert len(mutants) >= 10
+    for where, mutant in mutants:
+        assert codes(mutant, logical), where
 
 
 def test_a_statistic_that_adds_to_another_is_rejected() -> None:
     """Only this rank's own sum may be added to, not one that the ranks have combined, nor a scalar of before."""
     logical = mlp(clip=1.0)
     program = applied(logical, (*for_stage(2, 2), *WITH_HALF))
-    update = without_waits(program).section_by_name[UPDATE]
-    norms = [i for i, op in enumerate(update.body) if isinstance(op, ops.GradNorm)]
+    bare = without_waits(program)
+    norms = places(bare, is_of(ops.GradNorm))
     assert len(norms) == 2
-    first = update.body[norms[0]]
+    first = at(bare, norms[0])
     assert isinstance(first, ops.GradNorm)
-    added = replace(first, mode=Mode.ACCUMULATE)
-    body = (*update.body[: norms[0]], added, *update.body[norms[0] + 1 :])
-    sections = tuple(
-        replace(s, body=body) if s.name == UPDATE else s for s in without_waits(program).sections
-    )
-    report = verify(derive_waits(replace(program, sections=sections)), reference=logical)
-    assert {finding.code for finding in report.findings} == {"Z405"}
+    added = put(bare, norms[0], replace(first, mode=Mode.ACCUMULATE))
+    report = verify(derive_waits(added), reference=logical)
+    assert codes(report) == {"Z405"}
     assert "adds to" in report.findings[0].sentence

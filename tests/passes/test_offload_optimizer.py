@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from tests.passes import happens
 from tests.passes.example_programs import LOGICAL
-from tests.passes.numbers import assert_equal, inputs, run
+from tests.passes.numbers import assert_same, inputs
 from tests.passes.strategies import Case, cases
 from tests.passes.variants import called_twice, frozen
 from tests.support.covering import covering
+from tests.support.edits import at, is_of, places, put, without_each
 from tests.support.examples import examples
-from tests.support.lowering import applied, proved
+from tests.support.lowering import applied, codes, proved
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.errors import UserError
@@ -29,7 +30,6 @@ from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.memory.footprint import footprint
 from zeroir.passes import manager
-from zeroir.passes.base import Pass
 from zeroir.passes.common.order import derive_waits, without_waits
 from zeroir.passes.common.update_streams import UPDATE_IN, UPDATE_OUT
 from zeroir.passes.manager import apply
@@ -37,7 +37,6 @@ from zeroir.passes.memory.plan_memory import PlanMemory
 from zeroir.passes.memory.save_state import SaveState
 from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
 from zeroir.runtime.execution.lockstep import Lockstep
-from zeroir.verify import verify
 
 OFFLOAD = OffloadOptimizer()
 Training = tuple[int, str, int, float | None, bool, int | None]
@@ -89,11 +88,8 @@ def test_it_computes_the_same(
     passes = for_stage(stage, ranks, overlap_update=overlap_update, replicas=replicas)
     before = applied(logical, passes)
     after = manager.run(before, [OFFLOAD, SaveState(), PlanMemory()], reference=logical)
-    batches = inputs(logical, ranks, micro_steps)
-    expected = run(before, batches)
-    for schedule_seed in (0, 1):
-        result = run(after, batches, schedule_seed)
-        assert_equal(result, expected, range(ranks), f"stage {stage}")
+    for seed in (0, 1):
+        result = assert_same(after, before, micro_steps, [seed])
         _assert_copies_agree(after, result.lockstep, ranks)
 
 
@@ -121,35 +117,24 @@ def _copies(program: Program) -> dict[str, str]:
 @examples(4)
 @given(cases(world_sizes=(1, 4)), st.integers(0, 2**16))
 def test_any_program_computes_the_same(case: Case, schedule_seed: int) -> None:
-    logical = case.logical()
-    batches = inputs(logical, case.world_size, case.micro_steps)
-    before = applied(logical, case.passes())
-    after = manager.run(before, [OFFLOAD], reference=logical)
-    assert_equal(
-        run(after, batches, schedule_seed), run(before, batches), range(case.world_size), "offload"
-    )
+    before = applied(case.logical(), case.passes())
+    after = manager.run(before, [OFFLOAD], reference=case.logical())
+    assert_same(after, before, case.micro_steps, [schedule_seed])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "lion"])
 def test_every_element_wise_optimizer_computes_the_same(optimizer: str) -> None:
     logical = mlp(optimizer=optimizer, precision="bf16", tied=True)
-    batches = inputs(logical, 3, 1)
     passes = for_stage(2, 3, overlap_update=True)
-    expected = run(applied(logical, passes), batches)
-    assert_equal(run(proved(logical, (*passes, OFFLOAD)), batches, 1), expected, range(3), "")
+    assert_same(proved(logical, (*passes, OFFLOAD)), applied(logical, passes), seeds=[1])
 
 
-@pytest.mark.parametrize("make", [frozen, called_twice])
-def test_frozen_parameters_and_units_called_twice_train_as_before(make: object) -> None:
-    assert callable(make)
-    logical = make()
-    batches = inputs(logical, 3, 1)
+@pytest.mark.parametrize("logical", [frozen(), called_twice()], ids=["frozen", "called twice"])
+def test_frozen_parameters_and_units_called_twice_train_as_before(logical: Program) -> None:
     for stage in (0, 3):
         passes = for_stage(stage, 3)
-        expected = run(applied(logical, passes), batches)
-        program = proved(logical, (*passes, OFFLOAD))
-        assert_equal(run(program, batches, 3), expected, range(3), f"stage {stage}")
+        assert_same(proved(logical, (*passes, OFFLOAD)), applied(logical, passes), seeds=[3])
 
 
 @pytest.mark.slow
@@ -162,9 +147,9 @@ def test_an_overflow_on_some_ranks_skips_the_update_of_all(overflowing: tuple[in
         assert isinstance(batch, dict)
         batches[0][rank] = [{path: values * 1e4 for path, values in batch.items()}]
     passes = for_stage(2, 3)
-    expected = run(applied(logical, passes), batches)
-    assert expected.skipped[0] is bool(overflowing)
-    assert_equal(run(proved(logical, (*passes, OFFLOAD)), batches, 2), expected, range(3), "")
+    program = proved(logical, (*passes, OFFLOAD))
+    result = assert_same(program, applied(logical, passes), seeds=[2], batches=batches)
+    assert result.skipped[0] is bool(overflowing)
 
 
 # ----------------------------------------------------------------------------------------------------------- memory
@@ -284,8 +269,7 @@ def test_a_fraction_offloads_those_whose_gradients_come_first() -> None:
     assert sum(flats[name].padded_numel for name in on_host) * 2 >= sum(
         flat.padded_numel for flat in program.flats
     )
-    batches = inputs(logical, 2, 1)
-    assert_equal(run(program, batches, 1), run(applied(logical, passes), batches), range(2), "half")
+    assert_same(program, applied(logical, passes), seeds=[1])
 
 
 def test_units_name_what_is_offloaded() -> None:
@@ -308,38 +292,20 @@ def test_optimizers_on_whole_parameters_and_wrong_options_are_refused() -> None:
 # ---------------------------------------------------------------------------------------------------------- mutants
 
 
-def _mutants(program: Program) -> list[tuple[str, Program]]:
-    """Each transfer left out, each wait that concerns one left out, each step on the device's stream or scalars."""
-    mutants: list[tuple[str, Program]] = []
-    for section in program.sections:
-        for index, op in enumerate(section.body):
-            changed: Op | None = None
-            match op:
-                case ops.Transfer():
-                    pass
-                case ops.Wait() if op.on in (UPDATE_IN, OPTIMIZER):
-                    pass
-                case ops.OptimizerStep():
-                    changed = replace(op, stream="compute")
-                case _:
-                    continue
-            body = list(section.body)
-            body[index : index + 1] = [] if changed is None else [changed]
-            sections = tuple(
-                replace(s, body=tuple(body)) if s.name == section.name else s
-                for s in program.sections
-            )
-            mutants.append((f"{section.name} {index} {op}", replace(program, sections=sections)))
-    return mutants
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_damaged_programs_are_rejected(precision: str) -> None:
+    """Each transfer left out, each wait that concerns one left out, each step on the device's stream."""
     logical = mlp(blocks=1, precision=precision, clip=1.0)
-    passes: tuple[Pass, ...] = (*for_stage(2, 2), OFFLOAD)
-    program = applied(logical, passes)
-    assert verify(program, reference=logical).is_valid
-    mutants = _mutants(program)
+    program = proved(logical, (*for_stage(2, 2), OFFLOAD))
+
+    def is_needed(op: Op) -> bool:
+        is_wait = isinstance(op, ops.Wait) and op.on in (UPDATE_IN, OPTIMIZER)
+        return isinstance(op, ops.Transfer) or is_wait
+
+    mutants = list(without_each(program, is_needed))
+    for place in places(program, is_of(ops.OptimizerStep)):
+        moved = put(program, place, replace(at(program, place), stream="compute"))
+        mutants.append((str(place), moved))
     assert len(mutants) > 12
-    for what, mutant in mutants:
-        assert not verify(mutant, reference=logical).is_valid, what
+    for where, mutant in mutants:
+        assert codes(mutant, logical), where

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from tests.passes import happens
 from tests.passes.example_programs import LOGICAL
-from tests.passes.numbers import assert_equal, inputs, run
+from tests.passes.numbers import assert_same, inputs, run
 from tests.passes.strategies import Case, cases
+from tests.support.edits import is_of, with_body, without_each
 from tests.support.examples import examples
 from tests.support.groups import in_groups
 from tests.support.lowering import applied, proved
@@ -68,16 +69,12 @@ def transfer_bytes(program: Program, section: str, kind: type[Op]) -> int:
 def test_no_bit_changes(case: Case, is_overlapped: bool, is_grouped: bool, seed: int) -> None:
     logical = in_groups(case.logical()) if is_grouped else case.logical()
     others: tuple[Pass, ...] = (OverlapUpdate(),) if is_overlapped else ()
-    batches = inputs(logical, case.world_size, case.micro_steps)
     plain = applied(logical, (*case.passes(), *others))
     offloaded = manager.run(plain, [OffloadParameters()], reference=logical)
     assert rewrite.param_buffers(offloaded).keys() == rewrite.param_buffers(plain).keys()
     for name in rewrite.param_buffers(offloaded):
         assert offloaded.buffer_by_name[name].space is Space.HOST
-    expected = run(plain, batches)
-    for schedule_seed in (seed, seed + 1):
-        result = run(offloaded, batches, schedule_seed)
-        assert_equal(result, expected, range(case.world_size), f"stage {case.stage}")
+    assert_same(offloaded, plain, case.micro_steps, (seed, seed + 1))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -87,10 +84,7 @@ def test_no_bit_changes_with_any_optimizer(stage: int, optimizer: str) -> None:
     logical = in_groups(mlp(optimizer=optimizer, clip=0.5))
     plain = applied(logical, for_stage(stage, 3))
     offloaded = manager.run(plain, [OffloadParameters()], reference=logical)
-    batches = inputs(logical, 3, 1)
-    expected = run(plain, batches)
-    for schedule_seed in range(2):
-        assert_equal(run(offloaded, batches, schedule_seed), expected, range(3), optimizer)
+    assert_same(offloaded, plain, seeds=range(2))
 
 
 @pytest.mark.slow
@@ -99,8 +93,7 @@ def test_no_bit_changes_in_groups_of_ranks(stage: int) -> None:
     logical = mlp(precision="bf16", micro_steps=2)
     plain = applied(logical, for_stage(stage, 4, replicas=2))
     offloaded = manager.run(plain, [OffloadParameters()], reference=logical)
-    batches = inputs(logical, 4, 2)
-    assert_equal(run(offloaded, batches, 5), run(plain, batches), range(4), f"stage {stage}")
+    assert_same(offloaded, plain, 2, [5])
 
 
 @pytest.mark.slow
@@ -112,8 +105,7 @@ def test_no_bit_changes_however_parameters_are_gathered(step: Pass) -> None:
     gathers = for_stage(3, 3)[: 5 if isinstance(step, Unshard) else 6]
     plain = applied(logical, (*gathers, step))
     offloaded = manager.run(plain, [OffloadParameters()], reference=logical)
-    batches = inputs(logical, 3, 1)
-    assert_equal(run(offloaded, batches, 1), run(plain, batches), range(3), step.spec())
+    assert_same(offloaded, plain, seeds=[1])
 
 
 @pytest.mark.slow
@@ -165,11 +157,9 @@ def test_no_bit_of_a_captured_model_changes(name: str) -> None:
 def test_an_update_on_the_host_changes_no_bit(case: Case, is_overlapped: bool, seed: int) -> None:
     logical = case.logical()
     others: tuple[Pass, ...] = (OverlapUpdate(),) if is_overlapped else ()
-    batches = inputs(logical, case.world_size, case.micro_steps)
     plain = applied(logical, (*case.passes(), *others))
     program = manager.run(plain, [OffloadOptimizer(), OffloadParameters()], reference=logical)
-    result = run(program, batches, seed)
-    assert_equal(result, run(plain, batches), range(case.world_size), f"stage {case.stage}")
+    assert_same(program, plain, case.micro_steps, [seed])
 
 
 @pytest.mark.slow
@@ -197,8 +187,7 @@ def test_parameters_beside_a_home_stay_where_an_op_uses_the_home_before_the_copy
     fill = ops.Fill(destination=copy.destination, value=0.0, stream=copy.stream)
     for index, is_kept in ((at, True), (at + 1, False)):
         body = (*update.body[:index], fill, *update.body[index:])
-        sections = (replace(s, body=body) if s is update else s for s in program.sections)
-        offloaded = manager.apply(OffloadParameters(), replace(program, sections=tuple(sections)))
+        offloaded = manager.apply(OffloadParameters(), with_body(program, UPDATE, body))
         assert (copy.source.buffer in offloaded.buffer_by_name) is is_kept
 
 
@@ -224,9 +213,7 @@ def test_a_part_of_the_update_on_the_host() -> None:
     logical = mlp(blocks=3, precision="bf16")
     passes = (*for_stage(1, 3), OffloadOptimizer(fraction=0.5))
     program = proved(logical, (*passes, OffloadParameters(units=("blocks.*", "root.post"))))
-    batches = inputs(logical, 3, 1)
-    expected = run(applied(logical, for_stage(1, 3)), batches)
-    assert_equal(run(program, batches, 6), expected, range(3), "a part")
+    assert_same(program, applied(logical, for_stage(1, 3)), seeds=[6])
 
 
 # ------------------------------------------------------------------------------------------------------ what travels
@@ -258,9 +245,8 @@ def test_each_run_of_uses_brings_what_it_uses(stage: int) -> None:
     used = {flat.unit: flat.numel * 4 for flat in program.flats}
     weight = program.flats[1].slots[0]
     assert weight.name == "blocks.0.weight"
-    expected = (
-        sum(used.values()) + 2 * weight.numel * 4
-    )  # Of each block the backward reads only its weight.
+    # Of each block the backward reads only its weight.
+    expected = sum(used.values()) + 2 * weight.numel * 4
     assert transfer_bytes(program, LAST_MICRO_STEP, ops.ToDevice) == expected
     whole = sum(program.buffer_by_name[name].size_bytes for name in rewrite.param_buffers(program))
     assert transfer_bytes(program, UPDATE, ops.ToDevice) == (whole if stage == 0 else whole // 4)
@@ -337,10 +323,7 @@ def test_a_gather_that_moves_takes_its_visit_along(budget: int) -> None:
     plain = applied(logical, for_stage(3, 4, budget=budget))
     assert [_gathers(each) for each in (program, plain)] == [_gathers(plain)] * 2
     assert max(happens.staging_live(_last_body(program), program)) <= 2
-    batches = inputs(logical, 4, 1)
-    for schedule_seed in range(2):
-        result = run(program, batches, schedule_seed)
-        assert_equal(result, run(plain, batches), range(4), f"budget {budget}")
+    assert_same(program, plain, seeds=range(2))
 
 
 def _gathers(program: Program) -> list[str]:
@@ -357,27 +340,19 @@ def test_a_gather_from_a_visit_that_passes_through_the_host_stays() -> None:
     logical = mlp(blocks=2)
     steps = (OffloadParameters(), parse_spec("offload-to-disk"))
     program = proved(logical, for_stage(3, 2, budget=10**9, offload=steps))
-    batches = inputs(logical, 2, 1)
-    expected = run(applied(logical, for_stage(3, 2)), batches)
-    assert_equal(run(program, batches, 4), expected, range(2), "from disk")
+    assert_same(program, applied(logical, for_stage(3, 2)), seeds=[4])
 
 
 def test_a_visit_that_no_wait_bounds_is_rejected() -> None:
     """Each wait is for data, or it keeps the third visit from beginning (Z302)."""
     logical = mlp(blocks=3)
     program = applied(logical, (*for_stage(1, 2), OffloadParameters()))
-    codes: list[str] = []
-    for number, section in enumerate(program.sections):
-        for index, op in enumerate(section.body):
-            if not isinstance(op, ops.Wait):
-                continue
-            sections = list(program.sections)
-            body = section.body[:index] + section.body[index + 1 :]
-            sections[number] = replace(section, body=body)
-            findings = verify(replace(program, sections=tuple(sections)), logical).findings
-            assert findings, f"{section.name}: wait {index}"
-            codes.append(findings[0].code)
-    assert codes.count("Z302") >= 4
+    broken: list[str] = []
+    for where, mutant in without_each(program, is_of(ops.Wait)):
+        findings = verify(mutant, logical).findings
+        assert findings, where
+        broken.append(findings[0].code)
+    assert broken.count("Z302") >= 4
 
 
 # ------------------------------------------------------------------------------------------------------- the memory
@@ -419,18 +394,14 @@ def test_only_the_named_units_move() -> None:
     spaces = {name: program.buffer_by_name[name].space for name in rewrite.param_buffers(program)}
     on_host = {name for name, space in spaces.items() if space is Space.HOST}
     assert on_host == {"blocks.1.param", "blocks.2.param"}
-    batches = inputs(logical, 2, 1)
-    assert_equal(run(program, batches, 2), run(plain, batches), range(2), "some units")
+    assert_same(program, plain, seeds=[2])
     # A visit begins one computation ahead of its use, however far back the visit before it was.
     body = program.section_by_name[LAST_MICRO_STEP].body
     for at, op in enumerate(body):
         if isinstance(op, ops.ToDevice):
             computes = [i for i, other in enumerate(body) if isinstance(other, ops.Compute)]
-            user = next(
-                i
-                for i in computes
-                if i > at and op.destination.buffer in rewrite.used_buffers(body[i])
-            )
+            arrived = op.destination.buffer
+            user = next(i for i in computes if i > at and arrived in rewrite.used_buffers(body[i]))
             assert sum(at < i < user for i in computes) <= 1
 
 
@@ -440,9 +411,7 @@ def test_tied_parameters_and_those_kept_in_fp32_move_too(stage: int) -> None:
     logical = mlp(blocks=3, tied=True, keep_fp32=True, precision="bf16")
     program = proved(logical, (*for_stage(stage, 3), OffloadParameters()))
     assert not _sizes(program, Role.PARAM, Space.DEVICE)
-    batches = inputs(logical, 3, 1)
-    plain = applied(logical, for_stage(stage, 3))
-    assert_equal(run(program, batches, 3), run(plain, batches), range(3), f"stage {stage}")
+    assert_same(program, applied(logical, for_stage(stage, 3)), seeds=[3])
 
 
 # ----------------------------------------------------------------------------------------------------- the contract

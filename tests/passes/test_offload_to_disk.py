@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.passes import happens
-from tests.passes.numbers import assert_equal, initial, inputs, run
+from tests.passes.numbers import assert_same, initial, inputs
 from tests.passes.strategies import Case, cases
 from tests.support.covering import covering
+from tests.support.edits import at, is_of, places, put, without_each
 from tests.support.examples import examples
-from tests.support.lowering import applied
+from tests.support.lowering import applied, codes
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.errors import UserError
@@ -85,24 +86,17 @@ def test_no_bit_changes(
     moving = [OffloadOptimizer(), *([OffloadParameters()] if has_parameters else [])]
     passes = [*moving, TO_DISK, SaveState(), PlanMemory()]
     program = manager.run(plain, passes, reference=logical)
-    batches = inputs(logical, 3, micro_steps)
-    expected = run(plain, batches)
-    for schedule_seed in (0, 1):
-        assert_equal(run(program, batches, schedule_seed), expected, range(3), f"stage {stage}")
+    assert_same(program, plain, micro_steps, (0, 1))
 
 
 @pytest.mark.slow
 @examples(4)
 @given(cases(world_sizes=(1, 4)), st.integers(0, 2**16))
 def test_no_bit_of_any_program_changes(case: Case, schedule_seed: int) -> None:
-    logical = case.logical()
-    batches = inputs(logical, case.world_size, case.micro_steps)
-    plain = applied(logical, case.passes())
+    plain = applied(case.logical(), case.passes())
     passes = [OffloadOptimizer(), OffloadParameters(), TO_DISK]
-    program = manager.run(plain, passes, reference=logical)
-    assert_equal(
-        run(program, batches, schedule_seed), run(plain, batches), range(case.world_size), "disk"
-    )
+    program = manager.run(plain, passes, reference=case.logical())
+    assert_same(program, plain, case.micro_steps, [schedule_seed])
 
 
 def test_host_memory_keeps_what_would_travel_most() -> None:
@@ -110,9 +104,7 @@ def test_host_memory_keeps_what_would_travel_most() -> None:
     plain = applied(logical, for_stage(3, 3))
     moved = applied(plain, (OffloadOptimizer(), OffloadParameters()))
     on_disk = apply(TO_DISK, moved)
-    travelling = Counter[str]()
-    for kind in (ops.Load, ops.Store):
-        travelling += moved_bytes(on_disk, on_disk.step_ops(), kind)
+    travelling = moved_bytes(on_disk, on_disk.step_ops(), ops.Load, ops.Store)
     size_bytes = {b.name: b.size_bytes for b in on_disk.buffers if b.space is Space.DISK}
     # Parameters of blocks are loaded in the forward and in the backward, and stored; states are loaded once.
     often = {name for name in size_bytes if travelling[name] == 3 * size_bytes[name]}
@@ -126,12 +118,9 @@ def test_host_memory_keeps_what_would_travel_most() -> None:
     kept = size_bytes.keys() - {b.name for b in cached.buffers if b.space is Space.DISK}
     assert often < kept
     assert sum(size_bytes[name] for name in kept) <= room_bytes
-    left = Counter[str]()
-    for kind in (ops.Load, ops.Store):
-        left += moved_bytes(cached, cached.step_ops(), kind)
+    left = moved_bytes(cached, cached.step_ops(), ops.Load, ops.Store)
     assert left == {name: travelling[name] for name in travelling.keys() - kept}
-    batches = inputs(logical, 3, 1)
-    assert_equal(run(cached, batches), run(plain, batches), range(3), "a cache")
+    assert_same(cached, plain)
     all_cached = apply(replace(TO_DISK, cache_bytes=sum(size_bytes.values())), moved)
     assert (all_cached.buffers, all_cached.sections) == (moved.buffers, moved.sections)
 
@@ -151,19 +140,16 @@ def test_saved_values_come_back_from_the_disk(stage: int) -> None:
     assert len(saved) > 4
     for kind in (ops.Load, ops.Store):
         assert moved_bytes(program, program.step_ops(), kind) == saved
-    batches = inputs(logical, 2, 1)
-    expected = run(plain, batches)
-    for schedule_seed in (0, 1):
-        assert_equal(run(program, batches, schedule_seed), expected, range(2), f"stage {stage}")
+    assert_same(program, plain, seeds=(0, 1))
 
 
 def moved_bytes(
-    program: Program, body: Iterable[Op], kind: type[ops.Load | ops.Store]
+    program: Program, body: Iterable[Op], *kinds: type[ops.Load | ops.Store]
 ) -> Counter[str]:
     """The bytes that loads or stores move on one rank, by the buffer on disk."""
     moved: Counter[str] = Counter()
     for op in body:
-        if isinstance(op, kind):
+        if isinstance(op, kinds):
             region = op.source if isinstance(op, ops.Load) else op.destination
             itemsize_bytes = program.buffer_by_name[region.buffer].dtype.itemsize_bytes
             moved[region.buffer] += region.local_numel(program.mesh) * itemsize_bytes
@@ -297,22 +283,16 @@ def test_damaged_programs_are_rejected(precision: str) -> None:
     logical = mlp(blocks=1, dim=96, precision=precision)
     program = applied(logical, (*for_stage(2, 1), OffloadOptimizer(), TO_DISK))
     assert verify(program, reference=logical).is_valid
-    count = 0
-    for section in program.sections:
-        for index, op in enumerate(section.body):
-            match op:
-                case ops.Load() | ops.Store():
-                    changes: list[list[Op]] = [[], [replace(op, stream="compute")]]
-                case ops.Wait() if op.on in (IO, OPTIMIZER):
-                    changes = [[]]
-                case _:
-                    continue
-            for change in changes:
-                body = (*section.body[:index], *change, *section.body[index + 1 :])
-                sections = tuple(
-                    replace(s, body=body) if s.name == section.name else s for s in program.sections
-                )
-                mutant = replace(program, sections=sections)
-                count += 1
-                assert not verify(mutant, reference=logical).is_valid, f"{index} {op} -> {change}"
-    assert count > 30
+    mutants: list[tuple[str, Program]] = []
+    for place in places(program, is_of(ops.Load, ops.Store)):
+        moved = put(program, place, replace(at(program, place), stream="compute"))
+        mutants.append((f"{place} by compute", moved))
+
+    def is_needed(op: Op) -> bool:
+        is_wait = isinstance(op, ops.Wait) and op.on in (IO, OPTIMIZER)
+        return isinstance(op, ops.Load | ops.Store) or is_wait
+
+    mutants += without_each(program, is_needed)
+    assert len(mutants) > 30
+    for where, mutant in mutants:
+        assert codes(mutant, logical), where

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.passes import happens
 from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
+from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
@@ -27,7 +28,6 @@ from zeroir.memory.lifetimes import Lifetimes
 from zeroir.memory.most_live import most_live
 from zeroir.passes.common.conflicts import touches
 from zeroir.passes.common.order import derive_waits, without_waits
-from zeroir.passes.manager import apply
 
 
 @examples(25)
@@ -102,9 +102,9 @@ def _with_allocs_sorted(body: Sequence[Op]) -> list[Op]:
 
 def test_a_shard_of_merged_gradients_meets_nothing_of_the_backward() -> None:
     """It begins only when all is reduced, however early the gradient that it is a shard of was to be reduced."""
-    program = mlp(blocks=4, dim=8, batch=256, micro_steps=2)
-    for step in for_stage(2, 3, bucket=1 << 20):
-        program = apply(step, program)
+    program = applied(
+        mlp(blocks=4, dim=8, batch=256, micro_steps=2), for_stage(2, 3, bucket=1 << 20)
+    )
     shards = {b.name: b.size_bytes for b in program.buffers if b.name.endswith(".grad")}
     found = Lifetimes.of(program)
     sizes = [program.buffer_by_name[name].size_bytes for name in found.buffers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -12,11 +13,12 @@ from hypothesis import strategies as st
 
 from tests.passes import happens
 from tests.passes.example_programs import LOGICAL
-from tests.passes.numbers import assert_equal, initial, inputs, run
+from tests.passes.numbers import assert_same, inputs, run
 from tests.passes.strategies import Case, cases
 from tests.passes.variants import called_twice, frozen
+from tests.support.edits import with_body
 from tests.support.examples import examples
-from tests.support.lowering import applied, proved
+from tests.support.lowering import applied, codes, proved
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.config import make_options
@@ -29,7 +31,6 @@ from zeroir.passes.common.update_streams import BESIDE
 from zeroir.passes.manager import apply
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.pipelines import for_options
-from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.verify import verify
 
 
@@ -53,13 +54,9 @@ def _overlapped(stage: int, *, tied: bool = False, micro_steps: int = 1) -> Prog
 @examples(4)
 @given(FREE, st.integers(0, 2**16))
 def test_it_computes_the_same(case: Case, schedule_seed: int) -> None:
-    logical = case.logical()
-    batches = inputs(logical, case.world_size, case.micro_steps)
-    before = applied(logical, case.passes())
-    after = manager.run(before, [OverlapUpdate()], reference=logical)
-    expected = run(before, batches)
-    result = run(after, batches, schedule_seed)
-    assert_equal(result, expected, range(case.world_size), f"stage {case.stage}")
+    before = applied(case.logical(), case.passes())
+    after = manager.run(before, [OverlapUpdate()], reference=case.logical())
+    result = assert_same(after, before, case.micro_steps, [schedule_seed])
     assert any(value.abs().sum() > 0 for value in result.state.values())
 
 
@@ -79,21 +76,18 @@ def test_every_optimizer_computes_the_same_with_tied_weights(
 ) -> None:
     precision = "bf16" if micro_steps == 3 else "fp32"
     logical = mlp(tied=True, optimizer=optimizer, micro_steps=micro_steps, precision=precision)
-    batches = inputs(logical, 3, micro_steps)
     before = applied(logical, for_stage(stage, 3))
     after = manager.run(before, [OverlapUpdate()], reference=logical)
-    assert_equal(run(after, batches, 5), run(before, batches), range(3), optimizer)
+    assert_same(after, before, micro_steps, [5])
 
 
 @pytest.mark.parametrize("make", [frozen, pytest.param(called_twice, marks=pytest.mark.slow)])
-def test_frozen_parameters_and_units_called_twice_train_as_before(make: object) -> None:
-    assert callable(make)
-    logical = make()
-    batches = inputs(logical, 3, 1)
-    expected = run(applied(logical, for_stage(0, 3)), batches)
+def test_frozen_parameters_and_units_called_twice_train_as_before(
+    make: Callable[[], Program],
+) -> None:
     for stage in range(4):
-        program = proved(logical, for_stage(stage, 3, overlap_update=True))
-        assert_equal(run(program, batches, 3), expected, range(3), f"stage {stage}")
+        program = proved(make(), for_stage(stage, 3, overlap_update=True))
+        assert_same(program, applied(make(), for_stage(0, 3)), seeds=[3])
 
 
 @pytest.mark.parametrize(
@@ -101,26 +95,21 @@ def test_frozen_parameters_and_units_called_twice_train_as_before(make: object) 
 )
 def test_groups_of_ranks_with_the_same_shards_compute_the_same(stage: int) -> None:
     logical = mlp(precision="bf16", keep_fp32=True)
-    batches = inputs(logical, 4, 1)
-    expected = run(applied(logical, for_stage(stage, 4, replicas=2)), batches)
     passes = for_stage(stage, 4, replicas=2, bucket=9_000, overlap_update=True)
-    assert_equal(run(proved(logical, passes), batches, 2), expected, range(4), "hybrid")
+    plain = applied(logical, for_stage(stage, 4, replicas=2))
+    assert_same(proved(logical, passes), plain, seeds=[2])
 
 
 def test_a_step_tells_what_it_told_before() -> None:
     logical = mlp()
     batches = inputs(logical, 3, 1)
-    found = []
-    for is_overlapped in (False, True):
-        passes = for_stage(2, 3, overlap_update=is_overlapped)
-        program = applied(logical, passes)
-        lockstep = Lockstep(program)
-        lockstep.initialise_flats(initial(program))
-        results = [lockstep.step(step)[0] for step in batches]
-        assert all(r.is_skipped is None and r.grad_norm is None for r in results)
-        found.append([(float(r.loss), float(r.mean_loss or 0)) for r in results])
-    assert found[0] == found[1]
-    assert all(mean > 0 for _, mean in found[0])
+    told, overlapped = (
+        run(applied(logical, for_stage(2, 3, overlap_update=is_overlapped)), batches).told
+        for is_overlapped in (False, True)
+    )
+    assert told == overlapped
+    assert all(of_rank.keys() == {"mean_loss", "weight"} for step in told for of_rank in step)
+    assert all(of_rank["mean_loss"] > 0 for step in told for of_rank in step)
 
 
 # ------------------------------------------------------------------------------------------------------- schedule
@@ -244,12 +233,7 @@ def test_a_user_may_have_the_update_apart() -> None:
 
 
 def _edited(program: Program, name: str, body: tuple[Op, ...]) -> Program:
-    sections = tuple(replace(s, body=body) if s.name == name else s for s in program.sections)
-    return derive_waits(replace(program, sections=sections))
-
-
-def _codes(program: Program) -> set[str]:
-    return {finding.code for finding in verify(program).findings}
+    return derive_waits(with_body(program, name, body))
 
 
 def _moved(program: Program, kind: type, before: type) -> Program:
@@ -268,13 +252,13 @@ def test_a_step_before_the_decision_is_rejected(stage: int) -> None:
     body = without_waits(program).section_by_name[LAST_MICRO_STEP].body
     assert isinstance(body[0], ops.Decide)
     mutant = _edited(program, LAST_MICRO_STEP, (*body[1:], body[0]))
-    assert "Z405" in _codes(mutant)
+    assert "Z405" in codes(mutant)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_on_an_unreduced_gradient_is_rejected(stage: int) -> None:
     reduction = ops.AllReduce if stage == 0 else ops.ReduceScatter
-    assert _codes(_moved(_overlapped(stage), ops.OptimizerStep, reduction)) & {"Z402", "Z404"}
+    assert codes(_moved(_overlapped(stage), ops.OptimizerStep, reduction)) & {"Z402", "Z404"}
 
 
 def test_a_use_of_the_parameters_after_their_step_is_rejected() -> None:
@@ -283,12 +267,9 @@ def test_a_use_of_the_parameters_after_their_step_is_rejected() -> None:
     body = without_waits(program).section_by_name[LAST_MICRO_STEP].body
     forward = next(op for op in body if isinstance(op, ops.Compute))
     (output,) = (d.view.region.buffer for d in forward.destinations if d is not None)
-    again: tuple[Op, ...] = (
-        ops.Alloc(buffer=output, stream=forward.stream),
-        forward,
-        ops.Release(buffer=output, stream=forward.stream),
-    )
-    assert _codes(_edited(program, LAST_MICRO_STEP, (*body, *again))) == {"Z401"}
+    begin, end = (kind(buffer=output, stream=forward.stream) for kind in (ops.Alloc, ops.Release))
+    again: tuple[Op, ...] = (begin, forward, end)
+    assert codes(_edited(program, LAST_MICRO_STEP, (*body, *again))) == {"Z401"}
 
 
 def test_a_second_step_or_decision_is_rejected() -> None:
@@ -298,8 +279,8 @@ def test_a_second_step_or_decision_is_rejected() -> None:
     again = before.section_by_name[UPDATE].body
     decide = next(op for op in again if isinstance(op, ops.Decide))
     step = next(op for op in again if isinstance(op, ops.OptimizerStep))
-    assert "Z405" in _codes(_edited(program, UPDATE, (*update, decide)))
-    assert "Z403" in _codes(_edited(program, UPDATE, (*update, step)))
+    assert "Z405" in codes(_edited(program, UPDATE, (*update, decide)))
+    assert "Z403" in codes(_edited(program, UPDATE, (*update, step)))
 
 
 @pytest.mark.parametrize("kind", [ops.Decide, ops.OptimizerStep, ops.AllGather])
@@ -317,8 +298,8 @@ def test_a_boundary_must_say_what_is_new() -> None:
     for holding in last.exit.holdings:
         kept = State(holdings=tuple(h for h in last.exit.holdings if h != holding))
         sections = (replace(last, exit=kept), replace(update, entry=kept))
-        codes = _codes(replace(program, sections=sections))
-        assert codes & {"Z403", "Z405"}, holding.region.buffer
+        broken = codes(replace(program, sections=sections))
+        assert broken & {"Z403", "Z405"}, holding.region.buffer
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -336,7 +317,7 @@ def test_an_early_step_of_a_clipped_program_is_rejected(stage: int) -> None:
     )
     mutant = _edited(program, LAST_MICRO_STEP, (*last[:first], *moved, *last[first:]))
     mutant = _edited(mutant, UPDATE, tuple(o for o in update if o not in (*early, *steps)))
-    assert "Z405" in _codes(mutant)
+    assert "Z405" in codes(mutant)
 
 
 def test_the_stream_is_declared_and_carries_the_update() -> None:

@@ -26,27 +26,11 @@ def test_a_stage_is_the_one_below_and_more(stage: int) -> None:
 
 
 def test_options_choose_the_passes() -> None:
-    options = make_options(
-        {
-            "stage": 3,
-            "world_size": 6,
-            "elide": False,
-            "bucket": 4096,
-            "prefetch": 2,
-            "live_gradients": 3,
-        }
-    )
+    given = {"elide": False, "bucket": 4096, "prefetch": 2, "live_gradients": 3}
+    options = make_options({"stage": 3, "world_size": 6, **given})
     *chosen, saving, last = for_options(options)
-    assert tuple(chosen) == for_stage(
-        3,
-        6,
-        elide=False,
-        bucket=4096,
-        distance=2,
-        live=3,
-        overlap_update=True,
-        select=options.recompute.select_saved,
-    )
+    others = {"overlap_update": True, "select": options.recompute.select_saved}
+    assert tuple(chosen) == for_stage(3, 6, elide=False, bucket=4096, distance=2, live=3, **others)
     assert (saving, last) == (SaveState(), PlanMemory())
 
 

@@ -44,12 +44,8 @@ def test_a_plan_is_whole_proved_and_says_itself(case: Case) -> None:
 def test_the_runtime_takes_the_places_that_the_program_says() -> None:
     program = Schedule(stage=3).scheduled
     after = PlanMemory()(program)
-    far = replace(
-        after,
-        buffers=tuple(
-            b if b.offset is None else replace(b, offset=b.offset + 4096) for b in after.buffers
-        ),
-    )
+    moved = (b if b.offset is None else replace(b, offset=b.offset + 4096) for b in after.buffers)
+    far = replace(after, buffers=tuple(moved))
     assert planned(program) is None
     for space, placement in places_to_run(far).items():
         assert placement.offsets == {

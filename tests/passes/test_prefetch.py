@@ -15,13 +15,10 @@ from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.passes.communication.prefetch import PrefetchGathers
-from zeroir.passes.manager import apply
 
 
 def _lower(program: Program, distance: int, *, elide: bool = True) -> Program:
-    for step in for_stage(3, 4, elide=elide, distance=distance):
-        program = apply(step, program)
-    return program
+    return applied(program, for_stage(3, 4, elide=elide, distance=distance))
 
 
 @pytest.mark.slow
@@ -67,9 +64,7 @@ def test_no_distance_still_holds_the_gather_stream_back() -> None:
 
 
 def test_without_the_pass_nothing_holds_it_back() -> None:
-    program = mlp(blocks=3)
-    for step in for_stage(3, 4)[:-2]:
-        program = apply(step, program)
+    program = applied(mlp(blocks=3), for_stage(3, 4)[:-2])
     body = program.section_by_name[LAST_MICRO_STEP].body
     assert max(happens.groups_live(body, program)) == 5
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.passes import happens
-from tests.passes.numbers import assert_equal, inputs, run
+from tests.passes.numbers import assert_same
 from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
 from tests.support.lowering import applied, proved
@@ -27,7 +27,6 @@ from zeroir.memory.curve import peak
 from zeroir.memory.lifetimes import Lifetimes
 from zeroir.memory.most_live import most_live
 from zeroir.passes.communication.prefetch import PrefetchGathers
-from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_options, parse_spec
 
 
@@ -45,8 +44,7 @@ def scheduled(choice: Choice, budget: int | None) -> Program:
     """The program with that budget; without one, with each gather at its first use."""
     case = choice.case
     is_free = case.clip is None and case.precision != "fp16"
-    program = case.logical()
-    for step in for_stage(
+    passes = for_stage(
         3,
         case.world_size,
         elide=case.elide,
@@ -56,9 +54,8 @@ def scheduled(choice: Choice, budget: int | None) -> Program:
         budget=budget,
         overlap_update=choice.overlap_update and is_free,
         recompute=("*",) if choice.recompute else (),
-    ):
-        program = apply(step, program)
-    return program
+    )
+    return applied(case.logical(), passes)
 
 
 def most_bytes(program: Program) -> int:
@@ -186,21 +183,17 @@ def test_without_a_limit_all_is_gathered_at_once() -> None:
 @given(cases(stages=(3,), world_sizes=(3, 3)), st.sampled_from([0, 1, 4]), st.integers(0, 2**16))
 def test_numbers_are_the_same(case: Case, flats: int, schedule_seed: int) -> None:
     logical = case.logical()
-    batches = inputs(logical, 3, case.micro_steps)
-    expected = run(applied(logical, case.passes()), batches)
     sizes = [flat.padded_numel * flat.dtype.itemsize_bytes for flat in logical.flats]
     budget = peak(case.scheduled()).total_bytes + flats * 3 * max(sizes)
     program = proved(logical, for_stage(3, 3, elide=case.elide, budget=budget))
-    assert_equal(run(program, batches, schedule_seed), expected, range(3), f"budget {budget}")
+    assert_same(program, applied(logical, case.passes()), case.micro_steps, [schedule_seed])
 
 
 @pytest.mark.parametrize("budget", [0, 1 << 40])
 def test_over_groups_of_ranks(budget: int) -> None:
     logical = mlp(blocks=2)
-    batches = inputs(logical, 4, 1)
-    expected = run(applied(logical, for_stage(3, 4, replicas=2)), batches)
     program = proved(logical, for_stage(3, 4, replicas=2, budget=budget, unshard=("blocks.0",)))
-    assert_equal(run(program, batches, 3), expected, range(4), f"budget {budget}")
+    assert_same(program, applied(logical, for_stage(3, 4, replicas=2)), seeds=[3])
 
 
 def test_options_and_specs() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeGuard
 
@@ -11,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.passes.example_programs import LOGICAL
-from tests.passes.numbers import assert_equal, inputs, run
+from tests.passes.numbers import assert_same
 from tests.passes.strategies import Case, cases
+from tests.support.edits import is_of, mapped, without_each, without_ops
 from tests.support.examples import examples
-from tests.support.lowering import applied, proved
+from tests.support.lowering import applied, codes, proved
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.errors import UserError
@@ -27,7 +27,6 @@ from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program
 from zeroir.ir.text import parse, print_program
 from zeroir.passes import manager
 from zeroir.passes.common.order import derive_waits
-from zeroir.passes.manager import apply
 from zeroir.passes.stages.replicate_shards import ReplicateShards
 from zeroir.verify import verify
 
@@ -36,10 +35,7 @@ STAGES = range(4)
 
 def hybrid(logical: Program, stage: int, replicas: int, shards: int) -> Program:
     """The program, not verified after every pass: that is one test's affair."""
-    program = logical
-    for step in for_stage(stage, replicas * shards, replicas=replicas):
-        program = apply(step, program)
-    return program
+    return applied(logical, for_stage(stage, replicas * shards, replicas=replicas))
 
 
 @pytest.mark.slow
@@ -78,21 +74,17 @@ def test_every_stage_computes_the_same_bits(
     replicas: int, shards: int, precision: str, clip: float | None
 ) -> None:
     logical = mlp(blocks=1, precision=precision, clip=clip)
-    world_size = replicas * shards
-    batches = inputs(logical, world_size, 1)
-    expected = run(hybrid(logical, 0, replicas, shards), batches)
+    plain = hybrid(logical, 0, replicas, shards)
     for stage in STAGES[1:]:
-        result = run(hybrid(logical, stage, replicas, shards), batches, schedule_seed=stage)
-        assert_equal(result, expected, range(world_size), f"stage {stage}")
+        assert_same(hybrid(logical, stage, replicas, shards), plain, seeds=[stage])
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_micro_steps_add_over_ranks_or_micro_steps_first(precision: str) -> None:
     logical = mlp(blocks=1, precision=precision, clip=0.5, micro_steps=3)
-    batches = inputs(logical, 6, 3)
-    found = [run(hybrid(logical, stage, 2, 3), batches, schedule_seed=stage) for stage in STAGES]
-    assert_equal(found[1], found[0], range(6), "stage 1")
-    assert_equal(found[3], found[2], range(6), "stage 3")
+    for stage in (1, 3):
+        program, below = (hybrid(logical, number, 2, 3) for number in (stage, stage - 1))
+        assert_same(program, below, 3, [stage])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -119,10 +111,8 @@ def test_one_group_is_plain_data_parallelism(stage: int) -> None:
 def test_groups_of_one_rank_are_plain_replicas(stage: int) -> None:
     # Without clipping: norms are added up by shards there, and by whole gradients here.
     logical = mlp(blocks=1, precision="fp16")
-    batches = inputs(logical, 3, 1)
-    expected = run(applied(logical, for_stage(0, 3)), batches)
-    result = run(hybrid(logical, stage, 3, 1), batches, schedule_seed=stage)
-    assert_equal(result, expected, range(3), f"stage {stage}")
+    plain = applied(logical, for_stage(0, 3))
+    assert_same(hybrid(logical, stage, 3, 1), plain, seeds=[stage])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -146,9 +136,7 @@ def test_only_shards_cross_and_only_once_a_step(stage: int, micro_steps: int) ->
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_what_is_reduced_in_one_launch_crosses_in_one(micro_steps: int) -> None:
     logical = mlp(blocks=3, precision="bf16", micro_steps=micro_steps)
-    program = logical
-    for step in for_stage(2, 6, replicas=2, bucket=4 * 768 * 2):
-        program = apply(step, program)
+    program = applied(logical, for_stage(2, 6, replicas=2, bucket=4 * 768 * 2))
     body = program.section_by_name[LAST_MICRO_STEP].body
     within = [len(op.pairs) for op in body if isinstance(op, ops.ReduceScatter)]
     assert max(within) > 1
@@ -161,14 +149,10 @@ def test_what_is_reduced_in_one_launch_crosses_in_one(micro_steps: int) -> None:
 )
 def test_an_update_in_the_backward_changes_no_bit(stage: int) -> None:
     logical = mlp(blocks=1, precision="bf16")
-    batches = inputs(logical, 6, 1)
-    expected = run(hybrid(logical, stage, 2, 3), batches)
     program = proved(logical, for_stage(stage, 6, replicas=2, overlap_update=True))
-    assert any(
-        isinstance(op, ops.OptimizerStep) for op in program.section_by_name[LAST_MICRO_STEP].body
-    )
-    for schedule_seed in range(2):
-        assert_equal(run(program, batches, schedule_seed), expected, range(6), f"stage {stage}")
+    last = program.section_by_name[LAST_MICRO_STEP].body
+    assert any(isinstance(op, ops.OptimizerStep) for op in last)
+    assert_same(program, hybrid(logical, stage, 2, 3), seeds=range(2))
 
 
 def test_shards_are_cut_for_a_group_and_not_for_all_ranks() -> None:
@@ -181,22 +165,6 @@ def test_shards_are_cut_for_a_group_and_not_for_all_ranks() -> None:
 # --------------------------------------------------------------------------------------------------------- mutants
 
 
-def mutant(program: Program, section: str, change: Callable[[Op], tuple[Op, ...]]) -> Program:
-    def changed(body: tuple[Op, ...]) -> tuple[Op, ...]:
-        return tuple(new for op in body for new in change(op))
-
-    sections = tuple(
-        replace(one, body=changed(one.body)) if one.name == section else one
-        for one in program.sections
-    )
-    assert sections != program.sections
-    return replace(program, sections=sections)
-
-
-def codes(program: Program, logical: Program) -> set[str]:
-    return {finding.code for finding in verify(program, logical).findings}
-
-
 def is_across(op: Op) -> TypeGuard[ops.AllReduce]:
     return isinstance(op, ops.AllReduce) and op.comm == "across"
 
@@ -205,20 +173,17 @@ def is_across(op: Op) -> TypeGuard[ops.AllReduce]:
 @pytest.mark.parametrize("micro_steps", [1, 2])
 def test_sums_that_do_not_cross_are_noticed(stage: int, micro_steps: int) -> None:
     logical = mlp(blocks=1, micro_steps=micro_steps)
-    program = hybrid(logical, stage, 2, 2)
-    broken = mutant(program, LAST_MICRO_STEP, lambda op: () if is_across(op) else (op,))
+    broken = without_ops(hybrid(logical, stage, 2, 2), is_across, LAST_MICRO_STEP)
     assert codes(broken, logical) == {"Z404"}
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_sums_that_cross_twice_are_noticed(stage: int) -> None:
+    def twice(op: Op) -> tuple[Op, ...]:
+        return (op, replace(op, event=None)) if is_across(op) else (op,)
+
     logical = mlp(blocks=1)
-    program = hybrid(logical, stage, 2, 2)
-    again = mutant(
-        program,
-        LAST_MICRO_STEP,
-        lambda op: (op, replace(op, event=None)) if is_across(op) else (op,),
-    )
+    again = mapped(hybrid(logical, stage, 2, 2), twice, LAST_MICRO_STEP)
     assert codes(again, logical) == {"Z402"}
 
 
@@ -229,7 +194,7 @@ def test_gathers_among_ranks_that_hold_the_same_are_noticed() -> None:
         return (op,)
 
     # In order again, so that all that is wrong is who gathers.
-    broken = derive_waits(mutant(hybrid(LOGICAL, 3, 2, 2), LAST_MICRO_STEP, astray))
+    broken = derive_waits(mapped(hybrid(LOGICAL, 3, 2, 2), astray, LAST_MICRO_STEP))
     assert codes(broken, LOGICAL) == {"Z401"}
 
 
@@ -248,38 +213,24 @@ def test_scalars_are_combined_over_the_axes_that_they_differ_along(scalar: str, 
 
     program = hybrid(logical, 2, 2, 2)
     assert codes(program, logical) == set()
-    assert codes(derive_waits(mutant(program, UPDATE, toggled)), logical) == {code}
+    assert codes(derive_waits(mapped(program, toggled, UPDATE)), logical) == {code}
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_no_wait_can_be_left_out(stage: int) -> None:
-    program = hybrid(LOGICAL, stage, 2, 2)
-    for at, section in enumerate(program.sections):
-        for index, op in enumerate(section.body):
-            if isinstance(op, ops.Wait):
-                sections = list(program.sections)
-                body = (*section.body[:index], *section.body[index + 1 :])
-                sections[at] = replace(section, body=body)
-                assert codes(replace(program, sections=tuple(sections)), LOGICAL), (at, index)
+    for where, mutant in without_each(hybrid(LOGICAL, stage, 2, 2), is_of(ops.Wait)):
+        assert codes(mutant, LOGICAL), where
 
 
 def test_communicators_of_two_axes_are_kept_in_order() -> None:
     """Without the waits that only they need, ranks could start a gather and a sum across in different orders."""
-    program = hybrid(LOGICAL, 3, 2, 2)
-    body = program.section_by_name[LAST_MICRO_STEP].body
-    waits = [op for op in body if isinstance(op, ops.Wait)]
-    found = set[str]()
-    for wait in waits:
-        broken = mutant(program, LAST_MICRO_STEP, lambda op: () if op == wait else (op,))  # noqa: B023  called at once
-        found |= codes(broken, LOGICAL)
-    assert "Z202" in found
+    mutants = without_each(hybrid(LOGICAL, 3, 2, 2), is_of(ops.Wait))
+    assert any("Z202" in codes(mutant, LOGICAL) for _, mutant in mutants)
 
 
 def test_groups_are_equal_and_at_least_one() -> None:
     with pytest.raises(UserError, match="`replicas` of `replicate-shards` is a number of groups"):
         ReplicateShards(replicas=0)
     program = hybrid(LOGICAL, 1, 2, 2)
-    with pytest.raises(
-        UserError, match=r"which `replicate-shards\{replicas=2\}` has ended; leave one"
-    ):
+    with pytest.raises(UserError, match=r"`replicate-shards\{replicas=2\}` has ended"):
         manager.run(program, [ReplicateShards(replicas=2)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tests.support.edits import with_body, with_buffers
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
@@ -21,12 +22,8 @@ def with_casts(program: Program, pairs: list[tuple[str, Buffer]]) -> Program:
         )
         for source, to in pairs
     )
-    sections = tuple(
-        replace(section, body=section.body + casts) if section is update else section
-        for section in program.sections
-    )
     added = {to.name: to for _, to in pairs}
-    return replace(program, sections=sections, buffers=(*program.buffers, *added.values()))
+    return with_body(with_buffers(program, *added.values()), UPDATE, (*update.body, *casts))
 
 
 def temporary(name: str, numel: int) -> Buffer:

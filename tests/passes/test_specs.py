@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import get_type_hints
@@ -91,54 +92,21 @@ def test_every_pass_has_a_name_of_its_own_and_every_fact_a_source() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "prefetch{distance=1",
-            "A pass is written name or name{option=value}, not `prefetch{distance=1`.",
-        ),
-        ("Prefetch", "A pass is written name or name{option=value}, not `Prefetch`."),
-        ("prefetch{1}", "In the pass `prefetch{1}`, `1` should be option=value."),
-        (
-            "prefetch{distance=1, distance=2}",
-            "The pass `prefetch{distance=1, distance=2}` gives its option `distance` twice.",
-        ),
-        (
-            "prefetch{depth=1}",
-            "The pass `prefetch` has no option `depth`; its options are distance, budget, bytes.",
-        ),
-        ("shard-optimizer{dp=2}", "The pass `shard-optimizer` has no option `dp`; it has none."),
-        (
-            "prefetch{distance=far}",
-            "The option `distance` of `prefetch` is a whole number, not `far`.",
-        ),
-        (
-            "prefetch{distance=-1}",
-            "The option `distance` of `prefetch` is a number of units, at least 0, not -1.",
-        ),
-        (
-            "all-reduce-gradients{dp=0}",
-            "The option `dp` of `all-reduce-gradients` is a number of ranks, at least 1, not 0.",
-        ),
-        (
-            "order-by-layer{micro_batches=1}",
-            "The option `micro_batches` of `order-by-layer` is at least 2, not 1.",
-        ),
-        (
-            "insert-gathers{elide=1}",
-            "The option `elide` of `insert-gathers` is true or false, not `1`.",
-        ),
-        (
-            "all-reduce-gradients",
-            "The pass `all-reduce-gradients` needs its option `dp`, for instance `all-reduce-gradients{dp=2}`.",
-        ),
-        (
-            "merge",
-            "There is no pass `merge`; the passes are "
-            + ", ".join(kind.name for kind in PASSES)
-            + ".",
-        ),
+        ("prefetch{distance=1", "written name or name{option=value}, not `prefetch{distance=1`"),
+        ("Prefetch", "written name or name{option=value}, not `Prefetch`"),
+        ("prefetch{1}", "In the pass `prefetch{1}`, `1` should be option=value"),
+        ("prefetch{distance=1, distance=2}", "gives its option `distance` twice"),
+        ("prefetch{depth=1}", "no option `depth`; its options are distance, budget, bytes"),
+        ("shard-optimizer{dp=2}", "`shard-optimizer` has no option `dp`; it has none"),
+        ("prefetch{distance=far}", "`distance` of `prefetch` is a whole number, not `far`"),
+        ("prefetch{distance=-1}", "is a number of units, at least 0, not -1"),
+        ("all-reduce-gradients{dp=0}", "is a number of ranks, at least 1, not 0"),
+        ("order-by-layer{micro_batches=1}", "`order-by-layer` is at least 2, not 1"),
+        ("insert-gathers{elide=1}", "`elide` of `insert-gathers` is true or false, not `1`"),
+        ("all-reduce-gradients", "needs its option `dp`, for instance `all-reduce-gradients{dp=2}"),
+        ("merge", f"the passes are {', '.join(kind.name for kind in PASSES)}."),
     ],
 )
 def test_a_wrong_spec_is_refused_in_one_sentence(text: str, message: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=re.escape(message)):
         parse_spec(text)
-    assert str(caught.value) == message

@@ -8,6 +8,7 @@ from hypothesis import given
 from tests.passes import happens
 from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
+from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
@@ -15,13 +16,10 @@ from zeroir.ir.analysis.traffic import collective_bytes
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.ir.text import parse, print_program
-from zeroir.passes.manager import apply
 
 
 def _lower(program: Program, stage: int, world_size: int, *, elide: bool = True) -> Program:
-    for step in for_stage(stage, world_size, elide=elide):
-        program = apply(step, program)
-    return program
+    return applied(program, for_stage(stage, world_size, elide=elide))
 
 
 def _psi_bytes(program: Program) -> int:

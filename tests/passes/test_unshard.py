@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.passes import happens
-from tests.passes.numbers import assert_equal, inputs, run
+from tests.passes.numbers import assert_same
 from tests.passes.strategies import Case, cases
 from tests.passes.variants import called_twice
 from tests.support.examples import examples
@@ -20,7 +20,6 @@ from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
 from zeroir.passes.communication.unshard import Unshard
-from zeroir.passes.manager import apply
 
 ALL = ("*", "root.*")
 
@@ -39,11 +38,10 @@ def psi_bytes(program: Program, *units: str) -> int:
 def test_with_all_units_two_psi_go_over_the_wire(case: Case, replicas: int | None) -> None:
     """As with FSDP's reshard_after_forward=False, whether unread gathers are left out or not."""
     world_size = case.world_size * (replicas or 1)
-    program = case.logical()
-    for step in for_stage(
+    passes = for_stage(
         3, world_size, replicas=replicas, elide=case.elide, bucket=case.bucket, unshard=ALL
-    ):
-        program = apply(step, program)
+    )
+    program = applied(case.logical(), passes)
     axis = "dp" if replicas is None else "shard"
     sent = collective_bytes(program, axis=axis)
     assert sent["all_gather"] == psi_bytes(program)
@@ -68,9 +66,6 @@ def test_only_the_units_that_are_named() -> None:
 @examples(4)
 @given(cases(stages=(3,), world_sizes=(3, 3)), st.sampled_from([ALL, ("blocks.0",)]), st.booleans())
 def test_numbers_are_the_same(case: Case, units: tuple[str, ...], recompute: bool) -> None:
-    logical = case.logical()
-    batches = inputs(logical, 3, case.micro_steps)
-    expected = run(applied(logical, case.passes()), batches)
     passes = for_stage(
         3,
         3,
@@ -80,16 +75,14 @@ def test_numbers_are_the_same(case: Case, units: tuple[str, ...], recompute: boo
         unshard=units,
         recompute=("*",) if recompute else (),
     )
-    result = run(proved(logical, passes), batches, schedule_seed=7)
-    assert_equal(result, expected, range(3), "unsharded")
+    plain = applied(case.logical(), case.passes())
+    assert_same(proved(case.logical(), passes), plain, case.micro_steps, [7])
 
 
 def test_over_groups_of_ranks() -> None:
     logical = mlp(blocks=2, micro_steps=2)
-    batches = inputs(logical, 4, 2)
-    programs = [proved(logical, for_stage(3, 4, replicas=2, unshard=units)) for units in ((), ALL)]
-    expected, result = (run(program, batches) for program in programs)
-    assert_equal(result, expected, range(4), "unsharded in groups")
+    programs = [proved(logical, for_stage(3, 4, replicas=2, unshard=units)) for units in (ALL, ())]
+    assert_same(*programs, micro_steps=2)
 
 
 def test_a_unit_that_is_called_twice_is_gathered_once() -> None:
@@ -138,10 +131,8 @@ def test_units_that_are_used_again_soon_are_kept() -> None:
 @pytest.mark.parametrize("within", [1, 3_000, 10**9])
 def test_distances_leave_the_numbers_alone(within: int) -> None:
     logical = mlp(blocks=3)
-    batches = inputs(logical, 3, 1)
-    expected = run(applied(logical, for_stage(3, 3)), batches)
-    result = run(proved(logical, for_stage(3, 3, unshard_bytes=within)), batches, schedule_seed=7)
-    assert_equal(result, expected, range(3), "unsharded")
+    program = proved(logical, for_stage(3, 3, unshard_bytes=within))
+    assert_same(program, applied(logical, for_stage(3, 3)), seeds=[7])
 
 
 def test_a_negative_distance_is_refused() -> None:

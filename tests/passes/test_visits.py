@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.passes.numbers import assert_equal, inputs, run
+from tests.passes.numbers import assert_same
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
@@ -90,34 +90,34 @@ def only(*body: Op) -> Visit:
 # -------------------------------------------------------------------------------------------------------- the runs
 
 
-def test_consecutive_uses_are_one_visit() -> None:
-    assert found(compute("a"), compute("a"), copy("a", "x")) == [("a", (0, 1, 2))]
+_FILL = ops.Fill(destination=region("x"), value=0.0, stream=COMPUTE)
+_ALLOC = ops.Alloc(buffer="x", stream=COMPUTE)
+_AT_HOME = copy("x", "a", OPTIMIZER)
 
 
-def test_a_computation_without_the_buffer_ends_a_visit() -> None:
-    assert found(compute("a"), compute("x"), compute("a")) == [("a", (0,)), ("a", (2,))]
-
-
-def test_other_ops_in_between_do_not_end_a_visit() -> None:
-    fill = ops.Fill(destination=region("x"), value=0.0, stream=COMPUTE)
-    alloc = ops.Alloc(buffer="x", stream=COMPUTE)
-    assert found(compute("a"), alloc, fill, compute("a")) == [("a", (0, 3))]
-
-
-def test_a_use_of_another_home_ends_a_visit() -> None:
-    assert found(copy("a", "x"), copy("b", "x"), copy("a", "x")) == [
-        ("a", (0,)),
-        ("b", (1,)),
-        ("a", (2,)),
-    ]
-
-
-def test_one_op_that_uses_both_keeps_both() -> None:
-    assert found(copy("a", "b"), copy("b", "a")) == [("a", (0, 1)), ("b", (0, 1))]
-
-
-def test_other_elements_are_another_visit() -> None:
-    assert found(copy("a[0:128]", "x"), copy("a[128:256]", "x")) == [("a", (0,)), ("a", (1,))]
+@pytest.mark.parametrize(
+    ("body", "visits"),
+    [
+        # Consecutive uses are one visit, which a computation without the buffer ends, and no other op in between.
+        ((compute("a"), compute("a"), copy("a", "x")), [("a", (0, 1, 2))]),
+        ((compute("a"), compute("x"), compute("a")), [("a", (0,)), ("a", (2,))]),
+        ((compute("a"), _ALLOC, _FILL, compute("a")), [("a", (0, 3))]),
+        # A use of another home ends it, but one op that uses both keeps both.
+        (
+            (copy("a", "x"), copy("b", "x"), copy("a", "x")),
+            [("a", (0,)), ("b", (1,)), ("a", (2,))],
+        ),
+        ((copy("a", "b"), copy("b", "a")), [("a", (0, 1)), ("b", (0, 1))]),
+        # Other elements are another visit.
+        ((copy("a[0:128]", "x"), copy("a[128:256]", "x")), [("a", (0,)), ("a", (1,))]),
+        # What an op changes at home the visit does not have, and what the visit has changed the op would not see.
+        ((compute("a"), _AT_HOME, compute("a")), [("a", (0,)), ("a", (2,))]),
+    ],
+)
+def test_runs_of_uses_are_visits(
+    body: tuple[Op, ...], visits: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    assert found(*body) == visits
 
 
 def test_other_parts_of_a_slice_are_another_visit() -> None:
@@ -128,33 +128,32 @@ def test_other_parts_of_a_slice_are_another_visit() -> None:
     assert visit.moved(visit.region, staging("v", numel=64)) == region("v[0:64]")
 
 
-def test_an_op_at_home_ends_a_visit() -> None:
-    """What it changes there the visit does not have, and what the visit has changed it would not see."""
-    at_home = copy("x", "a", OPTIMIZER)
-    assert found(compute("a"), at_home, compute("a")) == [("a", (0,)), ("a", (2,))]
-
-
 # --------------------------------------------------------------------------------------------- what comes and goes
 
 
-def test_what_is_read_arrives_and_what_is_written_departs() -> None:
-    visit = only(copy("a", "x"), copy("x[0:64]", "a[64:128]"))
-    assert (visit.arriving, visit.departing) == ((region("a"),), (region("a[64:128]"),))
-
-
-def test_a_write_needs_nothing_from_home() -> None:
-    visit = only(copy("x", "a"), copy("a", "y"))
-    assert (visit.arriving, visit.departing) == ((), (region("a"),))
-
-
-def test_a_sum_needs_what_is_there() -> None:
-    visit = only(add("x", "a"))
-    assert (visit.arriving, visit.departing) == ((region("a"),), (region("a"),))
-
-
-def test_only_changed_elements_depart() -> None:
-    visit = only(compute("a"), copy("x[0:64]", "a[64:128]"), copy("x[0:64]", "a[128:192]"))
-    assert (visit.arriving, visit.departing) == ((region("a"),), (region("a[64:192]"),))
+@pytest.mark.parametrize(
+    ("body", "arriving", "departing"),
+    [
+        ((copy("a", "x"), copy("x[0:64]", "a[64:128]")), ["a"], ["a[64:128]"]),
+        # A write needs nothing from home; a sum needs what is there.
+        ((copy("x", "a"), copy("a", "y")), [], ["a"]),
+        ((add("x", "a"),), ["a"], ["a"]),
+        # Only changed elements depart, with the gaps between them.
+        (
+            (compute("a"), copy("x[0:64]", "a[64:128]"), copy("x[0:64]", "a[128:192]")),
+            ["a"],
+            ["a[64:192]"],
+        ),
+        # A slice and another part go both ways as a whole.
+        ((add("x[0:512]@dp", "a[0:512]@dp"), copy("x[0:64]", "a[0:64]")), ["a"], ["a"]),
+    ],
+)
+def test_what_is_read_arrives_and_what_is_written_departs(
+    body: tuple[Op, ...], arriving: list[str], departing: list[str]
+) -> None:
+    visit = only(*body)
+    assert visit.arriving == tuple(map(region, arriving))
+    assert visit.departing == tuple(map(region, departing))
 
 
 def test_what_is_used_up_stays_away() -> None:
@@ -192,11 +191,6 @@ def test_a_slice_and_its_gather_are_one_visit_of_the_whole() -> None:
     assert visit.region == region("a")
     assert visit.arriving == (region("a[0:512]@dp"),)
     assert visit.departing == (region("a"),)
-
-
-def test_slices_and_other_parts_go_both_ways_as_a_whole() -> None:
-    visit = only(add("x[0:512]@dp", "a[0:512]@dp"), copy("x[0:64]", "a[0:64]"))
-    assert visit.arriving == visit.departing == (region("a"),)
 
 
 # ------------------------------------------------------------------------------------------------------- the places
@@ -298,10 +292,7 @@ def test_visits_of_visits(stage: int, precision: str) -> None:
     assert {program.buffer_by_name[name].space for name in homes} == {Space.DISK}
     report = verify(program, logical)
     assert report.is_valid, report.render()
-    batches = inputs(logical, 3, 1)
-    expected = run(applied(logical, for_stage(stage, 3)), batches)
-    for schedule_seed in range(2):
-        assert_equal(run(program, batches, schedule_seed), expected, range(3), "on disk")
+    assert_same(program, applied(logical, for_stage(stage, 3)), seeds=range(2))
 
 
 def test_without_homes_a_program_stays_as_it_is() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from random import Random
+from typing import TypeVar
 
 from zeroir.ir.buffers import Buffer, Region, Role
 from zeroir.ir.dtypes import DType
@@ -15,6 +16,26 @@ from zeroir.passes.common.rewrite import map_regions
 
 Mutation = Callable[[Program, Random], Program | None]
 """A damage done to a program, as chance has it; None where there is nothing of its kind to damage."""
+
+
+OpKind = TypeVar("OpKind", bound=Op)
+
+
+def the(
+    program: Program,
+    kind: type[OpKind],
+    section: str | None = None,
+    nth: int = 0,
+    is_wanted: Callable[[OpKind], bool] | None = None,
+) -> tuple[tuple[int, int], OpKind]:
+    """The n-th op of a kind, in a section or in all of them, and its place."""
+    found: list[tuple[tuple[int, int], OpKind]] = []
+    for number, one in enumerate(program.sections):
+        if section is None or one.name == section:
+            for index, op in enumerate(one.body):
+                if isinstance(op, kind) and (is_wanted is None or is_wanted(op)):
+                    found.append(((number, index), op))
+    return found[nth]
 
 
 def places(program: Program, is_wanted: Callable[[Op], bool]) -> list[tuple[int, int]]:
@@ -43,6 +64,36 @@ def put(program: Program, place: tuple[int, int], *new: Op) -> Program:
         body[place[1] : place[1] + 1] = new
 
     return edit(program, place[0], change)
+
+
+def with_body(program: Program, name: str, body: Iterable[Op]) -> Program:
+    """The program with other ops in one section."""
+    new = tuple(body)
+    sections = (replace(s, body=new) if s.name == name else s for s in program.sections)
+    return replace(program, sections=tuple(sections))
+
+
+def mapped(program: Program, change: Callable[[Op], Iterable[Op]], *names: str) -> Program:
+    """The program with each op of these sections, or of all, replaced by others."""
+    for section in program.sections:
+        if not names or section.name in names:
+            body = (new for op in section.body for new in change(op))
+            program = with_body(program, section.name, body)
+    return program
+
+
+def without_ops(program: Program, is_unwanted: Callable[[Op], bool], *names: str) -> Program:
+    """The program without some ops of these sections, or of all."""
+    return mapped(program, lambda op: () if is_unwanted(op) else (op,), *names)
+
+
+def without_each(
+    program: Program, is_wanted: Callable[[Op], bool]
+) -> Iterator[tuple[str, Program]]:
+    """The program without each op that is wanted in turn, and where the op stood."""
+    for place in places(program, is_wanted):
+        name = f"{program.sections[place[0]].name}: {place[1]} {at(program, place)}"
+        yield name, put(program, place)
 
 
 def at(program: Program, place: tuple[int, int]) -> Op:

@@ -15,7 +15,7 @@ from zeroir.ir.program import Program
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
 from zeroir.passes.pipelines import for_options
-from zeroir.verify import check
+from zeroir.verify import Reference, Report, check, verify
 
 
 @lru_cache(maxsize=64)
@@ -38,3 +38,9 @@ def proved(logical: Program, passes: tuple[Pass, ...]) -> Program:
 def proved_for(logical: Program, options: CompileOptions) -> Program:
     """The program that compiling makes for the options, verified once all passes have run."""
     return proved(replace(logical, options=options.to_pairs()), for_options(options))
+
+
+def codes(judged: Program | Report, reference: Program | Reference | None = None) -> set[str]:
+    """The laws that a program breaks, or those of a report."""
+    report = judged if isinstance(judged, Report) else verify(judged, reference)
+    return {finding.code for finding in report.findings}

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.lowering import codes
 from tests.support.schedules import Case, is_same, run
 from tests.verify.test_crossing import crossing_micro_steps
-from tests.verify.test_rejects import codes
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.ir.text import parse, print_program

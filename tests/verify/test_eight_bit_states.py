@@ -7,31 +7,21 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.edits import at, places, put
+from tests.support.edits import mapped, put, the
+from tests.support.lowering import codes
 from tests.support.programs import mlp
 from tests.support.schedules import Case
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.dtypes import DType
+from zeroir.ir.ops import Op
 from zeroir.ir.optimizers.forms import ABSMAX, CODES
 from zeroir.ir.program import Flat, Program
-from zeroir.passes.common import rewrite
-from zeroir.verify import Report, verify
+from zeroir.verify import verify
 
 CASE = Case(stage=1, ranks=2, has_codes=True)
 GROUPED = Case(stage=1, ranks=2, has_codes=True, is_grouped=True)
-
-
-def codes(report: Report) -> set[str]:
-    return {finding.code for finding in report.findings}
-
-
-def first_step(program: Program) -> tuple[tuple[int, int], ops.OptimizerStep]:
-    place = places(program, lambda op: isinstance(op, ops.OptimizerStep))[0]
-    op = at(program, place)
-    assert isinstance(op, ops.OptimizerStep)
-    return place, op
 
 
 def test_the_programs_are_proved() -> None:
@@ -68,10 +58,7 @@ CHANGES: dict[str, tuple[Change, set[str], str]] = {
     ),
     "a half of a block": (
         lambda op: replace(
-            op,
-            param=half(op.param),
-            grad=half(op.grad),
-            states=tuple(map(half, op.states)),
+            op, param=half(op.param), grad=half(op.grad), states=tuple(map(half, op.states))
         ),
         {"Z003", "Z005"},
         "off the 256 elements that share a scale",
@@ -83,7 +70,7 @@ CHANGES: dict[str, tuple[Change, set[str], str]] = {
 def test_a_step_with_wrong_operands_is_rejected(name: str) -> None:
     change, expected, words = CHANGES[name]
     program = CASE.scheduled
-    place, op = first_step(program)
+    place, op = the(program, ops.OptimizerStep)
     report = verify(put(program, place, change(op)), CASE.logical)
     assert codes(report) == expected
     assert any(words in finding.sentence for finding in report.findings), report.render()
@@ -91,13 +78,10 @@ def test_a_step_with_wrong_operands_is_rejected(name: str) -> None:
 
 def test_the_scales_of_another_flat_are_rejected() -> None:
     program = CASE.scheduled
-    steps = places(program, lambda op: isinstance(op, ops.OptimizerStep))
-    first, second = (at(program, place) for place in (steps[0], steps[-1]))
-    assert isinstance(first, ops.OptimizerStep)
-    assert isinstance(second, ops.OptimizerStep)
-    mutant = put(program, steps[0], replace(first, scales=second.scales))
-    report = verify(mutant, CASE.logical)
-    assert codes(report) == {"Z403"}
+    place, first = the(program, ops.OptimizerStep)
+    _, second = the(program, ops.OptimizerStep, nth=-1)
+    mutant = put(program, place, replace(first, scales=second.scales))
+    assert codes(mutant, CASE.logical) == {"Z403"}
 
 
 def test_states_of_other_bits_than_those_of_the_logical_program_are_rejected() -> None:
@@ -112,19 +96,11 @@ def test_states_of_other_bits_than_those_of_the_logical_program_are_rejected() -
             buffers.append(replace(buffer, dtype=DType.F32, holds=holds))
         elif not (isinstance(holds, FlatContent) and holds.quantity in ABSMAX.values()):
             buffers.append(buffer)
-    wide = replace(
-        rewrite.map_sections(
-            logical,
-            lambda section: replace(
-                section,
-                body=tuple(
-                    replace(op, scales=()) if isinstance(op, ops.OptimizerStep) else op
-                    for op in section.body
-                ),
-            ),
-        ),
-        buffers=tuple(buffers),
-    )
+
+    def without_scales(op: Op) -> tuple[Op, ...]:
+        return (replace(op, scales=()) if isinstance(op, ops.OptimizerStep) else op,)
+
+    wide = mapped(replace(logical, buffers=tuple(buffers)), without_scales)
     assert verify(wide).is_valid
     report = verify(wide, logical)
     assert any("updated by another algorithm" in finding.sentence for finding in report.findings)
@@ -173,22 +149,16 @@ def test_scales_that_are_not_one_for_each_block_cannot_rest() -> None:
 def test_zeros_in_the_place_of_scales_are_rejected() -> None:
     """Element 1 of this flat is padding, but scale 1 is that of the second parameter."""
     program = mlp(dim=1, has_codes=True)
-    place = next(
-        place
-        for place in places(program, lambda op: isinstance(op, ops.OptimizerStep))
-        if len(_flat_of(program, place).slots) > 1
+    place, op = the(
+        program, ops.OptimizerStep, is_wanted=lambda op: len(_flat_of(program, op).slots) > 1
     )
-    op = at(program, place)
-    assert isinstance(op, ops.OptimizerStep)
     second = Region(buffer=op.scales[0].buffer, offset=1, numel=1)
     fill = ops.Fill(destination=second, value=0.0, stream=op.stream)
     assert verify(program).is_valid
-    assert codes(verify(put(program, place, op, fill))) == {"Z403"}
+    assert codes(put(program, place, op, fill)) == {"Z403"}
 
 
-def _flat_of(program: Program, place: tuple[int, int]) -> Flat:
-    op = at(program, place)
-    assert isinstance(op, ops.OptimizerStep)
+def _flat_of(program: Program, op: ops.OptimizerStep) -> Flat:
     holds = program.buffer_by_name[op.param.buffer].holds
     assert isinstance(holds, FlatContent)
     return program.flat_by_name[holds.flat]

@@ -9,8 +9,9 @@ from functools import lru_cache
 import pytest
 
 from tests.support.captures import captured
-from tests.support.edits import with_report_of, without_save
+from tests.support.edits import put, the, with_body, with_report_of, without_save
 from tests.support.evaluating import model as source
+from tests.support.lowering import codes as broken_laws
 from zeroir.config import make_options
 from zeroir.frontend.lowering.tracing import program_of
 from zeroir.frontend.source.entry import load_model_file
@@ -36,10 +37,7 @@ def programs() -> tuple[Program, Program]:
 
 
 def appended(program: Program, name: str, *added: Op) -> Program:
-    sections = tuple(
-        replace(s, body=(*s.body, *added)) if s.name == name else s for s in program.sections
-    )
-    return replace(program, sections=sections)
+    return with_body(program, name, (*program.section_by_name[name].body, *added))
 
 
 def fill(program: Program, name: str) -> Op:
@@ -47,7 +45,7 @@ def fill(program: Program, name: str) -> Op:
 
 
 def codes(program: Program) -> set[str]:
-    return {finding.code for finding in verify(program, programs()[1]).findings}
+    return broken_laws(program, programs()[1])
 
 
 @pytest.mark.slow
@@ -85,39 +83,21 @@ def test_results_are_of_one_rank(name: str, code: str) -> None:
     region = whole(program.buffer_by_name[name])
     reduce = next(op for op in program.ops() if isinstance(op, ops.ReduceScatter))
     wait = ops.Wait(waited="results", on=reduce.stream)
-    summed = ops.AllReduce(
-        pairs=(ops.Pair(source=region, destination=region),),
-        comm=reduce.comm,
-        stream=reduce.stream,
-    )
-    section = program.section_by_name[EVALUATE]
-    at, last = next(
-        (i, op) for i, op in reversed([*enumerate(section.body)]) if isinstance(op, ops.Compute)
-    )
-    body = (
-        *section.body[:at],
-        replace(last, event="results"),
-        *section.body[at + 1 :],
-        wait,
-        summed,
-    )
-    sections = tuple(replace(s, body=body) if s is section else s for s in program.sections)
-    assert codes(replace(program, sections=sections)) == {code}
+    pairs = (ops.Pair(source=region, destination=region),)
+    summed = ops.AllReduce(pairs=pairs, comm=reduce.comm, stream=reduce.stream)
+    place, last = the(program, ops.Compute, EVALUATE, -1)
+    signalling = put(program, place, replace(last, event="results"))
+    assert codes(appended(signalling, EVALUATE, wait, summed)) == {code}
 
 
 def _dropped(program: Program) -> Program:
     """The last call keeps its outputs to itself."""
-    section = program.section_by_name[EVALUATE]
-    at, call = next(
-        (i, op) for i, op in reversed([*enumerate(section.body)]) if isinstance(op, ops.Compute)
-    )
+    place, call = the(program, ops.Compute, EVALUATE, -1)
     destinations = tuple(
         None if d is not None and d.view.region.buffer == "output.logits" else d
         for d in call.destinations
     )
-    body = (*section.body[:at], replace(call, destinations=destinations), *section.body[at + 1 :])
-    sections = tuple(replace(s, body=body) if s is section else s for s in program.sections)
-    return replace(program, sections=sections)
+    return put(program, place, replace(call, destinations=destinations))
 
 
 def _other_output(program: Program) -> Program:

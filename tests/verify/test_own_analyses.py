@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.lowering import codes
 from tests.support.schedules import Case
 from tests.support.subjects import subject
 from zeroir.ir.analysis.held_elements import held_by_all
@@ -28,10 +29,6 @@ from zeroir.passes.memory.save_state import SaveState
 from zeroir.passes.memory.select_saved import SelectSaved
 from zeroir.verify import verify
 from zeroir.verify.interpreter.value_numbers import dropout_as_products
-
-
-def codes(program: Program, logical: Program | None = None) -> set[str]:
-    return {finding.code for finding in verify(program, logical).findings}
 
 
 @pytest.mark.slow

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from random import Random
 
 import pytest
 
+from tests.support.edits import with_body
+from tests.support.lowering import codes
 from tests.support.mutate_pages import OF_CODE
 from tests.support.subjects import subject
 from zeroir.ir import ops
@@ -34,7 +35,7 @@ def test_a_damage_to_a_page_breaks_its_law(name: str, code: str, kind: str) -> N
     assert mutants
     for mutant in mutants:
         report = verify(mutant, made.logical)
-        found = {finding.code for finding in report.findings}
+        found = codes(report)
         # A wait also orders later ops.
         is_wait_lost = kind in ("use-page-early", "release-page-early", "share-slot")
         assert code in found if is_wait_lost else found == {code}, report.render()
@@ -47,11 +48,9 @@ def test_every_damage_is_done_to_a_schedule_of_the_pass() -> None:
 
 def _without(program: Program, *indices: int) -> Program:
     """The program without these ops of its update, with the waits that the others need."""
-    section = program.section_by_name[UPDATE]
-    body = tuple(op for index, op in enumerate(section.body) if index not in indices)
-    changed = replace(section, body=body)
-    sections = tuple(changed if s.name == UPDATE else s for s in program.sections)
-    return derive_waits(replace(program, sections=sections))
+    ops_left = enumerate(program.section_by_name[UPDATE].body)
+    body = [op for index, op in ops_left if index not in indices]
+    return derive_waits(with_body(program, UPDATE, body))
 
 
 def _indices(program: Program, kind: type[ops.Op]) -> list[int]:
@@ -72,10 +71,8 @@ def test_a_page_that_nothing_changed_may_be_dropped(name: str) -> None:
     (step, *_), (write_back, *_) = (
         _indices(made.scheduled, kind) for kind in (ops.OptimizerStep, ops.ToHost)
     )
-    with_step = verify(_without(made.scheduled, write_back), made.logical)
-    assert {finding.code for finding in with_step.findings} == {"Z502"}
-    without_step = verify(_without(made.scheduled, step, write_back), made.logical)
-    assert {finding.code for finding in without_step.findings} == {"Z403"}
+    assert codes(_without(made.scheduled, write_back), made.logical) == {"Z502"}
+    assert codes(_without(made.scheduled, step, write_back), made.logical) == {"Z403"}
 
 
 @pytest.mark.parametrize("name", ["paged", "stage 3, paged"])
@@ -98,6 +95,6 @@ def test_derived_waits_mend_the_order_of_pages(code: str) -> None:
     """The programs of the explanations lack a wait, for data or for the bound."""
     (text,) = re.findall(r"```zir\n(.*?)```", CODES[code].text, re.DOTALL)
     program = parse(text)
-    assert {finding.code for finding in verify(program).findings} == {code}
+    assert codes(program) == {code}
     mended = verify(derive_waits(program))
     assert mended.is_valid, mended.render()

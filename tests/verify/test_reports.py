@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.edits import at, edit, put, with_buffers, with_report_of
+from tests.support.edits import at, edit, put, the, with_buffers, with_report_of
+from tests.support.lowering import codes
 from tests.support.schedules import Case, is_same, run
 from tests.support.subjects import subject
-from tests.verify.test_rejects import codes, find
+from tests.verify.test_rejects import find
 from zeroir.frontend.lowering.micro_batch_weights import one_number
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, whole
@@ -41,7 +42,7 @@ def test_no_report_may_be_left_out(case: Case) -> None:
     program = case.scheduled
     for report in program.reports:
         without = replace(program, reports=tuple(r for r in program.reports if r is not report))
-        assert codes(verify(without, case.logical)) & {"Z406", "Z408"}, report
+        assert codes(without, case.logical) & {"Z406", "Z408"}, report
 
 
 @pytest.mark.parametrize("case", [CLIPPED, ACCUMULATING], ids=["fp16", "accumulating"])
@@ -50,17 +51,17 @@ def test_no_report_may_name_another_one_number(case: Case) -> None:
     assert verify(program, case.logical).is_valid
     for report in program.reports:
         changed = with_report_of(program, report.quantity, "other")
-        assert codes(verify(changed, case.logical)) <= {"Z008", "Z405", "Z406", "Z408"}
+        assert codes(changed, case.logical) <= {"Z008", "Z405", "Z406", "Z408"}
         assert not verify(changed, case.logical).is_valid, report
 
 
 def test_a_report_is_of_a_scalar_that_is_declared_and_has_the_right_type() -> None:
     program = CLIPPED.scheduled
-    assert codes(verify(with_report_of(program, Quantity.SKIP, "nothing"))) == {"Z001"}
-    assert codes(verify(with_report_of(program, Quantity.SKIP, "lr"))) == {"Z008"}
-    assert codes(verify(with_report_of(program, Quantity.LOSS_SCALE, "step"))) == {"Z008"}
+    assert codes(with_report_of(program, Quantity.SKIP, "nothing")) == {"Z001"}
+    assert codes(with_report_of(program, Quantity.SKIP, "lr")) == {"Z008"}
+    assert codes(with_report_of(program, Quantity.LOSS_SCALE, "step")) == {"Z008"}
     twice = replace(program, reports=(*program.reports, program.reports[0]))
-    assert codes(verify(twice)) == {"Z002"}
+    assert codes(twice) == {"Z002"}
 
 
 def test_the_loss_of_all_ranks_may_not_become_this_ranks_again() -> None:
@@ -90,9 +91,7 @@ def test_the_loss_may_be_summed_elsewhere() -> None:
     case = Case(stage=2, precision="bf16")
     program = case.scheduled
     loss = whole(program.buffer_by_name["loss"])
-    place = find(program, UPDATE, lambda op: isinstance(op, ops.AllReduce))
-    reduce = at(program, place)
-    assert isinstance(reduce, ops.AllReduce)
+    place, reduce = the(program, ops.AllReduce, UPDATE)
     elsewhere = temporary(program, "loss", "elsewhere")
     pair = ops.Pair(source=loss, destination=whole(elsewhere))
     others = tuple(p for p in reduce.pairs if p.source != loss)

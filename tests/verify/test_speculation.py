@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 import pytest
 
-from tests.support.edits import at, edit, places, put
+from tests.support.edits import edit, put, the
+from tests.support.lowering import codes
 from tests.support.schedules import Case
 from zeroir.ir import ops
 from zeroir.ir.buffers import whole
@@ -31,23 +31,15 @@ CASE = Case(
     clip=1.0,
     offload=(OffloadOptimizer(), OffloadGradients(), SpeculateUpdate()),
 )
-OpKind = TypeVar("OpKind", bound=Op)
-
-
-def first(program: Program, kind: type[OpKind]) -> tuple[tuple[int, int], OpKind]:
-    place = places(program, lambda op: isinstance(op, kind))[0]
-    op = at(program, place)
-    assert isinstance(op, kind)
-    return place, op
 
 
 def change_speculation(change: Callable[[ops.SpeculativeStep], tuple[Op, ...]]) -> Program:
-    place, op = first(CASE.scheduled, ops.SpeculativeStep)
+    place, op = the(CASE.scheduled, ops.SpeculativeStep)
     return put(CASE.scheduled, place, *change(op))
 
 
 def change_commit(change: Callable[[ops.CommitStep], tuple[Op, ...]]) -> Program:
-    place, op = first(CASE.scheduled, ops.CommitStep)
+    place, op = the(CASE.scheduled, ops.CommitStep)
     return put(CASE.scheduled, place, *change(op))
 
 
@@ -60,23 +52,23 @@ def kept_after_the_step() -> Program:
 
 
 def another_guess() -> Program:
-    place, guess = first(CASE.scheduled, ops.Guess)
+    place, guess = the(CASE.scheduled, ops.Guess)
     return put(CASE.scheduled, place, replace(guess, divisor=guess.divisor * 2))
 
 
 def another_scale() -> Program:
-    place, guess = first(CASE.scheduled, ops.Guess)
+    place, guess = the(CASE.scheduled, ops.Guess)
     return put(CASE.scheduled, place, replace(guess, loss_scale=None))
 
 
 def another_comparison() -> Program:
-    place, decide = first(CASE.scheduled, ops.Decide)
+    place, decide = the(CASE.scheduled, ops.Decide)
     return put(CASE.scheduled, place, replace(decide, guess=decide.norm))
 
 
 def committed_before_the_decision() -> Program:
-    place, commit = first(CASE.scheduled, ops.CommitStep)
-    (_, decided), _ = first(CASE.scheduled, ops.Decide)
+    place, commit = the(CASE.scheduled, ops.CommitStep)
+    (_, decided), _ = the(CASE.scheduled, ops.Decide)
 
     def early(body: list[Op]) -> None:
         del body[place[1]]
@@ -88,7 +80,7 @@ def committed_before_the_decision() -> Program:
 def other_settings() -> Program:
     """The guess takes hyper-parameters that are not those of the commit."""
     program = CASE.scheduled
-    place, op = first(program, ops.SpeculativeStep)
+    place, op = the(program, ops.SpeculativeStep)
     old = program.buffer_by_name[op.hyper.buffer]
     new = replace(old, name="other", holds=NamedContent(name="other"))
     values = next(s.values for s in program.scalars if s.buffer == old.name)
@@ -121,11 +113,9 @@ def said_to_be_final() -> Program:
 
 def up_before_the_commit() -> Program:
     """Guessed parameters go up to the device."""
-    place, commit = first(CASE.scheduled, ops.CommitStep)
-    (_, copied), copy = next(
-        (p, op)
-        for p in places(CASE.scheduled, lambda op: isinstance(op, ops.ToDevice))
-        if isinstance(op := at(CASE.scheduled, p), ops.ToDevice) and op.source == commit.rounded
+    place, commit = the(CASE.scheduled, ops.CommitStep)
+    (_, copied), copy = the(
+        CASE.scheduled, ops.ToDevice, is_wanted=lambda op: op.source == commit.rounded
     )
 
     def swapped(body: list[Op]) -> None:
@@ -137,10 +127,8 @@ def up_before_the_commit() -> Program:
 
 def rounded_elsewhere() -> Program:
     """The commit follows another flat's rounded parameters."""
-    (place, *_, other) = places(CASE.scheduled, lambda op: isinstance(op, ops.CommitStep))
-    op, like = at(CASE.scheduled, place), at(CASE.scheduled, other)
-    assert isinstance(op, ops.CommitStep)
-    assert isinstance(like, ops.CommitStep)
+    place, op = the(CASE.scheduled, ops.CommitStep)
+    _, like = the(CASE.scheduled, ops.CommitStep, nth=-1)
     return put(CASE.scheduled, place, replace(op, rounded=like.rounded))
 
 
@@ -212,5 +200,4 @@ def test_a_broken_speculation_is_rejected(name: str) -> None:
 
 
 def test_the_decision_comes_before_the_commit() -> None:
-    codes = {f.code for f in verify(committed_before_the_decision()).findings}
-    assert "Z101" in codes, codes
+    assert "Z101" in codes(committed_before_the_decision())

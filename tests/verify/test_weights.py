@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.edits import at, places, put, with_report_of
+from tests.support.edits import at, places, put, the, with_report_of
+from tests.support.lowering import codes
 from tests.support.schedules import Case
-from tests.verify.test_rejects import codes, find
+from tests.verify.test_rejects import find
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import Micro, WeightContent
@@ -71,14 +72,14 @@ def test_every_schedule_of_weights_is_proved(case: Case) -> None:
 @pytest.mark.parametrize("section", [MICRO_STEP, LAST_MICRO_STEP])
 def test_a_weight_that_is_not_added_or_added_twice_is_found(case: Case, section: str) -> None:
     for program in (case.logical, case.scheduled):
-        assert codes(verify(_changed(program, section, _adds))) == {"Z402"}
-        assert codes(verify(_changed(program, section, _adds, twice=True))) == {"Z402"}
+        assert codes(_changed(program, section, _adds)) == {"Z402"}
+        assert codes(_changed(program, section, _adds, twice=True)) == {"Z402"}
 
 
 @pytest.mark.parametrize("case", [COUNTED, WEIGHTED])
 def test_a_weight_that_is_not_cleared_is_found(case: Case) -> None:
     for program in (case.logical, case.scheduled):
-        assert codes(verify(_changed(program, UPDATE, _clears))) == {"Z402"}
+        assert codes(_changed(program, UPDATE, _clears)) == {"Z402"}
 
 
 def test_a_weight_that_replaces_the_ones_before_is_found() -> None:
@@ -86,7 +87,7 @@ def test_a_weight_that_replaces_the_ones_before_is_found() -> None:
     place = find(program, MICRO_STEP, _adds)
     op = at(program, place)
     assert isinstance(op, ops.Cast)
-    assert codes(verify(put(program, place, replace(op, mode=Mode.WRITE)))) == {"Z402"}
+    assert codes(put(program, place, replace(op, mode=Mode.WRITE))) == {"Z402"}
 
 
 def test_a_weight_that_is_not_reduced_or_reduced_twice_is_found() -> None:
@@ -95,19 +96,17 @@ def test_a_weight_that_is_not_reduced_or_reduced_twice_is_found() -> None:
         _changed(program, UPDATE, _reduces),
         _changed(program, UPDATE, _reduces, twice=True),
     ):
-        assert "Z402" in codes(verify(damaged))
+        assert "Z402" in codes(damaged)
 
 
 def test_a_count_that_is_reduced_needs_another_divisor() -> None:
     """Each rank counts its micro-steps: their number times the ranks, or their sum over ranks, is the divisor."""
     program = COUNTED.scheduled
-    place = find(program, UPDATE, lambda op: isinstance(op, ops.Decide))
-    decide = at(program, place)
-    assert isinstance(decide, ops.Decide)
+    place, decide = the(program, ops.Decide, UPDATE)
     assert decide.divisor == COUNTED.ranks
     for divisor in (1, 2, 6):
         damaged = put(program, place, replace(decide, divisor=divisor))
-        assert codes(verify(damaged)) == {"Z402"}
+        assert codes(damaged) == {"Z402"}
     pair = ops.Pair(source=_weight("weight"), destination=_weight("weight"))
     reduced = ops.AllReduce(pairs=(pair,), comm="reduce", stream=REDUCE)
     for divisor, expected in ((1, set()), (COUNTED.ranks, {"Z402"})):
@@ -118,22 +117,18 @@ def test_a_count_that_is_reduced_needs_another_divisor() -> None:
             reduced,
             replace(decide, divisor=divisor),
         )
-        assert codes(verify(changed, COUNTED.logical)) == expected
+        assert codes(changed, COUNTED.logical) == expected
 
 
 def test_a_decision_without_the_weights_is_found() -> None:
     program = WEIGHTED.scheduled
-    place = find(program, UPDATE, lambda op: isinstance(op, ops.Decide))
-    decide = at(program, place)
-    assert isinstance(decide, ops.Decide)
-    assert "Z005" in codes(verify(put(program, place, replace(decide, weight=None))))
+    place, decide = the(program, ops.Decide, UPDATE)
+    assert "Z005" in codes(put(program, place, replace(decide, weight=None)))
     fp16 = Case(stage=0, precision="fp16", micro_steps=2, is_weighted=True).scheduled
-    place = find(fp16, UPDATE, lambda op: isinstance(op, ops.Decide))
-    decide = at(fp16, place)
-    assert isinstance(decide, ops.Decide)
-    assert codes(verify(put(fp16, place, replace(decide, weight=None)))) == {"Z402", "Z408"}
+    place, decide = the(fp16, ops.Decide, UPDATE)
+    assert codes(put(fp16, place, replace(decide, weight=None))) == {"Z402", "Z408"}
     wrong = replace(decide, weight=_weight("batch_weight"))
-    assert codes(verify(put(fp16, place, wrong))) == {"Z402", "Z408"}
+    assert codes(put(fp16, place, wrong)) == {"Z402", "Z408"}
 
 
 def test_an_unweighted_batch_weighs_one() -> None:
@@ -141,17 +136,17 @@ def test_an_unweighted_batch_weighs_one() -> None:
     scalars = tuple(
         replace(s, values=(2.0,)) if s.buffer == "batch_weight" else s for s in program.scalars
     )
-    assert codes(verify(replace(program, scalars=scalars))) == {"Z402"}
+    assert codes(replace(program, scalars=scalars)) == {"Z402"}
     without = tuple(s for s in program.scalars if s.buffer != "batch_weight")
-    assert codes(verify(replace(program, scalars=without))) == {"Z402"}
+    assert codes(replace(program, scalars=without)) == {"Z402"}
 
 
 def test_the_host_writes_one_weight() -> None:
     program = WEIGHTED.scheduled
     twin = replace(program.buffer_by_name["batch_weight"], name="twin")
-    assert codes(verify(replace(program, buffers=(*program.buffers, twin)))) == {"Z402"}
-    assert "Z008" in codes(verify(replace(program, weight="loss")))
-    assert "Z001" in codes(verify(replace(program, weight="nowhere")))
+    assert codes(replace(program, buffers=(*program.buffers, twin))) == {"Z402"}
+    assert "Z008" in codes(replace(program, weight="loss"))
+    assert "Z001" in codes(replace(program, weight="nowhere"))
 
 
 def test_no_buffer_keeps_the_weight_of_a_micro_batch_over_a_boundary() -> None:
@@ -167,7 +162,7 @@ def test_no_buffer_keeps_the_weight_of_a_micro_batch_over_a_boundary() -> None:
     sections = tuple(
         replace(s, entry=state, exit=state) if s.name == MICRO_STEP else s for s in program.sections
     )
-    assert "Z008" in codes(verify(replace(program, sections=sections)))
+    assert "Z008" in codes(replace(program, sections=sections))
 
 
 def test_the_backward_begins_with_the_weight() -> None:
@@ -186,29 +181,27 @@ def test_the_weight_that_the_engine_reports_is_the_decisions() -> None:
     program = WEIGHTED.scheduled
     place = find(program, UPDATE, _clears)
     dirty = ops.Fill(destination=_weight("weight"), value=0.0, stream="compute")
-    assert "Z408" in codes(verify(put(program, place, dirty, at(program, place))))
+    assert "Z408" in codes(put(program, place, dirty, at(program, place)))
 
 
 def test_the_host_writes_the_weights_of_the_logical_program() -> None:
     """Without the line `weight` every batch would weigh what the buffer begins with."""
     program = replace(WEIGHTED.scheduled, weight=None)
-    assert codes(verify(program, WEIGHTED.logical)) == {"Z406"}
+    assert codes(program, WEIGHTED.logical) == {"Z406"}
     # On one rank no sum over ranks is missing.
     counted = replace(COUNTED, ranks=1)
     program = replace(counted.scheduled, weight="batch_weight")
-    assert codes(verify(program)) == {"Z408"}  # the engine has no sum to divide by
+    assert codes(program) == {"Z408"}  # the engine has no sum to divide by
     program = with_report_of(program, Quantity.SUMMED_WEIGHT, "weight")
     assert verify(program).is_valid
-    assert codes(verify(program, counted.logical)) == {"Z406"}
+    assert codes(program, counted.logical) == {"Z406"}
 
 
 @pytest.mark.parametrize("is_disguised", [False, True])
 def test_a_step_without_data_is_skipped(is_disguised: bool) -> None:
     """Also where something else of the decision stands in %skip."""
     program = WEIGHTED.scheduled
-    (place,) = places(program, lambda op: isinstance(op, ops.Decide))
-    decide = at(program, place)
-    assert isinstance(decide, ops.Decide)
+    place, decide = the(program, ops.Decide)
     assert decide.skip is not None
     copy = ops.Cast(source=decide.gradient_divisor, destination=decide.skip, stream=decide.stream)
     new = (replace(decide, skip=None), *((copy,) if is_disguised else ()))
@@ -217,9 +210,9 @@ def test_a_step_without_data_is_skipped(is_disguised: bool) -> None:
         op = at(program, step)
         assert isinstance(op, ops.OptimizerStep)
         program = put(program, step, replace(op, skip=None))
-    assert codes(verify(program, WEIGHTED.logical)) == {"Z408"}
+    assert codes(program, WEIGHTED.logical) == {"Z408"}
     reports = tuple(r for r in program.reports if r.quantity is not Quantity.SKIP)
-    assert codes(verify(replace(program, reports=reports), WEIGHTED.logical)) == {"Z406"}
+    assert codes(replace(program, reports=reports), WEIGHTED.logical) == {"Z406"}
 
 
 def _ending_late(section: Section, is_wanted: Callable[[Op], bool]) -> Section:

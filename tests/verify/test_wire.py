@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.edits import at, put, with_buffers
+from tests.support.edits import at, put, the, with_buffers
+from tests.support.lowering import codes
 from tests.support.schedules import Case
-from tests.verify.test_rejects import codes, find
+from tests.verify.test_rejects import find
 from tests.verify.test_values import FP16, FP32, LOSS, changed, op_of
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, Role
@@ -29,14 +30,12 @@ def test_pairs_of_one_launch_may_not_feed_each_other() -> None:
     chained = replace(reduce, pairs=(*reduce.pairs, Pair(source=norm, destination=LOSS)))
     chained = replace(chained, pairs=tuple(p for p in chained.pairs if p.source != LOSS))
     is_wanted = lambda op: isinstance(op, ops.AllReduce)  # noqa: E731
-    assert codes(verify(changed(program, UPDATE, is_wanted, chained))) == {"Z010"}
+    assert codes(changed(program, UPDATE, is_wanted, chained)) == {"Z010"}
 
 
 def test_staging_over_what_is_read_later_is_found() -> None:
     program = FP32.scheduled
-    place = find(program, LAST_MICRO_STEP, lambda op: isinstance(op, ops.ReduceScatter))
-    scatter = at(program, place)
-    assert isinstance(scatter, ops.ReduceScatter)
+    place, scatter = the(program, ops.ReduceScatter, LAST_MICRO_STEP)
     staged = replace(scatter, staging=Region(buffer="input.x", offset=0, numel=8))
     report = verify(put(program, place, staged))
     assert codes(report) <= {"Z103", "Z105"}
@@ -53,18 +52,18 @@ def on_wire(program: Program, section: str, kind: type, wire: DType) -> Program:
 @pytest.mark.parametrize("wire", [DType.I32, DType.I64])
 def test_numbers_do_not_travel_as_integers(wire: DType) -> None:
     program = on_wire(FP32.scheduled, LAST_MICRO_STEP, ops.AllGather, wire)
-    assert codes(verify(program)) == {"Z004"}
+    assert codes(program) == {"Z004"}
 
 
 @pytest.mark.parametrize(("case", "wire"), [(FP32, DType.BF16), (FP16, DType.BF16)])
 def test_a_parameter_that_was_rounded_on_the_wire_is_another(case: Case, wire: DType) -> None:
     program = on_wire(case.scheduled, LAST_MICRO_STEP, ops.AllGather, wire)
-    assert codes(verify(program)) == {"Z401"}
+    assert codes(program) == {"Z401"}
 
 
 def test_a_norm_that_was_rounded_on_the_wire_is_no_norm() -> None:
     program = on_wire(FP32.scheduled, UPDATE, ops.AllReduce, DType.BF16)
-    assert codes(verify(program)) == {"Z408", "Z405"}  # the loss, too, is another number
+    assert codes(program) == {"Z408", "Z405"}  # the loss, too, is another number
 
 
 def test_a_wider_wire_changes_nothing() -> None:
@@ -86,7 +85,7 @@ def test_a_gradient_that_was_rounded_on_the_wire_is_a_sum_but_not_the_same_numbe
 def test_sums_are_taken_in_fp32() -> None:
     """Values that travel in F64 are added in F64, which rounds in another way; copies do not round."""
     program = on_wire(FP32.scheduled, LAST_MICRO_STEP, ops.ReduceScatter, DType.F64)
-    assert codes(verify(program, FP32.logical)) == {"Z406"}
+    assert codes(program, FP32.logical) == {"Z406"}
     gathered = on_wire(FP32.scheduled, LAST_MICRO_STEP, ops.AllGather, DType.F64)
     assert verify(gathered, FP32.logical).is_valid
 
@@ -94,7 +93,7 @@ def test_sums_are_taken_in_fp32() -> None:
 def test_sums_over_micro_steps_travel_in_fp32() -> None:
     case = Case(stage=1, precision="bf16", micro_steps=2)
     program = on_wire(case.scheduled, LAST_MICRO_STEP, ops.ReduceScatter, DType.BF16)
-    assert codes(verify(program, case.logical)) == {"Z406"}
+    assert codes(program, case.logical) == {"Z406"}
 
 
 UNIT_BY_UNIT = Case(
@@ -105,9 +104,7 @@ UNIT_BY_UNIT = Case(
 def test_a_sum_of_micro_batches_of_one_section_stays_in_fp32() -> None:
     """Their contributions have no sum of earlier micro-steps among them, and still may not be rounded together."""
     program = UNIT_BY_UNIT.scheduled
-    place = find(program, UPDATE, lambda op: isinstance(op, ops.OptimizerStep))
-    step = at(program, place)
-    assert isinstance(step, ops.OptimizerStep)
+    place, step = the(program, ops.OptimizerStep, UPDATE)
     total = program.buffer_by_name[step.grad.buffer]
     assert total.dtype is DType.F32
     narrow = replace(total, name="narrow", dtype=DType.BF16, role=Role.STAGING, holds=None)
@@ -149,17 +146,11 @@ def test_a_reduction_rounds_to_the_dtype_of_the_gradient() -> None:
     """Ranks that add up widened gradients and never round the sum compute other numbers."""
     case = Case(stage=2, precision="bf16", overlap_update=True)
     program = without_waits(case.scheduled)
-    place = find(program, LAST_MICRO_STEP, lambda op: isinstance(op, ops.ReduceScatter))
-    reduce = at(program, place)
-    assert isinstance(reduce, ops.ReduceScatter)
+    place, reduce = the(program, ops.ReduceScatter, LAST_MICRO_STEP)
     (pair,) = reduce.pairs
-    widening = find(
-        program,
-        LAST_MICRO_STEP,
-        lambda op: isinstance(op, ops.Cast) and op.source == pair.destination,
+    widening, cast = the(
+        program, ops.Cast, LAST_MICRO_STEP, is_wanted=lambda op: op.source == pair.destination
     )
-    cast = at(program, widening)
-    assert isinstance(cast, ops.Cast)
     source = program.buffer_by_name[pair.source.buffer]
     wide = replace(source, name="wide", dtype=DType.F32, role=Role.STAGING, holds=None)
     widened = replace(pair.source, buffer=wide.name)
