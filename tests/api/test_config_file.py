@@ -138,10 +138,7 @@ def test_a_wrong_toml_file_is_one_sentence(tmp_path: Path, text: str, words: str
         ('{"gradient_clipping": NaN}', "gradient_clipping is nan, but should be a finite number."),
         ('{"gradient_clipping": 1e999}', "gradient_clipping is inf, but should be"),
         ('{"zero_optimization": {"stge": 1}}', "DeepSpeed has no key zero_optimization.stge; did"),
-        (
-            '{"train_micro_batch_size_per_gpu": 3}',
-            "a micro-batch has 3 samples, but batch() in",
-        ),
+        ('{"train_micro_batch_size_per_gpu": 3}', "a micro-batch has 3 samples, but batch() in"),
         (
             '{"train_batch_size": 7}',
             "train_batch_size is 7, which is no multiple of gradient_accumulation_steps × ranks = 2",

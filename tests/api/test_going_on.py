@@ -28,12 +28,7 @@ class Net(nn.Module):
 def compiled(module: nn.Module, rows: int) -> CompiledProgram:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     return zeroir.compile(
-        module,
-        torch.zeros(rows, 4),
-        optimizer=optimizer,
-        clip=1.0,
-        evaluate=False,
-        world_size=1,
+        module, torch.zeros(rows, 4), optimizer=optimizer, clip=1.0, evaluate=False, world_size=1
     )
 
 

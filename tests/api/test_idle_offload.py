@@ -39,14 +39,8 @@ def compiled() -> CompiledProgram:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (
-            {"page_optimizer": "1GiB"},
-            "--page-optimizer 1GiB has no effect: all states, 227.3 kB on each rank, stay on the device.",
-        ),
-        (
-            {"offload": "activations"},
-            "--offload activations has no effect: no value of 64 KiB or more is away while two other units compute.",
-        ),
+        ({"page_optimizer": "1GiB"}, "--page-optimizer 1GiB has no effect: all states, 227.3 kB"),
+        ({"offload": "activations"}, "--offload activations has no effect: no value of 64 KiB"),
         (
             {"offload": "gradients", "offload_units": "blocks.0"},
             "--offload gradients has no effect: nothing is trained in these units.",

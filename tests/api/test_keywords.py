@@ -104,9 +104,7 @@ def test_a_keyword_that_is_a_part_of_an_object_names_it() -> None:
 
 
 def test_objects_of_another_class_and_options_given_twice_are_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"offload= is a zeroir\.Prefetch, but should be zeroir\.Off"
-    ):
+    with pytest.raises(UserError, match=r"offload= is a zeroir\.Prefetch"):
         flat_values({"offload": zeroir.Prefetch(units=2)})
     with pytest.raises(UserError, match="lr is given twice"):
         flat_values({"optimizer": zeroir.optim.AdamW(lr=0.1), "lr": 0.2})

@@ -216,9 +216,7 @@ def test_a_module_in_evaluation_mode_gives_a_warning() -> None:
 def test_parameters_in_another_dtype_than_the_programs_give_a_warning() -> None:
     batch, loss = (torch.ones(4, 8),), lambda module, batch: module(*batch).sum()
     net = nn.Linear(8, 1).bfloat16()
-    with pytest.warns(
-        UserWarning, match="Linear has parameters in bfloat16, such as weight, .* --precision bf16"
-    ):
+    with pytest.warns(UserWarning, match="Linear has parameters in bfloat16, such as weight"):
         zeroir.compile(net, batch, loss=loss, world_size=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -86,9 +86,7 @@ def within(outcome: SearchOutcome, budget_bytes: int) -> SearchOutcome:
     """The outcome as it is with a budget."""
     missing = max(0, outcome.needed_bytes - budget_bytes)
     return SearchOutcome(
-        missing_bytes=missing,
-        needed_bytes=outcome.needed_bytes,
-        step_ns=outcome.step_ns,
+        missing_bytes=missing, needed_bytes=outcome.needed_bytes, step_ns=outcome.step_ns
     )
 
 

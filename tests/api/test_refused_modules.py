@@ -84,10 +84,7 @@ REFUSED: dict[str, tuple[Callable[[Net], object], str]] = {
         r"changes Recorder\.outputs at every call",
     ),
     "backward hook with a list": (gradients_in_a_list, "changes <lambda>:gradients at every call"),
-    "hook of a gradient with a list": (
-        parameter_gradients_in_a_list,
-        "changes <lambda>:norms at every call",
-    ),
+    "hook of a gradient with a list": (parameter_gradients_in_a_list, "changes <lambda>:norms"),
     "hook after the gradient": (
         hooked_after_the_gradient,
         r"parameter first\.weight of the model has a hook of register_post_accumulate_grad_hook",
@@ -169,10 +166,7 @@ def with_a_sharded_module(net: Net) -> nn.Module:
 DISTRIBUTED: dict[str, tuple[Callable[[Net], nn.Module], str]] = {
     "DDP": (DistributedDataParallel, r"The model is a DistributedDataParallel, .*, \.module"),
     "FSDP": (with_a_sharded_module, "module first of the model is a FSDPModule, .* before fully_s"),
-    "DTensor": (
-        with_a_sharded_parameter,
-        r"parameter first\.weight .* sharded already \(DTensor\)",
-    ),
+    "DTensor": (with_a_sharded_parameter, r"parameter first\.weight .* sharded already"),
 }
 
 
@@ -201,9 +195,7 @@ def test_a_loss_function_that_uses_another_module_is_refused() -> None:
         value: Tensor = module(*batch) + other(*batch).mean()
         return value
 
-    with pytest.raises(
-        UserError, match=r"requires a gradient and is no parameter .* that it is given"
-    ):
+    with pytest.raises(UserError, match=r"requires a gradient and is no parameter"):
         zeroir.compile(net, BATCH, loss=loss, world_size=1)
 
 
@@ -245,9 +237,7 @@ def test_a_bad_loss_function_is_refused(loss: Callable[..., object], sentence: s
 def test_a_loss_that_is_no_function_of_module_and_batch_is_refused(
     loss: Callable[..., object],
 ) -> None:
-    with pytest.raises(
-        UserError, match=r"loss=.* is not a function of the module and a batch: def"
-    ):
+    with pytest.raises(UserError, match=r"loss=.* is not a function of the module and a batch"):
         zeroir.compile(nn.Linear(2, 2), torch.ones(1, 2), loss=loss)
     with pytest.raises(UserError, match=r"weight=.*<lambda> is not a function of a batch: define"):
         zeroir.compile(nn.Linear(2, 2), torch.ones(1, 2), weight=lambda: 1.0)

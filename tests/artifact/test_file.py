@@ -183,10 +183,7 @@ def deep(depth: int) -> list[object]:
     ("spoil", "expected"),
     [
         (lambda body: body.update(colour=1), "object contains unknown field 'colour'"),
-        (
-            lambda body: body.pop("model_sha256"),
-            "object missing required field 'model_sha256'",
-        ),
+        (lambda body: body.pop("model_sha256"), "object missing required field 'model_sha256'"),
         (
             lambda body: first_op(body).update(type="Teleport"),
             r"invalid value 'Teleport' at scheduled\.sections\[0\]\.body\[0\]\.type",
@@ -201,10 +198,7 @@ def deep(depth: int) -> list[object]:
         ),
         (lambda body: body.update({"\x1b[2J\u202e": 1}), r"unknown field '\\x1b\[2J\\u202e'"),
         (lambda body: nodes_of(body)[0].update(args=[deep(100)]), "nest more than 64 deep"),
-        (
-            lambda body: nodes_of(body)[0].update(flops=True),
-            "expected 'int', got 'bool' at scheduled",
-        ),
+        (lambda body: nodes_of(body)[0].update(flops=True), "expected 'int', got 'bool'"),
         (
             lambda body: nodes_of(body)[0].update(source="\x1b[2J"),
             r"the text '\\x1b\[2J' holds the control character U\+001B at scheduled\.segments",

@@ -203,10 +203,7 @@ def test_equal_states_have_no_difference_whatever_their_layout(
     assert answer.exit_code == 0
     assert not any(tensor["changed_numel"] for tensor in answer.json["tensors"])
     assert len(answer.json["tensors"]) == 7 + 7 + 3
-    assert [fact["name"] for fact in answer.json["facts"]] == [
-        "training steps",
-        "step",
-    ]
+    assert [fact["name"] for fact in answer.json["facts"]] == ["training steps", "step"]
     assert zeroir("checkpoint", "diff", first, second, "--exit-code").exit_code == 1
 
 

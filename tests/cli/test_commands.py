@@ -52,10 +52,7 @@ def test_compile_prints_the_program(programs: dict[int, Path]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "gathered"),
-    [(0, 0), (1, 1), (2, 1), (3, 2)],
-)
+@pytest.mark.parametrize(("stage", "gathered"), [(0, 0), (1, 1), (2, 1), (3, 2)])
 def test_wire_bytes_are_those_of_the_paper(
     zeroir: Zeroir, tmp_path: Path, stage: int, gathered: int
 ) -> None:

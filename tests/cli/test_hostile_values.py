@@ -139,10 +139,7 @@ def test_an_output_that_is_not_in_utf8(encoding: str, arguments: list[str]) -> N
         ('torch.ones(2, 3, device="meta")', "on the meta device, where tensors have no values"),
         ("torch.eye(3).to_sparse()", "of layout sparse_coo"),
         ("torch.eye(3).to_mkldnn()", "of layout _mkldnn"),
-        (
-            "torch.nested.nested_tensor([torch.ones(3)], layout=torch.jagged)",
-            "a nested tensor",
-        ),
+        ("torch.nested.nested_tensor([torch.ones(3)], layout=torch.jagged)", "a nested tensor"),
     ],
 )
 def test_batches_without_dense_values(zeroir: Zeroir, model: Path, tensor: str, words: str) -> None:
@@ -189,11 +186,7 @@ def test_an_init_that_adds_parameters(zeroir: Zeroir, model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        "self.more = torch.nn.Parameter(torch.ones(3))",
-        "self.more = torch.nn.Linear(3, 3)",
-    ],
+    "line", ["self.more = torch.nn.Parameter(torch.ones(3))", "self.more = torch.nn.Linear(3, 3)"]
 )
 def test_a_forward_that_adds_parameters(zeroir: Zeroir, model: Path, line: str) -> None:
     forward = "    def forward(self, x):\n"

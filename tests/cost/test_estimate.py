@@ -15,12 +15,7 @@ import pytest
 
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
-from zeroir.cost.estimate import (
-    COMMUNICATED_PER_PARAMETER,
-    Estimate,
-    activation_bytes,
-    estimate,
-)
+from zeroir.cost.estimate import COMMUNICATED_PER_PARAMETER, Estimate, activation_bytes, estimate
 from zeroir.cost.estimate_options import (
     EstimateOptions,
     Optimizer,

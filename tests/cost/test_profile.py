@@ -17,13 +17,7 @@ from tests.support.examples import examples
 from tests.support.zygote import run_forked
 from zeroir.api import load_program
 from zeroir.cost.durations import segment_cost
-from zeroir.cost.machine import (
-    Machine,
-    MeasuredSegment,
-    load_machine,
-    parse_machine,
-    to_toml,
-)
+from zeroir.cost.machine import Machine, MeasuredSegment, load_machine, parse_machine, to_toml
 from zeroir.cost.measured_workspaces import with_measured_workspaces
 from zeroir.cost.profile import Step, fit, measured_machine, typical
 from zeroir.cost.simulate import Simulation, simulate

@@ -30,9 +30,7 @@ def spaces(draw: st.DrawFn) -> tuple[list[Family], dict[tuple[int, Point], Searc
             digest = hash((seed, point)) & 0xFFFF
             missing = max(0, digest % 97 - 50)
             table[number, point] = SearchOutcome(
-                missing_bytes=missing,
-                needed_bytes=digest % 97,
-                step_ns=100 + digest % 50,
+                missing_bytes=missing, needed_bytes=digest % 97, step_ns=100 + digest % 50
             )
     return families, table, draw(st.integers(1, 400))
 

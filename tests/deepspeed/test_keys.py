@@ -48,10 +48,7 @@ def zero(stage: int, **keys: object) -> dict[str, object]:
 HONOURED: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
     "train_batch_size": [({"train_batch_size": 64}, {"micro_steps": 1})],
     "train_micro_batch_size_per_gpu": [
-        (
-            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8},
-            {"micro_steps": 4},
-        )
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8}, {"micro_steps": 4})
     ],
     "gradient_accumulation_steps": [({"gradient_accumulation_steps": 3}, {"micro_steps": 3})],
     "gradient_clipping": [
@@ -70,17 +67,13 @@ HONOURED: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
         ({"optimizer": {"type": "Lion"}}, {"optimizer": "lion", "beta1": 0.9, "beta2": 0.999}),
         ({"optimizer": {"type": "Adafactor"}}, {"optimizer": "adafactor", "lr": 0.01}),
     ],
-    "optimizer.params": [
-        ({"optimizer": {"type": "Adam", "params": {"lr": 0.5}}}, {"lr": 0.5}),
-    ],
-    "scheduler.type": [
-        ({"scheduler": {"type": "WarmupLR"}}, {"schedule": "WarmupLR"}),
-    ],
+    "optimizer.params": [({"optimizer": {"type": "Adam", "params": {"lr": 0.5}}}, {"lr": 0.5})],
+    "scheduler.type": [({"scheduler": {"type": "WarmupLR"}}, {"schedule": "WarmupLR"})],
     "scheduler.params": [
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}},
             {"schedule": "WarmupLR{warmup_num_steps=5}"},
-        ),
+        )
     ],
     "fp16.enabled": [({"fp16": {"enabled": True}}, {"precision": "fp16"})],
     "fp16.loss_scale": [
@@ -206,10 +199,7 @@ HONOURED: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
             zero(2, offload_optimizer={"device": "nvme", "nvme_path": "/nvme"}),
             {"offload_to": "disk:/nvme"},
         ),
-        (
-            zero(2, offload_optimizer={"device": "cpu", "nvme_path": "/nvme"}),
-            {"offload_to": None},
-        ),
+        (zero(2, offload_optimizer={"device": "cpu", "nvme_path": "/nvme"}), {"offload_to": None}),
     ],
     "zero_optimization.offload_optimizer.ratio": [
         (zero(3, offload_optimizer={"device": "cpu", "ratio": 0.3}), {"offload_fraction": 0.3}),
@@ -257,17 +247,11 @@ HONOURED: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
         (zero(2, offload_param={"device": "nvme", "max_in_cpu": 500}), {"host_cache": None}),
     ],
     "zero_optimization.cpu_offload_param": [
-        (
-            {"zero_optimization": {"stage": 3, "cpu_offload_param": True}},
-            {"offload": "parameters"},
-        ),
+        ({"zero_optimization": {"stage": 3, "cpu_offload_param": True}}, {"offload": "parameters"}),
         ({"zero_optimization": {"stage": 3, "cpu_offload_param": False}}, {"offload": None}),
     ],
     "activation_checkpointing.cpu_checkpointing": [
-        (
-            {"activation_checkpointing": {"cpu_checkpointing": True}},
-            {"offload": "activations"},
-        ),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, {"offload": "activations"}),
         ({"activation_checkpointing": {"cpu_checkpointing": False}}, {"offload": None}),
     ],
 }

@@ -79,10 +79,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
         {"zero_optimization": {"reduce_buket_size": 5}},
         "DeepSpeed has no key zero_optimization.reduce_buket_size; did you mean reduce_bucket_size?",
     ),
-    (
-        {"train_batchsize": 5},
-        "DeepSpeed has no key train_batchsize; did you mean train_batch_size?",
-    ),
+    ({"train_batchsize": 5}, "DeepSpeed has no key train_batchsize; did you"),
     ({"zzz": 5}, "DeepSpeed has no key zzz."),
     (
         {"zero_optimization": {"stage": 7}},
@@ -101,10 +98,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
         "communication_data_type cannot be honoured: gradients travel in fp32",
     ),
     ({"optimizer": {"params": {}}}, "optimizer.type is missing."),
-    (
-        {"optimizer": {"type": "Lamb"}},
-        "zeroir has no optimizer Lamb; from this file it takes SGD, Adam,",
-    ),
+    ({"optimizer": {"type": "Lamb"}}, "zeroir has no optimizer Lamb; from this file it takes SGD"),
     ({"optimizer": {"type": "sgd"}}, "zeroir has no optimizer sgd"),
     ({"optimizer": {"type": "Muon"}}, "write --optimizer muon and --group beside a file without"),
     (
@@ -123,10 +117,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
         {"optimizer": {"type": "Adam", "params": {"betas": [0.9, 0.95, 0.99]}}},
         "optimizer.params.betas is [0.9, 0.95, 0.99], which has too many numbers.",
     ),
-    (
-        {"scheduler": {"type": "CosineAnnealingLR"}},
-        "scheduler.type cannot be honoured: zeroir has no schedule CosineAnnealingLR;",
-    ),
+    ({"scheduler": {"type": "CosineAnnealingLR"}}, "scheduler.type cannot be honoured: zeroir"),
     (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup": 3}}},
         "In scheduler.params, WarmupLR has no option warmup; its options are warmup_min_lr,",

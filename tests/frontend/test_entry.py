@@ -83,21 +83,14 @@ def test_a_module_of_a_package_in_the_current_folder_is_loaded_with_arguments_of
     assert sys.path == before
     assert by_name.file is not None
     assert by_name.file.path == Path("nets/small/net.py")
-    assert sorted(by_name.file.imports) == [
-        "nets",
-        "nets.small",
-        "nets.small.layers",
-        "shapes",
-    ]
+    assert sorted(by_name.file.imports) == ["nets", "nets.small", "nets.small.layers", "shapes"]
     model = by_name.model()
     assert [name for name, _ in model.named_parameters()] == ["0.weight", "1.weight"]
     # What a program keeps of it is enough to build the same model again.
     again = load_model_file(f"{by_name.file.path}:{by_name.file.factory}")
     assert again.file == by_name.file
     assert [shape.shape for shape in again.build().parameters()] == [(5, 3), (5, 3)]
-    with pytest.raises(
-        UserError, match=r"^build\(height=3\) does not fit build\(\) in .*'height'; "
-    ):
+    with pytest.raises(UserError, match=r"^build\(height=3\) does not fit build\(\) in .*'height'"):
         load_model_file("nets.small.net:build(height=3)")
     with pytest.raises(UserError, match=r"no model file nets\.large, and no module nets\.large"):
         load_model_file("nets.large:build")
@@ -200,18 +193,9 @@ def test_dataclasses_in_the_file_find_their_module(tmp_path: Path) -> None:
         ("def model(): ...\n", r"has no function `batch`; define `batch\(\) -> tuple or dict"),
         ("model = 3\ndef batch(): ...\n", r"`model` in .* is not a function but of type int"),
         (GOOD + "init = 3\n", r"`init` in .* is not a function"),
-        (
-            GOOD + "model = model()\n",
-            r"`model` in .* is a module, not a function: write `def model",
-        ),
-        (
-            GOOD + "def model(width): ...\n",
-            r"^model\(\) does not fit model\(\) in .* 'width'; its arg",
-        ),
-        (
-            GOOD + "def batches(): ...\n",
-            r"`batches` in .* has other parameters: define `batches\(r",
-        ),
+        (GOOD + "model = model()\n", r"`model` in .* is a module, not a function: write `def"),
+        (GOOD + "def model(width): ...\n", r"^model\(\) does not fit model\(\) in .* 'width'; its"),
+        (GOOD + "def batches(): ...\n", r"`batches` in .* has other parameters: define"),
         (GOOD + "def loss(batch): ...\n", r"other parameters: define `loss\(module, batch\)`"),
         (GOOD + "def weight(): ...\n", r"other parameters: define `weight\(batch\)`"),
         (GOOD + "def init(): ...\n", r"other parameters: define `init\(module\)`"),

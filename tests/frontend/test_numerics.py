@@ -234,8 +234,7 @@ OPERATORS = {
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in OPERATORS else n for n in SMALL],
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in OPERATORS else n for n in SMALL]
 )
 def test_small_models(name: str, precision: str, tmp_path: Path) -> None:
     report = verify(assert_equals_eager(write(tmp_path, SMALL[name]), precision=precision))

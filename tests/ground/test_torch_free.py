@@ -95,10 +95,7 @@ def test_the_help_of_show_loads_nothing_slow() -> None:
             ["explain Z101", "explain"],
             ("pydantic", "networkx", "numpy", "msgpack", "msgspec", "bokeh"),
         ),
-        (
-            ["verify {}", "diff {} {}"],
-            ("networkx", "numpy", "bokeh", "zeroir.passes.catalogue"),
-        ),
+        (["verify {}", "diff {} {}"], ("networkx", "numpy", "bokeh", "zeroir.passes.catalogue")),
         (["show {}"], ("bokeh", "zeroir.passes.catalogue")),
     ],
 )

@@ -37,12 +37,7 @@ for module in (zeroir, zeroir.passes, zeroir.runtime):
 def _run(*command: str | Path, cwd: Path, **environment: str) -> str:
     """Return what a command printed, which has to succeed."""
     result = subprocess.run(
-        command,
-        cwd=cwd,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
+        command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout + result.stderr

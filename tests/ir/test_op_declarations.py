@@ -20,14 +20,7 @@ from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Region, Space, View
 from zeroir.ir.fields import FieldUse
 from zeroir.ir.mesh import Communicator
-from zeroir.ir.op_fields import (
-    Accumulated,
-    Attribute,
-    Read,
-    Signalled,
-    StreamName,
-    op_fields,
-)
+from zeroir.ir.op_fields import Accumulated, Attribute, Read, Signalled, StreamName, op_fields
 from zeroir.ir.program import Program, Section
 from zeroir.ir.text import parse, print_program
 from zeroir.ir.text.syntax import slots

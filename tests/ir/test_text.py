@@ -129,11 +129,7 @@ def test_a_view_shows_its_shape_only_where_the_segment_declares_another(
     argument: Argument, destination: Destination | None, expected: str
 ) -> None:
     op = Compute(
-        segment="s",
-        arguments=(argument,),
-        destinations=(destination,),
-        unit="u",
-        stream="compute",
+        segment="s", arguments=(argument,), destinations=(destination,), unit="u", stream="compute"
     )
     text = print_op(op, small())
     assert text.split("  ")[0] == expected

@@ -115,9 +115,7 @@ def calls(draw: st.DrawFn) -> tuple[str, Tensor, tuple[NodeArg, ...]]:
 @pytest.mark.slow
 @examples(1000)
 @given(call=calls())
-def test_a_view_sees_what_torch_lets_it_see(
-    call: tuple[str, Tensor, tuple[NodeArg, ...]],
-) -> None:
+def test_a_view_sees_what_torch_lets_it_see(call: tuple[str, Tensor, tuple[NodeArg, ...]]) -> None:
     name, x, args = call
     node = Node(op=name, args=(Ref(0), *args), results=())
     try:
@@ -143,11 +141,7 @@ STRIDED = "zeroir.strided.default"
 
 
 @examples(300)
-@given(
-    x=tensors(),
-    where=st.lists(st.tuples(SMALL, SMALL), max_size=3),
-    offset=st.integers(-2, 12),
-)
+@given(x=tensors(), where=st.lists(st.tuples(SMALL, SMALL), max_size=3), offset=st.integers(-2, 12))
 def test_a_strided_view_stays_within_what_it_is_a_view_of(
     x: Tensor, where: list[tuple[int, int]], offset: int
 ) -> None:

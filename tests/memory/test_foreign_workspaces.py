@@ -41,10 +41,7 @@ class _Context(torch.autograd.function.FunctionCtx):
 
 
 def _save(
-    ctx: _Context,
-    inputs: tuple[Tensor, float],
-    keyword_only_inputs: dict[str, int],
-    output: Tensor,
+    ctx: _Context, inputs: tuple[Tensor, float], keyword_only_inputs: dict[str, int], output: Tensor
 ) -> None:
     assert keyword_only_inputs == {"power": 2}
     assert output.shape == inputs[0].shape

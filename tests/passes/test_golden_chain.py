@@ -18,14 +18,7 @@ from typing import Final
 
 import pytest
 
-from tests.passes.example_programs import (
-    ACCUMULATING,
-    AWAY,
-    CLIPPED,
-    KEEPING,
-    LOGICAL,
-    SAVING,
-)
+from tests.passes.example_programs import ACCUMULATING, AWAY, CLIPPED, KEEPING, LOGICAL, SAVING
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from zeroir.ir.program import Program
@@ -84,9 +77,7 @@ LINKS: Final = (
     Link(logical=LOGICAL, earlier=CHAIN[:6], step=Bucket(bytes=4096)),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OverlapUpdate()),
     Link(
-        logical=LOGICAL,
-        earlier=CHAIN[:1],
-        step=PageOptimizer(device_bytes=2048, page_bytes=1024),
+        logical=LOGICAL, earlier=CHAIN[:1], step=PageOptimizer(device_bytes=2048, page_bytes=1024)
     ),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadOptimizer()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadGradients()),

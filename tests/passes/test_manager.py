@@ -49,10 +49,7 @@ def test_a_stage_can_be_reached_from_the_one_below(stage: int) -> None:
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
-        (
-            ["shard-optimizer"],
-            "`all-reduce-gradients` establishes, but no pass ran before it; put `all-reduce-gradients` before",
-        ),
+        (["shard-optimizer"], "`all-reduce-gradients` establishes, but no pass ran before"),
         (
             ["all-reduce-gradients{dp=2}", "shard-optimizer", "prefetch"],
             "but only `all-reduce-gradients{dp=2}` and `shard-optimizer` ran before it; put `insert-releases` before",

@@ -51,8 +51,7 @@ DOWN = (COPY_OUT, UPDATE_OUT)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "precision", "micro_steps", "clip", "overlap_update", "replicas", "way"),
-    CASES,
+    ("stage", "precision", "micro_steps", "clip", "overlap_update", "replicas", "way"), CASES
 )
 def test_it_computes_the_same(
     stage: int,

@@ -161,8 +161,7 @@ def assert_saved(saved: Sequence[SavedState], expected: Sequence[dict[str, Tenso
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("overlap_update", "micro_steps", "replicas"),
-    list(product((False, True), (1, 2), (None, 2))),
+    ("overlap_update", "micro_steps", "replicas"), list(product((False, True), (1, 2), (None, 2)))
 )
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_saved_bits_are_those_of_the_boundary_however_late_the_copies_run(

@@ -30,7 +30,7 @@ _VALUES: Mapping[object, st.SearchStrategy[OptionValue | None]] = {
 }
 """What an option of each type may be."""
 _BOUNDED: Mapping[tuple[type[Pass], str], st.SearchStrategy[OptionValue | None]] = {
-    (OrderByLayer, "micro_batches"): st.integers(2, 10**18 - 1),
+    (OrderByLayer, "micro_batches"): st.integers(2, 10**18 - 1)
 }
 """What options with narrower bounds than their type's may be."""
 

@@ -103,10 +103,7 @@ _AT_HOME = copy("x", "a", OPTIMIZER)
         ((compute("a"), compute("x"), compute("a")), [("a", (0,)), ("a", (2,))]),
         ((compute("a"), _ALLOC, _FILL, compute("a")), [("a", (0, 3))]),
         # A use of another home ends it, but one op that uses both keeps both.
-        (
-            (copy("a", "x"), copy("b", "x"), copy("a", "x")),
-            [("a", (0,)), ("b", (1,)), ("a", (2,))],
-        ),
+        ((copy("a", "x"), copy("b", "x"), copy("a", "x")), [("a", (0,)), ("b", (1,)), ("a", (2,))]),
         ((copy("a", "b"), copy("b", "a")), [("a", (0, 1)), ("b", (0, 1))]),
         # Other elements are another visit.
         ((copy("a[0:128]", "x"), copy("a[128:256]", "x")), [("a", (0,)), ("a", (1,))]),

@@ -91,10 +91,7 @@ def test_torch_sees_two_collectives_swapped_on_one_rank(
     )
     numbered = ("record_id", "collective_seq_id", "op_id")
     before = [{name: entries[i][name] for name in numbered} for i in (first, second)]
-    entries[first], entries[second] = (
-        entries[second] | before[0],
-        entries[first] | before[1],
-    )
+    entries[first], entries[second] = (entries[second] | before[0], entries[first] | before[1])
     write(dumped, tmp_path)
     assert not all(flight_recorder_verdicts(tmp_path))
 

@@ -169,8 +169,7 @@ def test_a_measured_step_in_a_browser(tmp_path: Path) -> None:
     """The table begins with the largest difference on the chosen rank, whose times the timeline shows."""
     made = program(MICRO_STEPS)
     path = written(
-        tmp_path / "traced.html",
-        report_html(reported(made), measured=read(tmp_path, timelines())),
+        tmp_path / "traced.html", report_html(reported(made), measured=read(tmp_path, timelines()))
     )
     shown_ops = step_ops(made, simulated(made))
     visible = [op.spans[0] for op in shown_ops if op.kind not in HIDDEN_KINDS]
@@ -187,10 +186,7 @@ def test_a_measured_step_in_a_browser(tmp_path: Path) -> None:
             span = shown_ops[number].spans[0]
             assert page.evaluate("zeroir.models.timeMarks.map((box) => [box.left, box.right])") == [
                 [span.start_ns / 1000, span.end_ns / 1000],
-                [
-                    (2 + rank) * span.start_ns / 1000 + rank,
-                    (2 + rank) * span.end_ns / 1000 + rank,
-                ],
+                [(2 + rank) * span.start_ns / 1000 + rank, (2 + rank) * span.end_ns / 1000 + rank],
             ]
             page.evaluate("zeroir.mark(null)")
         page.check("#stretch")

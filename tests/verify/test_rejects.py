@@ -235,11 +235,7 @@ BROKEN: tuple[tuple[tuple[Case, ...], Damage, str], ...] = (
         "Z402",
     ),
     # The loss of a micro-step.
-    (
-        (ZERO2,),
-        dropped(MICRO_STEP, ops.Cast, 0, lambda op: "loss" in _added_to(op)),
-        "Z402",
-    ),
+    ((ZERO2,), dropped(MICRO_STEP, ops.Cast, 0, lambda op: "loss" in _added_to(op)), "Z402"),
     # A maximum is no sum, and no norm; the loss is another number, too.
     (
         (ZERO3,),
@@ -293,9 +289,7 @@ BROKEN: tuple[tuple[tuple[Case, ...], Damage, str], ...] = (
     (
         (ZERO3,),
         altered(
-            UPDATE,
-            ops.GradNorm,
-            lambda op: (replace(op, sources=(*op.sources, op.sources[0])),),
+            UPDATE, ops.GradNorm, lambda op: (replace(op, sources=(*op.sources, op.sources[0])),)
         ),
         "Z405",
     ),

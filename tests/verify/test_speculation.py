@@ -134,11 +134,7 @@ def rounded_elsewhere() -> Program:
 
 BROKEN: dict[str, tuple[Callable[[], Program], str, str]] = {
     "kept after the step": (kept_after_the_step, "Z403", "after a speculative step"),
-    "never committed": (
-        lambda: change_commit(lambda _: ()),
-        "Z403",
-        "should hold the updated master",
-    ),
+    "never committed": (lambda: change_commit(lambda _: ()), "Z403", "should hold the updated"),
     "committed twice": (lambda: change_commit(lambda op: (op, op)), "Z405", "after 1 updates"),
     "kept elsewhere": (
         lambda: change_commit(lambda op: (replace(op, kept=op.kept[::-1]),)),

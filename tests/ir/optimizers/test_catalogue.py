@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from zeroir.config.optimizer import OptimizerOptions
-from zeroir.ir.optimizers.catalogue import (
-    OPTIONS,
-    OWN_STATES,
-    Algorithm,
-    OptimizerName,
-)
+from zeroir.ir.optimizers.catalogue import OPTIONS, OWN_STATES, Algorithm, OptimizerName
 from zeroir.ir.optimizers.settings import Setting
 from zeroir.runtime.optimizers.catalogue import UPDATES, ElementUpdate, WholeUpdate
 
