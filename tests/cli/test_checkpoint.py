@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.cli.conftest import Zeroir
+from tests.cli.conftest import Zeroir, assert_refused
 from tests.support.checkpoint_files import signed_manifest
 from tests.support.stored_modules import adamw_group, write_checkpoint
 from zeroir.checkpoint.reading import read_manifest
@@ -109,9 +109,10 @@ def test_ls_names_checkpoints_newest_first_and_damaged_ones(zeroir: Zeroir, fold
     listed = zeroir("checkpoint", "ls", folder, "--json").json["checkpoints"]
     assert [each["problem"] is None for each in listed] == [False, False, True]
     assert listed[2]["step"] == 1
-    answer = zeroir("checkpoint", "ls", folder / "step-00000001")
-    assert answer.exit_code == 2
-    assert "is one checkpoint: see `zeroir checkpoint show`" in answer.err
+    assert_refused(
+        zeroir("checkpoint", "ls", folder / "step-00000001"),
+        "is one checkpoint: see `zeroir checkpoint show`",
+    )
 
 
 def test_show_tells_what_is_in_it(zeroir: Zeroir, folder: Path, module: nn.Module) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Zeroir
+from tests.cli.conftest import Zeroir, assert_refused
 from tests.support.evaluating import model as source
 from tests.support.zygote import run_forked
 from zeroir.api.compiling import load_program
@@ -97,10 +97,7 @@ def test_a_file_without_eval_batches_is_one_sentence(zeroir: Zeroir, tmp_path: P
     path = tmp_path / "model.zir"
     assert zeroir("compile", file, "--world-size", "1", "-o", path).exit_code == 0
     answer = zeroir("run", path, "--model", file, "--steps", "2", "--eval-every", "1")
-    assert answer.exit_code == 2
-    assert answer.err.startswith(
-        "Error: --eval-every needs a function eval_batches(rank, world_size"
-    )
+    assert_refused(answer, "Error: --eval-every needs a function eval_batches(rank, world_size")
     assert "step" not in answer.out
 
 
@@ -109,9 +106,10 @@ def test_a_program_without_evaluations_is_one_sentence(zeroir: Zeroir, tmp_path:
     path = tmp_path / "model.zir"
     given = ("compile", FILE, "--world-size", "1", "--no-evaluate", "-o", path)
     assert zeroir(*given).exit_code == 0
-    answer = zeroir("run", path, "--model", FILE, "--steps", "2", "--eval-every", "1")
-    assert answer.exit_code == 2
-    assert "compiled with --no-evaluate" in answer.err
+    assert_refused(
+        zeroir("run", path, "--model", FILE, "--steps", "2", "--eval-every", "1"),
+        "compiled with --no-evaluate",
+    )
 
 
 class Engine:

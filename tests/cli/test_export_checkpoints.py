@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.cli.conftest import Zeroir
+from tests.cli.conftest import Zeroir, assert_refused
 from tests.support.stored_modules import write_checkpoint
 
 
@@ -87,8 +87,8 @@ def test_bad_input_is_one_sentence(
     tmp_path: Path,
 ) -> None:
     paths = {"RUNS": str(runs), "PROGRAM": str(programs[3])}
-    answer = zeroir("export", *[paths.get(word, word) for word in arguments], "-o", tmp_path / "o")
-    assert answer.exit_code == 2, answer
-    assert paths.get(sentence, sentence) in answer.err
-    assert len(answer.err.strip().splitlines()) == 1
+    assert_refused(
+        zeroir("export", *[paths.get(word, word) for word in arguments], "-o", tmp_path / "o"),
+        paths.get(sentence, sentence),
+    )
     assert not (tmp_path / "o").exists()

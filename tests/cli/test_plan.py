@@ -11,8 +11,7 @@ from pydantic_core import to_jsonable_python
 from rich.console import Console
 
 import zeroir as package
-from tests.cli.conftest import Zeroir
-from tests.cli.test_bad_input import assert_refused
+from tests.cli.conftest import Zeroir, assert_refused
 from zeroir.api import CompiledProgram
 from zeroir.api.search.candidates import Candidate
 from zeroir.api.search.plan import Alternative, Plan

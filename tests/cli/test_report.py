@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Zeroir
+from tests.cli.conftest import Zeroir, assert_refused
 
 
 def test_a_trace_belongs_to_one_program(zeroir: Zeroir, tmp_path: Path) -> None:
@@ -42,8 +42,7 @@ def test_two_programs_and_traces(
         trace = json.loads((tmp_path / "trace.json").read_text())
         trace["otherData"] |= facts
         (tmp_path / "trace.json").write_text(json.dumps(trace))
-        answer = zeroir("report", programs[3], "--trace", "trace.json", "-o", "traced.html")
-        assert answer.exit_code == 2
-        assert answer.err.count("\n") == 1
-        assert reason in answer.err
+        assert_refused(
+            zeroir("report", programs[3], "--trace", "trace.json", "-o", "traced.html"), reason
+        )
         assert not (tmp_path / "traced.html").exists()

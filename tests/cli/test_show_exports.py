@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import zeroir as package
-from tests.cli.conftest import Zeroir
+from tests.cli.conftest import Zeroir, assert_refused
 from tests.report.torch_judges import flight_recorder_verdicts
 
 
@@ -55,9 +55,10 @@ def test_a_folder_of_dumps_that_torch_finds_consistent(
     verdicts = flight_recorder_verdicts(folder)
     assert verdicts
     assert all(verdicts)
-    again = zeroir("export", programs[3], "--format", "flight-recorder", "-o", folder)
-    assert again.exit_code == 2
-    assert "is not an empty folder" in again.err
+    assert_refused(
+        zeroir("export", programs[3], "--format", "flight-recorder", "-o", folder),
+        "is not an empty folder",
+    )
 
 
 @pytest.mark.slow
@@ -80,9 +81,10 @@ def test_a_disk_that_is_full_leaves_no_dumps_of_some_ranks(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", sync)
-    answer = zeroir("export", programs[3], "--format", "flight-recorder", "-o", folder)
-    assert answer.exit_code == 2
-    assert "No space left on device" in answer.err
+    assert_refused(
+        zeroir("export", programs[3], "--format", "flight-recorder", "-o", folder),
+        "No space left on device",
+    )
     assert list(tmp_path.rglob("*")) == ([] if is_new else [folder])
 
 
@@ -91,9 +93,10 @@ def test_no_program_is_overwritten(zeroir: Zeroir, programs: dict[int, Path], co
     flags = ["--format", "graphviz"] if command == "export" else []
     for there in (programs[3], programs[2]):
         before = there.read_bytes()
-        answer = zeroir(command, programs[3], *flags, "-o", there)
-        assert answer.exit_code == 2
-        assert "is a compiled program: name another file to write" in answer.err
+        assert_refused(
+            zeroir(command, programs[3], *flags, "-o", there),
+            "is a compiled program: name another file to write",
+        )
         assert there.read_bytes() == before
 
 
@@ -101,16 +104,12 @@ def test_options_that_conflict_are_refused(
     zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path
 ) -> None:
     chosen = ["--format", "memory-snapshot", "--section", "update", "-o", tmp_path / "x"]
-    answer = zeroir("export", programs[3], *chosen)
-    assert answer.exit_code == 2
-    assert "only with --format graphviz" in answer.err
+    assert_refused(zeroir("export", programs[3], *chosen), "only with --format graphviz")
     chosen = ["--format", "memory-snapshot", "--machine", "dgx-h100", "-o", tmp_path / "x"]
-    answer = zeroir("export", programs[3], *chosen)
-    assert answer.exit_code == 2
-    assert "only with --format chrome" in answer.err
-    unknown = zeroir("report", programs[3], "--machine", "abacus", "-o", tmp_path / "x.html")
-    assert unknown.exit_code == 2
-    assert "abacus" in unknown.err
+    assert_refused(zeroir("export", programs[3], *chosen), "only with --format chrome")
+    assert_refused(
+        zeroir("report", programs[3], "--machine", "abacus", "-o", tmp_path / "x.html"), "abacus"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -133,6 +132,6 @@ def test_without_its_library_a_report_names_the_package(
     zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "bokeh", None)
-    answer = zeroir("report", programs[3], "-o", tmp_path / "gpt.html")
-    assert answer.exit_code == 2
-    assert "pip install 'zeroir[report]'" in answer.err
+    assert_refused(
+        zeroir("report", programs[3], "-o", tmp_path / "gpt.html"), "pip install 'zeroir[report]'"
+    )

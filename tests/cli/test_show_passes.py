@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import zeroir as package
-from tests.cli.conftest import Zeroir
+from tests.cli.conftest import Zeroir, assert_refused
 from zeroir.ir.ops import op_name
 from zeroir.ir.text import parse
 
@@ -50,9 +50,9 @@ def test_a_program_is_shown_after_any_pass(zeroir: Zeroir, programs: dict[int, P
     shown = zeroir("show", programs[3], "--pass", "2")
     assert shown.out.startswith(f"After pass 2: `{compiled.program.passes[1]}`.\n")
     assert "prefetch" not in shown.out.partition("last_micro_step\n")[2]
-    refused = zeroir("show", programs[3], "--pass", str(last + 1))
-    assert refused.exit_code == 2
-    assert f"{last} passes made the program" in refused.err
+    assert_refused(
+        zeroir("show", programs[3], "--pass", str(last + 1)), f"{last} passes made the program"
+    )
 
 
 @pytest.mark.slow
@@ -75,6 +75,4 @@ def test_rows_are_unfolded_where_that_is_asked_for(
 def test_flags_that_do_not_go_together(
     zeroir: Zeroir, programs: dict[int, Path], flags: list[str]
 ) -> None:
-    answer = zeroir("show", programs[3], *flags)
-    assert answer.exit_code == 2
-    assert "can be combined" in answer.err
+    assert_refused(zeroir("show", programs[3], *flags), "can be combined")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import GPT, Zeroir
+from tests.cli.conftest import GPT, Zeroir, assert_refused
 from tests.cli.test_run import run
 from tests.runtime.timelines import overlapping, require_program_order
 from zeroir.api import load_program
@@ -64,6 +64,4 @@ def test_a_timeline_that_cannot_be_written_is_refused_before_training(
         (tmp_path / "gone" / "trace.json", "there is no folder"),
         (program, "is a compiled program"),
     ):
-        answer = zeroir("run", str(program), "--trace", str(path))
-        assert answer.exit_code == 2
-        assert reason in answer.err
+        assert_refused(zeroir("run", str(program), "--trace", str(path)), reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cost.support import host_machine, machine
+from tests.support.lowering import applied
 from tests.support.pieces import SegmentBuilder, tensor
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
@@ -111,9 +112,9 @@ def test_accumulating_adds_a_kernel() -> None:
 
 
 def test_every_op_has_a_duration() -> None:
-    program = mlp(blocks=2, precision="fp16", clip=1.0, micro_steps=2, tied=True)
-    for step in for_stage(3, 4):
-        program = apply(step, program)
+    program = applied(
+        mlp(blocks=2, precision="fp16", clip=1.0, micro_steps=2, tied=True), for_stage(3, 4)
+    )
     durations = Durations(program, machine(memory_bytes_per_s=1e9))
     seen = set()
     for op in program.ops():

@@ -13,6 +13,7 @@ from typing import get_args
 
 import pytest
 
+from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.cost.estimate import COMMUNICATED_PER_PARAMETER, Estimate, activation_bytes, estimate
@@ -29,7 +30,6 @@ from zeroir.ir.buffers import Role, Space
 from zeroir.memory.staging import staging_bytes
 from zeroir.memory.states import MODEL_STATE_ROLES, model_state_bytes
 from zeroir.passes.base import Pass
-from zeroir.passes.manager import apply
 from zeroir.passes.offload.offload_gradients import OffloadGradients
 from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload.offload_parameters import OffloadParameters
@@ -159,9 +159,10 @@ def test_an_estimate_equals_a_program(
     stage: int, precision: str, optimizer: str, bits: int
 ) -> None:
     """In padded elements, without eliding a gather."""
-    program = mlp(blocks=2, dim=16, precision=precision, optimizer=optimizer, has_codes=bits == 8)
-    for step in for_stage(stage, 4, elide=False):
-        program = apply(step, program)
+    program = applied(
+        mlp(blocks=2, dim=16, precision=precision, optimizer=optimizer, has_codes=bits == 8),
+        for_stage(stage, 4, elide=False),
+    )
     count = sum(flat.padded_numel for flat in program.flats)
     options = {"precision": precision, "optimizer": optimizer, "optimizer_bits": bits}
     estimated = of(params=count, world_size=4, **options).stages[stage]
@@ -280,8 +281,7 @@ def test_an_estimate_of_what_is_offloaded_equals_a_program(
     program = mlp(blocks=2, dim=16, precision=precision, optimizer="adamw")
     passes = (*for_stage(stage, 4, elide=False), *(PASSES[kind] for kind in offload))
     to_disk = (OffloadToDisk(what=kinds),) if kinds else ()
-    for step in (*passes, *to_disk):
-        program = apply(step, program)
+    program = applied(program, (*passes, *to_disk))
     count = sum(flat.padded_numel for flat in program.flats)
     options = {"params": count, "world_size": 4, "precision": precision, "offload": offload}
     estimated = of(**options, offload_to=place).stages[stage]
@@ -362,8 +362,7 @@ def test_an_estimate_of_staging_is_close_to_that_of_a_program(kind: str, place: 
     """The program's layers are all of its parameters, but for one percent."""
     program = mlp(blocks=8, dim=512, optimizer="adamw", clip=1.0)
     to_disk = (OffloadToDisk(what=(kind,)),) if place == "disk" else ()
-    for step in (*for_stage(3, 4), PASSES[kind], *to_disk):
-        program = apply(step, program)
+    program = applied(program, (*for_stage(3, 4), PASSES[kind], *to_disk))
     count = sum(flat.padded_numel for flat in program.flats)
     options = {"params": count, "world_size": 4, "precision": "fp32", "layers": 8}
     estimated = of(**options, offload=kind, offload_to=place).stages[3]
@@ -381,8 +380,9 @@ def test_an_estimate_of_pages_is_close_to_a_program(bits: int) -> None:
     """But for pages that are not full, and what rests on the device in whole blocks of 256 elements."""
     program = mlp(blocks=4, dim=128, optimizer="adamw", has_codes=bits == 8)
     device, page = (80_000, 16_384) if bits == 32 else (20_000, 4096)
-    for step in (*for_stage(2, 2), PageOptimizer(device_bytes=device, page_bytes=page)):
-        program = apply(step, program)
+    program = applied(
+        program, (*for_stage(2, 2), PageOptimizer(device_bytes=device, page_bytes=page))
+    )
     count = sum(flat.padded_numel for flat in program.flats)
     options = {"params": count, "world_size": 2, "precision": "fp32", "optimizer_bits": bits}
     pages = {"page_optimizer": str(device), "page_bytes": page}

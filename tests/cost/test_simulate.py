@@ -15,6 +15,7 @@ from tests.passes.strategies import Case, cases
 from tests.runtime.timelines import require_program_order
 from tests.support.evaluations import with_evaluation
 from tests.support.examples import examples
+from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.cost.machine import Machine, load_machine
@@ -25,7 +26,6 @@ from zeroir.ir import ops
 from zeroir.ir.analysis.effects import effects
 from zeroir.ir.mesh import COMPUTE, HOST
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program
-from zeroir.passes.manager import apply
 
 RATES = st.sampled_from([1e4, 1e6, float("inf")])
 LATENCIES = st.sampled_from([0.0, 1e-6, 1e-3])
@@ -50,10 +50,7 @@ def sections_of(program: Program, micro_steps: int) -> list[str]:
 
 
 def hybrid(world_size: int = 8, **options: object) -> Program:
-    program = mlp(blocks=3, dim=16, **options)
-    for step in for_stage(3, world_size, replicas=2):
-        program = apply(step, program)
-    return program
+    return applied(mlp(blocks=3, dim=16, **options), for_stage(3, world_size, replicas=2))
 
 
 @examples(15)
@@ -210,9 +207,7 @@ def test_a_collective_lasts_from_a_ranks_coming_to_the_common_end() -> None:
 
 def test_collectives_at_the_same_time_share_their_wire() -> None:
     """Two streams whose collectives begin together: each alone takes 7 ms, both together 14."""
-    program = mlp(blocks=2, dim=16)
-    for step in for_stage(3, 8):
-        program = apply(step, program)
+    program = applied(mlp(blocks=2, dim=16), for_stage(3, 8))
     slow, fast = (
         simulate(program, machine(flops_per_s=1e15, node_bytes_per_s=rate)).classes[0]
         for rate in (1e6, 2e6)
@@ -228,9 +223,7 @@ def test_prefetching_hides_gathers_behind_arithmetic() -> None:
     """Where gathers have latency alone, they end the earlier the earlier they begin."""
     steps: dict[int, Simulation] = {}
     for distance in (0, 1, 2):
-        program = mlp(blocks=4, dim=16)
-        for step in for_stage(3, 4, distance=distance):
-            program = apply(step, program)
+        program = applied(mlp(blocks=4, dim=16), for_stage(3, 4, distance=distance))
         steps[distance] = simulate(program, machine(node_latency_s=1e-3, flops_per_s=1e6))
     assert steps[0].step_ns > steps[1].step_ns >= steps[2].step_ns
     assert steps[0].exposed_s > steps[1].exposed_s
@@ -239,9 +232,7 @@ def test_prefetching_hides_gathers_behind_arithmetic() -> None:
 
 def test_recomputation_counts_in_hfu_and_not_in_mfu() -> None:
     logical = mlp(blocks=4, dim=16)
-    program = logical
-    for step in for_stage(3, 4, recompute=("*",)):
-        program = apply(step, program)
+    program = applied(logical, for_stage(3, 4, recompute=("*",)))
     on = machine(flops_per_s=1e6)
     simulation, plain = simulate(program, on, logical=logical), simulate(logical, on)
     assert simulation.hfu > simulation.mfu > 0
@@ -289,9 +280,9 @@ def test_a_machine_of_one_node_refuses_more_ranks_than_it_has() -> None:
 
 @pytest.mark.slow
 def test_eighty_layers_on_1024_ranks_take_three_seconds() -> None:
-    program = mlp(blocks=80, dim=256, features=64, batch=512, precision="bf16")
-    for step in for_stage(3, 1024):
-        program = apply(step, program)
+    program = applied(
+        mlp(blocks=80, dim=256, features=64, batch=512, precision="bf16"), for_stage(3, 1024)
+    )
     start = time.process_time()
     simulation = simulate(program, load_machine("dgx-h100"))
     assert time.process_time() - start <= 3
@@ -300,12 +291,8 @@ def test_eighty_layers_on_1024_ranks_take_three_seconds() -> None:
 
 def test_an_evaluation_is_no_part_of_a_step() -> None:
     logical, on = mlp(blocks=3, dim=16), machine(flops_per_s=1e6)
-    program = with_evaluation(logical)
-    for step in for_stage(3, 4):
-        program = apply(step, program)
-    alone = logical
-    for step in for_stage(3, 4):
-        alone = apply(step, alone)
+    program = applied(with_evaluation(logical), for_stage(3, 4))
+    alone = applied(logical, for_stage(3, 4))
     assert simulate(program, on).step_ns == simulate(alone, on).step_ns
     seconds = simulate_evaluation(program, on)
     assert seconds is not None

@@ -113,7 +113,7 @@ HONOURED: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
         ({}, {"stage": 0}),
     ],
     "zero_optimization.reduce_bucket_size": [
-        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}}, {"bucket": 2 * 10**9}),
+        (zero(2, reduce_bucket_size=5e8), {"bucket": 2 * 10**9}),
         (
             {
                 "zero_optimization": {"stage": 3, "reduce_bucket_size": 1000},
@@ -123,64 +123,31 @@ HONOURED: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
         ),
     ],
     "zero_optimization.allgather_bucket_size": [
-        (
-            {"zero_optimization": {"stage": 1, "allgather_bucket_size": 1000}},
-            {"bucket_gathers": 4000},
-        ),
-        ({"zero_optimization": {"stage": 3, "allgather_bucket_size": 5}}, {"bucket_gathers": None}),
+        (zero(1, allgather_bucket_size=1000), {"bucket_gathers": 4000}),
+        (zero(3, allgather_bucket_size=5), {"bucket_gathers": None}),
     ],
     "zero_optimization.overlap_comm": [
-        (
-            {"zero_optimization": {"stage": 3, "overlap_comm": False}},
-            {"overlap_update": False, "prefetch": 0},
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "overlap_comm": True}},
-            {"overlap_update": None, "prefetch": None},
-        ),
-        ({"zero_optimization": {"stage": 2, "overlap_comm": False}}, {"prefetch": None}),
+        (zero(3, overlap_comm=False), {"overlap_update": False, "prefetch": 0}),
+        (zero(3, overlap_comm=True), {"overlap_update": None, "prefetch": None}),
+        (zero(2, overlap_comm=False), {"prefetch": None}),
     ],
     "zero_optimization.stage3_prefetch_bucket_size": [
-        (
-            {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 1e7}},
-            {"prefetch_bytes": 4 * 10**7},
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0}},
-            {"prefetch": 0, "prefetch_bytes": None},
-        ),
-        (
-            {"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 1e7}},
-            {"prefetch_bytes": None},
-        ),
+        (zero(3, stage3_prefetch_bucket_size=1e7), {"prefetch_bytes": 4 * 10**7}),
+        (zero(3, stage3_prefetch_bucket_size=0), {"prefetch": 0, "prefetch_bytes": None}),
+        (zero(2, stage3_prefetch_bucket_size=1e7), {"prefetch_bytes": None}),
     ],
     "zero_optimization.stage3_max_live_parameters": [
-        (
-            {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1000}},
-            {"prefetch_bytes": 4000},
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e9}},
-            {"prefetch_bytes": 2 * 10**8},
-        ),
+        (zero(3, stage3_max_live_parameters=1000), {"prefetch_bytes": 4000}),
+        (zero(3, stage3_max_live_parameters=1e9), {"prefetch_bytes": 2 * 10**8}),
     ],
     "zero_optimization.stage3_max_reuse_distance": [
-        (
-            {"zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 1e9}},
-            {"unshard_bytes": 4 * 10**9},
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 0}},
-            {"unshard_bytes": None},
-        ),
+        (zero(3, stage3_max_reuse_distance=1e9), {"unshard_bytes": 4 * 10**9}),
+        (zero(3, stage3_max_reuse_distance=0), {"unshard_bytes": None}),
     ],
     "zero_optimization.mics_shard_size": [
-        (
-            {"zero_optimization": {"stage": 3, "mics_shard_size": 1}},
-            {"mesh": "replicate=2,shard=1"},
-        ),
-        ({"zero_optimization": {"stage": 3, "mics_shard_size": -1}}, {"mesh": None}),
-        ({"zero_optimization": {"stage": 2, "mics_shard_size": 1}}, {"mesh": None}),
+        (zero(3, mics_shard_size=1), {"mesh": "replicate=2,shard=1"}),
+        (zero(3, mics_shard_size=-1), {"mesh": None}),
+        (zero(2, mics_shard_size=1), {"mesh": None}),
     ],
     "zero_optimization.offload_optimizer.device": [
         (
@@ -234,11 +201,8 @@ HONOURED: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
         ),
     ],
     "zero_optimization.cpu_offload": [
-        (
-            {"zero_optimization": {"stage": 2, "cpu_offload": True}},
-            {"offload": "optimizer,gradients"},
-        ),
-        ({"zero_optimization": {"stage": 2, "cpu_offload": False}}, {"offload": None}),
+        (zero(2, cpu_offload=True), {"offload": "optimizer,gradients"}),
+        (zero(2, cpu_offload=False), {"offload": None}),
     ],
     "zero_optimization.offload_param.max_in_cpu": [
         (zero(3, offload_param={"device": "nvme", "max_in_cpu": 500}), {"host_cache": "2000B"}),
@@ -247,8 +211,8 @@ HONOURED: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
         (zero(2, offload_param={"device": "nvme", "max_in_cpu": 500}), {"host_cache": None}),
     ],
     "zero_optimization.cpu_offload_param": [
-        ({"zero_optimization": {"stage": 3, "cpu_offload_param": True}}, {"offload": "parameters"}),
-        ({"zero_optimization": {"stage": 3, "cpu_offload_param": False}}, {"offload": None}),
+        (zero(3, cpu_offload_param=True), {"offload": "parameters"}),
+        (zero(3, cpu_offload_param=False), {"offload": None}),
     ],
     "activation_checkpointing.cpu_checkpointing": [
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, {"offload": "activations"}),
@@ -385,7 +349,7 @@ def test_options_that_are_given_win() -> None:
 
 def test_offload_that_is_given_replaces_all_of_the_file() -> None:
     block = {"device": "nvme", "nvme_path": "/nvme", "ratio": 0.5}
-    data: dict[str, object] = {"zero_optimization": {"stage": 3, "offload_optimizer": block}}
+    data: dict[str, object] = zero(3, offload_optimizer=block)
     options = translated(data, offload=()).options
     assert not {"offload", "offload_to", "offload_fraction"} & options.keys()
 
@@ -445,7 +409,7 @@ def test_a_block_of_another_precision_is_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero", "note"),
+    ("block", "note"),
     [
         (
             {"stage": 3, "overlap_comm": False, "stage3_prefetch_bucket_size": 5},

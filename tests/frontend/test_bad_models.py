@@ -133,15 +133,10 @@ def test_a_bad_batch_is_refused(batch: str, sentence: str, tmp_path: Path) -> No
     ("model", "sentence"),
     [
         ("3", "returned int; it must return a torch.nn.Module"),
-        ("Model().requires_grad_(False)", "has no trainable parameter: none of its parameters"),
         ("nn.Identity()", "has no trainable parameter: none of its parameters"),
-        ("nn.LazyLinear(3)", "The parameter weight of the model has no shape yet"),
         ("nn.Linear(3, 0, bias=False)", "has no trainable parameter"),
         ("torch.jit.script(nn.Linear(2, 3))", "The model is TorchScript"),
-        (
-            "nn.Sequential(torch.jit.trace(nn.Linear(2, 3), torch.ones(1, 2)))",
-            "The module 0 of the model is TorchScript",
-        ),
+        ("nn.Sequential(torch.jit.trace(nn.Linear(2, 3), torch.ones(1, 2)))", "The module 0 of"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

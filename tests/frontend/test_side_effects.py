@@ -120,22 +120,10 @@ def test_a_supported_side_effect_is_kept(what: str, tmp_path: Path) -> None:
     assert warned(write(tmp_path, init=HONOURED[what])) == []
 
 
-REFUSED = {
-    "self.pre.weight.register_post_accumulate_grad_hook(print)": (
-        r"parameter pre\.weight of the model has a hook of register_post_accumulate_grad_hook"
-    ),
-    "self.post.weight = self.pre.weight; self.pre.weight.register_hook(lambda g: g)": (
-        r"parameter pre\.weight of the model has a hook of register_hook and is post\.weight as well"
-    ),
-    "self.post.bias = nn.Parameter(self.pre.weight.data[0])": (
-        r"parameters pre\.weight and post\.bias of the model share memory"
-    ),
-}
-
-
-@pytest.mark.parametrize("init", REFUSED)
-def test_an_unsupported_model_is_refused(init: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=REFUSED[init]):
+def test_a_hook_of_a_parameter_with_two_names_is_refused(tmp_path: Path) -> None:
+    init = "self.post.weight = self.pre.weight; self.pre.weight.register_hook(lambda g: g)"
+    sentence = r"pre\.weight of the model has a hook of register_hook and is post\.weight as well"
+    with pytest.raises(UserError, match=sentence):
         zeroir.compile(write(tmp_path, init=init), world_size=1)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.memory.test_placement import meetings
+from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.api.capture import capture
 from zeroir.api.checks.check import check_model
@@ -16,7 +17,6 @@ from zeroir.config import make_options
 from zeroir.ir.buffers import Space
 from zeroir.ir.program import Program
 from zeroir.memory.placement import placements_with_bound
-from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_options
 
 MODELS = Path("tests/support/models")
@@ -60,10 +60,7 @@ def worst_gap(
 def lowered(logical: Program, values: Mapping[str, object]) -> Program:
     """The logical program with these options, its memory planned, not verified."""
     options = make_options({"world_size": 4, **values})
-    program = replace(logical, options=options.to_pairs())
-    for step in for_options(options):
-        program = apply(step, program)
-    return program
+    return applied(replace(logical, options=options.to_pairs()), for_options(options))
 
 
 @pytest.mark.slow

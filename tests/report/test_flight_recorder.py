@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tests.report.torch_judges import flight_recorder_verdicts
+from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from tests.support.zygote import run_forked
 from zeroir.cost.tasks import step_sections
 from zeroir.ir import ops
 from zeroir.ir.program import Program
-from zeroir.passes.manager import apply
 from zeroir.report.flight_recorder import flight_recorder_dumps
 from zeroir.report.plain_pickle import dumps
 
@@ -29,12 +29,10 @@ def scheduled(
     bucket: int = 0,
     overlap_update: bool = False,
 ) -> Program:
-    program = mlp(blocks=3, micro_steps=micro_steps, clip=clip)
-    for step in for_stage(
-        stage, ranks, replicas=replicas, bucket=bucket, overlap_update=overlap_update
-    ):
-        program = apply(step, program)
-    return program
+    return applied(
+        mlp(blocks=3, micro_steps=micro_steps, clip=clip),
+        for_stage(stage, ranks, replicas=replicas, bucket=bucket, overlap_update=overlap_update),
+    )
 
 
 def analysed(folder: Path) -> str:

@@ -13,9 +13,9 @@ import pytest
 from tests.report.browser import open_browser
 from tests.report.pages import page_of, program, reported, simulated
 from tests.report.test_measured import MICRO_STEPS, read, timelines
+from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
-from zeroir.passes.manager import apply
 from zeroir.report.page.charts import HIDDEN_KINDS
 from zeroir.report.page.facts import StepOp, step_ops
 from zeroir.report.page.html import report_html
@@ -435,9 +435,7 @@ def _require_all_is_drawn(page: Page) -> None:
 @pytest.mark.slow
 def test_ten_thousand_ops_stay_fluid(tmp_path: Path) -> None:
     """The page has only the visible rows and blocks, and pointing at an op does not draw the charts again."""
-    made = mlp(blocks=390, dim=16)
-    for step in for_stage(3, 4, overlap_update=True):
-        made = apply(step, made)
+    made = applied(mlp(blocks=390, dim=16), for_stage(3, 4, overlap_update=True))
     path = written(
         tmp_path / "deep.html", report_html(reported(made, "deep.zir", budget_bytes=None))
     )
