@@ -267,8 +267,15 @@ SCALAR_BYTES = 16
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("place", ["host", "disk", *ONE_ON_DISK])
-@pytest.mark.parametrize("offload", OFFLOADS, ids=",".join)
+@pytest.mark.parametrize(
+    ("offload", "place"),
+    [
+        (offload, place)
+        for offload in OFFLOADS
+        for place in ("host", "disk", *ONE_ON_DISK)
+        if place not in ONE_ON_DISK or place.partition("=")[0] in offload
+    ],
+)
 def test_an_estimate_of_what_is_offloaded_equals_a_program(
     offload: tuple[str, ...], place: str, precision: str, stage: int
 ) -> None:
@@ -276,8 +283,6 @@ def test_an_estimate_of_what_is_offloaded_equals_a_program(
     kinds = tuple(
         kind for kind in offload if kind != "gradients" and place in ("disk", f"{kind}=disk")
     )
-    if place in ONE_ON_DISK and not kinds:
-        place = "host"
     program = mlp(blocks=2, dim=16, precision=precision, optimizer="adamw")
     passes = (*for_stage(stage, 4, elide=False), *(PASSES[kind] for kind in offload))
     to_disk = (OffloadToDisk(what=kinds),) if kinds else ()

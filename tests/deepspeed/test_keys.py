@@ -428,8 +428,10 @@ def test_a_block_of_another_precision_is_one_line() -> None:
         ),
     ],
 )
-def test_a_key_without_effect_beside_others_is_one_line(zero: dict[str, object], note: str) -> None:
-    assert translated({"zero_optimization": zero}).notes == (note,)
+def test_a_key_without_effect_beside_others_is_one_line(
+    block: dict[str, object], note: str
+) -> None:
+    assert translated({"zero_optimization": block}).notes == (note,)
 
 
 def test_keys_of_one_reason_share_a_line() -> None:

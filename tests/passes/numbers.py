@@ -83,7 +83,7 @@ def assert_same(
     """Compare two programs for equally many ranks, the first one in these orders; what it leaves in the last one."""
     ranks = plain.mesh.world_size
     batches = inputs(plain, ranks, micro_steps) if batches is None else batches
-    expected = run(plain, batches)
+    result = expected = run(plain, batches)
     for seed in seeds:
         result = run(program, batches, seed)
         assert_equal(result, expected, range(ranks), f"{program.passes}, order {seed}")

@@ -40,7 +40,7 @@ ALONE: tuple[Pass, ...] = (OffloadGradients(),)
 WITH_OPTIMIZER: tuple[Pass, ...] = (OffloadOptimizer(), OffloadGradients())
 WITH_HALF: tuple[Pass, ...] = (OffloadOptimizer(fraction=0.5), OffloadGradients())
 WAYS = {"alone": ALONE, "with-optimizer": WITH_OPTIMIZER, "with-half": WITH_HALF}
-CASES = covering([(*training, way) for training in POSSIBLE for way in WAYS], tuple, strength=3)
+CASES = covering([(*training, way) for training in POSSIBLE for way in WAYS], tuple)
 
 
 DOWN = (COPY_OUT, UPDATE_OUT)

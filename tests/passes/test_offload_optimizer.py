@@ -304,7 +304,9 @@ def test_damaged_programs_are_rejected(precision: str) -> None:
 
     mutants = list(without_each(program, is_needed))
     for place in places(program, is_of(ops.OptimizerStep)):
-        moved = put(program, place, replace(at(program, place), stream="compute"))
+        op = at(program, place)
+        assert isinstance(op, ops.OptimizerStep)
+        moved = put(program, place, replace(op, stream="compute"))
         mutants.append((str(place), moved))
     assert len(mutants) > 12
     for where, mutant in mutants:

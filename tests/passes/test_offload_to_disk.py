@@ -285,7 +285,9 @@ def test_damaged_programs_are_rejected(precision: str) -> None:
     assert verify(program, reference=logical).is_valid
     mutants: list[tuple[str, Program]] = []
     for place in places(program, is_of(ops.Load, ops.Store)):
-        moved = put(program, place, replace(at(program, place), stream="compute"))
+        op = at(program, place)
+        assert isinstance(op, ops.Load | ops.Store)
+        moved = put(program, place, replace(op, stream="compute"))
         mutants.append((f"{place} by compute", moved))
 
     def is_needed(op: Op) -> bool:

@@ -29,8 +29,11 @@ def test_options_choose_the_passes() -> None:
     given = {"elide": False, "bucket": 4096, "prefetch": 2, "live_gradients": 3}
     options = make_options({"stage": 3, "world_size": 6, **given})
     *chosen, saving, last = for_options(options)
-    others = {"overlap_update": True, "select": options.recompute.select_saved}
-    assert tuple(chosen) == for_stage(3, 6, elide=False, bucket=4096, distance=2, live=3, **others)
+    select = options.recompute.select_saved
+    expected = for_stage(
+        3, 6, elide=False, bucket=4096, distance=2, live=3, overlap_update=True, select=select
+    )
+    assert tuple(chosen) == expected
     assert (saving, last) == (SaveState(), PlanMemory())
 
 

@@ -64,11 +64,14 @@ def test_whatever_the_passes_made_stays_proved(
 
 
 @pytest.mark.parametrize(
-    ("replicas", "shards"),
-    [(2, 3), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in [(2, 2), (3, 2)])],
-)
-@pytest.mark.parametrize(
-    ("precision", "clip"), [("fp32", None), ("fp32", 0.5), ("bf16", None), ("fp16", 0.5)]
+    ("replicas", "shards", "precision", "clip"),
+    [
+        *((2, 3, *what) for what in (("fp32", None), ("fp32", 0.5), ("bf16", None), ("fp16", 0.5))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((2, 2, "bf16", None), (2, 2, "fp16", 0.5), (3, 2, "fp32", 0.5))
+        ),
+    ],
 )
 def test_every_stage_computes_the_same_bits(
     replicas: int, shards: int, precision: str, clip: float | None

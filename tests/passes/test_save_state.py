@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.passes.numbers import initial, inputs
+from tests.support.covering import covering
 from tests.support.edits import mapped, without_ops, without_save
 from tests.support.lowering import applied, codes, proved
 from tests.support.mutate_saves import SAVE_MUTATIONS
@@ -92,10 +93,10 @@ def unguarded(program: Program, section: Section) -> Iterator[str]:
             at_event[op.event] = set(done[effect.stream])
 
 
-@pytest.mark.parametrize("replicas", [None, 2])
-@pytest.mark.parametrize("micro_steps", [1, 3])
-@pytest.mark.parametrize("overlap_update", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
+CASES = covering(list(product(STAGES, (False, True), (1, 2), (None, 2))), tuple)
+
+
+@pytest.mark.parametrize(("stage", "overlap_update", "micro_steps", "replicas"), CASES)
 def test_every_op_that_overwrites_the_state_waits_for_its_copy(
     stage: int, overlap_update: bool, micro_steps: int, replicas: int | None
 ) -> None:
@@ -160,10 +161,7 @@ def assert_saved(saved: Sequence[SavedState], expected: Sequence[dict[str, Tenso
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("overlap_update", "micro_steps", "replicas"), list(product((False, True), (1, 2), (None, 2)))
-)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "overlap_update", "micro_steps", "replicas"), CASES)
 def test_the_saved_bits_are_those_of_the_boundary_however_late_the_copies_run(
     stage: int, overlap_update: bool, micro_steps: int, replicas: int | None
 ) -> None:

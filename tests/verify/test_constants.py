@@ -16,6 +16,7 @@ from tests.support.subjects import subject
 from zeroir.artifact.schema import pack, unpack
 from zeroir.ir.dtypes import DType
 from zeroir.ir.limits import obeyed_character
+from zeroir.ir.mesh import Axis, Mesh
 from zeroir.ir.program import Constant, ConstantBinding, Program
 from zeroir.ir.text import parse, print_program
 from zeroir.verify import verify
@@ -33,7 +34,8 @@ def with_constants(*constants: tuple[str, Constant]) -> Program:
 )
 @examples(100)
 def test_any_constant_survives_as_text_and_in_a_file(value: Constant) -> None:
-    program = with_constants(("a.b", value))
+    binding = ConstantBinding(path="a.b", value=value)
+    program = Program(mesh=Mesh(axes=(Axis(name="dp", size=1),)), batch_constants=(binding,))
     for found in (parse(print_program(program)), unpack(Program, pack(program))):
         assert isinstance(found, Program)
         assert repr(found.batch_constants) == repr(program.batch_constants)
