@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as lightning
 import pytest
@@ -16,6 +17,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.runtime.support import join
 from zeroir import ZeroirStrategy
 
 Batch = tuple[Tensor, Tensor]
@@ -78,6 +80,25 @@ def loader(
     return DataLoader(TensorDataset(x, y), rows, shuffle=is_shuffled)
 
 
+def quiet_trainer(strategy: Strategy | str, folder: Path, **given: object) -> lightning.Trainer:
+    """A trainer of one step on one device, unless something else is given."""
+    arguments: dict[str, Any] = {
+        "max_steps": 1,
+        "devices": 1,
+        "enable_checkpointing": False,
+        **given,
+    }
+    return lightning.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **arguments,
+    )
+
+
 def fitted(
     strategy: Strategy | str, folder: Path, *, epochs: int, go_on: Path | None = None
 ) -> tuple[lightning.Trainer, Net]:
@@ -85,17 +106,16 @@ def fitted(
     lightning.seed_everything(1, verbose=False)
     module = Net()
     keeper = ModelCheckpoint(folder, monitor="val_loss", save_top_k=1, save_last=True)
-    trainer = lightning.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        strategy,
+        folder,
         devices=dist.get_world_size(),
-        strategy=strategy,
+        max_steps=-1,
         max_epochs=epochs,
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
+        enable_checkpointing=True,
         callbacks=[keeper],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     training = loader(0, 48, 4, is_shuffled=True)
     trainer.fit(module, training, loader(1, 30, 8, is_shuffled=False), ckpt_path=go_on)
@@ -131,14 +151,11 @@ def require_ranks_fit_as_ddp(folder: Path) -> None:
 
 
 def main() -> None:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     folder = Path(os.environ["TEST_FOLDER"])
-    os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
     warnings.simplefilter("ignore", FutureWarning)
     warnings.simplefilter("ignore", UserWarning)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
-    )
+    join(timeout_s=240)
     require_ranks_fit_as_ddp(folder)
     dist.destroy_process_group()
 

@@ -34,22 +34,22 @@ def test_three_ranks_train_as_ddp_and_go_on_bit_for_bit(tmp_path: Path) -> None:
     require_success(ranks.wait(240))
 
 
-Refusal = tuple[dict[str, object], str]
-REFUSALS: list[Refusal] = [
-    ({"auto_find_batch_size": True}, "auto_find_batch_size"),
-    ({"save_only_model": True, "load_best_model_at_end": True}, "save_only_model"),
-]
-
-
-@pytest.mark.parametrize(("given", "sentence"), REFUSALS, ids=["batch-size", "best-model"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"auto_find_batch_size": True},
+        {"save_only_model": True, "load_best_model_at_end": True},
+    ],
+    ids=["batch-size", "best-model"],
+)
 def test_arguments_that_an_engine_cannot_follow_are_refused(
-    given: dict[str, object], sentence: str, tmp_path: Path
+    given: dict[str, object], tmp_path: Path
 ) -> None:
     from tests.integrations import trainer_workers as workers
     from zeroir import ZeroirTrainer
 
     saving = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(UserError, match=next(iter(given))):
         ZeroirTrainer(workers.model(), workers.arguments(tmp_path, **saving, **given))
 
 
@@ -139,16 +139,15 @@ def test_a_model_without_its_values_and_an_optimizer_of_the_compiler_are_refused
     assert len(refused) == 2
     assert workers.trained(trainer)(input_ids=ids).logits.isfinite().all()
 
-    with pytest.raises(UserError, match=r"optimizer='sgd' of zeroir_options has no effect"):
-        ZeroirTrainer(workers.model(), zeroir_options={"optimizer": "sgd"})
-    with pytest.raises(UserError, match=r"world_size=4 of zeroir_options has no effect: the ranks"):
-        ZeroirTrainer(workers.model(), zeroir_options={"world_size": 4})
-    with pytest.raises(UserError, match=r"micro_steps=4 of zeroir_options has no effect: gradient"):
-        ZeroirTrainer(workers.model(), zeroir_options={"micro_steps": 4})
-    with pytest.raises(UserError, match=r"There is no keyword stages=; did you mean stage=\?"):
-        ZeroirTrainer(workers.model(), zeroir_options=cast("CompileKeywords", {"stages": 3}))
-    with pytest.raises(UserError, match="zeroir_options is 'adam', but should be a dict"):
-        ZeroirTrainer(workers.model(), zeroir_options=cast("CompileKeywords", "adam"))
+    for given, sentence in (
+        ({"optimizer": "sgd"}, "optimizer='sgd' of zeroir_options has no effect"),
+        ({"world_size": 4}, "world_size=4 of zeroir_options has no effect"),
+        ({"micro_steps": 4}, "micro_steps=4 of zeroir_options has no effect"),
+        ({"stages": 3}, "There is no keyword stages="),
+        ("adam", "zeroir_options is 'adam', but should be a dict"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            ZeroirTrainer(workers.model(), zeroir_options=cast("CompileKeywords", given))
 
 
 @pytest.mark.parametrize(

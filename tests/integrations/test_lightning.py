@@ -28,10 +28,9 @@ def test_two_ranks_fit_as_ddp_and_go_on_bit_for_bit(tmp_path: Path) -> None:
 
 def test_what_a_compiled_step_cannot_do_is_refused(tmp_path: Path) -> None:
     """A value that would be the same in every step, or that a program does not compute, is never logged or used."""
-    import lightning.pytorch as lightning
     from torch import Tensor
 
-    from tests.integrations.lightning_workers import Batch, Net, loader
+    from tests.integrations.lightning_workers import Batch, Net, loader, quiet_trainer
     from zeroir import UserError, ZeroirStrategy
 
     class LogsAnAccuracy(Net):
@@ -69,31 +68,28 @@ def test_what_a_compiled_step_cannot_do_is_refused(tmp_path: Path) -> None:
         (Net, {"precision": "64-true"}, "precision is 64-true, but should be one of 32-true"),
     ]
     for kind, arguments, sentence in cases:
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=1,
-            strategy=ZeroirStrategy(),
-            max_steps=1,
-            default_root_dir=tmp_path,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **arguments,
-        )
+        trainer = quiet_trainer(ZeroirStrategy(), tmp_path, **arguments)
         data = loader(0, 8, 4, is_shuffled=False)
         with pytest.raises(UserError, match=re.escape(sentence)):
             trainer.fit(kind(), data, data)
 
 
+IGNORED = {
+    "world_size": 4,
+    "micro_steps": 2,
+    "schedule": "cosine",
+    "outputs": "loss",
+    "optimizer": "sgd",
+}
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"world_size": 4}, "world_size=4 of ZeroirStrategy has no effect: the devices and nodes"),
-        ({"micro_steps": 2}, "micro_steps=2 of ZeroirStrategy has no effect: accumulate_grad_"),
-        ({"schedule": "cosine"}, "schedule='cosine' of ZeroirStrategy has no effect: let confi"),
-        ({"outputs": "loss"}, "outputs='loss' of ZeroirStrategy has no effect: what validation_"),
-        ({"optimizer": "sgd"}, "optimizer='sgd' of ZeroirStrategy has no effect: name the opti"),
+        *(
+            ({name: value}, f"{name}={value!r} of ZeroirStrategy has no effect")
+            for name, value in IGNORED.items()
+        ),
         ({"find_unused_parameters": True}, "There is no keyword find_unused_parameters="),
         ({"world_size": 1, "micro_steps": 1}, None),
     ],
@@ -101,22 +97,10 @@ def test_what_a_compiled_step_cannot_do_is_refused(tmp_path: Path) -> None:
 def test_options_that_the_trainer_would_ignore_are_refused(
     tmp_path: Path, options: dict[str, Any], sentence: str | None
 ) -> None:
-    import lightning.pytorch as lightning
-
-    from tests.integrations.lightning_workers import Net, loader
+    from tests.integrations.lightning_workers import Net, loader, quiet_trainer
     from zeroir import UserError, ZeroirStrategy
 
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=ZeroirStrategy(**options),
-        max_steps=1,
-        default_root_dir=tmp_path,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(ZeroirStrategy(**options), tmp_path)
     data = loader(0, 8, 4, is_shuffled=False)
     if sentence is None:
         trainer.fit(Net(), data)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import EvalPrediction, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from tests.runtime.support import join
 from zeroir import ZeroirTrainer
 
 VOCABULARY = 32
@@ -179,15 +180,13 @@ def require_ranks_train_as_ddp(folder: Path, rank: int) -> None:
 
 
 def main() -> None:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
     folder = Path(os.environ["TEST_FOLDER"])
     os.environ["LOCAL_RANK"] = str(rank)
     # peft and accelerate use what transformers and torch deprecate.
     warnings.simplefilter("ignore", FutureWarning)
     warnings.simplefilter("ignore", UserWarning)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
-    )
+    join(timeout_s=240)
     require_ranks_train_as_ddp(folder, rank)
     dist.destroy_process_group()
 

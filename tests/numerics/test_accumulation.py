@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.numerics.test_replicas import forward
-from tests.runtime.support import begun, initial_flats, parameters_of
+from tests.runtime.support import begun, initial_flats, parameters_of, require_same
 from tests.runtime.workers_cases import weight_of_values
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
@@ -47,9 +47,7 @@ class Trained:
 
     def assert_equals(self, other: Trained) -> None:
         assert self.losses == other.losses
-        assert self.state.keys() == other.state.keys()
-        for key, value in self.state.items():
-            assert torch.equal(value, other.state[key]), key
+        require_same(self.state, other.state)
 
 
 def train(
@@ -80,22 +78,9 @@ def program_of_one_rank(program: Program) -> Program:
 
 
 def scheduled(
-    logical: Program,
-    stage: int,
-    world_size: int,
-    replicas: int | None = None,
-    *,
-    overlap_update: bool = False,
-    accumulate_locally: bool = False,
+    logical: Program, stage: int, world_size: int, replicas: int | None = None, **options: bool
 ) -> Program:
-    passes = for_stage(
-        stage,
-        world_size,
-        replicas=replicas,
-        overlap_update=overlap_update,
-        accumulate_locally=accumulate_locally,
-    )
-    return applied(logical, passes)
+    return applied(logical, tuple(for_stage(stage, world_size, replicas=replicas, **options)))
 
 
 @pytest.mark.slow
@@ -279,8 +264,7 @@ def test_a_batch_of_weight_zero_counts_nothing(
     steps[0][1] = [{"x": torch.ones(4, 6)}, {"x": torch.zeros(4, 6)}]
     marked = {id(steps[0][1][0]), id(steps[0][1][1])}
     other = train(program, steps, weight=lambda one: 0 if id(one) in marked else 2)
-    for key, value in trained.state.items():
-        assert torch.equal(value, other.state[key]), key
+    require_same(trained.state, other.state)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -302,8 +286,7 @@ def test_a_step_whose_weights_are_all_zero_changes_nothing(
         for batches in (first, empty, second)
     ]
     assert skipped == [[False] * 3, [True] * 3, [False] * 3]
-    for key, value in lockstep.full_state().items():
-        assert torch.equal(value, expected.state[key]), key
+    require_same(lockstep.full_state(), expected.state)
     for name in ("step", "loss_scale"):
         now, then = (one.buffers(0)[name] for one in (lockstep, expected.lockstep))
         assert torch.equal(now, then)
@@ -323,7 +306,6 @@ def test_an_overflow_in_one_micro_step_of_one_rank_skips_everywhere(
     lockstep.step(first)
     before = {key: value.clone() for key, value in lockstep.full_state().items()}
     assert all(bool(result.is_skipped) for result in lockstep.step(bad))
-    after = lockstep.full_state()
-    assert all(torch.equal(value, after[key]) for key, value in before.items())
+    require_same(lockstep.full_state(), before)
     assert not any(bool(result.is_skipped) for result in lockstep.step(second))
     assert all(torch.isfinite(value).all() for value in lockstep.full_state().values())

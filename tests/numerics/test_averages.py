@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-from tests.runtime.support import begun, initial_flats, lowered, parameters_of, random_batches
+from tests.runtime.support import (
+    begun,
+    initial_flats,
+    lowered,
+    parameters_of,
+    random_batches,
+    require_same,
+)
 from tests.support.lowering import applied, proved
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
@@ -63,9 +70,8 @@ def test_averages_equal_those_of_torch_at_every_stage(world_size: int, precision
     first = train(lowered(logical, 0, world_size), logical).full_state()
     for stage in (1, 2, 3):
         state = train(lowered(logical, stage, world_size), logical, seed=stage).full_state()
-        assert state.keys() == first.keys()
         assert {quantity for _, quantity in state} >= {"ema"}
-        assert all(torch.equal(state[key], first[key]) for key in state)
+        require_same(state, first)
 
 
 @pytest.mark.slow
@@ -78,7 +84,7 @@ def test_averages_of_an_overlapped_update_and_of_a_mesh_have_the_same_bits(stage
     assert any(isinstance(op, ops.Average) for op in last)
     overlapped = train(program, logical).full_state()
     plain = train(lowered(logical, stage, 4), logical).full_state()
-    assert all(torch.equal(overlapped[key], plain[key]) for key in plain)
+    require_same(overlapped, plain)
     train(applied(logical, tuple(for_stage(stage, 4, replicas=2, overlap_update=True))), logical)
 
 
@@ -91,8 +97,7 @@ def test_a_skipped_step_leaves_the_averages(stage: int) -> None:
     before = {key: value.clone() for key, value in lockstep.full_state().items()}
     second[1] = [{"x": torch.full((4, 6), 3e4)}]
     lockstep.step(second)
-    after = lockstep.full_state()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    require_same(lockstep.full_state(), before)
 
 
 def test_a_skipped_average_keeps_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:

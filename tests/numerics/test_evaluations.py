@@ -29,6 +29,8 @@ from zeroir.passes.pipelines import for_options
 from zeroir.runtime.engine.read_results import RankEvaluation
 from zeroir.runtime.execution.lockstep import Lockstep
 
+pytestmark = pytest.mark.slow
+
 FILE = Path(source.__file__)
 STEPS = 3
 
@@ -85,11 +87,7 @@ def require_equal(lockstep: Lockstep, batches: Sequence[tuple[Tensor, Tensor]]) 
             assert torch.equal(own, wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("world_size", [1, 3, 4])
 @pytest.mark.parametrize("stage", range(4))
 def test_lockstep_equals_eager(stage: int, world_size: int) -> None:
     lockstep = started(lowered(options(stage, world_size)), schedule_seed=stage)
@@ -100,7 +98,6 @@ def test_lockstep_equals_eager(stage: int, world_size: int) -> None:
     require_equal(lockstep, [next(stream) for stream in batches])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_evaluations_change_nothing(stage: int, micro_steps: int) -> None:
@@ -127,7 +124,6 @@ def test_evaluations_change_nothing(stage: int, micro_steps: int) -> None:
     assert all(map(torch.equal, runs[0][1], runs[1][1]))
 
 
-@pytest.mark.slow
 def test_later_evaluations_leave_earlier_outputs_alone() -> None:
     lockstep = started(lowered(options(0, 1)))
     first, second = islice(source.batches(0, 1, 9), 2)
@@ -138,7 +134,6 @@ def test_later_evaluations_leave_earlier_outputs_alone() -> None:
     assert all(map(torch.equal, leaves(evaluation.outputs), kept))
 
 
-@pytest.mark.slow
 def test_the_check_compares_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = options(2, 3)
     assert check_model(str(FILE), chosen, steps=2, seed=0).is_equal
@@ -155,7 +150,6 @@ def _wrong(lockstep: Lockstep, batches: Sequence[object]) -> list[RankEvaluation
     return [RankEvaluation(loss=torch.zeros(()), outputs=None) for _ in batches]
 
 
-@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_gloo_equals_lockstep(tmp_path: Path, world_size: int) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.runtime.support import begun, random_batches
+from tests.runtime.support import begun, random_batches, require_same
 from tests.support.covering import covering
 from tests.support.lowering import applied
 from tests.support.programs import mlp
@@ -235,6 +235,4 @@ def trained(lockstep: Lockstep, steps: Sequence[Sequence[Sequence[Batch]]]) -> L
 def assert_same(found: Results, expected: Results) -> None:
     for losses, expected_losses in zip(found[:2], expected[:2], strict=True):
         assert [repr(loss) for loss in losses] == [repr(loss) for loss in expected_losses]
-    assert found[2].keys() == expected[2].keys()
-    for key, tensor in found[2].items():
-        assert torch.equal(tensor, expected[2][key]), key
+    require_same(found[2], expected[2])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.numerics.test_accumulation import Steps, Trained, drawn, train
-from tests.runtime.support import begun, random_batches
+from tests.runtime.support import begun, random_batches, require_same
 from tests.runtime.workers_cases import weight_of_values
 from tests.support.lowering import applied
 from tests.support.offloads import OFFLOADS
@@ -179,8 +179,7 @@ def test_an_engine_collects_the_micro_batches_of_a_group(tmp_path: Path) -> None
             running.update()
         running.micro_step(own[3])
         assert running.update().loss == expected.loss
-        state = running.full_state()
-        assert all(torch.equal(v, state[key]) for key, v in engine.full_state().items())
+        require_same(running.full_state(), engine.full_state())
 
 
 def test_a_program_for_whole_steps_takes_no_other_number() -> None:
@@ -212,5 +211,4 @@ def test_training_goes_on_from_a_checkpoint_of_the_other_order(
         other = Lockstep(second)
         other.load(path)
         other.step(steps[2])
-        for key, value in other.full_state().items():
-            assert torch.equal(value, expected.state[key]), key
+        require_same(other.full_state(), expected.state)

@@ -25,6 +25,7 @@ from tests.runtime.support import (
     lowered,
     random_batches,
     require_run,
+    require_same,
     require_success,
 )
 from tests.runtime.workers_cases import (
@@ -152,10 +153,7 @@ def test_a_checkpoint_continues_in_other_pages_and_without(tmp_path: Path) -> No
     whole = load_file(tmp_path / "unpaged.whole.safetensors")
     for saver in ("paged", "unpaged"):
         for name in ("whole", "none", "small", "large"):
-            found = load_file(tmp_path / f"{saver}.{name}.safetensors")
-            assert found.keys() == whole.keys()
-            for key, tensor in found.items():
-                assert torch.equal(tensor, whole[key]), (saver, name, key)
+            require_same(load_file(tmp_path / f"{saver}.{name}.safetensors"), whole)
     _check_other_ranks(tmp_path)
 
 
@@ -168,9 +166,7 @@ def _check_other_ranks(folder: Path) -> None:
             lockstep.load(str(folder / saver))
             states.append(lockstep.full_state())
     for state in states[1:]:
-        assert state.keys() == states[0].keys()
-        for key, tensor in state.items():
-            assert torch.equal(tensor, states[0][key]), key
+        require_same(state, states[0])
 
 
 @pytest.mark.parametrize(

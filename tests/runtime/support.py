@@ -140,6 +140,19 @@ def require_same(state: Mapping[Key, Tensor], expected: Mapping[Key, Tensor]) ->
         assert torch.equal(values, expected[key]), key
 
 
+def require_equal(first: object, second: object) -> None:
+    """Fail unless both are equal, with tensors of the same bits at any depth of mappings."""
+    match first, second:
+        case Tensor(), Tensor():
+            assert torch.equal(first, second)
+        case Mapping(), Mapping():
+            assert first.keys() == second.keys()
+            for key, value in first.items():
+                require_equal(value, second[key])
+        case _:
+            assert first == second
+
+
 def join(store: str = "store", timeout_s: float = 60.0) -> None:
     """Be a rank of the job that a test has started: meet the others in the test's folder."""
     dist.init_process_group(

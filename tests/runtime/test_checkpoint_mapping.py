@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -28,8 +29,8 @@ from zeroir.ir.layout import Parameter, layout
 from zeroir.ir.mesh import Axis, Mesh
 from zeroir.ir.optimizers.catalogue import OWN_STATES
 from zeroir.ir.own_coordinates import extents
-from zeroir.ir.program import Flat, Program
-from zeroir.runtime.checkpoint.mapping import StoredParameters
+from zeroir.ir.program import PARAMETER_ALIGNMENT_NUMEL, Flat, Program
+from zeroir.runtime.checkpoint.mapping import StoredElements, StoredParameters
 from zeroir.runtime.checkpoint.parts import quantity_numel
 
 SHAPES = st.lists(
@@ -146,49 +147,33 @@ def test_every_element_comes_from_its_parameter(
             assert np.array_equal(target, expected[start : start + numel])
 
 
-def test_parameters_that_follow_one_another_are_read_at_once() -> None:
-    """With the padding between them: a flat of the same layout is one read, not one for each parameter."""
-    parameters = [Parameter(name=f"p{i}", shape=(5,)) for i in range(6)]
-    slots, numel = layout(parameters, 1)
+def read(
+    shapes: list[tuple[int, ...]], pieces: Callable[[int], list[Piece]]
+) -> list[StoredElements]:
+    """What is read of the first moments of one flat on one rank from a checkpoint with these pieces."""
+    slots, numel = layout([Parameter(name=f"p{i}", shape=s) for i, s in enumerate(shapes)], 1)
     flat = Flat(
         name="a", unit="u", dtype=DType.F32, is_trainable=True, padded_numel=numel, slots=slots
     )
-    generator = random.Random(0)
-    manifest, _ = stored([flat], "exp_avg", generator)
+    manifest, _ = stored([flat], "exp_avg", random.Random(0))
     (saved,) = manifest.flats
-    (quantity,) = saved.quantities
-    stop = quantity_numel(flat, "exp_avg")
-    piece = Piece(file="f", tensor="t", start=0, stop=stop)
-    manifest = manifest.model_copy(
-        update={
-            "flats": (
-                saved.model_copy(
-                    update={"quantities": (quantity.model_copy(update={"pieces": (piece,)}),)}
-                ),
-            )
-        }
-    )
+    new = tuple(pieces(quantity_numel(flat, "exp_avg")))
+    quantities = (saved.quantities[0].model_copy(update={"pieces": new}),)
+    flats = (saved.model_copy(update={"quantities": quantities}),)
+    source = StoredParameters(manifest.model_copy(update={"flats": flats}), "saved")
     program = Program(mesh=Mesh(axes=(Axis(name="dp", size=1),)), flats=(flat,))
     buffer = Buffer(name="b", dtype=DType.F32, numel=numel, space=Space.DEVICE, role=Role.STATE)
     content = FlatContent(quantity="exp_avg", flat="a")
-    (read,) = StoredParameters(manifest, "saved").elements(program, buffer, content, 0)
-    assert (read.start, read.stop, read.offset) == (0, stop, 0)
+    return list(source.elements(program, buffer, content, 0))
+
+
+def test_parameters_that_follow_one_another_are_read_at_once() -> None:
+    """With the padding between them: a flat of the same layout is one read, not one for each parameter."""
+    (found,) = read([(5,)] * 6, lambda stop: [Piece(file="f", tensor="t", start=0, stop=stop)])
+    last = 5 * PARAMETER_ALIGNMENT_NUMEL + 5
+    assert (found.start, found.stop, found.offset) == (0, last, 0)
 
 
 def test_a_manifest_that_leaves_out_elements_is_refused() -> None:
-    slots, numel = layout([Parameter(name="p0", shape=(100,))], 1)
-    flat = Flat(
-        name="a", unit="u", dtype=DType.F32, is_trainable=True, padded_numel=numel, slots=slots
-    )
-    manifest, _ = stored([flat], "exp_avg", random.Random(1))
-    (saved,) = manifest.flats
-    (quantity,) = saved.quantities
-    fewer = quantity.model_copy(update={"pieces": quantity.pieces[1:]})
-    manifest = manifest.model_copy(
-        update={"flats": (saved.model_copy(update={"quantities": (fewer,)}),)}
-    )
-    program = Program(mesh=Mesh(axes=(Axis(name="dp", size=1),)), flats=(flat,))
-    buffer = Buffer(name="b", dtype=DType.F32, numel=numel, space=Space.DEVICE, role=Role.STATE)
-    content = FlatContent(quantity="exp_avg", flat="a")
     with pytest.raises(UserError, match="has no element"):
-        list(StoredParameters(manifest, "saved").elements(program, buffer, content, 0))
+        read([(100,)], lambda stop: [Piece(file="f", tensor="t", start=7, stop=stop)])

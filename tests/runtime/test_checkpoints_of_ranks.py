@@ -15,6 +15,8 @@ from tests.runtime.support import Ranks, lowered, random_batches, require_same, 
 from tests.support.programs import mlp
 from zeroir.runtime.execution.lockstep import Lockstep
 
+pytestmark = pytest.mark.dist
+
 MODULE = "tests.runtime.checkpoint_workers"
 
 
@@ -56,7 +58,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("savers", "loaders", "loaded"),
     [
@@ -95,7 +96,6 @@ def require_next_steps(checkpoint: Path, folder: Path, case: str, world_size: in
         assert torch.equal(after[f"{flat}/{quantity}"], values)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
@@ -116,7 +116,6 @@ def test_three_resumes_are_the_uninterrupted_run(
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_a_step_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     cases = ("fp16.3", "fp32.0", "fp32.1", "fp32.2")
     require_success(run(2, tmp_path / "job", "within", *cases))
@@ -126,7 +125,6 @@ def test_a_step_goes_on_where_it_was_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_a_failure_in_the_background_is_reported_at_the_next_step(tmp_path: Path) -> None:
     results = run(3, tmp_path / "job", "failing", "step")
     require_success(results)
@@ -138,7 +136,6 @@ def test_a_failure_in_the_background_is_reported_at_the_next_step(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 @pytest.mark.parametrize("where", ["close", "exit"])
 def test_a_failure_in_the_background_is_an_error_at_the_end(tmp_path: Path, where: str) -> None:
     """``exit`` ends the process without closing the engine."""
@@ -148,7 +145,6 @@ def test_a_failure_in_the_background_is_an_error_at_the_end(tmp_path: Path, wher
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_a_rank_that_ends_while_it_saves_ends_the_save(tmp_path: Path) -> None:
     results = run(3, tmp_path / "job", "lost")
     assert [code for code, _, _ in results] == [2, 9, 2]
@@ -161,7 +157,6 @@ _MEGABYTE = 1 << 20
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_a_load_takes_little_memory_beside_the_buffers(tmp_path: Path) -> None:
     """800 MB of state, saved by two ranks and loaded by one or three, also with another precision."""
     require_success(run(2, tmp_path / "saved", "save-large"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.runtime.support import initial_flats, random_batches
+from tests.runtime.support import begun, random_batches
 from tests.runtime.test_eight_bit_states import CODED, coded_update, zero_states
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
@@ -22,7 +21,6 @@ from zeroir.ir.buffers import Role
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL
 from zeroir.ir.ops import Algorithm
 from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
-from zeroir.runtime.comm.job import open_job
 from zeroir.runtime.eight_bit import compiled_rounding
 from zeroir.runtime.eight_bit import update as eight_bit_update
 from zeroir.runtime.eight_bit.compiled_rounding import (
@@ -31,12 +29,10 @@ from zeroir.runtime.eight_bit.compiled_rounding import (
     open_rounding,
 )
 from zeroir.runtime.eight_bit.rounding import Scratch, code_map, narrow, widen
-from zeroir.runtime.engine.opened_program import EngineSettings, open_program
+from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.runtime.kernels import cpp_library
-from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.memory.allocations import allocations, peak_bytes
-from zeroir.runtime.state.state import initialise_flats
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(cpp_library.cpp_compiler() is None, reason="no C++ compiler here")
@@ -175,30 +171,17 @@ def test_a_training_is_updated_by_compiled_code_to_the_bits_of_lockstep(
         original(self, blocks, values, is_skipped)
 
     monkeypatch.setattr(CompiledState, "narrow", noted)
-    job = open_job(program, None, CPU, timedelta(seconds=60))
-    settings = EngineSettings(
-        backend=None,
-        kernels=KernelBackend.EAGER,
-        seed=0,
-        timeout=timedelta(seconds=60),
-        cuda_graphs=False,
-        self_check=False,
-        weight=None,
-    )
-    opened = open_program(program, job, CPU, settings)
-    lockstep = Lockstep(program)
-    initialise_flats(program, [opened.memory], initial_flats(program))
-    lockstep.initialise_flats(initial_flats(program))
-    for batches in random_batches(2, 1):
-        opened.executor.step(batches)
+    engine, lockstep = begun(Engine(program)), begun(Lockstep(program))
+    for ((batch,),) in random_batches(2, 1):
+        engine.step(batch)
     assert len(narrowed) == 2 * 2 * len(program.flats)
     for batches in random_batches(2, 1):
         lockstep.step(batches)
     assert len(narrowed) == 2 * 2 * len(program.flats)
     for name, value in lockstep.buffers(0).items():
         if program.buffer_by_name[name].role is Role.STATE:
-            assert torch.equal(opened.memory.buffer(name), value), name
-    opened.executor.close()
+            assert torch.equal(engine.buffer(name), value), name
+    engine.close()
 
 
 def test_code_is_compiled_only_where_the_cpu_updates_states_of_8_bits(

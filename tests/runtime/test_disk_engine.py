@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from tests.runtime.support import (
     begun,
     lowered,
     random_batches,
+    require_equal,
     require_run,
     require_success,
 )
@@ -48,18 +48,6 @@ def engines(folder: Path, precision: str = "bf16") -> tuple[Engine, Engine]:
     for engine in found:
         engine.initialise(lambda: Mlp(dim=DIM), seed=3)
     return found
-
-
-def require_equal(found: object, expected: object) -> None:
-    match found, expected:
-        case Tensor(), Tensor():
-            assert torch.equal(found, expected)
-        case Mapping(), Mapping():
-            assert found.keys() == expected.keys()
-            for key, value in found.items():
-                require_equal(value, expected[key])
-        case _:
-            assert found == expected
 
 
 @pytest.mark.slow

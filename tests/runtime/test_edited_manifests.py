@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zeroir
+from tests.runtime.support import require_equal
 from tests.support.checkpoint_files import signed_manifest
 from tests.support.examples import examples
 from zeroir.errors import UserError
@@ -163,17 +164,6 @@ def snapshot(engine: Engine) -> dict[str, object]:
         "step": engine.step_count,
         "loss scale": engine.loss_scale,
     }
-
-
-def require_equal(first: object, second: object) -> None:
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        assert torch.equal(first, second)
-    elif isinstance(first, Mapping) and isinstance(second, Mapping):
-        assert first.keys() == second.keys()
-        for key in first:
-            require_equal(first[key], second[key])
-    else:
-        assert first == second
 
 
 def stored_values(path: Path, quantity: str) -> dict[str, Tensor]:

@@ -21,6 +21,8 @@ from tests.runtime.workers_cases import MODEL_STEPS, one_cycle
 from tests.support.programs import mlp
 from zeroir.runtime.execution.lockstep import Lockstep
 
+pytestmark = pytest.mark.dist
+
 WORLD_SIZE = 3
 SOON_S = 40
 """Far below the time limit of a collective, and enough on a machine that has much else to do."""
@@ -33,7 +35,6 @@ def wait_until_under_way(ranks: Ranks, folder: Path, deadline_s: float = 60.0) -
         time.sleep(0.05)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("delay_s", "backend"),
     [
@@ -60,7 +61,6 @@ def test_a_killed_rank_stops_the_others(tmp_path: Path, delay_s: str, backend: s
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_an_interrupt_stops_every_rank(tmp_path: Path) -> None:
     ranks = Ranks(WORLD_SIZE, tmp_path, "steps-for-ever", "0", "peer-memory")
     wait_until_under_way(ranks, tmp_path)
@@ -77,7 +77,6 @@ def test_an_interrupt_stops_every_rank(tmp_path: Path) -> None:
     assert any(code == 130 for code, _, _ in results)
 
 
-@pytest.mark.dist
 def test_a_rank_with_another_program_stops_all(tmp_path: Path) -> None:
     for rank, (code, _, err) in enumerate(Ranks(WORLD_SIZE, tmp_path, "other-program").wait(60.0)):
         assert code == 2, f"rank {rank}: {err}"
@@ -86,7 +85,6 @@ def test_a_rank_with_another_program_stops_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_a_loss_that_is_no_number_stops_all(tmp_path: Path) -> None:
     for rank, (code, _, err) in enumerate(Ranks(WORLD_SIZE, tmp_path, "nan-loss").wait(60.0)):
         assert code == 2, f"rank {rank}: {err}"
@@ -96,7 +94,6 @@ def test_a_loss_that_is_no_number_stops_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_ranks_with_different_settings_stop_with_a_sentence(tmp_path: Path) -> None:
     for rank, (code, _, err) in enumerate(Ranks(WORLD_SIZE, tmp_path, "other-settings").wait(60.0)):
         assert code == 2, err
@@ -105,7 +102,6 @@ def test_ranks_with_different_settings_stop_with_a_sentence(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_a_schedule_changes_the_settings_of_every_rank(tmp_path: Path) -> None:
     """Real processes equal virtual ranks, bit for bit."""
     require_success(Ranks(WORLD_SIZE, tmp_path, "scheduled-settings").wait(60.0))

@@ -25,6 +25,12 @@ from zeroir.runtime.kernels import _inductor_private as private
 from zeroir.runtime.kernels import graph
 from zeroir.runtime.kernels.decompositions import decompositions
 
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
 CPU = torch.device("cpu")
 FLAT_ROLES = (Role.PARAM, Role.GATHERED, Role.GRAD)
 COMPUTING = (
@@ -133,10 +139,6 @@ def distinct(program: Program) -> list[Compute]:
     return list({op.segment: op for op in program.ops() if isinstance(op, Compute)}.values())
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
     "program",
     [
@@ -157,10 +159,6 @@ def test_no_matrix_is_copied(program: Program, generate: Generate) -> None:
     assert used >= 8
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("program", [("examples/gpt.py", "fp32")], indirect=True)
 def test_a_copy_is_seen(
     program: Program, generate: Generate, monkeypatch: pytest.MonkeyPatch

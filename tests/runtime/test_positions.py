@@ -9,6 +9,7 @@ import pytest
 from torch.profiler import profile
 
 from tests.runtime.support import begun, lowered, random_batches
+from tests.runtime.test_trace import recorded
 from tests.support.programs import mlp
 from zeroir.cost.machine import load_machine
 from zeroir.cost.simulate import simulate
@@ -75,10 +76,7 @@ def test_every_span_is_of_the_op_that_ran(stage: int) -> None:
     trained.record(2)
     step(trained)
     step(trained)
-    timelines = trained.timelines()
-    trained.close()
-    assert timelines is not None
-    (spans,) = timelines
+    (spans,) = recorded(trained)
     assert Counter(span.position for span in spans) == positions_of_a_step(stage)
     sections = program(stage).section_by_name
     for stream in {effects(op).stream for op in program(stage).ops()}:
@@ -132,11 +130,8 @@ def test_a_profile_names_every_op_as_often_as_it_ran(stage: int) -> None:
 def test_a_failure_names_the_section_that_ran(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = engine(stage)
     names = labels(program(stage))
-    position, _ = next(
-        (position, op)
-        for position, op in program(stage).section_by_name[MICRO_STEP].positioned_ops()
-        if isinstance(op, Compute)
-    )
+    ops = program(stage).section_by_name[MICRO_STEP].positioned_ops()
+    position = next(position for position, op in ops if isinstance(op, Compute))
 
     def fail(*_: object) -> None:
         raise RuntimeError("no more")
@@ -154,9 +149,7 @@ def test_traces_name_every_op_by_its_position(stage: int) -> None:
     trained = engine(stage)
     trained.record(1)
     step(trained)
-    timelines = trained.timelines()
-    trained.close()
-    assert timelines is not None
+    timelines = recorded(trained)
     names = labels(program(stage))
     for trace in (
         chrome_trace(program(stage), timelines, step=1),

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from datetime import timedelta
 
 import pytest
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from zeroir.runtime.distributed import rank_discovery as roll_call
 from zeroir.runtime.distributed.rank_discovery import AbsentRankError, call_roll
@@ -15,34 +14,8 @@ from zeroir.runtime.distributed.rank_discovery import AbsentRankError, call_roll
 LONG = timedelta(seconds=30)
 
 
-class Store:
-    """A store in this process, whose ``get`` never waits."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value
-
-    def get(self, key: str) -> bytes:
-        return self.values[key].encode()
-
-    def add(self, key: str, amount: int) -> int:
-        raise NotImplementedError
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        deadline = time.monotonic() + timeout.total_seconds()
-        while not self.check(keys):
-            if time.monotonic() > deadline:
-                raise dist.DistStoreError(f"no {keys}")
-            time.sleep(0.001)
-
-
 def attempt(
-    store: Store, ranks: list[int], world_size: int, patience: timedelta = LONG
+    store: HashStore, ranks: list[int], world_size: int, patience: timedelta = LONG
 ) -> dict[int, str | int]:
     """The token that each rank gets, or the rank that it misses; the ranks come in this order."""
     results: dict[int, str | int] = {}
@@ -65,7 +38,7 @@ def attempt(
 
 @pytest.mark.parametrize("ranks", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
 def test_attempts_in_one_store_have_their_own_tokens(ranks: list[int]) -> None:
-    store = Store()
+    store = HashStore()
     tokens = []
     for _ in range(3):
         results = attempt(store, ranks, 3)
@@ -78,7 +51,7 @@ def test_attempts_in_one_store_have_their_own_tokens(ranks: list[int]) -> None:
 @pytest.mark.slow
 def test_a_rank_of_an_earlier_attempt_counts_for_nothing() -> None:
     """Rank 0 of the second attempt comes last, and rank 1 last but one: each finds the keys of the first attempt."""
-    store = Store()
+    store = HashStore()
     attempt(store, [0, 1, 2], 3)
     shorter = timedelta(seconds=0.2)
     assert attempt(store, [0, 2], 3, shorter) == {0: 1, 2: 1}
@@ -91,10 +64,10 @@ def test_rank_0_says_for_which_rank_it_waits(
     monkeypatch.setattr(roll_call, "_NOTE_AFTER_S", 0.0)
     caplog.set_level("INFO", "zeroir")
     with pytest.raises(AbsentRankError):
-        call_roll(Store(), 0, 4, timedelta(seconds=0.1))
+        call_roll(HashStore(), 0, 4, timedelta(seconds=0.1))
     assert caplog.messages == ["Waiting for rank 1 and 2 more of 4 ranks to join."]
 
 
 @pytest.mark.slow
 def test_one_rank_waits_for_nobody() -> None:
-    assert isinstance(call_roll(Store(), 0, 1, timedelta(0)), str)
+    assert isinstance(call_roll(HashStore(), 0, 1, timedelta(0)), str)

@@ -20,6 +20,14 @@ from zeroir.runtime.execution.prepared_op import PreparedOp
 from zeroir.runtime.execution.trace import aligned, to_bytes
 
 
+def recorded(engine: Engine) -> list[list[Span]]:
+    """What was recorded of each rank; the engine is closed."""
+    timelines = engine.timelines()
+    engine.close()
+    assert timelines is not None
+    return timelines
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_a_recorded_step_follows_the_program(stage: int) -> None:
     logical = mlp(clip=0.5)
@@ -27,10 +35,7 @@ def test_a_recorded_step_follows_the_program(stage: int) -> None:
     engine.record(2)
     for ((batch,),) in random_batches(3, 1):
         engine.step(batch)
-    timelines = engine.timelines()
-    engine.close()
-    assert timelines is not None
-    (spans,) = timelines
+    (spans,) = recorded(engine)
     assert min(span.start_ns for span in spans) == 0
     require_program_order(engine.program, [LAST_MICRO_STEP, UPDATE], spans)
 
@@ -44,17 +49,13 @@ def test_of_a_recorded_step_no_evaluation_is_part() -> None:
     engine.evaluate(batches[1])
     engine.step(batches[1])
     engine.evaluate(batches[2])
-    timelines = engine.timelines()
-    engine.close()
-    assert timelines is not None
-    require_program_order(engine.program, [LAST_MICRO_STEP, UPDATE], timelines[0])
+    require_program_order(engine.program, [LAST_MICRO_STEP, UPDATE], recorded(engine)[0])
 
 
 def test_nothing_is_recorded_unless_asked() -> None:
     engine = begun(Engine(lowered(mlp(), 3, 1)))
     engine.step(random_batches(1, 1)[0][0][0])
-    assert engine.timelines() == [[]]
-    engine.close()
+    assert recorded(engine) == [[]]
 
 
 def test_a_step_that_is_recorded_prepares_nothing_anew(

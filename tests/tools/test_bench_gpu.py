@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
@@ -10,13 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 import zeroir
 from tools import bench_gpu
-from tools.bench_gpu import BenchWorld, GpuRecord
+from tools.bench_gpu import BenchWorld
 from tools.peers import gpu_gpt
-from tools.peers.gpu import Measurement
 from zeroir.runtime.engine.engine import Engine
 
 ROOT = Path(__file__).parents[2]
@@ -75,42 +72,6 @@ def test_a_card_is_known_by_the_longest_name_in_its_devices() -> None:
         "Tesla T4": None,
     }.items():
         assert bench_gpu.peak_flops(name) == peak
-
-
-def test_the_table_shows_ratios_of_medians_in_one_world() -> None:
-    def record(name: str, world: BenchWorld, seconds: float) -> GpuRecord:
-        found = Measurement(
-            seconds=[seconds, 2 * seconds, seconds / 2],
-            losses=[9.0],
-            allocated_bytes=10**9,
-            reserved_bytes=2 * 10**9,
-        )
-        slower = Measurement(seconds=[0.0, 0.0, 0.0], losses=[8.0], allocated_bytes=1)
-        return GpuRecord(contestant=name, world=world).joined([found, slower])
-
-    alone, real = BenchWorld(size=1, is_real=False), BenchWorld(size=2, is_real=True)
-    out = io.StringIO()
-    bench_gpu.show(
-        [
-            record("zeroir 3", alone, 0.9),
-            record("FSDP2 compiled", alone, 1.0),
-            record("zeroir 3", real, 0.5),
-            GpuRecord(contestant="FSDP2", world=real, error="out of memory"),
-        ],
-        flops=10**12,
-        peak=1e13,
-        tokens=100,
-        console=Console(file=out, width=200),
-    )
-    ours, theirs, several, failed = out.getvalue().splitlines()[3:-1]
-    assert "0.900" in ours
-    assert "11.1%" in ours
-    assert "2.000" in ours
-    assert "1.000" in theirs
-    assert "2 NCCL ranks" in several
-    assert "400" in several  # both ranks' tokens
-    assert "40.0%" in several
-    assert "failed" in failed
 
 
 def test_only_ranks_that_share_a_gpu_change_the_environment(
