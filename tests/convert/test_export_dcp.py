@@ -1,6 +1,5 @@
 """What ``--format dcp`` writes, loaded by torch's own FSDP2, DDP and plain modules, which go on training."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.convert import torch_workers as workers
-from tests.convert.trained import trained, write_trained
-from tests.runtime.support import Ranks, require_success
+from tests.convert.trained import require_two_ranks_go_on, trained, write_trained
 from zeroir.convert import export_dcp
 from zeroir.convert.export import export_checkpoint
 
@@ -46,11 +44,7 @@ def test_two_ranks_of_torch_go_on_with_model_and_optimizer(kind: str, tmp_path: 
     module, optimizer = trained()
     exported(tmp_path, module, optimizer, rank_count=3)
     expected = workers.take_steps(module, optimizer, workers.AFTER)
-    ranks = Ranks(2, tmp_path, kind, str(tmp_path), module="tests.convert.torch_workers")
-    require_success(ranks.wait())
-    losses = json.loads((tmp_path / f"{kind}.json").read_text())
-    # Two ranks add gradients in another order than one.
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=2e-6, atol=0)
+    require_two_ranks_go_on(kind, tmp_path, expected, rtol=2e-6)
 
 
 def test_every_tensor_is_whole_and_none_is_empty(tmp_path: Path) -> None:

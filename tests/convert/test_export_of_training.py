@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import zeroir
 from tests.convert import torch_workers as workers
+from tests.convert.trained import require_two_ranks_go_on
 from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
 from zeroir.convert.export import export_checkpoint
 
@@ -22,25 +23,14 @@ from zeroir.convert.export import export_checkpoint
 def test_fsdp2_and_ddp_go_on_with_our_losses(
     stage: int, kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
-    ranks = Ranks(
-        3,
-        tmp_path,
-        str(tmp_path),
-        str(stage),
-        module="tests.convert.zeroir_workers",
-        sources=COMPILING_SOURCES,
-    )
+    module = "tests.convert.zeroir_workers"
+    ranks = Ranks(3, tmp_path, str(tmp_path), str(stage), module=module, sources=COMPILING_SOURCES)
     require_success(ranks.wait())
     expected = json.loads((tmp_path / "zeroir.json").read_text())
     export_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "dcp", to="dcp")
     for kind in kinds:
         (tmp_path / "rendezvous").unlink(missing_ok=True)
-        require_success(
-            Ranks(2, tmp_path, kind, str(tmp_path), module="tests.convert.torch_workers").wait()
-        )
-        losses = json.loads((tmp_path / f"{kind}.json").read_text())
-        # Three ranks add gradients in another order than two.
-        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=5e-6, atol=0)
+        require_two_ranks_go_on(kind, tmp_path, expected, rtol=5e-6)
 
 
 def sgd(module: nn.Module) -> Optimizer:

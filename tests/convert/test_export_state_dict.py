@@ -1,6 +1,5 @@
 """What ``--format state-dict`` writes, read by torch without the right to run code."""
 
-import json
 import os
 from pathlib import Path
 
@@ -9,8 +8,7 @@ import torch
 from torch import nn
 
 from tests.convert import torch_workers as workers
-from tests.convert.trained import trained
-from tests.runtime.support import Ranks, require_success
+from tests.convert.trained import require_two_ranks_go_on, trained
 from tests.support.stored_modules import write_checkpoint
 from zeroir.convert.export import export_checkpoint
 from zeroir.convert.torch_dtypes import TORCH_DTYPES
@@ -106,11 +104,7 @@ def test_two_ranks_of_torch_go_on_with_the_weights(kind: str, tmp_path: Path) ->
     write_checkpoint(tmp_path / "c", module, rank_count=5)
     export_checkpoint(str(tmp_path / "c"), tmp_path / "weights.pt", to="state-dict")
     expected = workers.take_steps(module, workers.optimizer_of(module), workers.AFTER)
-    ranks = Ranks(2, tmp_path, kind, str(tmp_path), module="tests.convert.torch_workers")
-    require_success(ranks.wait())
-    losses = json.loads((tmp_path / f"{kind}.json").read_text())
-    # Two ranks add gradients in another order than one.
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=5e-6, atol=0)
+    require_two_ranks_go_on(kind, tmp_path, expected, rtol=5e-6)
 
 
 def test_a_file_of_another_kind_stays(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -67,8 +68,10 @@ def quantities(state: State) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LOGICAL)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [*product(LOGICAL, [3, 4]), ("adamw", 1), ("fp16, clipped", 2), ("in groups", 2)],
+)
 def test_every_stage_has_the_same_bits(name: str, world_size: int) -> None:
     logical = LOGICAL[name]()
     last = [

@@ -47,7 +47,7 @@ def allocated_bytes(action: Callable[[], object]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("stage", range(4))
 def test_at_rest_a_rank_holds_its_persistent_buffers_and_a_place_for_temporary_ones(
     stage: int, precision: str

@@ -27,6 +27,11 @@ def engine_for(precision: str = "fp32", stage: int = 3) -> Engine:
     return Engine(lowered(mlp(dim=DIM, precision=precision), stage, 1))
 
 
+def on_meta() -> Mlp:
+    with torch.device("meta"):
+        return Mlp(dim=DIM)
+
+
 def values_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
@@ -106,10 +111,8 @@ def test_a_state_gives_a_meta_module_its_values(tmp_path: Path) -> None:
     save_file(expected, tmp_path / "model.safetensors")
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         for state in (expected, file.get_tensor):
-            with torch.device("meta"):
-                module = Mlp(dim=DIM)
             engine = engine_for("bf16")
-            engine.initialise(module, state=state)
+            engine.initialise(on_meta(), state=state)
             require_values(engine, expected)
             built = engine_for("bf16")
             built.initialise(lambda: Mlp(dim=DIM), state=state)
@@ -139,10 +142,8 @@ def test_values_of_a_state_live_one_after_the_other(monkeypatch: pytest.MonkeyPa
         given.append(weakref.ref(value))
         return value
 
-    with torch.device("meta"):
-        module = Mlp(dim=DIM)
     engine = engine_for()
-    engine.initialise(module, state=state)
+    engine.initialise(on_meta(), state=state)
     require_values(engine, values)
     assert len(alive) == len(values)
     assert max(alive) == 0
@@ -160,19 +161,14 @@ def test_a_file_is_not_a_state(tmp_path: Path) -> None:
 
 def test_wrong_states_are_named() -> None:
     values = values_of(Mlp(dim=DIM))
-
-    def meta() -> nn.Module:
-        with torch.device("meta"):
-            return Mlp(dim=DIM)
-
     renamed = {name.replace("post", "pots"): value for name, value in values.items()}
     with pytest.raises(UserError, match=r"The state has no 'post.weight'.*like it are pots.weight"):
-        engine_for().initialise(meta(), state=renamed)
+        engine_for().initialise(on_meta(), state=renamed)
     with pytest.raises(UserError, match=r"The state has no 'post.weight': KeyError: 'post.weight'"):
-        engine_for().initialise(meta(), state=renamed.__getitem__)
+        engine_for().initialise(on_meta(), state=renamed.__getitem__)
     wide = {**values, "pre.weight": torch.zeros(DIM, 7)}
     with pytest.raises(UserError, match=r"state's 'pre.weight' .* \[16, 7\].*shape \[16, 6\]"):
-        engine_for().initialise(meta(), state=wide)
+        engine_for().initialise(on_meta(), state=wide)
 
 
 def test_a_failure_says_what_it_leaves_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:

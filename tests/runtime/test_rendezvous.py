@@ -25,18 +25,22 @@ WELL = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT
 NAMES = (*WELL, "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
 
 
-def test_a_process_that_nobody_started_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def started_by_nobody(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """What sets variables of an environment without those of a rank."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_a_process_that_nobody_started_is_alone(started_by_nobody: pytest.MonkeyPatch) -> None:
     assert read_launch_environment() == LaunchEnvironment()
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    started_by_nobody.setenv("WORLD_SIZE", "1")
     assert read_launch_environment() == LaunchEnvironment()
 
 
-def test_a_local_rank_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in NAMES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("LOCAL_RANK", "one")
+def test_a_local_rank_that_is_no_number_is_refused(started_by_nobody: pytest.MonkeyPatch) -> None:
+    started_by_nobody.setenv("LOCAL_RANK", "one")
     with pytest.raises(UserError, match=r"^LOCAL_RANK is 'one', but"):
         join_job()
 
@@ -44,27 +48,26 @@ def test_a_local_rank_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"RANK": "abc"}, "RANK is 'abc', but must be a number from 0 to 65535: start the job"),
+        ({"RANK": "abc"}, "RANK is 'abc', but must be a number from 0 to 65535"),
         ({"RANK": "-1"}, "RANK is '-1', but must be a number from 0"),
         ({"RANK": "9" * 5000}, "RANK is '9{40}…', but must be"),
         ({"RANK": "5"}, "RANK is 5, but the job has 2 ranks"),
         ({"WORLD_SIZE": "x"}, "WORLD_SIZE is 'x', but must be a number from 1 to 65536"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', but"),
-        ({"WORLD_SIZE": None}, "RANK is set, but WORLD_SIZE is not"),
+        *(
+            ({name: None}, f"RANK is set, but {name} is not")
+            for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        ),
         ({"RANK": None}, "WORLD_SIZE is set, but RANK is not"),
-        ({"MASTER_ADDR": None}, "RANK is set, but MASTER_ADDR is not"),
-        ({"MASTER_PORT": None}, "RANK is set, but MASTER_PORT is not"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT is '70000', but"),
     ],
 )
 def test_an_environment_that_cannot_be_is_refused(
-    monkeypatch: pytest.MonkeyPatch, change: dict[str, str | None], sentence: str
+    started_by_nobody: pytest.MonkeyPatch, change: dict[str, str | None], sentence: str
 ) -> None:
-    for name in NAMES:
-        monkeypatch.delenv(name, raising=False)
     for name, text in {**WELL, **change}.items():
         if text is not None:
-            monkeypatch.setenv(name, text)
+            started_by_nobody.setenv(name, text)
     with pytest.raises(UserError, match=f"^{sentence}"):
         read_launch_environment()
 
