@@ -97,11 +97,7 @@ def save_two_and_keep_one(root: Path, journal: Journal) -> Promise:
         save_checkpoint(held.next_path(2), step=2, numel=2)
         two = len(journal.events)
         held.retain(1, verified=folder.list()[0].path, refused=no_refusal)
-    return {
-        0: set(),
-        one: {"step-00000001"},
-        two: {"step-00000002"},
-    }
+    return {0: set(), one: {"step-00000001"}, two: {"step-00000002"}}
 
 
 def broken_promises(

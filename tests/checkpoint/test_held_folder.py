@@ -95,12 +95,7 @@ def make_anew(root: Path) -> None:
 
 @pytest.mark.parametrize(
     "move",
-    [
-        lambda root: root.rename(root.with_name("moved")),
-        shutil.rmtree,
-        replace_by_link,
-        make_anew,
-    ],
+    [lambda root: root.rename(root.with_name("moved")), shutil.rmtree, replace_by_link, make_anew],
     ids=["renamed", "removed", "a link", "made anew"],
 )
 def test_a_folder_that_is_no_longer_there_is_neither_saved_to_nor_cleaned(

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.runtime.support import begun, lowered, random_batches
+from tests.runtime.test_eight_bit_checkpoints import states_of, widened
 from tests.support.programs import mlp
 from zeroir.convert import stored_tensors
 from zeroir.convert.compare import compare
 from zeroir.convert.export import export_checkpoint
 from zeroir.convert.stored_tensors import StoredTensors
-from zeroir.ir.eight_bit_states import BLOCK_NUMEL, code_values
-from zeroir.ir.optimizers.forms import ABSMAX, CODES, is_signed
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL
 from zeroir.ir.program import Program
 from zeroir.runtime.execution.lockstep import Lockstep
 
@@ -34,16 +34,9 @@ def saved(path: Path, world_size: int = 3, steps: int = 2) -> tuple[Program, Sta
         lockstep.step(batches)
     lockstep.save(str(path))
     states: States = {}
-    whole = lockstep.full_state()
-    for flat in program.flats:
-        for slot in flat.slots:
-            elements = range(slot.offset, slot.offset + slot.numel)
-            for state in ("exp_avg", "exp_avg_sq"):
-                codes = whole[flat.name, CODES[state]][slot.offset : elements.stop]
-                scales = whole[flat.name, ABSMAX[state]][slot.offset // BLOCK_NUMEL :]
-                table = torch.tensor(code_values(signed=is_signed(state)))
-                values = table[codes.int()] * scales.repeat_interleave(BLOCK_NUMEL)[: len(codes)]
-                states.setdefault(slot.name, {})[state] = values.view(slot.shape)
+    for (name, state), values in widened(states_of(lockstep, program)).items():
+        _, slot = program.parameter_by_name[name]
+        states.setdefault(name, {})[state] = values.view(slot.shape)
     return program, states
 
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.convert import torch_workers as workers
-from tests.convert.trained import require_two_ranks_go_on, trained, write_trained
+from tests.convert.trained import trained, write_trained
 from zeroir.convert import export_dcp
 from zeroir.convert.export import export_checkpoint
 
@@ -35,16 +35,6 @@ def test_a_plain_module_goes_on_bit_for_bit(rank_count: int, tmp_path: Path) -> 
     exported(tmp_path, module, optimizer, rank_count)
     expected = workers.take_steps(module, optimizer, workers.AFTER)
     assert workers.continued("plain", tmp_path) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
-def test_two_ranks_of_torch_go_on_with_model_and_optimizer(kind: str, tmp_path: Path) -> None:
-    module, optimizer = trained()
-    exported(tmp_path, module, optimizer, rank_count=3)
-    expected = workers.take_steps(module, optimizer, workers.AFTER)
-    require_two_ranks_go_on(kind, tmp_path, expected, rtol=2e-6)
 
 
 def test_every_tensor_is_whole_and_none_is_empty(tmp_path: Path) -> None:

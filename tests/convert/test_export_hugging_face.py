@@ -60,11 +60,7 @@ TIED_NAMES = {
 
 
 def exported(
-    folder: Path,
-    model: nn.Module,
-    *,
-    rank_count: int = 3,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    folder: Path, model: nn.Module, *, rank_count: int = 3, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> ExportReport:
     config = (
         json.loads(model.config.to_json_string()) if isinstance(model, PreTrainedModel) else None

@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.convert import torch_workers as workers
-from tests.convert.trained import require_two_ranks_go_on, trained
 from tests.support.stored_modules import write_checkpoint
 from zeroir.convert.export import export_checkpoint
 from zeroir.convert.torch_dtypes import TORCH_DTYPES
@@ -82,29 +80,6 @@ def test_buffers_of_every_dtype_of_checkpoints_are_written(tmp_path: Path) -> No
     for name, expected in module.named_buffers():
         assert loaded[name].dtype == expected.dtype
         assert torch.equal(loaded[name].view(torch.uint8), expected.view(torch.uint8)), name
-
-
-def test_the_module_goes_on_with_an_optimizer_that_begins(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    module = workers.Net()
-    workers.take_steps(module, workers.optimizer_of(module), range(2))
-    write_checkpoint(tmp_path / "c", module, rank_count=5)
-    export_checkpoint(str(tmp_path / "c"), tmp_path / "w.pt", to="state-dict")
-    other = workers.Net()
-    other.load_state_dict(torch.load(tmp_path / "w.pt", weights_only=True))
-    expected = workers.take_steps(module, workers.optimizer_of(module), range(2, 7))
-    assert workers.take_steps(other, workers.optimizer_of(other), range(2, 7)) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
-def test_two_ranks_of_torch_go_on_with_the_weights(kind: str, tmp_path: Path) -> None:
-    module, _ = trained()
-    write_checkpoint(tmp_path / "c", module, rank_count=5)
-    export_checkpoint(str(tmp_path / "c"), tmp_path / "weights.pt", to="state-dict")
-    expected = workers.take_steps(module, workers.optimizer_of(module), workers.AFTER)
-    require_two_ranks_go_on(kind, tmp_path, expected, rtol=5e-6)
 
 
 def test_a_file_of_another_kind_stays(tmp_path: Path) -> None:

@@ -13,12 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -103,19 +98,8 @@ def load_dcp(module: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) 
     )
 
 
-def load_weights(module: nn.Module, path: Path) -> None:
-    """Load a state_dict that rank 0 alone reads."""
-    is_reader = not dist.is_initialized() or dist.get_rank() == 0
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())
-    weights = torch.load(path, weights_only=True, mmap=True) if is_reader else {}
-    set_model_state_dict(module, weights, options=options)
-
-
 def continued(kind: str, folder: Path) -> list[float]:
-    """The losses after the checkpoint, of a module that began with other values.
-
-    Where there is no export of the optimizer it begins anew.
-    """
+    """The losses after the checkpoint, of a module that began with other values."""
     torch.manual_seed(99)
     module: nn.Module = Net()
     match kind:
@@ -126,10 +110,7 @@ def continued(kind: str, folder: Path) -> list[float]:
         case "ddp":
             module = DistributedDataParallel(module)
     optimizer = optimizer_of(module)
-    if (folder / "dcp").exists():
-        load_dcp(module, optimizer, folder / "dcp")
-    else:
-        load_weights(module, folder / "weights.pt")
+    load_dcp(module, optimizer, folder / "dcp")
     for name, value in module.state_dict().items():
         assert value.numel(), name
     return take_steps(module, optimizer, AFTER)

@@ -50,10 +50,7 @@ class Net(lightning.LightningModule):
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.03, total_steps=20)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_batch_end(self, outputs: object, *_: object) -> None:
         assert isinstance(outputs, dict)

@@ -14,12 +14,7 @@ from zeroir.integrations.fitted_batches import BatchShape, cropped, largest, pad
 def batch(rows: int, length: int, **others: Tensor) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(rows * 100 + length)
     ids = torch.randint(1, 7, (rows, length), generator=generator)
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "labels": ids,
-        **others,
-    }
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, **others}
 
 
 def loss(values: dict[str, object]) -> Tensor:

@@ -36,10 +36,7 @@ def test_three_ranks_train_as_ddp_and_go_on_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [
-        {"auto_find_batch_size": True},
-        {"save_only_model": True, "load_best_model_at_end": True},
-    ],
+    [{"auto_find_batch_size": True}, {"save_only_model": True, "load_best_model_at_end": True}],
     ids=["batch-size", "best-model"],
 )
 def test_arguments_that_an_engine_cannot_follow_are_refused(

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tests.numerics.test_replicas import forward
-from tests.runtime.support import begun, initial_flats, parameters_of, require_same
+from tests.runtime.support import begun, initial_flats, parameters_of, random_batches, require_same
 from tests.runtime.workers_cases import weight_of_values
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
@@ -77,12 +77,6 @@ def program_of_one_rank(program: Program) -> Program:
     return mlp(precision=program.option["precision"])
 
 
-def scheduled(
-    logical: Program, stage: int, world_size: int, replicas: int | None = None, **options: bool
-) -> Program:
-    return applied(logical, tuple(for_stage(stage, world_size, replicas=replicas, **options)))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "clip", "world_size", "replicas"),
@@ -106,13 +100,15 @@ def test_a_step_is_the_same_however_it_is_called(
     for stage in range(4):
         for is_local in (False, True) if stage >= 2 else (True,):
             for is_overlapped in (False, True):
-                program = scheduled(
+                program = applied(
                     logical,
-                    stage,
-                    world_size,
-                    replicas,
-                    overlap_update=is_overlapped,
-                    accumulate_locally=is_local and stage >= 2,
+                    for_stage(
+                        stage,
+                        world_size,
+                        replicas=replicas,
+                        overlap_update=is_overlapped,
+                        accumulate_locally=is_local and stage >= 2,
+                    ),
                 )
                 at_once = train(program, steps, schedule_seed=stage)
                 at_once.assert_equals(train(program, steps, one_by_one=True, schedule_seed=7))
@@ -128,19 +124,35 @@ def test_weights_of_one_change_nothing(micro_steps: int, is_overlapped: bool) ->
     for precision in ("fp32", "fp16"):
         for stage in range(4):
             plain, weighted = (
-                scheduled(
+                applied(
                     mlp(precision=precision, micro_steps=micro_steps, is_weighted=is_weighted),
-                    stage,
-                    3,
-                    overlap_update=is_overlapped,
+                    for_stage(
+                        stage,
+                        3,
+                        overlap_update=is_overlapped,
+                    ),
                 )
                 for is_weighted in (False, True)
             )
             train(weighted, steps, weight=lambda _: 1).assert_equals(train(plain, steps))
 
 
-def weighted_replicas(steps: Steps, world_size: int) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """Eager PyTorch: the gradient of Σ weight × loss, divided by Σ weight, with the sums of stage 0."""
+def forward(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+    h = x @ parameters["pre.weight"].t()
+    blocks = sum(name.endswith(".bias") for name in parameters)
+    for i in range(blocks):
+        weight, bias = parameters[f"blocks.{i}.weight"], parameters[f"blocks.{i}.bias"]
+        h = F.relu(F.linear(h, weight, bias)) + h
+    return F.mse_loss(h @ parameters["post.weight"].t(), x)
+
+
+def replicas_of_torch(
+    steps: Steps, weight: Callable[[Batch], float] = weight_of_values, clip: float | None = None
+) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Eager PyTorch: the gradient of Σ weight × loss, divided by Σ weight, with the sums of stage 0.
+
+    One set of parameters stands for all the replicas, which never differ; gradients are added in rank order.
+    """
     parameters: dict[str, Tensor] = {}
     flats = initial_flats(mlp())
     for flat in mlp().flats:
@@ -148,67 +160,85 @@ def weighted_replicas(steps: Steps, world_size: int) -> tuple[list[list[float]],
             parameters[name] = value.clone().requires_grad_()
     optimizer = torch.optim.AdamW(parameters.values(), lr=0.01, weight_decay=0.01, fused=True)
     losses: list[list[float]] = []
-    for batches in steps:
+    for ranks in steps:
         totals: dict[str, Tensor] = {}
         losses.append([])
-        for rank in range(world_size):
+        for batches in ranks:
             own: dict[str, Tensor] = {}
             loss_sum, weight_sum = torch.zeros(()), 0.0
-            for batch in batches[rank]:
-                weight = weight_of_values(batch)
+            for batch in batches:
                 assert isinstance(batch, dict)
-                loss = forward(parameters, batch["x"])
-                gradients = torch.autograd.grad(
-                    loss, list(parameters.values()), torch.tensor(weight)
-                )
+                loss, factor = forward(parameters, batch["x"]), weight(batch)
+                wanted = list(parameters.values())
+                gradients = torch.autograd.grad(loss, wanted, torch.tensor(factor))
                 for name, gradient in zip(parameters, gradients, strict=True):
                     own[name] = own[name] + gradient if name in own else gradient
-                loss_sum = loss_sum + loss.detach() * weight
-                weight_sum += weight
+                loss_sum = loss_sum + loss.detach() * factor
+                weight_sum += factor
             losses[-1].append(float(loss_sum / weight_sum))
             for name, gradient in own.items():
                 totals[name] = totals[name] + gradient if name in totals else gradient
-        weight = sum(weight_of_values(batch) for rank_batches in batches for batch in rank_batches)
+        whole = sum(weight(batch) for batches in ranks for batch in batches)
         for name, parameter in parameters.items():
-            parameter.grad = totals[name] / weight
+            parameter.grad = totals[name] / whole
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(parameters.values(), clip)
         optimizer.step()
     return losses, {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_stage_equals_eager_replicas_bit_for_bit(world_size: int) -> None:
+    steps = random_batches(20, world_size)
+    losses, parameters = replicas_of_torch(steps, lambda _: 1.0)
+    for stage in range(4):
+        trained = train(applied(mlp(), for_stage(stage, world_size)), steps, schedule_seed=stage)
+        assert trained.losses == losses
+        require_same(trained.lockstep.full_parameters(), parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 2e-2), ("fp16", 5e-3)]
+)
+def test_clipping_and_low_precision_follow_replicas(precision: str, tolerance: float) -> None:
+    """Not bit for bit: clipping folds into one division, and 16-bit gradients are rounded."""
+    steps = random_batches(20, 3)
+    losses, _ = replicas_of_torch(steps, lambda _: 1.0, clip=0.5)
+    trained = train(applied(mlp(precision=precision, clip=0.5), for_stage(3, 3)), steps)
+    found, expected = torch.tensor(trained.losses), torch.tensor(losses)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_weighted_steps_equal_eager_replicas(world_size: int, is_overlapped: bool) -> None:
     steps = drawn(world_size, (2, 3, 1, 2))
-    losses, parameters = weighted_replicas(steps, world_size)
+    losses, parameters = replicas_of_torch(steps)
     logical = mlp(micro_steps=2, is_weighted=True)
     for stage in range(4):
         is_local = stage >= 2
-        program = scheduled(
+        program = applied(
             logical,
-            stage,
-            world_size,
-            overlap_update=is_overlapped,
-            accumulate_locally=is_local,
+            for_stage(stage, world_size, overlap_update=is_overlapped, accumulate_locally=is_local),
         )
         trained = train(program, steps, weight=weight_of_values)
         assert trained.losses == losses
-        for name, value in trained.lockstep.full_parameters().items():
-            assert torch.equal(value, parameters[name]), f"stage {stage}: {name}"
+        require_same(trained.lockstep.full_parameters(), parameters)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_weighted_steps_of_one_batch_equal_eager_replicas(clip: float | None) -> None:
     steps = drawn(3, (1, 1, 1))
-    losses, parameters = weighted_replicas(steps, 3)
+    losses, parameters = replicas_of_torch(steps)
     for stage in range(4):
-        program = scheduled(mlp(is_weighted=True, clip=clip), stage, 3)
+        program = applied(mlp(is_weighted=True, clip=clip), for_stage(stage, 3))
         trained = train(program, steps, weight=weight_of_values)
         assert trained.losses[0] == losses[0]
         if clip is None:
             assert trained.losses == losses
-            for name, value in trained.lockstep.full_parameters().items():
-                assert torch.equal(value, parameters[name]), f"stage {stage}: {name}"
+            require_same(trained.lockstep.full_parameters(), parameters)
 
 
 def test_k_batches_are_one_batch_of_as_many_rows() -> None:
@@ -226,7 +256,7 @@ def test_k_batches_are_one_batch_of_as_many_rows() -> None:
             micro_steps=2,
             is_weighted=True,
         )
-        program = scheduled(logical, 3, world_size)
+        program = applied(logical, for_stage(3, world_size))
         lockstep = Lockstep(program, weight=lambda _: batch)
         flats = {
             name: (value * 8).round() / 4 for name, value in initial_flats(logical, seed=2).items()
@@ -237,14 +267,8 @@ def test_k_batches_are_one_batch_of_as_many_rows() -> None:
 
     whole = trained(8, 1, [[rows]]).full_parameters()
     quarters = [rows[start : start + 2] for start in range(0, 8, 2)]
-    for pieces in (
-        [quarters],
-        [quarters[:2], quarters[2:]],
-        [[quarter] for quarter in quarters],
-    ):
-        split = trained(2, len(pieces), pieces).full_parameters()
-        for name, value in split.items():
-            assert torch.equal(value, whole[name]), name
+    for pieces in ([quarters], [quarters[:2], quarters[2:]], [[quarter] for quarter in quarters]):
+        require_same(trained(2, len(pieces), pieces).full_parameters(), whole)
 
 
 @pytest.mark.slow
@@ -256,7 +280,7 @@ def test_a_batch_of_weight_zero_counts_nothing(
 ) -> None:
     """Its data may be anything whose gradient is finite; the other ranks' mean is the step's."""
     logical = mlp(precision=precision, micro_steps=2, is_weighted=True)
-    program = scheduled(logical, stage, 3, overlap_update=is_overlapped)
+    program = applied(logical, for_stage(stage, 3, overlap_update=is_overlapped))
     steps = drawn(3, (2,))
     marked = {id(steps[0][1][0]), id(steps[0][1][1])}
     trained = train(program, steps, weight=lambda one: 0 if id(one) in marked else 2)
@@ -275,7 +299,7 @@ def test_a_step_whose_weights_are_all_zero_changes_nothing(
     stage: int, precision: str, is_overlapped: bool, micro_steps: int
 ) -> None:
     logical = mlp(precision=precision, micro_steps=micro_steps, is_weighted=True)
-    program = scheduled(logical, stage, 3, overlap_update=is_overlapped)
+    program = applied(logical, for_stage(stage, 3, overlap_update=is_overlapped))
     first, empty, second = drawn(3, (micro_steps,) * 3)
     expected = train(program, [first, second], weight=lambda _: 2)
     lockstep = Lockstep(program, weight=lambda one: 0 if id(one) in marked else 2)
@@ -299,7 +323,7 @@ def test_an_overflow_in_one_micro_step_of_one_rank_skips_everywhere(
     stage: int, is_local: bool
 ) -> None:
     logical = mlp(precision="fp16", clip=1.0, micro_steps=2)
-    program = scheduled(logical, stage, 3, accumulate_locally=is_local and stage >= 2)
+    program = applied(logical, for_stage(stage, 3, accumulate_locally=is_local and stage >= 2))
     first, bad, second = drawn(3, (2, 3, 1))
     bad[1][1] = {"x": torch.full((4, 6), 3e4)}
     lockstep = begun(Lockstep(program))

@@ -7,8 +7,8 @@ from the checkpoint of the other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
-from itertools import product
+from dataclasses import asdict, astuple, dataclass, replace
+from itertools import product, starmap
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +29,8 @@ from zeroir.passes.pipelines import for_options
 from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.torch_ops.batches import Batch
 
+EVERYTHING: Final = {"offload": "optimizer,gradients,parameters,activations"}
+PAGES: Final = {"page_optimizer": "16KiB", "page_bytes": 8192}
 ELSEWHERE: Final[Mapping[str, Mapping[str, object]]] = {
     "optimizer": {"offload": "optimizer"},
     "half-optimizer": {"offload": "optimizer", "offload_fraction": 0.5},
@@ -37,45 +39,23 @@ ELSEWHERE: Final[Mapping[str, Mapping[str, object]]] = {
     "activations": {"offload": "activations"},
     "some-parameters": {"offload": "parameters", "offload_units": "blocks.1,root.post"},
     "optimizer-gradients": {"offload": "optimizer,gradients"},
-    "optimizer-parameters": {"offload": "optimizer,parameters"},
-    "some-optimizer-all-parameters": {
-        "offload": "optimizer,parameters",
-        "offload_units": "optimizer:blocks.*",
-    },
-    "everything": {"offload": "optimizer,gradients,parameters,activations"},
+    "optimizer-parameters": (both := {"offload": "optimizer,parameters"}),
+    "some-optimizer-all-parameters": {**both, "offload_units": "optimizer:blocks.*"},
+    "everything": EVERYTHING,
     "speculative-optimizer": {"offload": "optimizer", "speculate": True},
-    "speculative-everything": {
-        "offload": "optimizer,gradients,parameters,activations",
-        "speculate": True,
-    },
-    "everything-on-disk": {
-        "offload": "optimizer,gradients,parameters,activations",
-        "offload_to": "disk",
-        "host_cache": "8KiB",
-    },
+    "speculative-everything": {**EVERYTHING, "speculate": True},
+    "everything-on-disk": {**EVERYTHING, "offload_to": "disk", "host_cache": "8KiB"},
     "optimizer-on-disk-rest-on-host": {
-        "offload": "optimizer,gradients,parameters,activations",
+        **EVERYTHING,
         "offload_to": "optimizer=disk,activations=host",
     },
-    "parameters-on-disk-optimizer-on-host": {
-        "offload": "optimizer,parameters",
-        "offload_to": "parameters=disk",
-    },
-    "pages": {"page_optimizer": "16KiB", "page_bytes": 8192},
-    "pages-parameters": {"page_optimizer": "16KiB", "page_bytes": 8192, "offload": "parameters"},
-    "eight-bit-optimizer": {"optimizer_bits": 8, "offload": "optimizer"},
-    "eight-bit-optimizer-on-disk": {
-        "optimizer_bits": 8,
-        "offload": "optimizer",
-        "offload_to": "disk",
-    },
+    "parameters-on-disk-optimizer-on-host": {**both, "offload_to": "parameters=disk"},
+    "pages": PAGES,
+    "pages-parameters": {**PAGES, "offload": "parameters"},
+    "pages-parameters-on-disk": {**PAGES, "offload": "parameters", "offload_to": "disk"},
+    "eight-bit-optimizer": (coded := {"optimizer_bits": 8, "offload": "optimizer"}),
+    "eight-bit-optimizer-on-disk": {**coded, "offload_to": "disk"},
     "eight-bit-pages": {"optimizer_bits": 8, "page_optimizer": "8KiB", "page_bytes": 4096},
-    "pages-parameters-on-disk": {
-        "page_optimizer": "16KiB",
-        "page_bytes": 8192,
-        "offload": "parameters",
-        "offload_to": "disk",
-    },
 }
 """What a case keeps outside device memory: options by the name of the case."""
 
@@ -89,7 +69,7 @@ OVERFLOWING: Final = {"none": (), "one": (1,), "all": None}
 """The ranks that overflow in the second and the third step; None for all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Case:
     """A training and what it keeps outside device memory."""
 
@@ -99,7 +79,7 @@ class Case:
     precision: str
     clip: float | None
     micro_steps: int
-    overflow: str = "none"
+    overflow: str
 
     def __str__(self) -> str:
         parts = [self.kept, f"stage-{self.stage}", f"{self.world_size}-ranks", self.precision]
@@ -122,16 +102,8 @@ class Case:
         return self.precision == "fp16" and (self.overflow == "all" or self.world_size > 1)
 
     def options(self, kept: Mapping[str, object]) -> CompileOptions:
-        return make_options(
-            {
-                "stage": self.stage,
-                "world_size": self.world_size,
-                "precision": self.precision,
-                "clip": self.clip,
-                "micro_steps": self.micro_steps,
-                **kept,
-            }
-        )
+        own = {key: value for key, value in asdict(self).items() if key not in ("kept", "overflow")}
+        return make_options({**own, **kept})
 
     def batches(self) -> list[list[list[Batch]]]:
         steps = random_batches(4, self.world_size, self.micro_steps)
@@ -147,19 +119,7 @@ def _possible(kept: Sequence[str]) -> list[Case]:
     chosen = product(
         kept, range(4), range(1, 5), ("fp32", "bf16", "fp16"), CLIPS, (1, 3), OVERFLOWING
     )
-    cases = (
-        Case(
-            kept=kept,
-            stage=stage,
-            world_size=world_size,
-            precision=precision,
-            clip=clip,
-            micro_steps=micro_steps,
-            overflow=overflow,
-        )
-        for kept, stage, world_size, precision, clip, micro_steps, overflow in chosen
-    )
-    return [case for case in cases if case.is_possible]
+    return [case for case in starmap(Case, chosen) if case.is_possible]
 
 
 CASES: Final = covering(_possible(tuple(ELSEWHERE)), astuple)

@@ -12,11 +12,7 @@ from safetensors.torch import load_file
 
 from tests.numerics.host_parameter_workers import STEPS as HOST_STEPS
 from tests.numerics.paged_workers import LARGE, SMALL, STAGE, logical, scheduled
-from tests.numerics.trainings import (
-    RANKS,
-    TRAININGS,
-    assert_ranks_compute_the_same,
-)
+from tests.numerics.trainings import RANKS, TRAININGS, assert_ranks_compute_the_same
 from tests.runtime.constructors import Mlp
 from tests.runtime.support import (
     ROOT,

@@ -24,8 +24,13 @@ from zeroir.ir.program import Flat, Program
 from zeroir.ir.segments.bindings import Binding
 from zeroir.ir.segments.segment import Segment
 from zeroir.ir.text import parse
+from zeroir.runtime.comm.base import Comm
+from zeroir.runtime.comm.local import LocalComm
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.handlers import LocalRanks
 from zeroir.runtime.execution.lockstep import Lockstep
+from zeroir.runtime.kernels.eager import EagerKernels
+from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.torch_ops.batches import Batch
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +124,17 @@ def begun(run: Run) -> Run:
     """The engine or the virtual ranks with random parameters, the same for every lowering of a program."""
     run.initialise_flats(initial_flats(run.program))
     return run
+
+
+def prepared_rank(program: Program, comm: Comm | None = None) -> tuple[LocalRanks, RankMemory]:
+    """One rank on the CPU with its kernels, and its memory."""
+    cpu = torch.device("cpu")
+    memory = RankMemory(program, 0, cpu)
+    ranks = LocalRanks(
+        program=program, memories=[memory], comm=comm or LocalComm(), kernels=EagerKernels(cpu)
+    )
+    ranks.compile()
+    return ranks, memory
 
 
 def trained_engine(program: Program) -> Engine:

@@ -17,7 +17,7 @@ MODULE = "tests.runtime.comm_workers"
 @pytest.mark.parametrize(
     ("world_size", "every"),
     [
-        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(2, 7, marks=pytest.mark.slow),
         (3, 11),
         pytest.param(3, 1, marks=pytest.mark.slow),
         pytest.param(4, 1, marks=pytest.mark.slow),

@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from tests.runtime.support import begun, initial_flats, lowered, random_batches
+from tests.runtime.support import begun, initial_flats, lowered, prepared_rank, random_batches
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
@@ -36,9 +36,7 @@ from zeroir.runtime.comm.job import Backend, Job, open_job
 from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.execution.cuda_graphs import WARM_UP, SectionGraphs, why_not
 from zeroir.runtime.execution.executor import StepExecutor
-from zeroir.runtime.execution.handlers import LocalRanks
 from zeroir.runtime.execution.streams import ThreadStreams
-from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.state.state import initialise_flats
 from zeroir.torch_ops.batches import Batch
@@ -226,10 +224,7 @@ class Training:
 @contextlib.contextmanager
 def training(program: Program, job: Job | None = None) -> Iterator[Training]:
     job = job or open_job(program, None, CPU, timedelta(seconds=60))
-    memory = RankMemory(program, 0, CPU)
-    kernels = open_kernels(KernelBackend.EAGER, CPU)
-    local_ranks = LocalRanks(program=program, memories=[memory], comm=job.comm, kernels=kernels)
-    local_ranks.compile()
+    local_ranks, memory = prepared_rank(program, job.comm)
     device = Recording(memory)
     graphs = SectionGraphs(program, device, memory, job)
     # As on a device, handlers run in the thread that issues.
@@ -382,8 +377,7 @@ def test_an_update_that_the_backward_does_already_is_missed_by_nobody() -> None:
     program = lowered(mlp(), 3, 1)
     update = program.section_by_name[UPDATE]
     program = replace(
-        program,
-        sections=tuple(replace(s, body=()) if s is update else s for s in program.sections),
+        program, sections=tuple(replace(s, body=()) if s is update else s for s in program.sections)
     )
     assert why_not(program, program.section_by_name[UPDATE]) == "it is empty"
     with warnings.catch_warnings():

@@ -194,7 +194,7 @@ def test_an_update_is_that_of_widened_states(
                 hyper=torch.tensor(hyper, dtype=torch.float64),
                 divisor=torch.tensor([3.0]),
                 skip=None,
-            ),
+            )
         )
         assert torch.equal(param, expected)
         for name, state, (codes, absmax) in zip(algorithm.state_names, wide, states, strict=True):

@@ -78,8 +78,7 @@ def test_values_do_not_depend_on_the_size_of_messages(
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("world_size", "name"),
-    [(2, "sparse_"), (3, "of another form"), (4, "discarding")],
+    ("world_size", "name"), [(2, "sparse_"), (3, "of another form"), (4, "discarding")]
 )
 def test_rank_0_alone_builds_and_all_ranks_have_its_values(
     tmp_path: Path, world_size: int, name: str

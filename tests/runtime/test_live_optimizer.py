@@ -136,10 +136,7 @@ def program_of(path: Path, options: CompileOptions) -> Program:
 
 
 def require_equal_training(
-    path: Path,
-    options: CompileOptions,
-    make: Callable[[Optimizer], Scheduler],
-    steps: int,
+    path: Path, options: CompileOptions, make: Callable[[Optimizer], Scheduler], steps: int
 ) -> None:
     """Both must have the same losses in every step, the same settings and, in the end, the same parameters."""
     eager = EagerTraining(path, options)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.runtime.support import initial_flats, random_batches
+from tests.runtime.support import initial_flats, prepared_rank, random_batches
 from tests.support.lowering import proved
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
@@ -21,17 +20,13 @@ from zeroir.ir.mesh import COPY_OUT
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
 from zeroir.passes.memory.save_state import SaveState
-from zeroir.runtime.comm.job import open_job
 from zeroir.runtime.execution.executor import StepExecutor
-from zeroir.runtime.execution.handlers import LocalRanks
 from zeroir.runtime.execution.streams import ThreadStreams
 from zeroir.runtime.execution.trace import Task, WatchOp
-from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.state.state import initialise_flats
 from zeroir.torch_ops.batches import Batch
 
-CPU = torch.device("cpu")
 TIMEOUT_S = 30.0
 
 
@@ -72,11 +67,7 @@ class HeldCopies(ThreadStreams):
 
 @contextmanager
 def training(program: Program) -> Iterator[tuple[StepExecutor, RankMemory, HeldCopies]]:
-    job = open_job(program, None, CPU, timedelta(seconds=60))
-    memory = RankMemory(program, 0, CPU)
-    kernels = open_kernels(KernelBackend.EAGER, CPU)
-    local_ranks = LocalRanks(program=program, memories=[memory], comm=job.comm, kernels=kernels)
-    local_ranks.compile()
+    local_ranks, memory = prepared_rank(program)
     streams = HeldCopies()
     executor = StepExecutor(local_ranks, streams)
     initialise_flats(program, [memory], initial_flats(program))

@@ -14,12 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from tests.runtime.constructors import Mlp
-from tests.runtime.support import (
-    lowered,
-    random_batches,
-    require_same,
-    trained_engine,
-)
+from tests.runtime.support import lowered, random_batches, require_same, trained_engine
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.runtime.engine.engine import Engine

@@ -58,9 +58,7 @@ def test_nothing_is_recorded_unless_asked() -> None:
     assert recorded(engine) == [[]]
 
 
-def test_a_step_that_is_recorded_prepares_nothing_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_that_is_recorded_prepares_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is prepared runs for the first time, and slower than the steps that it is to tell of."""
     logical = mlp()
     engine = begun(Engine(lowered(logical, 3, 1)))

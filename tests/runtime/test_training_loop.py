@@ -58,14 +58,7 @@ def reported(
 ) -> str:
     out, err = io.StringIO(), io.StringIO()
     with reporter(
-        rank,
-        100,
-        steps_done=10,
-        as_json=as_json,
-        out=out,
-        err=err,
-        log=log,
-        tensorboard=folder,
+        rank, 100, steps_done=10, as_json=as_json, out=out, err=err, log=log, tensorboard=folder
     ) as report:
         for each in REPORTS:
             report(each)

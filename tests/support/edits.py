@@ -11,7 +11,7 @@ from zeroir.ir.buffers import Buffer, Region, Role
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Compute, Op, Wait
 from zeroir.ir.program import SAVE, Program, State
-from zeroir.ir.reports import Quantity, ReportBinding, with_report
+from zeroir.ir.reports import Quantity, with_report
 from zeroir.passes.common.rewrite import map_regions
 
 Mutation = Callable[[Program, Random], Program | None]
@@ -181,12 +181,6 @@ def is_of(*kinds: type) -> Callable[[Op], bool]:
 def with_report_of(program: Program, quantity: Quantity, buffer: str) -> Program:
     """The program, of which the engine reads a quantity from this buffer."""
     return replace(program, reports=with_report(program.reports, quantity, buffer))
-
-
-def losses_in(buffer: str) -> tuple[ReportBinding, ...]:
-    """The reports of a program of one micro-batch a step, whose loss stands in this buffer."""
-    quantities = (Quantity.LOSS, Quantity.BATCH_LOSS)
-    return tuple(ReportBinding(quantity=quantity, buffer=buffer) for quantity in quantities)
 
 
 def retyped(program: Program, name: str, dtype: DType) -> Program:

@@ -49,8 +49,7 @@ def spans_at(kind: type[ops.Op], start_ns: int, end_ns: int, stream: str | None 
 
 
 @pytest.mark.parametrize(
-    ("working", "expected"),
-    [((0, 100), 1.0), ((0, 50), 0.5), ((80, 300), 0.2), ((100, 200), 0.0)],
+    ("working", "expected"), [((0, 100), 1.0), ((0, 50), 0.5), ((80, 300), 0.2), ((100, 200), 0.0)]
 )
 def test_the_share_of_copies_beside_segments(working: tuple[int, int], expected: float) -> None:
     compute = spans_at(ops.Compute, *working, stream=COMPUTE)

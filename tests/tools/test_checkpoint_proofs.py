@@ -113,9 +113,7 @@ def problems_of_cuts(root: Path, operations: Sequence[FileOperation]) -> Iterato
 
 
 @needs_compiler
-def test_cuts_of_the_power_lose_nothing(
-    recorded: tuple[Path, Sequence[FileOperation]],
-) -> None:
+def test_cuts_of_the_power_lose_nothing(recorded: tuple[Path, Sequence[FileOperation]]) -> None:
     root, operations = recorded
     assert not list(problems_of_cuts(root, operations))
 

@@ -14,12 +14,7 @@ from tests.support.examples import examples
 from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
 from zeroir.errors import UserError
-from zeroir.torch_ops.strided import (
-    scatter,
-    scatter_by_index,
-    strided_view,
-    strided_view_by_index,
-)
+from zeroir.torch_ops.strided import scatter, scatter_by_index, strided_view, strided_view_by_index
 
 MODEL = """
 import torch
