@@ -1,4 +1,4 @@
-"""The time of a model's own arithmetic at the peak of a device, from which the share of the peak follows."""
+"""The time of a model's own arithmetic at the peak of a device, which MFU is based on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from zeroir.ir.program import LAST_MICRO_STEP, Program
 
 
 def micro_step_at_peak_s(logical: Program, machine: Machine) -> float:
-    """The seconds that one rank's micro-step takes at the dense peak, by the program for one device.
+    """Return the seconds that one rank's micro-step takes at the dense peak, by the program for one device.
 
-    That program recomputes nothing, so the share of the peak that follows is the MFU of Chowdhery et al. 2022 (arXiv
-    2204.02311), and no higher for work that is done twice.
+    That program recomputes nothing, so the resulting fraction of the peak is the MFU of Chowdhery et al. 2022 (arXiv
+    2204.02311), which does not count work that is done twice.
     """
     return sum(
         flops / machine.compute.peak_flops_per_s(dtype)

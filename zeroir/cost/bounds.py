@@ -1,7 +1,7 @@
 """Lower bounds of a step: times that no schedule of the same work can beat.
 
-The stream ``compute`` carries out one segment after the other, and no wire exceeds its bandwidth. So a step takes at
-least the seconds of its segments, and at least the seconds that its collectives occupy the busiest wire.
+The stream ``compute`` runs one segment after the other, and no wire exceeds its bandwidth. So a step takes at least the
+seconds of its segments, and at least the seconds that its collectives occupy the busiest wire.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program
 
 
 def compute_bound_s(program: Program, machine: Machine) -> float:
-    """Seconds of the segments of a step, one after the other."""
+    """Return the total seconds of the segments of a step."""
     durations = Durations(program, machine)
     return sum(
         count * durations.segment(op.segment).seconds
@@ -25,7 +25,7 @@ def compute_bound_s(program: Program, machine: Machine) -> float:
 
 
 def wire_bound_s(program: Program, machine: Machine) -> float:
-    """Seconds that the busiest wire of a rank is in use at least, without latencies.
+    """Return the seconds that the busiest wire of a rank is in use, without latencies.
 
     Raises:
         UserError: where a ring leaves a node of a machine without a network.
@@ -45,7 +45,7 @@ def wire_bound_s(program: Program, machine: Machine) -> float:
 
 
 def _counted(program: Program) -> list[tuple[int, ops.Op]]:
-    """Each op of a training step, and how often a step carries it out."""
+    """Return each op of a training step, and how often a step runs it."""
     micro_steps = require_micro_steps(program, None)
     repeats = micro_steps // program.interleaved - 1
     counts = {MICRO_STEP: repeats, LAST_MICRO_STEP: 1, UPDATE: 1}

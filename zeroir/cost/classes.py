@@ -1,10 +1,9 @@
-"""Classes of ranks that behave alike, so that one rank of each is simulated.
+"""Classes of ranks that behave alike, so that only one rank of each is simulated.
 
-Every rank carries out the same ops on the same number of bytes. Ranks differ by their own speed, by the nodes of the
-ranks that they communicate with, and by the classes of those. The classes are the coarsest partition in which all ranks
-of a class have, along every axis, groups of equal rings and equal classes. Colour refinement finds it: a coarse
-partition is split until nothing changes. By induction over the ops, all ranks of a class begin and end each op at the
-same time.
+Every rank runs the same ops on the same number of bytes. Ranks differ by their own speed, by the nodes of the ranks
+that they communicate with, and by the classes of those. The classes are the coarsest partition in which all ranks of a
+class have, along every axis, groups of equal rings and equal classes. Colour refinement finds it: a coarse partition is
+split until nothing changes. By induction over the ops, all ranks of a class start and end each op at the same time.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from zeroir.ir.mesh import Mesh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankClass:
-    """Ranks that begin and end each op at the same time, in ascending order.
+    """Ranks that start and end each op at the same time, in ascending order.
 
-    ``rings`` are the rings of their groups, by axis. ``peers`` are the classes in these groups, their own included, by
+    ``rings`` are the rings of their groups, by axis. ``peers`` are the classes in these groups, including their own, by
     axis and as ascending indices.
     """
 
@@ -31,7 +30,7 @@ class RankClass:
 
 
 def rank_classes(mesh: Mesh, node_ranks: int, straggler: int | None = None) -> list[RankClass]:
-    """The classes in the order of their first ranks; ``straggler`` is a rank that is slower than all others."""
+    """Return the classes in the order of their first ranks; ``straggler`` is a rank that is slower than all others."""
     groups = {axis.name: mesh.groups(axis.name) for axis in mesh.axes}
     rings = {
         name: [ring_of(group, node_ranks) for group in of_axis] for name, of_axis in groups.items()
@@ -82,6 +81,6 @@ def _group_of(groups: tuple[tuple[int, ...], ...], world_size: int) -> list[int]
 
 
 def _numbered(keys: list[tuple[object, ...]]) -> list[int]:
-    """Equal keys as equal numbers, in the order in which they first appear."""
+    """Return equal keys as equal numbers, in the order in which they first appear."""
     numbers: dict[tuple[object, ...], int] = {}
     return [numbers.setdefault(key, len(numbers)) for key in keys]

@@ -4,7 +4,8 @@ The factors are those of https://github.com/NVIDIA/nccl-tests/blob/master/doc/PE
 bytes, every one of n ranks sends S(n-1)/n in an all-gather or a reduce-scatter, 2S(n-1)/n in an all-reduce, and S in a
 broadcast. A ring over several nodes leaves each node once, through one network adapter for each rank of the group on
 the node. So where g ranks share a node, a rank sends 1/g of its bytes over the network and the rest within the node.
-Both transfers overlap, and the slower one decides. A small all-reduce uses a double binary tree where that is faster.
+Both transfers overlap, and the slower one determines the time. A small all-reduce uses a double binary tree where that
+is faster.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from zeroir.errors import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """The ranks of a group: how many there are, on how many nodes, and the fewest and most of them on one node."""
+    """The ranks of a group: their number, the number of their nodes, and the fewest and most of them on one node."""
 
     ranks: int
     nodes: int
@@ -30,7 +31,7 @@ class Ring:
 
 
 def ring_of(ranks: Sequence[int], node_ranks: int) -> Ring:
-    """The ring of a group of ranks; rank r is on node r // ``node_ranks``."""
+    """Return the ring of a group of ranks; rank r is on node r // ``node_ranks``."""
     counts = Counter(rank // node_ranks for rank in ranks)
     return Ring(
         ranks=len(ranks),
@@ -41,7 +42,7 @@ def ring_of(ranks: Sequence[int], node_ranks: int) -> Ring:
 
 
 def transfer(machine: Machine, kind: CollectiveKind, ring: Ring, payload_bytes: int) -> FlowCost:
-    """The cost of a collective over the ring; ``payload_bytes`` are those of the full buffers.
+    """Return the cost of a collective over the ring; ``payload_bytes`` are those of the full buffers.
 
     Raises:
         UserError: where the ring leaves a node of a machine without a network.
@@ -99,7 +100,7 @@ def _sent_bytes(kind: CollectiveKind, ranks: int, payload_bytes: int) -> float:
 
 
 def _bytes_by_wire(ring: Ring, sent: float) -> Mapping[Wire, float]:
-    """The bytes of the rank that sends most over each wire."""
+    """Return the bytes that the rank that sends most sends over each wire."""
     if ring.nodes == 1:
         return {Wire.NODE_LINK: sent}
     bytes_by_wire = {Wire.NETWORK: sent / ring.fewest}
@@ -109,14 +110,17 @@ def _bytes_by_wire(ring: Ring, sent: float) -> Mapping[Wire, float]:
 
 
 def _host_busy_s(machine: Machine, sent: float) -> Mapping[Wire, float]:
-    """Seconds that bytes through the host occupy its wires on a full node: each is written there, and read."""
+    """Return the seconds that bytes through the host occupy its wires on a full node.
+
+    Each byte is written and read there.
+    """
     rates = host_rates(machine, machine.node_ranks).bytes_per_s
     crossed = {Wire.TO_HOST: 1, Wire.TO_DEVICE: 1, Wire.HOST_LINK: 2, Wire.HOST_MEMORY: 2}
     return {wire: times * sent / rates[wire] for wire, times in crossed.items()}
 
 
 def _latency_s(machine: Machine, kind: CollectiveKind, ring: Ring) -> float:
-    """Seconds in which the first byte travels once around the ring."""
+    """Return the seconds for the first byte to travel once around the ring."""
     inside, between = ring.ranks - ring.nodes, ring.nodes - 1
     once = inside * machine.node_link.latency_s.value
     if between:
@@ -125,7 +129,7 @@ def _latency_s(machine: Machine, kind: CollectiveKind, ring: Ring) -> float:
 
 
 def _tree_latency_s(machine: Machine, ring: Ring) -> float:
-    """Seconds up and down a tree."""
+    """Return the seconds up and down a tree."""
     once = math.ceil(math.log2(ring.most)) * machine.node_link.latency_s.value
     if ring.nodes > 1:
         once += math.ceil(math.log2(ring.nodes)) * _link(machine, Wire.NETWORK).latency_s.value

@@ -1,9 +1,9 @@
-"""The time of each op on a machine when it waits for nothing.
+"""The time of each op on a machine when it does not wait.
 
-A node of a segment takes as long as its arithmetic or its memory traffic, whichever is longer, and the launch of its
+A node of a segment takes as long as its arithmetic or its memory traffic, whichever is longer, plus the launch of its
 kernel: the roofline model (Williams et al. 2009), node by node, as eager kernels run. An op that only moves or updates
-elements takes as long as its memory traffic. Transfers, and ops that the host carries out, share the node's host with
-the other ranks (``wires``). Measurements of a profile replace computed times.
+elements takes as long as its memory traffic. Transfers, and ops that the host runs, share the node's host with the
+other ranks (``wires``). Measurements of a profile replace computed times.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PICKING: Final = frozenset(
         "aten.index_select.default",
     }
 )
-"""Nodes that read from an operand at most as many bytes as they write."""
+"""Nodes that read at most as many bytes of an operand as they write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class SegmentCost:
 
 
 def segment_cost(segment: Segment, machine: Machine) -> SegmentCost:
-    """The cost of one call: the measured time, else the computed time × the machine's ``segments_scale``."""
+    """Return the cost of one call: the measured time, or else the computed time × the machine's ``segments_scale``."""
     types = segment.types()
     seconds = 0.0
     flops: dict[DType, int] = {}
@@ -66,7 +66,7 @@ def segment_cost(segment: Segment, machine: Machine) -> SegmentCost:
         arithmetic_s = node.flops / machine.compute.flops_per_s(dtype)
         traffic_s = node_bytes(node, types) / machine.memory.achieved_bytes_per_s
         seconds += max(arithmetic_s, traffic_s) + machine.compute.kernel_launch_s.value
-    # The digest takes as long to compute as all of the above, and only measurements need it.
+    # The digest takes as long to compute as everything above, and only measurements need it.
     measured = machine.segments.get(segment.digest()) if machine.segments else None
     if machine.segments_scale is not None:
         seconds *= machine.segments_scale.value
@@ -78,7 +78,7 @@ def segment_cost(segment: Segment, machine: Machine) -> SegmentCost:
 
 
 def node_bytes(node: Node, types: tuple[TensorType | None, ...]) -> int:
-    """Bytes that a node reads and writes: each operand once, and each result."""
+    """Return bytes that a node reads and writes: each operand once, and each result."""
     written = sum(result.size_bytes for result in node.results if result is not None)
     read = 0
     for index in dict.fromkeys(ref.index for ref in node.refs()):
@@ -90,13 +90,13 @@ def node_bytes(node: Node, types: tuple[TensorType | None, ...]) -> int:
 
 
 def _distinct_bytes(tensor: TensorType) -> int:
-    """Bytes of the distinct elements of a tensor: an expanded dimension repeats one element."""
+    """Return bytes of the distinct elements of a tensor: an expanded dimension repeats one element."""
     sizes = (size for size, step in zip(tensor.shape, tensor.stride, strict=True) if step)
     return math.prod(sizes) * tensor.dtype.itemsize_bytes
 
 
 def _dtype(node: Node, types: tuple[TensorType | None, ...]) -> DType:
-    """The dtype in which a node computes: that of its first floating-point operand."""
+    """Return the dtype in which a node computes: that of its first floating-point operand."""
     for ref in node.refs():
         operand = types[ref.index]
         if operand is not None and operand.dtype.is_floating:
@@ -107,7 +107,7 @@ def _dtype(node: Node, types: tuple[TensorType | None, ...]) -> DType:
 class Durations:
     """The times of a program's ops on a machine.
 
-    A guess of a speculative step is right, so that committing it takes no time, unless the step ``is_redone``.
+    The guesses of speculative steps are right, so that committing them takes no time, unless the step ``is_redone``.
     """
 
     def __init__(self, program: Program, machine: Machine, *, is_redone: bool = False) -> None:
@@ -121,7 +121,7 @@ class Durations:
         self._host = host_rates(machine, program.mesh.world_size)
 
     def segment(self, name: str) -> SegmentCost:
-        """The cost of one call of a segment."""
+        """Return the cost of one call of a segment."""
         cost = self._segment_costs.get(name)
         if cost is None:
             cost = segment_cost(self._program.segment_by_name[name], self._machine)
@@ -139,7 +139,7 @@ class Durations:
         return tuple(self._collective_costs.values())
 
     def collective(self, op: ops.CollectiveOp, ring: Ring) -> FlowCost:
-        """The cost of a collective among the ranks of a ring."""
+        """Return the cost of a collective among the ranks of a ring."""
         key = collective_kind(op), ring, payload_bytes(op, self._program)
         cost = self._collective_costs.get(key)
         if cost is None:
@@ -148,7 +148,7 @@ class Durations:
         return cost
 
     def flow(self, op: ops.Op) -> FlowCost | None:
-        """The cost of a transfer, or of an op that the host carries out; None for any other op."""
+        """Return the cost of a transfer, or of an op that the host runs; None for any other op."""
         match op:
             case ops.CommitStep() if not self._is_redone:
                 return self._host.work(0, 0, 0)
@@ -164,7 +164,10 @@ class Durations:
                 return None
 
     def seconds(self, op: ops.Op) -> float:
-        """Seconds of an op that is not a collective, alone. A wait takes no time itself, unless it was measured."""
+        """Return the seconds of an op that is not a collective, alone.
+
+        A wait takes no time itself, unless it was measured.
+        """
         flow = self.flow(op)
         if flow is not None:
             return flow.seconds
@@ -189,7 +192,10 @@ class Durations:
                 assert_never(op)
 
     def _measured_s(self, op: ops.Op) -> tuple[float, float] | None:
-        """The measured latency of an op in seconds, and the seconds of its bytes; None where it was not measured."""
+        """Return the measured latency of an op in seconds, and the seconds of its bytes.
+
+        None where it was not measured.
+        """
         if isinstance(op, ops.Compute):
             return None
         measured = self._measured_ops.get((ops.op_name(type(op)), effects(op).stream))
@@ -201,7 +207,7 @@ class Durations:
         return self._executors[stream] is not Executor.DEVICE
 
     def _added_s(self, op: ops.Compute) -> float:
-        """Seconds to add results to their destinations: each kernel reads both and writes the sum."""
+        """Return the seconds to add results to their destinations: each kernel reads both and writes the sum."""
         added = [
             destination.view.region
             for destination in op.destinations
@@ -210,14 +216,14 @@ class Durations:
         return sum(self._kernel_s(3 * self._bytes(region)) for region in added)
 
     def traffic_bytes(self, op: ops.Op) -> int:
-        """Bytes that an op reads and writes, with its own scratch memory where it consists of many kernels."""
+        """Return the bytes that an op reads and writes, including scratch memory where it consists of many kernels."""
         effect = effects(op)
         once = sum(self._bytes(region) for region in (*effect.reads, *effect.writes))
         twice = sum(self._bytes(region) for region in effect.accumulates)
         return once + 2 * twice + rounding_bytes(self._program, op)
 
     def _products_s(self, op: ops.Op) -> float:
-        """Seconds of the matrix products of an update."""
+        """Return the seconds of the matrix products of an update."""
         flops = update_flops(self._program, op)
         if not flops or not isinstance(op, ops.OptimizerStep):
             return 0.0
@@ -235,7 +241,7 @@ class Durations:
 
 
 def collective_kind(op: ops.CollectiveOp) -> CollectiveKind:
-    """The kind of a collective, by which it is timed; a prefetch is an all-gather."""
+    """Return the kind of a collective, by which it is timed; a prefetch is an all-gather."""
     match op:
         case ops.Gather():
             return "all_gather"

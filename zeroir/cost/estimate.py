@@ -1,8 +1,8 @@
 """An estimate of the memory, communication and activations of training, from a few numbers and without a model.
 
-Model states and communication follow the ZeRO paper (Rajbhandari et al. 2020, §3.1, §5 and §7), activations
-Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", §4. A compiled program has
-exact figures; an estimate serves before there is one.
+Model states and communication follow the ZeRO paper (Rajbhandari et al. 2020, §3.1, §5 and §7), activations Korthikanti
+et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", §4. A compiled program has exact figures;
+an estimate is for the time before that.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ STAGES: Final = (0, 1, 2, 3)
 COMMUNICATED_PER_PARAMETER: Final = {0: 2, 1: 2, 2: 2, 3: 3}
 """Elements that a rank sends in a step for each parameter, times (N-1)/N on a ring, by stage.
 
-An all-reduce is a reduce-scatter and an all-gather, of Ψ each; stage 3 gathers the parameters twice.
-"""
+An all-reduce is a reduce-scatter and an all-gather, of Ψ each; stage 3 gathers the parameters twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +36,11 @@ class StageEstimate:
     """Bytes of one rank at a stage.
 
     ``gathered_bytes`` (stage 3, and where parameters are offloaded) and ``gradients_in_flight_bytes`` (stages 2 and 3,
-    and where gradients are offloaded) are those of full units beside the shards; they are None where the number of
-    layers is unknown. So are ``device_staging_bytes`` and ``host_staging_bytes``, the buffers through which copies
-    pass. ``host_bytes`` and ``disk_bytes`` are kept there, and in no other figure. ``moved`` is copied in a step for
-    them. ``sent_bytes`` is sent by a rank on a ring in a step, with what an optimizer gathers that works on whole
-    parameters.
+    and where gradients are offloaded) are those of full units in addition to the shards; they are None where the number
+    of layers is unknown. The same holds for ``device_staging_bytes`` and ``host_staging_bytes``, the buffers for
+    copies. ``host_bytes`` and ``disk_bytes`` are kept there, and are in no other figure. ``moved`` is copied for them
+    in a step. ``sent_bytes`` is sent by a rank on a ring in a step, including the parts gathered for an optimizer that
+    works on whole parameters.
     """
 
     stage: int
@@ -80,7 +79,7 @@ class StageEstimate:
 class Activations:
     """Activations that a forward saves for its backward, in bytes of one rank.
 
-    All layers save ``layers_bytes``. One layer computes ``recomputed_bytes`` again for its backward. The embedding, the
+    All layers save ``layers_bytes``. One layer recomputes ``recomputed_bytes`` for its backward. The embedding, the
     last norm and the logits save ``outside_bytes``, where the vocabulary is known.
     """
 
@@ -106,13 +105,13 @@ class Estimate:
 
 
 def activation_bytes(options: EstimateOptions) -> Activations | None:
-    """Activations of the layers of a transformer by the published formula; None where its shape is unknown.
+    """Return activations of the layers of a transformer by the published formula; None where its shape is unknown.
 
     In 16 bits a layer saves sbh (34 + 5 as/h) bytes. Of these, 2sbh are the masks of two dropouts and as²b the mask of
     the dropout in attention, one byte an element. With attention that saves no scores a layer saves 34 sbh, and with
-    recomputation only its input, 2sbh. Outside the layers, with a vocabulary of v, are saved: sbh for the mask of the
-    dropout of the embedding, 2sbh each for the inputs of the last norm and of the output layer, and 4sbv for the FP32
-    logits.
+    recomputation only its input, 2sbh. Outside the layers, with a vocabulary of v, the model saves sbh for the mask of
+    the dropout of the embedding, 2sbh each for the inputs of the last norm and of the output layer, and 4sbv for the
+    FP32 logits.
     """
     if options.layers is None or options.hidden is None or options.seq is None:
         return None
@@ -133,7 +132,7 @@ def activation_bytes(options: EstimateOptions) -> Activations | None:
 
 
 def estimate(options: EstimateOptions) -> Estimate:
-    """The estimate at every stage."""
+    """Return the estimate at every stage."""
     activations = activation_bytes(options)
     return Estimate(
         options=options,
@@ -186,7 +185,7 @@ def _stage(stage: int, options: EstimateOptions, activations: Activations | None
 
 
 def _on_device(activations: Activations, options: EstimateOptions) -> int:
-    """Bytes of activations on the device; where they are offloaded, those of the units at work."""
+    """Return the bytes of activations on the device; where they are offloaded, those of the units at work."""
     if ACTIVATIONS not in options.offload.what or options.layers is None:
         return activations.total_bytes
     held = activations.layers_bytes * min(UNITS_HELD, options.layers) // options.layers

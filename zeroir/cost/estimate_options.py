@@ -1,4 +1,4 @@
-"""The input of an estimate, and what an optimizer keeps of each parameter."""
+"""The input of an estimate, and the states that an optimizer keeps for each parameter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Optimizer = Literal[OptimizerName, "adam-fp32-master"]
 STATE_BYTES: Final = 4
 _LEAST_SLOTS: Final = 2
 MOST_SLOTS: Final = 3
-"""Places on the device through which pages go in turn, as `page-optimizer` has them."""
+"""Slots on the device for pages in turn, as in `page-optimizer`."""
 
 
 class EstimateOptions(OptionObject):
@@ -101,7 +101,7 @@ class EstimateOptions(OptionObject):
         absent = [name for name, value in given.items() if value is None]
         asked = [name for name, value in needed.items() if value is not None]
         asked += [] if self.vocab is None else ["vocab"]
-        # Layers alone say how large a unit is.
+        # The number of layers is enough to know how large a unit is.
         if absent and set(asked) - {"layers"}:
             raise ValueError(
                 f"activations need {', '.join(f'--{name}' for name in absent)} as well"
@@ -164,14 +164,14 @@ ESTIMATE_ROWS: Final[Mapping[str, OptionRow]] = {
     for name, row in EstimateOptions.rows().items()
     if len(row.path) == 1 or row.option.is_of_estimate
 }
-"""The options of ``zeroir estimate``, which knows a part of what can be offloaded."""
+"""The options of ``zeroir estimate``, which supports a part of what can be offloaded."""
 
 
 def make_estimate_options(values: Mapping[str, object]) -> EstimateOptions:
     """Validate the options of an estimate, by flat name.
 
     Raises:
-        UserError: on the first that is wrong, or that an estimate does not know.
+        UserError: for the first that is invalid, or that an estimate does not support.
     """
     for name in values:
         if name in EstimateOptions.rows() and name not in ESTIMATE_ROWS:
@@ -184,9 +184,9 @@ def _declared(optimizer: Optimizer) -> Declaration:
 
 
 def states_per_parameter(optimizer: Optimizer) -> tuple[int, int]:
-    """The fewest and the most FP32 numbers that implementations of an optimizer keep for each parameter.
+    """Return the fewest and the most FP32 numbers that implementations of an optimizer keep for each parameter.
 
-    Numbers of rows and columns alone are negligible; those of a whole matrix are those of a square one.
+    Numbers for each row or column are negligible; a whole matrix counts as a square one.
     """
     fewest, most = _declared(optimizer).kept_numbers
     master = int(optimizer == ADAM_WITH_MASTER)
@@ -194,17 +194,17 @@ def states_per_parameter(optimizer: Optimizer) -> tuple[int, int]:
 
 
 def paged_numbers(optimizer: Optimizer) -> int:
-    """How many numbers of a parameter can be paged: those that an optimizer keeps of each element."""
+    """Return how many numbers of a parameter can be paged: those that an optimizer keeps for each element."""
     return len(_declared(optimizer).states)
 
 
 def gathered_bytes_per_parameter(optimizer: Optimizer) -> int:
-    """Bytes that the update gathers for each parameter from stage 1 on, because its step needs whole parameters."""
+    """Return the bytes that an update of whole parameters gathers for each parameter from stage 1 on."""
     return _declared(optimizer).gathered_bytes
 
 
 def optimizer_bytes_per_parameter(options: EstimateOptions) -> float:
-    """K of the ZeRO paper: bytes of optimizer state for each parameter, with master weights and averages."""
+    """Return K of the ZeRO paper: bytes of optimizer state for each parameter, with master weights and averages."""
     states = states_per_parameter(options.optimizer)[1]
     is_apart = has_master(options) and options.optimizer != ADAM_WITH_MASTER
     others = int(is_apart) + int(options.ema)
@@ -212,11 +212,11 @@ def optimizer_bytes_per_parameter(options: EstimateOptions) -> float:
 
 
 def bytes_per_state(options: EstimateOptions) -> float:
-    """The bytes of a number that the optimizer keeps for each parameter."""
+    """Return the bytes of a number that the optimizer keeps for each parameter."""
     return form_of_bits(options.optimizer_bits).bytes_per_element
 
 
 def has_master(options: EstimateOptions) -> bool:
-    """Whether an FP32 copy of the parameters is among the optimizer's states."""
+    """Return whether an FP32 copy of the parameters is among the optimizer's states."""
     is_low = options.itemsize_bytes < STATE_BYTES
     return options.optimizer == ADAM_WITH_MASTER or (is_low and options.master)

@@ -1,4 +1,4 @@
-"""What an estimate says of host memory, the disk, and the copies: what rests there, what is paged, and the staging."""
+"""The part of an estimate outside the device: host memory, the disk, copies, pages, and staging."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class MovedBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paged:
-    """Bytes of pages on one rank: of those that rest in host memory, and of the slots on the device."""
+    """Bytes of pages on one rank: those at rest in host memory, and those of the slots on the device."""
 
     host: float
     slots: int
 
 
 def paged_at(stage: int, options: EstimateOptions) -> Paged:
-    """What is paged at a stage: nothing where all states fit into the memory for pages.
+    """Return the paged bytes at a stage: nothing where all states fit into the memory for pages.
 
-    What the slots leave of this memory holds states for good. The others come in and go out once in a step.
+    The part of this memory that the slots do not need has resident states. The others come in and go out once per step.
     """
     numbers = paged_numbers(options.optimizer)
     owned = options.params / (options.world_size if stage >= 1 else 1)
@@ -69,17 +69,17 @@ def paged_at(stage: int, options: EstimateOptions) -> Paged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
-    """Bytes of one rank's staging on the device, beside whole units and pages, and in host memory."""
+    """Bytes of one rank's staging on the device, in addition to whole units and pages, and in host memory."""
 
     device: float
     host: float
 
 
 def staging_at(stage: int, options: EstimateOptions) -> Staging | None:
-    """Staging at a stage: that of two units, one that is used and one that is on its way; None if it is unknown.
+    """Return staging at a stage: that of two units, one in use and one in transfer; None if it is unknown.
 
-    Gradients go down and 16-bit parameters go up through host memory where the host updates; with a disk, all that an
-    update needs passes through it in pieces.
+    Gradients go down and 16-bit parameters go up through host memory where the host updates; with a disk, everything
+    that an update needs passes through it in pieces.
     """
     kinds = set(options.offload.what) - {ACTIVATIONS}
     if not kinds:
@@ -100,7 +100,7 @@ def staging_at(stage: int, options: EstimateOptions) -> Staging | None:
     piece = min(DISK_PIECE_NUMEL, owned)
     if OPTIMIZER in kinds and _is_on_disk(OPTIMIZER, options):
         host += held * piece * optimizer_bytes_per_parameter(options)
-    # Without master weights the host updates the parameters where they are, or a copy that belongs to the optimizer.
+    # Without master weights the host updates the parameters in place, or a copy that belongs to the optimizer.
     owner = PARAMETERS if PARAMETERS in kinds else OPTIMIZER
     if owner in kinds and _is_on_disk(owner, options):
         host += held * piece * (item if owner == PARAMETERS or not has_master(options) else 0)
@@ -118,7 +118,7 @@ class Outside:
 
 
 def outside_at(stage: int, options: EstimateOptions, saved_bytes: int) -> Outside:
-    """What is kept outside the device at a stage, and copied for it.
+    """Return the bytes kept outside the device at a stage, and copied for that.
 
     The gradients of the elements that the host updates go down, and their new parameters come up. Where the parameters
     are offloaded, they come up for the forward and the backward, and go down if the device updates or gathers them.

@@ -1,9 +1,8 @@
-"""The event simulation: a task begins when its predecessors have ended, and what flows shares its wires.
+"""The event simulation: a task starts when its predecessors have ended, and flows share their wires.
 
-Time counts in whole nanoseconds from the beginning of the step. A collective begins once a rank of every class in its
-group has arrived at it, and a transfer of one rank at once. After its latency its bytes flow, at the rate that the
-busiest of its wires leaves it: where the demands on a wire exceed its bandwidth, all that flows on it slows down by the
-same factor.
+Time is in whole nanoseconds from the start of the step. A collective starts once a rank of every class in its group has
+arrived at it, and a transfer of one rank immediately. After its latency its bytes flow, at the rate that the busiest of
+its wires allows: where the demands on a wire exceed its bandwidth, all flows on it are slowed down by the same factor.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from zeroir.cost.tasks import Task, followers
 from zeroir.cost.wires import Wire
 
 _EPSILON_NS: Final = 1e-6
-"""The remainder that rounding may leave of a finished transfer."""
+"""The remainder of a finished transfer that rounding may leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """The duration of a task alone on its wires; ``demands`` are shares of their bandwidth during ``flow_ns``.
+    """The duration of a task alone on its wires; ``demands`` are fractions of their bandwidth during ``flow_ns``.
 
     ``axis`` is that of a collective; the task of another op concerns one rank.
     """
@@ -37,7 +36,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
-    """The moments of the tasks of a class, by task: when each was ready, began its work, and ended.
+    """The times of the tasks of a class, by task: when each was ready, started its work, and ended.
 
     From ``ready_ns`` to ``begun_ns`` a task waits for other ranks. ``cause`` is the last predecessor to end: its class
     and its number.
@@ -59,7 +58,7 @@ class _Flow:
 
 
 class _Wires:
-    """The transfers that are under way, and the moment at which the first of them ends."""
+    """The current transfers, and the time at which the first of them ends."""
 
     def __init__(self) -> None:
         self._flows: list[_Flow] = []
@@ -67,7 +66,7 @@ class _Wires:
         self.next_ns: int | None = None
 
     def add(self, flow: _Flow, now_ns: int) -> None:
-        """Begin a transfer."""
+        """Start a transfer."""
         self._advance(now_ns)
         self._flows.append(flow)
         self._share()
@@ -105,7 +104,7 @@ class _Wires:
 def run(
     tasks: Sequence[Task], classes: Sequence[RankClass], timings: Sequence[Sequence[Timing]]
 ) -> list[Timeline]:
-    """The timeline of each class; ``timings`` are by class and task."""
+    """Return the timeline of each class; ``timings`` are by class and task."""
     return _Simulator(tasks, classes, timings).run()
 
 
@@ -132,7 +131,7 @@ class _Simulator:
         ]
         self._arrived: dict[tuple[tuple[int, ...], int], int] = {}
         self._wires = _Wires()
-        # (moment, a number that keeps the order of insertion, classes, task, transfer that begins then)
+        # (time, a number that keeps the order of insertion, classes, task, transfer that starts then)
         self._queue: list[tuple[int, int, tuple[int, ...], int, _Flow | None]] = []
         self._pushed = 0
 
@@ -157,7 +156,7 @@ class _Simulator:
         return self._timelines
 
     def _begin(self, rank_class: int, number: int, now_ns: int) -> None:
-        """Begin a task of a class, all of whose predecessors have ended."""
+        """Start a task of a class, all of whose predecessors have ended."""
         timing = self._timings[rank_class][number]
         timeline = self._timelines[rank_class]
         timeline.ready_ns[number] = timeline.begun_ns[number] = now_ns
@@ -169,7 +168,7 @@ class _Simulator:
         self._arrived[members, number] = arrived
         if arrived < len(members):
             return
-        # All the others have waited for the last to arrive.
+        # All others have waited for the last to arrive.
         for member in members:
             self._timelines[member].cause[number] = timeline.cause[number]
             self._timelines[member].begun_ns[number] = now_ns
@@ -178,7 +177,7 @@ class _Simulator:
     def _push_timed(
         self, now_ns: int, timing: Timing, members: tuple[int, ...], number: int
     ) -> None:
-        """Begin a task of these classes: it ends after its latency, or its bytes flow from then on."""
+        """Start a task of these classes: it ends after its latency, or its bytes flow from then on."""
         flow = _Flow(
             task=number, members=members, demands=timing.demands, left_ns=float(timing.flow_ns)
         )
@@ -198,7 +197,7 @@ class _Simulator:
             missing = self._missing[rank_class]
             for follower in self._followers[number]:
                 missing[follower] -= 1
-                # Tasks end in the order of time, so the last one to end is the cause.
+                # Tasks end in temporal order, so the last one to end is the cause.
                 if not missing[follower]:
                     self._timelines[rank_class].cause[follower] = (rank_class, number)
                     self._begin(rank_class, follower, now_ns)

@@ -1,6 +1,6 @@
-"""A machine with measured figures of its host: the rates of one rank, while all ranks of a node measured.
+"""A machine with measured figures of its host: the rates of one rank, measured on all ranks of a node at once.
 
-The rates of a rank become figures of a node, of which each rank has an equal part; see ``wires.host_rates``.
+The rates of a rank become figures of a node, of which each rank has an equal part (``wires.host_rates``).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from zeroir.ir.host_rates import MeasuredDisk, MeasuredHost
 def with_measured_host(
     base: Machine, rates: MeasuredHost, *, world_size: int, memory_bytes: int
 ) -> Machine:
-    """The machine ``base`` with measured figures of its host link, and of its host's memory and cores.
+    """Return the machine ``base`` with measured figures of its host link, and of its host's memory and cores.
 
-    ``memory_bytes`` is the size of the host's memory. The number of cores stays that of ``base``.
+    ``memory_bytes`` is the size of the host's memory. The number of cores is that of ``base``.
     """
     ranks, figure = base.sharing_ranks(world_size), _MeasuredFigure(world_size)
     on_link = min(int(base.host_link.accelerators.value), ranks)
@@ -44,7 +44,7 @@ def with_measured_host(
 
 
 def with_measured_disk(base: Machine, rates: MeasuredDisk, *, world_size: int) -> Machine:
-    """The machine ``base`` with measured figures of its disk; its size stays."""
+    """Return the machine ``base`` with measured figures of its disk; the disk's size is kept."""
     ranks, figure = base.sharing_ranks(world_size), _MeasuredFigure(world_size)
     one_way = max(rates.read_bytes_per_s, rates.write_bytes_per_s)
     disk = base.disk.model_copy(
@@ -59,7 +59,7 @@ def with_measured_disk(base: Machine, rates: MeasuredDisk, *, world_size: int) -
 
 
 class _MeasuredFigure:
-    """Makes figures that were measured by a number of ranks."""
+    """Creates figures measured by a given number of ranks."""
 
     def __init__(self, world_size: int) -> None:
         self._source = f"measured: {world_size} rank{'s' if world_size > 1 else ''} at once"

@@ -2,9 +2,9 @@
 
 Rates and sizes of compute, memory and links are those of one accelerator, which is one rank; the rate of a link between
 accelerators is that of one direction. Those of the host and its disk are those of a node, whose ranks share them. A
-figure without a published source says that it is an assumption. The file also holds the measurements of a profile,
-which replace computed times: the seconds of a segment by its digest, and the latency and the time per byte of a
-collective by its kind, its ranks and their nodes, and of any other op by its name and stream.
+figure without a published source is marked as an assumption. The file also has the measurements of a profile, which
+replace computed times: the seconds of a segment by its digest, and the latency and the time per byte of a collective by
+its kind, its ranks and their nodes, and of any other op by its name and stream.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ _MACHINES: Final = resources.files("zeroir.cost") / "machines"
 _EARLIER_KEYS: Final = frozenset(
     {"host_link.bytes_per_s", "host_link.fraction", "host.bytes_per_s"}
 )
-"""Keys that a machine file had before it described the host of a node."""
+"""Keys of machine files from before they described the host of a node."""
 
 _LONGEST_FILE: Final = 10_000_000
-"""Most characters of a machine file: one with a profile has a line for every segment."""
+"""The most characters of a machine file: one with a profile has a line for every segment."""
 
-# No comparison holds for NaN.
+# NaN fails every comparison.
 Positive = Annotated[Figure, _require(lambda value: value > 0, "a value above 0")]
 Size = Annotated[Figure, _require(lambda value: 0 < value < math.inf, "a finite value above 0")]
 NotNegative = Annotated[
@@ -81,7 +81,7 @@ Count = Annotated[
 
 
 class Arithmetic(_Table):
-    """The arithmetic of an accelerator. ``fraction`` is the achieved share of the dense peak in matrix products."""
+    """The arithmetic of an accelerator. ``fraction`` is the achieved fraction of the dense peak in matrix products."""
 
     fraction: Fraction
     kernel_launch_s: NotNegative
@@ -95,16 +95,16 @@ class Arithmetic(_Table):
         return value
 
     def peak_flops_per_s(self, dtype: DType) -> float:
-        """The dense peak of products of this dtype; of f32 where the machine has no figure."""
+        """Return the dense peak FLOP/s of products of this dtype; of f32 where the machine has no figure."""
         return self.dense_flops_per_s.get(dtype, self.dense_flops_per_s[DType.F32]).value
 
     def flops_per_s(self, dtype: DType) -> float:
-        """The achieved FLOP/s of products of this dtype."""
+        """Return the achieved FLOP/s of products of this dtype."""
         return self.peak_flops_per_s(dtype) * self.fraction.value
 
 
 class MemoryFigures(_Table):
-    """The memory of an accelerator or of a node's host. ``fraction`` is the achieved share of its bandwidth."""
+    """The memory of an accelerator or of a node's host. ``fraction`` is the achieved fraction of its bandwidth."""
 
     size_bytes: Size
     bytes_per_s: Positive
@@ -117,10 +117,10 @@ class MemoryFigures(_Table):
 
 
 class Link(_Table):
-    """A link of one accelerator, in one direction. ``fraction`` is the achieved share of its bandwidth.
+    """A link of one accelerator, in one direction. ``fraction`` is the achieved fraction of its bandwidth.
 
-    What a link ``through_host`` carries also crosses the link to the host, once in each direction, and is written to
-    the host's memory and read there.
+    Bytes of a link ``through_host`` also cross the link to the host, once in each direction, and are written to the
+    host's memory and read there.
     """
 
     name: str
@@ -151,12 +151,12 @@ class HostLink(_Table):
 
 
 class Host(_Table):
-    """The host of a node, which issues all ops and carries out those of its own streams.
+    """The host of a node, which issues all ops and runs those of its own streams.
 
-    A core reads and writes ``core_bytes_per_s`` in an update, as far as ``memory`` allows, and takes
+    A core reads and writes ``core_bytes_per_s`` in an update, as far as ``memory`` allows, and achieves
     ``core_flops_per_s`` for products. Issuing an op takes ``issue_s`` seconds. Where ``computes`` is true, the thread
-    that issues ops also carries out those of the stream ``compute``, as on a CPU, and issues nothing meanwhile: an
-    accelerator is then a share of the host.
+    that issues ops also runs those of the stream ``compute``, as on a CPU, and issues nothing meanwhile: an accelerator
+    is then a part of the host.
     """
 
     memory: MemoryFigures
@@ -178,7 +178,7 @@ class Disk(_Table):
 
 
 class MeasuredSegment(_Table):
-    """Measurements of one call of a segment: its seconds, and its peak workspace beside its buffers, in bytes."""
+    """Measurements of one call of a segment: its seconds, and its peak workspace outside its buffers in bytes."""
 
     seconds: Measurement
     workspace_bytes: Annotated[int, Field(ge=0)] | None = None
@@ -197,7 +197,7 @@ class MeasuredCollective(_Table):
 
     @property
     def key(self) -> tuple[CollectiveKind, int, int]:
-        """The collectives that it holds for."""
+        """The collectives that the measurement applies to."""
         return self.kind, self.ranks, self.nodes
 
 
@@ -212,16 +212,15 @@ class MeasuredOp(_Table):
 
     @property
     def key(self) -> tuple[str, str]:
-        """The ops that it holds for."""
+        """The ops that the measurement applies to."""
         return self.name, self.stream
 
 
 class Machine(_Table):
-    """See the module's docstring. A machine without ``network`` is a single node.
+    """A machine, as the module's docstring describes. A machine without ``network`` is a single node.
 
-    ``device_names`` are the names that CUDA has for the accelerator.
-    ``segments_scale`` is the factor by which the computed time of a segment without a measurement is multiplied. It
-    makes segments with and without a measurement comparable.
+    ``device_names`` are the names of the accelerator in CUDA. ``segments_scale`` is the factor by which the computed
+    time of a segment without a measurement is multiplied. It makes segments with and without a measurement comparable.
     """
 
     name: Text
@@ -246,7 +245,7 @@ class Machine(_Table):
         return int(self.accelerators_per_node.value)
 
     def sharing_ranks(self, world_size: int) -> int:
-        """The ranks that share a full node's host; where the host computes, all that it has room for."""
+        """Return the ranks that share a full node's host; where the host computes, as many as it has room for."""
         return self.node_ranks if self.host.computes else min(world_size, self.node_ranks)
 
     @property
@@ -256,19 +255,19 @@ class Machine(_Table):
 
 
 def machine_names() -> tuple[str, ...]:
-    """The machines that zeroir describes."""
+    """Return the machines that zeroir describes."""
     names = (file.name for file in _MACHINES.iterdir())
     return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
 
 
 def machine_of_device(device_name: str) -> Machine | None:
-    """A machine of zeroir whose accelerators have this name; None where there is none."""
+    """Return a machine of zeroir whose accelerators have this name; None where there is none."""
     machines = (load_machine(name) for name in machine_names())
     return next((machine for machine in machines if device_name in machine.device_names), None)
 
 
 def load_machine(name: str | Path) -> Machine:
-    """A machine by the name of its description in zeroir, or by the path of a TOML file.
+    """Load a machine by the name of its description in zeroir, or by the path of a TOML file.
 
     Raises:
         UserError: where there is no such machine, or the file does not describe one; the message names the file, the
@@ -298,7 +297,7 @@ def load_machine(name: str | Path) -> Machine:
 
 
 def parse_machine(text: str, name: str) -> Machine:
-    """The machine that a TOML text describes; ``name`` stands for the text in errors."""
+    """Parse the TOML text of a machine; ``name`` is the name of the text in errors."""
     try:
         return Machine.model_validate(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
@@ -338,7 +337,7 @@ def _explained(name: str, first: ErrorDetails) -> str:
 
 
 def to_toml(machine: Machine) -> str:
-    """The machine as a TOML text; ``parse_machine`` reads it back."""
+    """Return the machine as a TOML text, which ``parse_machine`` parses."""
     plain = machine.model_dump(mode="json", exclude_none=True)
     lines: list[str] = []
     _write_table(lines, "", plain)

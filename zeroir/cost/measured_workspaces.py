@@ -1,4 +1,4 @@
-"""Workspaces of segments as a profile measured them, in place of the declared bounds."""
+"""Workspaces of segments as a profile measured them, instead of the declared bounds."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from zeroir.workspace.segments import EAGER
 
 
 def with_measured_workspaces(program: Program, machine: Machine) -> Program:
-    """The program with the workspaces that a profile measured on this machine, for the segments that it ran.
+    """Return the program with the workspaces that a profile measured on this machine, for the segments that it ran.
 
-    The figures hold for the kernels that the profile ran, eager or Inductor.
+    The figures apply to the kernels that the profile ran, eager or Inductor.
     """
     if not machine.has_workspaces:
         return program

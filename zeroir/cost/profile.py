@@ -1,13 +1,13 @@
-"""The figures of a machine from recorded steps of all ranks: with them, a simulated step takes as long as a real one.
+"""The figures of a machine from recorded steps of all ranks, with which a simulated step takes as long as a real one.
 
-The measurements are those that the simulation needs. On a CPU the host carries out the stream ``compute`` itself, so
-the gap between two of its ops is the time to issue the ops between them. Ops of other streams run on threads of their
-own, which take time to wake up, so the duration of such an op begins when it could have begun. The same holds for a
-collective: ranks that arrive at different times wait for each other, which is part of a step.
+The measurements are those that the simulation needs. On a CPU the host itself runs the stream ``compute``, so the gap
+between two of its ops is the time to issue the ops between them. Ops of other streams run on their own threads, which
+take time to wake up, so the duration of such an op starts when it could have started. The same applies to a collective:
+ranks that arrive at different times wait for each other, which is part of a step.
 
-Of the steps, the middle half by duration counts. The durations are averaged op by op, and then over equal ops: segments
-of one digest, and collectives and other ops of one kind, from whose sizes alpha and beta are fitted. So the parts add
-up to the average step; medians of the parts would not.
+Only the middle half of the steps by duration is used. The durations are averaged op by op, and then over equal ops:
+segments of one digest, and collectives and other ops of one kind, from whose sizes alpha and beta are fitted. So the
+parts add up to the average step; medians of the parts would not.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def measured_machine(
     name: str,
     workspaces: Mapping[str, int] = {},
 ) -> Machine:
-    """The machine ``base`` with the measurements of recorded steps of a program, under another name.
+    """Return the machine ``base`` with the measurements of recorded steps of a program, and another name.
 
     ``workspaces`` are the measured workspaces of segments in bytes, by digest.
     """
@@ -148,7 +148,7 @@ def measured_machine(
 def _segments_scale(
     program: Program, base: Machine, measured: Mapping[str, MeasuredSegment]
 ) -> Figure | None:
-    """The measured time of the segments of a program, each counted once, relative to the computed time."""
+    """Return the ratio of measured to computed time of the segments of a program, each counted once."""
     plain = base.model_copy(update={"segments": {}, "segments_scale": None})
     computed_s = {
         segment.digest(): segment_cost(segment, plain).seconds for segment in program.segments
@@ -162,7 +162,7 @@ def _segments_scale(
 
 
 def typical(steps: Sequence[Step]) -> Sequence[Step]:
-    """The middle half of the steps, by their durations from the first op to the last."""
+    """Return the middle half of the steps, by their durations from the first op to the last."""
     order = sorted(steps, key=_duration_ns)
     skipped = len(order) // 4
     return order[skipped : len(order) - skipped]
@@ -174,7 +174,7 @@ def _duration_ns(step: Step) -> int:
 
 
 def fit(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """The least-squares fit of alpha + beta × bytes, with neither below 0."""
+    """Return the least-squares fit of alpha + beta × bytes, with neither below 0."""
     mean_s = max(fmean(seconds), 0.0)
     if len(set(sizes_bytes)) == 1:
         return mean_s, 0.0
@@ -187,7 +187,7 @@ def fit(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, fl
 
 
 def _runs(program: Program, spans: Sequence[Span]) -> Iterator[tuple[Section, Mapping[int, Span]]]:
-    """The sections of a step in order, once for each time that they ran, with the span of every op."""
+    """Yield the sections of a step in order, once for each time that they ran, with the span of every op."""
     by_place: dict[_Place, list[Span]] = defaultdict(list)
     for span in spans:
         by_place[span.section, span.index].append(span)
@@ -207,12 +207,12 @@ def _runs(program: Program, spans: Sequence[Span]) -> Iterator[tuple[Section, Ma
 
 
 def _is_inline(op: ops.Op) -> bool:
-    """Whether the thread that issues ops also carries this one out."""
+    """Return whether the thread that issues ops also runs this one."""
     return effects(op).stream in (COMPUTE, HOST)
 
 
 def _issue_s(program: Program, steps: Sequence[Step]) -> float:
-    """The gap between two ops of the issuing thread, divided by the number of ops that it issues in the gap."""
+    """Return the gap between two ops of the issuing thread, divided by the number of ops that it issues in the gap."""
     gaps: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     for step in steps:
         for spans in step:
@@ -262,7 +262,7 @@ def _no_durations(
     rings: Mapping[str, Mapping[int, Ring]],
     rank: int,
 ) -> _OpRecord:
-    """The record of an op before its first duration."""
+    """Return the record of an op before its first duration."""
     match op:
         case ops.Collective():
             kind: _Kind = _OfCollective(collective_kind(op), rings[op.comm][rank])
@@ -278,9 +278,9 @@ def _no_durations(
 def _ready(
     program: Program, spans: Sequence[Span], issue_s: float | None
 ) -> Iterator[tuple[Section, int, int, Span]]:
-    """Every op of a step with its span, and the moment at which its predecessors on its rank had ended.
+    """Yield every op of a step with its span, and the time at which its predecessors on its rank had ended.
 
-    Without ``issue_s`` the streams of a device run by themselves, and an op is ready when it begins.
+    Without ``issue_s`` the streams of a device run on their own, and an op is ready when it starts.
     """
     for section, by_index in _runs(program, spans):
         stream_end: dict[str, int] = {}

@@ -1,14 +1,14 @@
-"""The search for the best point of a space that is too large to try all of: descent by axes, cut off by bounds.
+"""The search for the best point of a space that is too large to try all of: coordinate descent, pruned by bounds.
 
-A space is a few families, such as the meshes of a stage, each a grid of ordered axes. The evaluation of a point gives
-the bytes that are missing until it fits, and the step that it takes; a lower bound of the step is cheaper. A point that
-misses fewer bytes is better, and of two that fit, the faster one.
+A space is a few families, such as the meshes of a stage, each a grid of ordered axes. The evaluation of a point returns
+the bytes that are missing until it fits, and its step time; a lower bound of the step is cheaper. A point that misses
+fewer bytes is better, and of two that fit, the faster one.
 
 The search of a family begins at its starts. From the first, the fastest, it gives up speed where that frees most memory
 per time, until the point fits, and then improves one axis at a time as long as that helps. It does so for the most
-promising family first, and for the others unless their bound says that they cannot win. Next to the best points it then
-tries faster ones that do not fit, and makes them fit along the other axes. Last, it improves the winner's other starts.
-It walks a long axis in strides. It tries no point twice, and none whose bound is hardly better than the best so far.
+promising family first, and for the others unless their bound excludes them. From the best points it then tries faster
+ones that do not fit, and makes them fit along the other axes. Last, it improves the winner's other starts. It walks a
+long axis in strides. It tries no point twice, and none whose bound is hardly better than the best so far.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Point = tuple[int, ...]
 """An index for every axis of a family."""
 
 _FEW: Final = 6
-"""Of an axis with no more values than this, all are tried; else both ends and those …, 16, 4, 1 away."""
+"""Of an axis with no more values than this, all are tried; otherwise both ends and those …, 16, 4, 1 away."""
 
 _STRIDE: Final = 4
 """The ratio of a stride to the next shorter one."""
@@ -36,7 +36,7 @@ _WORTH: Final = 1.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A grid: the number of values of each axis, and points to begin with."""
+    """A grid: the number of values of each axis, and initial points."""
 
     sizes: tuple[int, ...]
     starts: tuple[Point, ...]
@@ -44,7 +44,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOutcome:
-    """The result for a point: the missing and the needed bytes, and the step that it would take if none were missing.
+    """The result for a point: the missing and the needed bytes, and the step time if none were missing.
 
     ``is_hopeless`` says that no point of the family fits.
     """
@@ -61,7 +61,7 @@ class SearchOutcome:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """A lower key is better: fewer missing bytes, then a shorter step, then fewer needed bytes."""
+        """The sort key, lower is better: fewer missing bytes, then a shorter step, then fewer needed bytes."""
         return self.missing_bytes, self.step_ns, self.needed_bytes
 
 
@@ -69,9 +69,9 @@ class SearchOutcome:
 class Found:
     """The result of a search: the best point of each family, and every point that was tried.
 
-    ``best`` are as many as there are families. ``winner`` is the family of the best of all. ``cut_off`` are those that
-    were not improved, because their bound says that they cannot win. ``is_finished`` is false where the search ended
-    because enough was tried.
+    ``best`` has one point for each family. ``winner`` is the family of the best of all. ``cut_off`` are those that were
+    not improved, because their bound excludes them. ``is_finished`` is False where the search ended because enough
+    points were tried.
     """
 
     best: tuple[Point, ...]
@@ -89,7 +89,7 @@ Bound = Callable[[int, Point | None], int]
 def search(
     families: Sequence[Family], evaluate: Evaluate, bound_ns: Bound, *, most_tried: int
 ) -> Found:
-    """The best points that descent finds, trying at most ``most_tried``, but at least one of every family."""
+    """Return the best points that descent finds, trying at most ``most_tried``, but at least one of every family."""
     return _Search(families, evaluate, bound_ns, most_tried).run()
 
 
@@ -112,7 +112,7 @@ class _Search:
 
     def run(self) -> Found:
         numbers = range(len(self._families))
-        # One of every family, whatever the limit; only then may others of the same family take from it.
+        # One of every family, whatever the limit; only then may others of the same family use up the limit.
         for number, family in enumerate(self._families):
             self._tried[number, family.starts[0]] = self._evaluate(number, family.starts[0])
         for number, family in enumerate(self._families):
@@ -151,7 +151,7 @@ class _Search:
         )
 
     def _try(self, number: int, point: Point) -> SearchOutcome | None:
-        """The result for a point; None where it cannot be the family's best, or enough points were tried."""
+        """Return the result for a point; None where it cannot be the family's best, or enough points were tried."""
         evaluation = self._tried.get((number, point))
         if evaluation is not None:
             return evaluation
@@ -169,7 +169,7 @@ class _Search:
     def _squeeze(self, number: int, at: Point, kept: int | None = None) -> None:
         """From a point, give up speed where that frees most memory for its cost, until the point fits.
 
-        The axis ``kept`` stays as it is. The cost of a move is computed again if other moves were made since.
+        The axis ``kept`` is not changed. The cost of a move is recomputed if other moves were made since.
         """
         moves: list[_Move] = []
         for axis in range(len(at)):
@@ -186,7 +186,10 @@ class _Search:
             self._weigh(number, at, axis, moves)
 
     def _is_worth_fitting(self, number: int, at: Point) -> bool:
-        """Whether a point does not fit, and is faster than the best if that fits: fitting hardly makes it faster."""
+        """Return whether a point does not fit but is faster than a best one that fits.
+
+        Fitting never speeds it up much.
+        """
         best, own = self._best_of(number), self._tried[number, at]
         return not own.fits and not (best.fits and own.step_ns >= best.step_ns)
 
@@ -195,7 +198,7 @@ class _Search:
             self._push(number, at, axis, point[axis], moves)
 
     def _push(self, number: int, at: Point, axis: int, value: int, moves: list[_Move]) -> None:
-        """Weigh a move along an axis: the nanoseconds that it costs per missing byte that it frees."""
+        """Add a move along an axis with its cost: the nanoseconds per missing byte that it frees."""
         present = self._tried[number, at]
         evaluation = self._try(number, (*at[:axis], value, *at[axis + 1 :]))
         if evaluation is not None and evaluation.missing_bytes < present.missing_bytes:
@@ -214,7 +217,7 @@ class _Search:
                     at, is_better = better, True
 
     def _better(self, number: int, at: Point, points: Iterator[Point]) -> Point:
-        """The best of a point and others, all of which are tried."""
+        """Return the best of a point and others, all of which are tried."""
         best, key = at, self._tried[number, at].key
         for point in points:
             evaluation = self._try(number, point)
@@ -232,7 +235,7 @@ class _Search:
         self._climb(number, self._best[number])
 
     def _along(self, number: int, axis: int, at: Point) -> Iterator[Point]:
-        """Points that differ from one along an axis."""
+        """Yield points that differ from one along an axis."""
         size = self._families[number].sizes[axis]
         if size <= _FEW:
             values = [value for value in range(size) if value != at[axis]]
@@ -259,7 +262,7 @@ class _Search:
         return best.fits and self._family_ns(number) * _WORTH >= best.step_ns
 
     def _is_worth(self, number: int, point: Point, step_ns: int) -> bool:
-        """Whether the bounds of a point and of its family allow a step clearly shorter than ``step_ns``."""
+        """Return whether the bounds of a point and of its family allow a step clearly shorter than ``step_ns``."""
         if self._family_ns(number) * _WORTH >= step_ns:
             return False
         return self._bound_ns(number, point) * _WORTH < step_ns

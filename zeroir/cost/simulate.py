@@ -1,8 +1,7 @@
 """The simulation of a step on a machine: its time and its critical path, without running the program.
 
-The streams run in the order that the program gives them, on one rank of each class of ranks that behave alike. A
-prediction is as good as the machine's figures. It knows of no other load on the machine, and counts no time for the
-allocator.
+The streams run in the order of the program, on one rank of each class of ranks that behave alike. A prediction is as
+good as the machine's figures. It assumes no other load on the machine, and no time for the allocator.
 """
 
 from __future__ import annotations
@@ -34,19 +33,18 @@ from zeroir.ir.spans import Span
 
 _NS: Final = 1e9
 _LONGEST_S: Final = 1e9
-"""The longest duration of an op, about thirty years; a longer one comes from a mistake in the input."""
+"""The longest duration of an op, about thirty years; a longer one means a mistake in the input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassResult:
     """The simulated step of one rank of a class.
 
-    ``spans`` are in program order. The span of a collective begins when its rank arrives at it, and the span of a wait
+    ``spans`` are in program order. The span of a collective starts when its rank arrives at it, and the span of a wait
     when its stream does. ``busy_s`` is the working time by stream, without the time in which it waits for other ranks.
-    ``exposed_s`` is the time in which the stream ``compute`` does nothing while a collective is under way, and
-    ``exposed_transfers_s`` the same for transfers and for ops that the host carries out. ``bytes_by_wire`` are the
-    bytes that a rank sends, in one direction, over each link between ranks, to and from the host, and to and from
-    the disk.
+    ``exposed_s`` is the time in which the stream ``compute`` is idle during a collective, and ``exposed_transfers_s``
+    the same for transfers and for ops that the host runs. ``bytes_by_wire`` are the bytes that a rank sends, in one
+    direction, over each link between ranks, to and from the host, and to and from the disk.
     """
 
     ranks: tuple[int, ...]
@@ -77,7 +75,7 @@ class PathItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The number of distinct segments and collectives that the machine has measurements of, and of all of them."""
+    """The number of distinct segments and collectives with measurements of the machine, and of all of them."""
 
     segments: int
     of_segments: int
@@ -87,15 +85,15 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """A simulated step; where the end of a step runs beside the next one, a step that follows another.
+    """A simulated step; where the end of a step overlaps with the next one, a step that follows another.
 
     ``classes`` are in the order of their first ranks.
 
-    ``critical_path`` is in the order of time, and its durations add up to ``step_ns``: each of its ops began as soon as
-    the one before it ended. ``flops`` are those of one rank, recomputation included. ``hfu`` is the time that they take
+    ``critical_path`` is in temporal order, and its durations add up to ``step_ns``: each of its ops started as soon as
+    the previous one ended. ``flops`` are those of one rank, including recomputation. ``hfu`` is the time that they take
     at the dense peak, as a fraction of the step; ``mfu`` is the same without recomputation. ``evaluation_s`` are the
     seconds of an evaluation between two steps, None where the program has none or none was simulated. ``redone_s`` are
-    those of a step that undoes its speculative update, None where it has none, or that was not simulated.
+    those of a step that undoes its speculative update, None where there is none or it was not simulated.
     """
 
     machine: str
@@ -119,12 +117,12 @@ class Simulation:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds of exposed communication of the class with the most."""
+        """The seconds of exposed communication of the class with the most."""
         return max(result.exposed_s for result in self.classes)
 
     @property
     def exposed_transfers_s(self) -> float:
-        """Seconds of exposed transfers, and of the host's own ops, of the class with the most."""
+        """The seconds of exposed transfers, and of the host's own ops, of the class with the most."""
         return max(result.exposed_transfers_s for result in self.classes)
 
 
@@ -139,13 +137,13 @@ def simulate(
 ) -> Simulation:
     """Simulate a training step. With ``straggler``, the work of rank 0 takes longer by this factor.
 
-    Speculative steps have guessed right, unless the step ``is_redone``.
+    The guesses of speculative steps are right, unless the step ``is_redone``.
 
     ``logical`` is the program before any pass: floating-point operations beyond its own are recomputation. Without it
     no operation counts as recomputation.
 
     Raises:
-        UserError: where the machine is too small or endlessly slow, the program is not made for this number of
+        UserError: where the machine is too small or extremely slow, the program does not support this number of
             micro-steps, or the factor is below 1.
     """
     if straggler is not None and not 1 <= straggler < float("inf"):
@@ -193,7 +191,7 @@ def simulate(
 
 
 def simulate_evaluation(program: Program, machine: Machine) -> float | None:
-    """The seconds of one evaluation; None where the program has none.
+    """Return the seconds of one evaluation; None where the program has none.
 
     Raises:
         UserError: as ``simulate``.
@@ -216,7 +214,7 @@ def simulate_evaluation(program: Program, machine: Machine) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StepTime:
-    """The time of the step that is reported, from the beginning of the simulation on."""
+    """The time of the reported step, from the start of the simulation."""
 
     start_ns: int
     end_ns: int
@@ -224,7 +222,7 @@ class _StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SimulatedSteps:
-    """The tasks to simulate, of which the last step's begin with the task ``first``.
+    """The tasks to simulate, of which the last step's start with the task ``first``.
 
     ``boundaries`` are the ends of the two steps. They are None for one step, which ends with its last task.
     """
@@ -234,7 +232,7 @@ class _SimulatedSteps:
     boundaries: tuple[int, int] | None = None
 
     def window(self, timelines: Sequence[Timeline]) -> _StepTime:
-        """The time of the last step."""
+        """Return the time of the last step."""
         if self.boundaries is None:
             ends = (end_ns for timeline in timelines for end_ns in timeline.end_ns)
             return _StepTime(start_ns=0, end_ns=max(ends, default=0))
@@ -246,7 +244,7 @@ class _SimulatedSteps:
 
 
 def _simulated_steps(program: Program, machine: Machine, micro_steps: int) -> _SimulatedSteps:
-    """One step, or two where the end of a step runs beside the next one."""
+    """Return the tasks of one step, or of two where the end of a step overlaps with the next one."""
     is_issuing, host_computes = _ns(machine.host.issue_s.value) > 0, machine.host.computes
     if not is_next_step_overlapped(program):
         tasks = step_tasks(program, micro_steps, is_issuing=is_issuing, host_computes=host_computes)
@@ -335,7 +333,7 @@ def _class_result(
         )
         start_ns = ready_ns
         if isinstance(op, ops.Wait):
-            # A wait occupies its stream from the moment at which the stream arrives at it.
+            # A wait occupies its stream from the time at which the stream arrives at it.
             start_ns = 0 if task.stream_before is None else timeline.end_ns[task.stream_before]
         if number >= steps.first:
             start_ns = max(start_ns, window.start_ns) - window.start_ns
@@ -372,7 +370,7 @@ def _class_result(
 def _outside_ns(
     intervals: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]], window: _StepTime
 ) -> int:
-    """The length of the first union of intervals within a window, less its intersection with the second one."""
+    """Return the length of the first union of intervals within a window, minus its intersection with the second."""
     marks: list[tuple[int, int, int]] = []
     for which, pairs in enumerate((intervals, others)):
         for begun_ns, ended_ns in pairs:
@@ -392,7 +390,7 @@ def _outside_ns(
 def _critical_path(
     steps: _SimulatedSteps, timelines: Sequence[Timeline], window: _StepTime
 ) -> tuple[PathItem, ...]:
-    """The chain of causes, within the step, that ends with its end; tasks without a duration are left out."""
+    """Return the chain of causes, within the step, that ends with its end; tasks without a duration are omitted."""
     tasks = steps.tasks
     ends = range(len(tasks)) if steps.boundaries is None else steps.boundaries[1:]
     latest = [
@@ -423,7 +421,7 @@ def _critical_path(
 
 
 def _flops(tasks: Sequence[Task], durations: Durations, machine: Machine) -> tuple[int, float]:
-    """The floating-point operations of a rank in a step, and the seconds that they take at the dense peak."""
+    """Return the floating-point operations of a rank in a step, and the seconds that they take at the dense peak."""
     total, ideal_s = 0, 0.0
     for task in tasks:
         if task.kind is not TaskKind.RUN or not isinstance(task.op, ops.Compute):

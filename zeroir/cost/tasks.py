@@ -1,8 +1,8 @@
 """A step of a program as a graph of tasks, which is the same for every rank.
 
 A task is an op, the issue of an op by the host, or a boundary between two sections. The predecessors of an op are the
-op before it on its stream, the ops that signal its events, the collective before it on its communicator, its own issue,
-and the boundary before it. The issuing thread itself waits where a device stream waits for a host or disk stream.
+previous op on its stream, the ops that signal its events, the previous collective on its communicator, its own issue,
+and the previous boundary. The issuing thread itself waits where a device stream waits for a host or disk stream.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class TaskKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One task. ``after`` are its predecessors, and ``stream_before`` is the op before it on its stream.
+    """One task. ``after`` are its predecessors, and ``stream_before`` is the previous op on its stream.
 
-    A boundary has no op; its index is the number of ops of the section before it.
+    A boundary has no op; its index is the number of ops of the previous section.
     """
 
     kind: TaskKind
@@ -47,7 +47,7 @@ class Task:
 
 
 def require_micro_steps(program: Program, micro_steps: int | None) -> int:
-    """The number of micro-steps to simulate: the given one, else that of the compilation.
+    """Return the number of micro-steps to simulate: the given one, or else that of the compilation.
 
     Raises:
         UserError: where the program has no section for so many micro-steps, does not run them in equal groups, or where
@@ -77,7 +77,7 @@ def require_micro_steps(program: Program, micro_steps: int | None) -> int:
 
 
 def step_sections(program: Program, micro_steps: int | None = None) -> list[Section]:
-    """The sections of a training step in their order, ``micro_step`` once for each of its runs.
+    """Return the sections of a training step in order, with ``micro_step`` once for each of its runs.
 
     Raises:
         UserError: as ``require_micro_steps``.
@@ -90,7 +90,7 @@ def step_sections(program: Program, micro_steps: int | None = None) -> list[Sect
 def step_tasks(
     program: Program, micro_steps: int, *, is_issuing: bool, host_computes: bool
 ) -> list[Task]:
-    """The tasks of a training step; see ``section_tasks``."""
+    """Return the tasks of a training step, as ``section_tasks`` does."""
     return section_tasks(
         program,
         step_sections(program, micro_steps),
@@ -102,9 +102,9 @@ def step_tasks(
 def two_steps_tasks(
     program: Program, micro_steps: int, *, is_issuing: bool, host_computes: bool
 ) -> tuple[list[Task], tuple[int, int]]:
-    """The tasks of two training steps, and the numbers of the boundaries that end them.
+    """Return the tasks of two training steps, and the numbers of the boundaries that end them.
 
-    What is pending when a step ends runs beside the next one, so the time between the boundaries is that of every step
+    Pending ops at the end of a step overlap with the next one, so the time between the boundaries is that of every step
     but the first.
     """
     sections = step_sections(program, micro_steps)
@@ -120,7 +120,7 @@ def two_steps_tasks(
 
 
 def is_next_step_overlapped(program: Program) -> bool:
-    """Whether ops of a step may be under way when the next step begins."""
+    """Return whether ops of a step may still be pending when the next step starts."""
     sections = step_sections(program)
     signalled = {op.event for s in sections for op in s.body if not isinstance(op, ops.Wait)}
     return any(pending.event in signalled for s in sections[-1:] for pending in s.exit.pending)
@@ -134,13 +134,13 @@ def section_tasks(
     host_computes: bool,
     is_joined: bool = False,
 ) -> list[Task]:
-    """The tasks of sections that follow each other, each after its predecessors; last a boundary if ``is_joined``.
+    """Return the tasks of consecutive sections, each after its predecessors, and a last boundary if ``is_joined``.
 
-    With ``is_issuing`` the host takes time to issue an op. With ``host_computes`` it issues nothing while it carries
-    out an op of the stream ``compute``, or while it waits at a boundary. Without it the issuing thread waits where a
-    device stream, or a boundary, waits for a stream of the host or a disk, because a device cannot wait for a thread.
-    Copies that wait for one are issued by threads (``zeroir.ir.analysis.issuing_threads``), so the issuing thread waits
-    only where another stream waits for such a copy, and until it is issued.
+    With ``is_issuing`` the host takes time to issue an op. With ``host_computes`` it issues nothing while it runs an op
+    of the stream ``compute``, or while it waits at a boundary. Without it the issuing thread waits where a device
+    stream, or a boundary, waits for a stream of the host or a disk, because a device cannot wait for a thread. Copies
+    that wait for one are issued by threads (``zeroir.ir.analysis.issuing_threads``), so the issuing thread only waits
+    where another stream waits for such a copy, and until it is issued.
     """
     tasks = _TaskList(program, is_issuing=is_issuing, host_computes=host_computes)
     for number, section in enumerate(sections):
@@ -158,7 +158,7 @@ class _TaskList:
         self.tasks: list[Task] = []
         self._is_issuing = is_issuing
         self._host_computes = host_computes
-        # A wait is a task as well, and the host carries out its own waits.
+        # A wait is a task as well, and the host runs its own waits.
         self._clocks = StreamClocks((*(stream.name for stream in program.streams), HOST))
         self._on_stream: list[list[int]] = [[] for _ in self._clocks.numbers]
         self._on_comm: dict[str, int] = {}
@@ -170,7 +170,7 @@ class _TaskList:
         apart = frozenset() if host_computes else issued_apart(program)
         self._apart = frozenset(self._clocks.numbers[stream] for stream in apart)
         self._awaited_apart: dict[int, tuple[int, ...]] = dict.fromkeys(self._apart, ())
-        """For each stream that a thread issues, the tasks of threads that its next op is issued after."""
+        """For each stream that a thread issues, the tasks of threads after which its next op is issued."""
         self._issued_after: dict[int, tuple[int, ...]] = {}
         """The same for each of its tasks so far."""
         self._host: tuple[int, ...] = ()
@@ -227,7 +227,7 @@ class _TaskList:
             self._wait_for_threads(signallers)
 
     def join(self, section: Section) -> None:
-        """Add the boundary after a section: later tasks follow all earlier ones but those whose events are pending."""
+        """Add the boundary after a section: later tasks follow all earlier ones except those with pending events."""
         last = self._clocks.join([pending.event for pending in section.exit.pending])
         task = Task(
             kind=TaskKind.BOUNDARY,
@@ -245,11 +245,11 @@ class _TaskList:
             self._wait_for_threads(last)
 
     def _wait_for_threads(self, positions: Iterable[Position | None]) -> None:
-        """Let the issuing thread wait until threads have carried these ops out, or issued them."""
+        """Make the issuing thread wait until threads have run these ops, or issued them."""
         self._host = _present(*self._host, *self._of_threads(positions))
 
     def _of_threads(self, positions: Iterable[Position | None]) -> list[int]:
-        """The tasks of threads that are done once threads have carried these ops out, or issued them."""
+        """Return the tasks of threads that are done once threads have run these ops, or issued them."""
         awaited: list[int] = []
         for position in positions:
             number = self._task_at(position)
@@ -276,7 +276,7 @@ def _present(*numbers: int | None) -> tuple[int, ...]:
 
 
 def followers(tasks: Sequence[Task]) -> list[list[int]]:
-    """The tasks that have a task among their predecessors, for each task."""
+    """Return for each task those that have it among their predecessors."""
     followers_of: list[list[int]] = [[] for _ in tasks]
     for number, task in enumerate(tasks):
         for before in task.after:

@@ -12,10 +12,10 @@ from zeroir.ir.program import Flat, Program
 
 
 def update_flops(program: Program, op: ops.Op) -> int:
-    """Floating-point operations of an op of the update, on the rank that has most; in ``algorithm.direction_dtype``.
+    """Return the FLOPs of an op of the update, on the rank with the most; in ``algorithm.direction_dtype``.
 
-    A rank computes every parameter that meets its slice. Hyper-parameters are those that the program begins with, of
-    the group for which the figure is largest.
+    A rank computes every parameter that overlaps its slice. Hyper-parameters are those with which the program starts,
+    of the group with the largest result.
     """
     if not isinstance(op, ops.OptimizerStep) or op.algorithm.declaration.whole is None:
         return 0
@@ -32,9 +32,9 @@ def update_flops(program: Program, op: ops.Op) -> int:
 
 
 def _on_one_rank(flat: Flat, numel: int, flops: Sequence[int]) -> int:
-    """The sum for the parameters that meet a slice of ``numel`` elements, where it is largest."""
+    """Return the largest sum for the parameters that overlap a slice of ``numel`` elements."""
     count = flat.padded_numel // numel
-    changes = [0] * (count + 1)  # where slices begin, and cease, to meet parameters
+    changes = [0] * (count + 1)  # where slices begin and stop to overlap parameters
     for slot, own in zip(flat.slots, flops, strict=True):
         changes[slot.offset // numel] += own
         changes[(slot.offset + max(slot.numel, 1) - 1) // numel + 1] -= own

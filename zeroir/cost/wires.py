@@ -1,8 +1,9 @@
-"""The wires that bytes take, and the cost of what flows over them: collectives, transfers, and updates on the host.
+"""The wires of transferred bytes, and the cost of flows over them: collectives, transfers, and updates on the host.
 
-A flow begins after its latency. Alone on its wires it takes ``transfer_s`` seconds, in which it needs a share of each
-wire's bandwidth; the simulation slows flows down where these shares exceed a wire. A wire is that of one rank: of what
-the ranks of a node share, each has an equal part, because all of them carry out the same ops at about the same time.
+A flow starts after its latency. Alone on its wires it takes ``transfer_s`` seconds, in which it needs a fraction of
+each wire's bandwidth; the simulation slows flows down where these fractions exceed a wire. A wire is that of one rank:
+each rank has an equal part of what the ranks of a node share, because all of them run the same ops at about the same
+time.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from zeroir.ir import ops
 
 
 class Wire(StrEnum):
-    """A link, or a limit that several links have in common.
+    """A link, or a common limit of several links.
 
-    ``host_link`` and ``disk`` bound both directions of a link and of a disk together, ``host_memory`` all that reads
-    or writes the host's memory, and ``cores`` what the cores of the host carry out.
+    ``host_link`` and ``disk`` bound both directions of a link and of a disk together, ``host_memory`` all reads and
+    writes of the host's memory, and ``cores`` the work of the host's cores.
     """
 
     NODE_LINK = "node_link"
@@ -47,7 +48,7 @@ class FlowCost:
     """The cost of one flow for a rank.
 
     ``seconds`` = ``latency_s`` + ``transfer_s`` when nothing else uses the wires. ``bytes_by_wire`` are the bytes that
-    a rank sends over links, and ``demand_by_wire`` is the share of each wire's bandwidth that they take during
+    a rank sends over links, and ``demand_by_wire`` is the fraction of each wire's bandwidth that they need during
     ``transfer_s``, at most 1.
     """
 
@@ -70,10 +71,10 @@ def flow(
     *,
     measured: tuple[float, float] | None = None,
 ) -> FlowCost:
-    """The cost of a flow that would occupy each wire for ``busy_s`` seconds.
+    """Return the cost of a flow that would occupy each wire for ``busy_s`` seconds.
 
-    ``measured`` are the seconds of its latency and of its transfer, in the place of the computed ones. It was measured
-    beside what else flows in a step, so nothing slows it down again.
+    ``measured`` are the seconds of its latency and of its transfer, which replace the computed ones. It was measured
+    together with the other flows of a step, so nothing slows it down again.
     """
     slowest_s = max(busy_s.values(), default=0.0)
     demand = {wire: time / slowest_s for wire, time in busy_s.items() if slowest_s}
@@ -99,7 +100,7 @@ class HostRates:
     def transfer(
         self, op: HostTransferOp, size_bytes: int, measured: tuple[float, float] | None = None
     ) -> FlowCost:
-        """The cost of a transfer: it takes its link, a share of both directions of it, and the host's memory."""
+        """Return the cost of a transfer: it occupies its link, the limit of both directions, and the host's memory."""
         link, both = _links(op)
         wires = (link, both, Wire.HOST_MEMORY)
         busy_s = {wire: size_bytes / self.bytes_per_s[wire] for wire in wires}
@@ -112,7 +113,7 @@ class HostRates:
         flops: int,
         measured: tuple[float, float] | None = None,
     ) -> FlowCost:
-        """The cost of work on the host: bytes that it reads and writes in memory, and in caches, and its products."""
+        """Return the cost of work on the host: bytes read and written in memory, and in caches, and products."""
         core_bytes = traffic_bytes + cached_bytes
         busy_s = {
             Wire.HOST_MEMORY: traffic_bytes / self.bytes_per_s[Wire.HOST_MEMORY],
@@ -122,7 +123,7 @@ class HostRates:
 
 
 def _links(op: HostTransferOp) -> tuple[Wire, Wire]:
-    """The link of a transfer, and the limit that both directions of it have in common."""
+    """Return the link of a transfer, and the common limit of both its directions."""
     match op:
         case ops.ToDevice():
             return Wire.TO_DEVICE, Wire.HOST_LINK
@@ -137,7 +138,7 @@ def _links(op: HostTransferOp) -> tuple[Wire, Wire]:
 
 
 def host_rates(machine: Machine, world_size: int) -> HostRates:
-    """The part of a node that each of so many ranks has, on a full node where there is one."""
+    """Return each rank's part of a node, on a full node where there is one."""
     ranks = machine.sharing_ranks(world_size)
     host, link, disk = machine.host, machine.host_link, machine.disk
     on_link = min(int(link.accelerators.value), ranks)

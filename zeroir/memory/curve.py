@@ -1,7 +1,7 @@
 """The live bytes over a section when ops take effect in program order, by role, and their peak.
 
-This is the step in the order of the program's text. ``zeroir.memory.footprint`` says what must fit: streams that no
-wait orders may make more live at once.
+This is the step in program order. ``zeroir.memory.footprint`` computes what must fit: streams that no wait orders may
+make more live at once.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class LiveBytes:
     """Bytes live on one rank over a section, in program order.
 
     ``roles[r][0]`` are the bytes of the role ``r`` on entry, ``roles[r][i + 1]`` those after op ``i``; only roles that
-    are ever live are listed, in order of the most bytes that each ever holds. ``workspace[i + 1]`` are the bytes that
-    op ``i`` takes beyond its buffers while it runs.
+    are ever live are listed, in order of their maximum bytes. ``workspace[i + 1]`` are the bytes that op ``i`` needs in
+    addition to its buffers while it runs.
     """
 
     section: str
@@ -43,10 +43,10 @@ class LiveBytes:
 def live_bytes(
     program: Program, section: Section, *, space: Space = Space.DEVICE, kernels: str = "eager"
 ) -> LiveBytes:
-    """The curve of one section: ops take effect in program order, and each persistent buffer is always live.
+    """Return the curve of one section: ops take effect in program order, and each persistent buffer is always live.
 
-    ``kernels`` are those whose declared workspace counts; a segment that declares none for them takes 0. Collectives
-    take nothing: a backend's memory is unknown to a program.
+    ``kernels`` are those whose declared workspace counts; a segment that declares none for them counts as 0.
+    Collectives also count as 0, because the memory of a backend is unknown to a program.
     """
     names = program.buffer_by_name
     count = len(section.body) + 1
@@ -79,7 +79,7 @@ def live_bytes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The fullest moment: after op number ``index`` of ``section``, or on its entry where ``index`` is -1.
+    """The time with the most live bytes: after op number ``index`` of ``section``, or on its entry where it is -1.
 
     ``role_bytes`` are the bytes live then on one rank in one space, by role, largest first.
     """
@@ -100,7 +100,7 @@ def peak(
     space: Space = Space.DEVICE,
     sections: Collection[str] = SECTION_NAMES,
 ) -> Peak:
-    """The first of the highest points of the curves of these sections, without what ops take beside buffers."""
+    """Return the first maximum of the curves of these sections, without the workspaces of ops."""
     fullest = Peak(section="", index=-1, role_bytes={})
     for section in program.sections:
         if section.name not in sections:
@@ -117,5 +117,5 @@ def peak(
 
 
 def _sums(columns: Iterable[Sequence[int]], count: int) -> list[int]:
-    """The sums of the columns at each of ``count`` places."""
+    """Return the sums of the columns at each of ``count`` places."""
     return [sum(row) for row in zip([0] * count, *columns, strict=True)]

@@ -1,12 +1,13 @@
-"""Places for buffers in one block of memory: each takes the lowest bytes that are free during its lives (first fit).
+"""Places for buffers in one block of memory: each gets the lowest bytes that are free during its lives (first fit).
 
-How tight that is depends on the order in which buffers are placed, and no order suits every program. So several are
-tried, and each is then tried again with the buffers that ended too high moved to its front, until a placement takes no
-more than can be live at once or enough were tried. Nothing is left to chance, so every run finds the same places.
+The result depends on the order in which buffers are placed, and no order is best for every program. So several are
+tried, and each is then tried again with the buffers that ended too high moved to its front, until a placement needs no
+more than can be live at once or enough were tried. The search is deterministic, so every run finds the same places.
 
-Buffers conflict where two of their lives may meet, and pairs of these are listed. Where they would be too many, as in
-a deep network whose every layer saves values for the backward, the lives that meet most others are stacked first: the
-longest at the bottom, those within its time on top of it. All others stand above the stack and are far fewer pairs.
+Buffers conflict where two of their lives may overlap in time, and pairs of these are listed. Where there would be too
+many, as in a deep network whose every layer saves values for the backward, the lives that overlap most others are
+stacked first: the longest at the bottom, those within its time on top of it. All others are placed above the stack and
+have far fewer pairs.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from zeroir.memory.lifetimes import Lifetimes
 Ints = NDArray[np.int64]
 
 MOST_PAIRS: Final = 2_000_000
-"""With more pairs of lives that may meet, long lives are stacked."""
+"""With more pairs of lives that may overlap, long lives are stacked."""
 
 MOST_PLACEMENTS: Final = 30_000
 """The search tries no further order once it has placed this many buffers, over all orders together."""
 
 _FEW_MEETINGS: Final = 64
-"""A buffer that meets no more later lives than this is not stacked."""
+"""A buffer that overlaps no more later lives than this is not stacked."""
 
 _HEIGHTS: Final = 4096
-"""The stack's height is recorded for this many stretches of time of equal length."""
+"""The stack's height is recorded for this many intervals of time of equal length."""
 
 _NOWHERE: Final = -1
 
@@ -42,9 +43,9 @@ _NOWHERE: Final = -1
 class BuffersToPlace:
     """Buffers by number, in the order of their first lives.
 
-    ``spans`` are the moments that the lives of each last in all, ``ends`` when every stream knows that the last of them
-    ended. ``stacked`` are the offsets of those that were stacked, -1 for all others; these must stand at
-    ``lowest`` or higher, and ``conflicts`` are, in order, those among them that a buffer must not overlap.
+    ``spans`` are the total lengths of each one's lives, ``ends`` when every stream knows that the last of them ended.
+    ``stacked`` are the offsets of those that were stacked, -1 for all others; these must be placed at ``lowest`` or
+    higher, and ``conflicts`` are, in order, those among them that a buffer must not overlap.
     """
 
     names: Sequence[str]
@@ -94,10 +95,10 @@ class BuffersToPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Meetings:
-    """The later lives that each life may meet: those that a stream begins before it knows that the life ended.
+    """The later lives that each life may overlap: those that a stream begins before it knows that the life ended.
 
     ``begun`` has the lives that each stream begins, in order, and ``ranges`` which of them, from and to, each life may
-    meet; ``counts`` how many that makes in all. Lives begin at ``firsts``; at ``untils`` every stream knows their end.
+    overlap; ``counts`` is their total number. Lives begin at ``firsts``; at ``untils`` every stream knows their end.
     """
 
     firsts: Ints
@@ -126,9 +127,9 @@ class _Meetings:
         )
 
     def conflicts(self, buffer_of: Ints, is_stacked: NDArray[np.bool_]) -> list[Ints]:
-        """For each buffer those that it must not overlap, none of them stacked."""
+        """Return for each buffer those that it must not overlap, none of them stacked."""
         count = len(is_stacked)
-        # There may be millions of keys: each step frees or reuses the arrays of the one before.
+        # There may be millions of keys: each step frees or reuses the arrays of the previous one.
         keys = np.concatenate(list(self._pair_keys(buffer_of, is_stacked)))
         keys.sort()
         keys = keys[np.concatenate(([True], keys[1:] != keys[:-1]))[: len(keys)]]
@@ -137,11 +138,11 @@ class _Meetings:
         return [keys[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
 
     def _pair_keys(self, buffer_of: Ints, is_stacked: NDArray[np.bool_]) -> Iterator[Ints]:
-        """Each pair of buffers of which two lives may meet as one number, first times count plus second, both ways."""
+        """Yield each pair of buffers with overlapping lives as one number, first × count + second, both ways."""
         count = len(is_stacked)
         for begun, (start, stop) in zip(self.begun, self.ranges, strict=True):
             lengths = np.where(is_stacked[buffer_of], 0, stop - start)
-            # For every life the numbers from its start to its stop, one life after the other.
+            # For every life the numbers from its start to its stop, life by life.
             skipped = np.repeat(start - np.cumsum(lengths) + lengths, lengths)
             earlier = np.repeat(buffer_of, lengths)
             later = buffer_of[begun[np.arange(len(skipped)) + skipped]]
@@ -154,10 +155,10 @@ class _Meetings:
 def _stack(
     meetings: _Meetings, buffer_of: Ints, sizes: Ints, spans: Ints, stop: int, most_pairs: int
 ) -> tuple[Ints, Ints]:
-    """Stack the buffers that meet most others: the offsets of these, and how low all others may stand.
+    """Stack the buffers that overlap most others; return their offsets, and the lowest place for all others.
 
-    A buffer is stacked where the stack is level throughout its lives. Where it is not, the buffer is left, unless the
-    buffers left meet more than ``most_pairs`` lives by then.
+    A buffer is stacked where the stack is level throughout its lives. Where it is not, the buffer is skipped, unless
+    the skipped buffers then overlap more than ``most_pairs`` lives.
     """
     count = len(sizes)
     few_meetings = max(most_pairs // count, min(most_pairs, _FEW_MEETINGS))
@@ -191,7 +192,7 @@ def _stack(
 def find_offsets(
     buffers: BuffersToPlace, live_bytes: int, most_placements: int = MOST_PLACEMENTS
 ) -> Ints:
-    """Offsets of all buffers; the search ends once they take ``live_bytes``, or after ``most_placements``.
+    """Return offsets of all buffers; the search ends once they need ``live_bytes``, or after ``most_placements``.
 
     At least one order is tried.
     """
@@ -206,7 +207,7 @@ def find_offsets(
         tried += 1
         if best_bytes <= live_bytes or tried * len(order) >= most_placements:
             break
-        # Every other time only those that end last are moved, or orders would soon repeat themselves.
+        # Every other time only those that end last are moved, because otherwise orders would soon repeat.
         is_high = (ends > (live_bytes if tried % 2 else size_bytes - 1)).tolist()
         changed = sorted(order, key=lambda buffer: not is_high[buffer])
         if changed != order:
@@ -215,7 +216,7 @@ def find_offsets(
 
 
 def _orders(buffers: BuffersToPlace) -> Iterator[list[int]]:
-    """The orders to begin with; some group buffers by the binary order of magnitude of their size or span."""
+    """Yield the initial orders; some group buffers by the binary order of magnitude of their size or span."""
     sizes, spans, ends = buffers.sizes.tolist(), buffers.spans.tolist(), buffers.ends.tolist()
     keys: Sequence[Callable[[int], tuple[int, ...]]] = (
         lambda at: (-sizes[at].bit_length(), -spans[at]),

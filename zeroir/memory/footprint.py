@@ -1,8 +1,8 @@
 """The memory of a rank: persistent buffers, the block of temporary buffers, and the scratch memory of ops.
 
-The fullest moment is that of the worst order of ops that a program allows: streams that no wait orders may run ahead
-or lag behind, so more may be live at once than program order shows. The runtime allocates the block (the arena) as a
-whole, so the total counts all of it, however much of it is live.
+The fullest moment is that of the worst order of ops that a program allows: streams that no wait orders may run ahead or
+lag behind, so more may be live at once than in program order. The runtime allocates the block (the arena) as a whole,
+so the total includes all of it, however much of it is live.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from zeroir.memory.placement import Placement, placements
 from zeroir.workspace.op_scratch import scratch_bytes
 
 WORKSPACE: Final = "workspace"
-"""The name that scratch memory has among the roles."""
+"""The key of scratch memory among the roles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullestMoment:
     """The moment with the most live bytes in the worst legal order of ops, and the computation that causes it.
 
-    ``index`` is the op of ``section`` that begins the last of what is live then, -1 where all of it is live at the
-    section's entry; ``section`` is empty where nothing temporary is ever live. ``unit`` and ``source`` (``file:line``)
-    are those of the computation that needs the buffer begun by that op, empty where there is none. ``role_bytes`` are
-    the bytes live then by role, scratch memory under ``workspace``, largest first. Where not ``is_exact``, some order
-    of ops may hold more, but never more than ``bound_bytes``.
+    ``index`` is the op of ``section`` that begins the last of the live buffers, -1 where all of them are live at the
+    section's entry; ``section`` is empty where no temporary buffer is ever live. ``unit`` and ``source``
+    (``file:line``) are those of the computation that needs the buffer begun by that op, empty where there is none.
+    ``role_bytes`` are the bytes live then by role, with scratch memory under ``workspace``, largest first. Where
+    ``is_exact`` is False, some order of ops may need more, but never more than ``bound_bytes``.
     """
 
     section: str
@@ -50,7 +50,7 @@ class FullestMoment:
 
     @property
     def is_exact(self) -> bool:
-        """Whether no legal order of ops holds more."""
+        """Whether no legal order of ops needs more."""
         return self.live_bytes == self.bound_bytes
 
 
@@ -58,9 +58,9 @@ class FullestMoment:
 class Footprint:
     """Bytes on one rank in one space.
 
-    ``resting_bytes`` are of persistent buffers, ``arena_bytes`` of the block in which temporary ones stand, planned or
-    not, and ``scratch_bytes`` the most that the ops that work in this space need beyond their buffers, all that may run
-    at once together.
+    ``resting_bytes`` are those of persistent buffers, ``arena_bytes`` those of the block of temporary ones, planned or
+    not, and ``scratch_bytes`` the maximum that the ops that work in this space need in addition to their buffers,
+    summed over all ops that may run at once.
     """
 
     space: Space
@@ -82,11 +82,10 @@ def footprint(
     kernels: str = "eager",
     place: Callable[[Program], Mapping[Space, Placement]] = placements,
 ) -> Footprint:
-    """The footprint of a program whose segments take the workspace that they declare for these kernels.
+    """Return the footprint of a program whose segments need the workspace that they declare for these kernels.
 
-    ``place`` gives the block of temporary buffers: with ``unplaced`` the footprint is the least that it can be, found
-    without looking for places.
-    What a backend takes for collectives is not in it: NCCL has memory of its own.
+    ``place`` returns the block of temporary buffers: with ``unplaced`` the footprint is a lower bound, found without
+    searching for places. Memory of a backend for collectives is not included: NCCL allocates its own.
     """
     names = program.buffer_by_name
 
@@ -138,7 +137,7 @@ def footprint(
 
 
 def _blame(program: Program, section: Section, index: int) -> tuple[str, str]:
-    """Unit and model line of an op, or of the computation that first touches the buffer that it begins."""
+    """Return unit and model line of an op, or of the computation that first uses the buffer that it begins."""
     if index < 0:
         return "", ""
     op = section.body[index]
@@ -161,7 +160,7 @@ def _touched(op: Op) -> set[str]:
 
 
 def _source(segment: Segment) -> str:
-    """The line of the model that makes the largest value of a segment."""
+    """Return the line of the model that computes the largest value of a segment."""
     largest_bytes, source = -1, ""
     for node in segment.nodes:
         size = sum(kind.size_bytes for kind in node.results if kind is not None)

@@ -1,7 +1,7 @@
-"""Lifetimes of temporary buffers by happens-before: from the op that begins one until each stream knows of its end.
+"""Lifetimes of temporary buffers by happens-before: from the op that begins one until each stream knows its end.
 
-A stream may use the memory of a released buffer once it comes after the release: the release's own stream at once,
-another stream from the wait that tells it so. Program order alone says nothing, for streams run ahead or lag behind.
+A stream may use the memory of a released buffer once it is ordered after the release: the release's own stream
+immediately, another stream after a wait for it. Program order is not enough, because streams run ahead or lag behind.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Lifetimes:
     """Every life of every temporary buffer, in the order of their beginnings: the n-th of each list is the n-th life's.
 
     Moments count the program's ops, section after section: the moment of an op is that of its section in ``starts``,
-    plus 1, plus its index. A life is live from ``firsts`` to before ``lasts`` if ops take effect in program order. One
-    that reaches into a section begins at the section's start, and one that leaves it ends with it. ``streams`` are the
-    numbers, in the program, of the streams that begin them. ``free_from[stream]`` says from which moment on what the
-    stream begins comes after the life's end. ``stop`` is the end of the last section.
+    plus 1, plus its index. A life is live from ``firsts`` to before ``lasts`` if ops take effect in program order. A
+    life that extends into a section begins at the section's start, and one that extends beyond it ends with it.
+    ``streams`` are the numbers, in the program, of the streams that begin them. ``free_from[stream]`` is the moment
+    from which on buffers that the stream begins come after the life's end. ``stop`` is the end of the last section.
 
-    Where the scratch memory of ops is asked for, the lives of ``scratch`` are those of ops and not of buffers: the
-    name is empty, and they live from the op's moment to the next.
+    If the scratch memory of ops is included, the lives of ``scratch`` are those of ops and not of buffers: the name is
+    empty, and they last from the op's moment to the next.
     """
 
     buffers: list[str] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Lifetimes:
 
     @classmethod
     def of(cls, program: Program, has_scratch: Callable[[Op], bool] | None = None) -> Lifetimes:
-        """Find them, and the lives of the scratch memory of those ops that have some."""
+        """Find the lifetimes, including those of the scratch memory of ops for which ``has_scratch`` is True."""
         lifetimes = cls(
             free_from=[[] for _ in program.streams],
             stop=sum(len(section.body) + 2 for section in program.sections),
@@ -53,17 +53,17 @@ class Lifetimes:
         return lifetimes
 
     def is_before(self, a: int, b: int) -> bool:
-        """Whether the first life has surely ended when the second begins."""
+        """Return whether the first life has certainly ended when the second begins."""
         return self.free_from[self.streams[b]][a] <= self.firsts[b]
 
     def place(self, program: Program, moment: int) -> tuple[Section, int]:
-        """The section that a moment belongs to, and the index of its op: -1 at the section's start."""
+        """Return the section of a moment, and the index of its op: -1 at the section's start."""
         number = max(i for i, start in enumerate(self.starts) if start <= moment)
         return program.sections[number], moment - self.starts[number] - 1
 
 
 def _pending_releases(program: Program) -> Mapping[str, Sequence[str]]:
-    """The buffers whose release signals an event that is pending at a boundary: they live on until it is awaited."""
+    """Return the buffers whose release signals an event pending at a boundary; they live until a wait for it."""
     pending = {p.event for section in program.sections for p in section.exit.pending}
     buffers: dict[str, list[str]] = {}
     for op in program.ops() if pending else ():
@@ -89,8 +89,8 @@ class _Sweep:
         self.stop = start + len(section.body) + 1
         self.clocks = StreamClocks(stream.name for stream in program.streams)
         width = len(program.streams)
-        # Lives that ended, by the stream of their end, with that stream's count then; and for each pair of streams
-        # how many of them the first knows of.
+        # Lives that ended, by the stream of their end, with that stream's count then; and for each pair of streams how
+        # many of them the first knows of.
         self.ended: list[list[int]] = [[] for _ in range(width)]
         self.counts: list[list[int]] = [[] for _ in range(width)]
         self.learned = [[0] * width for _ in range(width)]
@@ -158,7 +158,7 @@ class _Sweep:
         self.counts[stream].append(self.clocks.done[stream][stream])
 
     def _learn(self, stream: int, other: int, count: int, moment: int) -> None:
-        """Record that the stream comes after the first ``count`` ops of the other from now on."""
+        """Record that from now on the stream is ordered after the first ``count`` ops of the other."""
         ended, counts = self.ended[other], self.counts[other]
         free = self.lifetimes.free_from[stream]
         at, number = self.learned[stream][other], len(ended)

@@ -1,10 +1,10 @@
 """The most bytes of temporary buffers that are live at once in some order of ops that a program allows.
 
-A life that surely ends before another begins never meets it. This orders lives, and those that may all be live at
-once are an antichain of that order: the heaviest antichain is the most that any interleaving of the streams can hold,
-and no placement can take less. Whichever of its lives begins last in the program's text, the others began before, and
-the stream of the last may not know that they ended. The bytes of all such lives bound the antichain from above, and
-exactly where no two of them exclude each other. Where some do, a minimum cut finds the heaviest choice (Dilworth).
+A life that certainly ends before another begins never overlaps it. This orders lives, and those that may all be live at
+once are an antichain of that order: the heaviest antichain is the maximum that any interleaving of the streams needs,
+and no placement can need less. Whichever of its lives begins last in program order, the others began before, and the
+stream of the last may not know that they ended. The bytes of all such lives bound the antichain from above, and exactly
+where no two of them exclude each other. Where some do, a minimum cut finds the heaviest choice (Dilworth).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _MOST_CUTS: Final = 64
-"""The most beginnings for which a cut is made where the first bound is not exact."""
+"""The most beginnings for which a cut is computed where the first bound is not exact."""
 
 _MOST_PAIRS: Final = 10_000
-"""No cut is made where more pairs of lives may exclude each other; real programs have hundreds at most."""
+"""No cut is computed where more pairs of lives may exclude each other; real programs have hundreds at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MostLive:
     """Lives that may all be live at once, by their numbers, when the last of them begins, and their bytes.
 
-    No legal order of ops holds more than ``bound_bytes``.
+    No legal order of ops needs more than ``bound_bytes``.
     """
 
     moment: int
@@ -40,12 +40,12 @@ class MostLive:
 
     @property
     def is_exact(self) -> bool:
-        """Whether no legal order of ops holds more than these lives."""
+        """Whether no legal order of ops needs more than these lives."""
         return self.size_bytes == self.bound_bytes
 
 
 def most_live(lifetimes: Lifetimes, lives: Sequence[int], sizes: Sequence[int]) -> MostLive:
-    """The most that some legal order of ops holds of these lives; ``sizes`` are the bytes of every life."""
+    """Return the maximum that some legal order of ops needs of these lives; ``sizes`` are the bytes of every life."""
     import numpy as np
 
     best = MostLive(moment=-1, lives=(), size_bytes=0, bound_bytes=0)
@@ -90,11 +90,11 @@ def most_live(lifetimes: Lifetimes, lives: Sequence[int], sizes: Sequence[int]) 
 def _excluding(
     lifetimes: Lifetimes, live: Sequence[int], moment: int
 ) -> Sequence[tuple[int, int]] | None:
-    """The pairs of which the first has surely ended when the second begins.
+    """Return the pairs of which the first has certainly ended when the second begins.
 
-    All these lives may meet the one that begins last, at that moment. Those that reach it in the program's text also
-    meet each other; but others ended before, unknown to its stream, and exclude what began after their end.
-    None where these may be too many pairs.
+    All these lives may overlap the one that begins last, at that moment. Those that reach it in program order also
+    overlap each other; but others ended before, unknown to its stream, and exclude those that began after their end.
+    Return None where these may be too many pairs.
     """
     ended = [life for life in live if lifetimes.lasts[life] < moment]
     if not ended:
@@ -110,7 +110,7 @@ def _excluding(
 def _cut(
     live: Sequence[int], excluding: Sequence[tuple[int, int]], sizes: Sequence[int]
 ) -> Sequence[int]:
-    """The heaviest choice with at most one life of each of these pairs."""
+    """Return the heaviest choice with at most one life of each of these pairs."""
     import networkx
 
     graph = networkx.DiGraph()

@@ -1,9 +1,9 @@
 """The places of temporary buffers in one block of memory per space: an offset each, for the whole run of a program.
 
-Two buffers may share memory where, in every section that both live in, the end of one happens before the beginning of
-the other, by streams and waits and not merely in the program's text: then no stream can run so far ahead or so late
-that they meet. What can be live at once in some legal order of ops (see ``zeroir.memory.most_live``) is a bound that no
-placement can beat; ``zeroir.memory.first_fit`` looks for one that takes little more.
+Two buffers may share memory where, in every section in which both live, the end of one happens before the beginning of
+the other, by streams and waits and not only in program order: then no stream can run so far ahead or so late that they
+overlap. The maximum that can be live at once in some legal order of ops (``zeroir.memory.most_live``) is a lower bound
+for every placement; ``zeroir.memory.first_fit`` searches for one that is close to it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from zeroir.memory.most_live import most_live
 ALIGNMENT_BYTES: Final[Mapping[Space, int]] = MappingProxyType(
     {Space.DEVICE: 512, Space.HOST: 4096, Space.DISK: 4096}
 )
-"""Every buffer starts on a multiple of this: of 512 as with CUDA's allocator, of a page as disks transfer them."""
+"""Every buffer starts at a multiple of this: 512 as with CUDA's allocator, or a page as disks transfer them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """Byte offsets of the temporary buffers of one space in a block of ``size_bytes``.
 
-    ``live_bytes`` are live at once in some order of ops that the program allows, buffers rounded up to the alignment:
-    no placement takes less. They are 0 where they were not computed.
+    ``live_bytes`` are live at once in some order of ops that the program allows, with buffers rounded up to the
+    alignment: no placement needs less. They are 0 where they were not computed.
     """
 
     offsets: Mapping[str, int]
@@ -38,22 +38,25 @@ class Placement:
 
     @property
     def gap(self) -> float:
-        """The excess of the block over the most bytes live at once, as a fraction of these."""
+        """How much larger the block is than the most bytes live at once, as a fraction of these."""
         return self.size_bytes / self.live_bytes - 1 if self.live_bytes else 0.0
 
 
 def placements(program: Program) -> Mapping[Space, Placement]:
-    """The places that the program's own plan gives, or else those that ``place_all`` finds."""
+    """Return the places of the program's own plan, or else those that ``place_all`` finds."""
     return planned(program) or place_all(program)
 
 
 def places_to_run(program: Program) -> Mapping[Space, Placement]:
-    """The places that the program's own plan gives, or else the first that are found; ``live_bytes`` is 0."""
+    """Return the places of the program's own plan, or else the first that are found; ``live_bytes`` is 0."""
     return planned(program) or place_all(program, is_searched=False)
 
 
 def planned(program: Program) -> Mapping[Space, Placement] | None:
-    """The places that the program itself gives its temporary buffers, with ``live_bytes`` 0; None without a plan."""
+    """Return the places that the program itself has for its temporary buffers, with ``live_bytes`` 0.
+
+    None without a plan.
+    """
     offsets: dict[Space, dict[str, int]] = {}
     sizes: dict[Space, int] = {}
     for buffer in program.buffers:
@@ -70,7 +73,7 @@ def planned(program: Program) -> Mapping[Space, Placement] | None:
 
 
 def placements_with_bound(program: Program) -> Mapping[Space, Placement]:
-    """The places of the program's own plan, or of ``place_all``, and what can be live at once beside them."""
+    """Return the places of the program's own plan, or of ``place_all``, and the most bytes live at once."""
     own_plan = planned(program)
     if own_plan is None:
         return place_all(program)
@@ -82,7 +85,7 @@ def placements_with_bound(program: Program) -> Mapping[Space, Placement]:
 
 
 def unplaced(program: Program) -> Mapping[Space, Placement]:
-    """No places, but what can be live at once: of every space's placements none takes less than ``size_bytes`` here."""
+    """Return no places, but lower bounds: no placement of a space needs less than ``size_bytes`` here."""
     lifetimes = Lifetimes.of(program)
     bounds: dict[Space, Placement] = {}
     for space, lives, sizes in _spaces(program, lifetimes):
@@ -92,7 +95,7 @@ def unplaced(program: Program) -> Mapping[Space, Placement]:
 
 
 def unplanned(program: Program) -> Program:
-    """The program without places for its buffers."""
+    """Return the program without places for its buffers."""
     if all(buffer.offset is None for buffer in program.buffers):
         return program
     buffers = tuple(replace(buffer, offset=None) for buffer in program.buffers)
@@ -100,14 +103,14 @@ def unplanned(program: Program) -> Program:
 
 
 def place_all(program: Program, *, is_searched: bool = True) -> Mapping[Space, Placement]:
-    """The placement of every space that has temporary buffers; no two that may be live at once overlap.
+    """Return the placement of every space that has temporary buffers; no two that may be live at once overlap.
 
-    Unless a tight one ``is_searched`` for, it is the first that is found, and ``live_bytes`` is 0.
+    Unless ``is_searched`` is True, it is the first that is found, and ``live_bytes`` is 0.
     """
     from zeroir.memory.first_fit import MOST_PLACEMENTS, BuffersToPlace, find_offsets
 
     lifetimes = Lifetimes.of(program)
-    # A buffer that no op begins never lives: any place will do.
+    # A buffer that no op begins never lives: any place is fine.
     offsets = {
         space: {b.name: 0 for b in program.buffers if b.space is space and not b.is_persistent}
         for space in Space
@@ -135,7 +138,7 @@ def place_all(program: Program, *, is_searched: bool = True) -> Mapping[Space, P
 
 
 def rounded(size_bytes: int, space: Space) -> int:
-    """The bytes that a buffer takes in the block of a space."""
+    """Return the bytes of a buffer in the block of a space."""
     alignment = ALIGNMENT_BYTES[space]
     return -(-size_bytes // alignment) * alignment
 
@@ -143,7 +146,7 @@ def rounded(size_bytes: int, space: Space) -> int:
 def _spaces(
     program: Program, lifetimes: Lifetimes
 ) -> Iterator[tuple[Space, Sequence[int], Sequence[int]]]:
-    """Each space whose buffers live, the numbers of their lives, and the bytes that every life of the program takes."""
+    """Yield each space with live buffers, the numbers of their lives, and the bytes of every life of the program."""
     buffers = [program.buffer_by_name[name] for name in lifetimes.buffers]
     sizes = [rounded(buffer.size_bytes, buffer.space) for buffer in buffers]
     for space in Space:

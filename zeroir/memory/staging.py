@@ -1,4 +1,4 @@
-"""The bytes of staging: of the temporary buffers that copies between the device, the host and the disk need."""
+"""The bytes of staging: the temporary buffers for copies between the device, the host and the disk."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ON_DEVICE: Final = frozenset({BoundKind.DEVICE_STAGING, BoundKind.PAGES})
 
 
 def staging_bytes(program: Program) -> Mapping[Space, int]:
-    """The most bytes of staging that are live at once on a rank, in any order that the program allows, by space.
+    """Return the most bytes of staging live at once on a rank, in any order that the program allows, by space.
 
     On the device these are pages, and the buffers of the role ``staging`` that copies fill or empty; in host memory all
-    of that role, because ops of the host alone use them. Each takes as many bytes as in the block of temporary buffers.
-    Spaces without staging are left out.
+    of that role, because only ops of the host use them. Each counts as many bytes as in the block of temporary buffers.
+    Spaces without staging are omitted.
     """
     kinds = bounded_buffers(program.buffers, program.ops())
     names: dict[Space, set[str]] = {

@@ -17,9 +17,9 @@ MODEL_STATE_ROLES: Final = (Role.PARAM, Role.GRAD, Role.MASTER, Role.STATE)
 
 
 def model_state_bytes(program: Program) -> Mapping[str, int]:
-    """Bytes on one rank of the persistent parameters, gradients, master weights and states, by role.
+    """Return bytes on one rank of the persistent parameters, gradients, master weights and states, by role.
 
-    Buffers count wherever they live, on the device, the host or a disk.
+    Buffers on the device, the host or a disk all count.
     """
     sizes = {role.value: 0 for role in MODEL_STATE_ROLES}
     for buffer in program.buffers:
@@ -29,5 +29,5 @@ def model_state_bytes(program: Program) -> Mapping[str, int]:
 
 
 def snapshot_bytes(program: Program) -> int:
-    """Bytes of the host's memory on one rank that snapshots take from the first save on; 0 where nothing is saved."""
+    """Return bytes of host memory on one rank that snapshots need from the first save on; 0 where nothing is saved."""
     return sum(b.size_bytes for b in program.buffers if b.role is Role.SNAPSHOT)

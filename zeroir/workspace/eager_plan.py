@@ -1,10 +1,10 @@
-"""The plan by which eager kernels carry out a segment: the targets of nodes, the copies, and the end of each value.
+"""The plan by which eager kernels run a segment: the targets of nodes, the copies, and the end of each value.
 
-The eager kernels do what a plan says and the memory model counts what the plan takes, so the two cannot differ. A value
-that is an output, or that views turn into one, is made in the output's destination if the destination has the strides
-of the node's own result. A node that cannot write to given memory makes the value first; the value is copied at once,
-and nodes that need it later read the destination. Every other output is copied or added as soon as it is made, or at
-the end if its destination is also read.
+The eager kernels follow a plan and the memory model computes what the plan needs, so the two cannot differ. A value
+that is an output, or that views turn into one, is computed in the output's destination if the destination has the
+strides of the node's own result. A node that cannot write to given memory computes the value first; the value is copied
+immediately, and later nodes that need it read the destination. Every other output is copied or added as soon as it is
+computed, or at the end if its destination is also read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class OutputTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunNode:
-    """Carry out a node, whose results are numbered from ``first``; its one result is made in ``target`` if given.
+    """Run a node, whose results are numbered from ``first``; its one result is computed in ``target`` if given.
 
     ``layouts`` are values among the results, each with the strides that it must have. ``drops`` are the values that no
     later step needs.
@@ -64,7 +64,7 @@ class RunNode:
 class FillTarget:
     """Copy a value to a target or add it there.
 
-    With ``is_read_there`` later steps read the value in the target. ``drops`` are the values that no later step needs.
+    If ``is_read_there``, later steps read the value in the target. ``drops`` are the values that no later step needs.
     """
 
     value: int
@@ -85,7 +85,7 @@ class EagerPlan:
 def eager_plan(segment: Segment, bindings: Bindings, can_fill: Callable[[Node], bool]) -> EagerPlan:
     """Plan a segment for one way of binding its outputs.
 
-    ``can_fill`` says which nodes can make their one result in given memory.
+    ``can_fill`` returns whether a node can compute its one result in given memory.
     """
     copied = _copied_values(segment, bindings)
     targets = {
@@ -95,7 +95,7 @@ def eager_plan(segment: Segment, bindings: Bindings, can_fill: Callable[[Node], 
     }
     fixed_layouts = laid_out_values(segment)
     filled_outputs = {target.output for target in targets.values()}
-    # What is copied or added as soon as a value is there, by the value; and what only at the end.
+    # what is copied or added as soon as a value exists, by the value; and what only at the end
     at_once: dict[int, list[FillTarget]] = {}
     at_end: list[FillTarget] = []
     for output, (value, binding) in enumerate(zip(segment.outputs, bindings, strict=True)):
@@ -144,7 +144,7 @@ def eager_plan(segment: Segment, bindings: Bindings, can_fill: Callable[[Node], 
 
 
 def in_place(segment: Segment, bindings: Bindings) -> Mapping[int, OutputTarget]:
-    """The values that can be made in a destination, each with the part of the destination that it fills."""
+    """Return the values that can be computed in a destination, each with the part of the destination that it fills."""
     makers: dict[int, Node] = {}
     first = len(segment.inputs)
     for node in segment.nodes:
@@ -175,7 +175,7 @@ _SAME: Final = frozenset({"aten.alias.default", "aten.detach.default"})
 
 
 def _undone(node: Node, types: Sequence[TensorType | None]) -> tuple[int, ViewStep | None] | None:
-    """If a node only views a value: that value's number, and the step that undoes the view (None for an alias)."""
+    """Return, for a node that only views a value, its number and the step that undoes it (None for an alias)."""
     if not node.args or not isinstance(node.args[0], Ref):
         return None
     source = node.args[0].index
@@ -206,7 +206,7 @@ def _undone(node: Node, types: Sequence[TensorType | None]) -> tuple[int, ViewSt
 
 
 def _viewed(kind: TensorType, views: Sequence[ViewStep]) -> TensorType | None:
-    """The type of a tensor after these steps; None where its strides do not allow them."""
+    """Return the type of a tensor after these steps; None where its strides do not allow them."""
     for view in views:
         match view:
             case Permute(order):
@@ -226,7 +226,7 @@ def _viewed(kind: TensorType, views: Sequence[ViewStep]) -> TensorType | None:
 
 
 def _copied_values(segment: Segment, bindings: Bindings) -> Mapping[int, int]:
-    """Outputs that are mere copies of another value, by number, and that value: it is copied to the destination."""
+    """Return outputs that are only copies of another value, by number, and that value, which is copied instead."""
     needed = {ref.index for node in segment.nodes for ref in node.refs()}
     # Another output may overwrite the source of a copy before the copy.
     needed |= {
@@ -245,13 +245,13 @@ def _copied_values(segment: Segment, bindings: Bindings) -> Mapping[int, int]:
 
 
 def laid_out_values(segment: Segment) -> set[int]:
-    """Values whose strides decide whether a node can view them, or which elements it sees."""
+    """Return values whose strides determine whether a node can view them, or which elements it sees."""
     ops = RESHAPES | {"aten.view.dtype", "zeroir.strided.default", "zeroir.strided_scatter.default"}
     return {ref.index for node in segment.nodes if node.op in ops for ref in node.refs()}
 
 
 def _with_drops(steps: Sequence[RunNode | FillTarget]) -> tuple[RunNode | FillTarget, ...]:
-    """Drop each value after its last use (an unused value: after it is made)."""
+    """Drop each value after its last use (an unused value: after it is computed)."""
     last: dict[int, int] = {}
     for at, step in enumerate(steps):
         match step:

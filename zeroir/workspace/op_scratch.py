@@ -1,6 +1,6 @@
-"""The memory of an op beyond its buffers while it runs: the workspace of kernels, and temporary tensors of other ops.
+"""The memory of an op in addition to its buffers: the workspace of kernels, and other ops' temporary tensors.
 
-Collectives take nothing here: NCCL carries them out in memory of its own, which no program knows.
+Collectives count as 0: NCCL runs them in its own memory, which no program knows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONVERTED_CHUNK_NUMEL: Final = 1 << 18
 """Elements that are added in another dtype are converted in pieces of this number."""
 
 AVERAGED_CHUNK_NUMEL: Final = 1 << 20
-"""Elements whose moving average is computed together."""
+"""Elements that one of our own optimizers, rather than a kernel of torch, updates together; they fit a cache."""
 
 STEPPED_CHUNK_NUMEL: Final = 1 << 18
 """Elements that an optimizer of ours, rather than a kernel of torch, updates together; they fit a cache."""
@@ -38,7 +38,7 @@ CODED_CHUNK_NUMEL: Final = 1 << 20
 """The most elements whose 8-bit states are widened together: kernels on a GPU then take longer than their launches."""
 
 CODED_CPU_CHUNK_NUMEL: Final = 1 << 18
-"""The same of torch's operators on a CPU, where they fit a cache."""
+"""The same for torch's operators on a CPU, where they fit a cache."""
 
 CODED_THREAD_CHUNK_NUMEL: Final = 1 << 16
 """The same for each thread of compiled code on a CPU, where they fit the cache of a core."""
@@ -47,23 +47,23 @@ SPECULATED_CHUNK_NUMEL: Final = 1 << 18
 """Elements whose old values a speculative step keeps, and which it then updates, together; they fit a cache."""
 
 _CODED_SCRATCH_BYTES: Final = 10
-"""What rounding to codes takes for an element: the upper half of its bits, a number, a code and a comparison."""
+"""The bytes for rounding an element to codes: the upper half of its bits, a number, a code and a comparison."""
 
 _SCALE_SCRATCH_BYTES: Final = 9
 """Two FP32 numbers and a comparison for the scale of each block."""
 
 SCALAR_BYTES: Final = 32
-"""No op that decides over scalars has more of them at once than this."""
+"""The bound for every op that decides over scalars."""
 
 
 def scratch_bytes(
     program: Program, op: Op, *, kernels: str = EAGER, space: Space | None = None
 ) -> int:
-    """The most bytes that an op holds at once beside its buffers, on any rank.
+    """Return the most bytes that an op needs at once in addition to its buffers, on any rank.
 
-    It holds them in the memory of whoever carries its stream out, the device or the host; with a ``space`` only what it
-    holds there counts. For ops over scalars the figure is a bound, ``SCALAR_BYTES``, and for ``compute`` what its
-    segment declares for these kernels, 0 where it declares nothing.
+    They are in the memory of the stream's executor, the device or the host; with a ``space`` only those in that space
+    count. For ops over scalars the result is a bound, ``SCALAR_BYTES``, and for ``compute`` the declaration of its
+    segment for these kernels, 0 where there is none.
     """
     if space is not None and scratch_space(program, op) is not space:
         return 0
@@ -96,19 +96,19 @@ def scratch_bytes(
 
 
 def scratch_space(program: Program, op: Op) -> Space:
-    """The memory in which an op has its scratch: the device's on a stream of the device, the host's on any other."""
+    """Return the memory of an op's scratch: the device's on a stream of the device, the host's on any other."""
     return Space.HOST if effects(op).stream in program.streams_off_device else Space.DEVICE
 
 
 def _direction_bytes(program: Program, op: ops.Direction) -> int:
-    """A chunk of new states, where they may have to stay as they were."""
+    """Return the bytes of a chunk of new states, where the old ones may have to be kept."""
     if op.skip is None or not op.states:
         return SCALAR_BYTES
     return SCALAR_BYTES + 4 * min(op.grad.local_numel(program.mesh), STEPPED_CHUNK_NUMEL)
 
 
 def _step_bytes(program: Program, op: ops.OptimizerStep) -> int:
-    """Torch's fused kernels need nothing; for the others this is a bound."""
+    """Return the bytes of an optimizer step: none for torch's fused kernels, a bound for the others."""
     declaration = op.algorithm.declaration
     if declaration.whole is not None:
         scratch = (declaration.whole.scratch(slot.shape) for slot in _slots(program, op))
@@ -125,19 +125,19 @@ _APPLIED_NUMBERS: Final = 2
 
 
 def _chunk_bytes(program: Program, param: Region, numbers: int) -> int:
-    """So many FP32 numbers for each element of a chunk of our own optimizers."""
+    """Return the bytes of so many FP32 numbers for each element of a chunk of our own optimizers."""
     return 4 * numbers * min(param.local_numel(program.mesh), STEPPED_CHUNK_NUMEL)
 
 
 def _parameter_bytes(scratch: StepScratch) -> int:
-    """What the step of one parameter takes, with a library's part."""
+    """Return the bytes of the step of one parameter, including a library's part."""
     product = scratch.product
     library_bytes = SLACK_BYTES if product is None else product_allowance_bytes(*product)
     return scratch.own_bytes + library_bytes + SCALAR_BYTES
 
 
 def _speculation_bytes(program: Program, op: ops.SpeculativeStep | ops.CommitStep) -> int:
-    """A chunk of the gradient in FP32, and what the step of a chunk needs."""
+    """Return the bytes of a chunk of the gradient in FP32, and of the step of a chunk."""
     gradient = 4 * min(op.param.local_numel(program.mesh), SPECULATED_CHUNK_NUMEL)
     numbers = op.algorithm.declaration.scratch_numbers
     own = _chunk_bytes(program, op.param, numbers) + SCALAR_BYTES if numbers else 0
@@ -145,7 +145,7 @@ def _speculation_bytes(program: Program, op: ops.SpeculativeStep | ops.CommitSte
 
 
 def _codes_bytes(program: Program, op: ops.OptimizerStep, update_bytes: int) -> int:
-    """Of one chunk: the widened states, what rounds them, and then the update or the new scales and their zeros.
+    """Return the bytes of one chunk: its widened states, rounding, and the update or the new scales and their zeros.
 
     On a CPU it is a bound: chunks are smaller there, and compiled code rounds without scratch memory.
     """
@@ -157,7 +157,7 @@ def _codes_bytes(program: Program, op: ops.OptimizerStep, update_bytes: int) -> 
 
 
 def _slots(program: Program, op: ops.OptimizerStep) -> tuple[Slot, ...]:
-    """The parameters of the flat that a step on whole parameters updates."""
+    """Return the parameters of the flat that a step on whole parameters updates."""
     param = program.at_rest(op.param)
     holds = None if param is None else program.buffer_by_name[param.buffer].holds
     return program.flat_by_name[holds.flat].slots if isinstance(holds, FlatContent) else ()
@@ -168,12 +168,12 @@ def _dtype(program: Program, region: Region) -> DType:
 
 
 def _squares_bytes(program: Program, source: Region) -> int:
-    """One piece squared, in FP32, and its sum."""
+    """Return the bytes of the squares of one piece, in FP32, and their sum."""
     numel = min(source.local_numel(program.mesh), SQUARES_CHUNK_NUMEL)
     converted = 0 if _dtype(program, source) is DType.F32 else 4 * numel
     return 4 * numel + max(converted, 4)
 
 
 def _extremes_bytes(program: Program, source: Region) -> int:
-    """The smallest and the largest element, stacked with those of others, and what tells whether they are finite."""
+    """Return the bytes of the smallest and the largest element, stacked with others', and of the finiteness test."""
     return 2 * (_dtype(program, source).itemsize_bytes + 11)

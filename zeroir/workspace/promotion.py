@@ -1,4 +1,4 @@
-"""PyTorch's rules of type promotion: the dtype that it computes in where operands have several."""
+"""PyTorch's rules of type promotion: the dtype of a computation with operands of several dtypes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ Operand = TensorType | DType
 
 
 def common_dtype(operands: Sequence[Operand]) -> DType:
-    """The dtype that operands are converted to; tensors with dimensions decide first, then those without, then numbers.
+    """Return the dtype that operands are converted to.
 
-    As ``torch.result_type``, where floats are of torch's default dtype, f32.
+    Tensors with dimensions come first, then those without, then numbers.
+
+    It equals ``torch.result_type``, where floats are of torch's default dtype, f32.
     """
     ranks: tuple[list[DType], list[DType], list[DType]] = ([], [], [])
     for operand in operands:
@@ -25,14 +27,14 @@ def common_dtype(operands: Sequence[Operand]) -> DType:
             ranks[2].append(DType.F32 if operand is DType.F64 else operand)
     first, *others = (reduce(promoted, rank) for rank in ranks if rank)
     for lower in others:
-        # A lower rank only makes an integer a float, or a bool a number.
+        # A lower rank only changes an integer to a float, or a bool to a number.
         if first is DType.BOOL or (lower.is_floating and not first.is_floating):
             first = promoted(first, lower)
     return first
 
 
 def promoted(a: DType, b: DType) -> DType:
-    """The smallest dtype that holds what both hold, as ``torch.promote_types``."""
+    """Return the smallest dtype that can represent both, as ``torch.promote_types``."""
     if a is b:
         return a
     if a.is_floating != b.is_floating:
@@ -41,5 +43,5 @@ def promoted(a: DType, b: DType) -> DType:
         return DType.F32
     if {a, b} == {DType.U8, DType.I8}:
         return DType.I16
-    # Of two integers of one size one is bool, which any other holds.
+    # Of two integers of one size one is bool, which any other can represent.
     return max(a, b, key=lambda dtype: (dtype is not DType.BOOL, dtype.itemsize_bytes))

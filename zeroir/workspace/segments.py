@@ -1,4 +1,4 @@
-"""The memory of a segment beyond its inputs and destinations: the peak of its calls, and its declared workspace."""
+"""The memory of a segment in addition to its inputs and destinations: the peak of its calls, and its declaration."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from zeroir.workspace.scratch import call_bytes, copy_bytes, made_bytes
 from zeroir.workspace.scratch.allowance import allowance_bytes
 
 EAGER: Final = "eager"
-"""The name of the kernels that carry a segment out op by op."""
+"""The name of the kernels that run a segment op by op."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """The bytes that eager kernels hold at once on a CPU, beside the arguments and destinations of a call.
+    """The bytes that eager kernels need at once on a CPU, in addition to the arguments and destinations of a call.
 
-    ``counted_bytes`` is exact: everything that the kernels make, without the scratch memory of libraries.
-    ``most_bytes`` adds what libraries are allowed, and so is no less than any machine takes.
+    ``counted_bytes`` is exact: all tensors of the kernels, without the scratch memory of libraries. ``most_bytes`` adds
+    the allowance for libraries, so it is at least what any machine needs.
     """
 
     counted_bytes: int
@@ -35,16 +35,15 @@ class Workspace:
 
 
 def eager_workspace(segment: Segment, outputs: Sequence[Binding | None] | None = None) -> Workspace:
-    """The workspace of a call of the segment.
+    """Return the workspace of a call of the segment.
 
-    ``outputs`` say how the segment's outputs meet their destinations; without them each is written to memory of its
-    own.
+    ``outputs`` are the bindings of the segment's outputs; without them each is written to its own memory.
     """
     return _eager_workspace(segment, tuple(plain_bindings(segment) if outputs is None else outputs))
 
 
 def can_fill(node: Node) -> bool:
-    """Whether torch can make the node's one result on a CPU in a given tensor that has the result's strides.
+    """Return whether torch can compute the node's one result on a CPU in a given tensor with the result's strides.
 
     The list of these ops is generated from torch's own schemas by ``tools/list_aten_ops.py``.
     """
@@ -55,7 +54,7 @@ def can_fill(node: Node) -> bool:
     return node.op in listed_ops("filling_ops.txt")
 
 
-# Every pass asks, and few segments change between passes.
+# Every pass calls this, and few segments change between passes.
 @lru_cache(maxsize=1024)
 def _eager_workspace(segment: Segment, outputs: tuple[Binding | None, ...]) -> Workspace:
     plan = eager_plan(segment, outputs, can_fill)
@@ -95,8 +94,8 @@ def _eager_workspace(segment: Segment, outputs: tuple[Binding | None, ...]) -> W
 class _HeldValues:
     """The memory of a call's own values.
 
-    ``homes`` gives for every value the value whose memory it is part of: itself, or the value that it is a view of.
-    None stands for memory of an argument or a destination, and for a value that has ended.
+    ``homes`` has for every value the value whose memory it is part of: itself, or the value that it is a view of. None
+    means memory of an argument or a destination, or a value that has ended.
     """
 
     homes: list[int | None]
@@ -105,7 +104,7 @@ class _HeldValues:
     _sizes: dict[int, int] = field(default_factory=dict)
 
     def make(self, value: int, size_bytes: int) -> None:
-        """Begin a value in memory of its own."""
+        """Begin a value in its own memory."""
         self.total += size_bytes
         self._sizes[value] = size_bytes
         self.share(value, value)
@@ -127,13 +126,13 @@ class _HeldValues:
 
 
 def declared(program: Program) -> Program:
-    """The program with segments that declare the most memory that any of their calls takes."""
+    """Return the program with segments that declare the most memory that any of their calls needs."""
     names = {op.segment for op in program.ops() if isinstance(op, ops.Compute)}
     return _declared(program, names)
 
 
 def corrected(program: Program) -> Program:
-    """The program with every declaration of a segment's memory computed anew, for use after calls were changed."""
+    """Return the program with every declaration of a segment's memory recomputed, for use after calls were changed."""
     names = {
         s.name for s in program.segments if any(kind == EAGER for kind, _ in s.workspace_bytes)
     }
@@ -141,7 +140,7 @@ def corrected(program: Program) -> Program:
 
 
 def _declared(program: Program, names: Collection[str]) -> Program:
-    """The program with the memory of these segments declared anew; segments without a call stay as they are."""
+    """Return the program with the memory of these segments declared again; segments without a call are not changed."""
     calls: dict[str, dict[tuple[Binding | None, ...], None]] = {}
     for op in program.ops():
         if isinstance(op, ops.Compute) and op.segment in names:

@@ -1,12 +1,12 @@
-"""The bytes that torch's operators hold at once in a call on a CPU, results included: a table of formulas.
+"""The bytes that torch's operators need at once in a call on a CPU, including results: a table of formulas.
 
-Most operators hold only their results. The others copy operands of another layout, convert operands to one dtype, or
-keep buffers of their own; torch's allocator sees all of these. The formulas follow the events of the allocator of torch
-2.13, and tests compare them. They hold for one thread, which is the default of a rank in a job: some kernels keep a
+Most operators only need their results. The others copy operands of another layout, convert operands to one dtype, or
+have their own buffers; torch's allocator sees all of these. The formulas follow the events of the allocator of torch
+2.13, and tests compare them. They are for one thread, which is the default of a rank in a job: some kernels need a
 buffer per thread. An operator without a formula counts its results.
 
-The scratch memory of libraries differs between CPUs and is not counted, nor is that of operators that nobody has
-examined: ``allowance`` bounds both. An operator of a library or the model may declare what it takes.
+The scratch memory of libraries differs between CPUs and is not counted, nor is that of operators that were not
+examined: ``allowance`` bounds both. An operator of a library or the model may declare its workspace.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from zeroir.workspace.scratch.norms import (
 from zeroir.workspace.scratch.reductions import mean_bytes, sum_bytes
 
 Formula = Callable[[Node, Types], int]
-"""The bytes that the op of a node holds beside its results."""
+"""The bytes that the op of a node needs in addition to its results."""
 
 
 def made_bytes(node: Node, types: Types) -> list[int]:
-    """The bytes of each result that the op of a node makes."""
+    """Return the bytes of each result that the op of a node computes."""
     if node.op in _SHRUNK:
         shapes = (reversed(tensor_of(arg, types).shape) for arg in node.args[:2])
         numel = math.prod(map(max, itertools.zip_longest(*shapes, fillvalue=1)))
@@ -53,10 +53,10 @@ def made_bytes(node: Node, types: Types) -> list[int]:
 
 
 def call_bytes(node: Node, types: Types, *, is_filled: bool = False) -> int:
-    """The most bytes that a node's op holds at once, from its call until it returns, results included.
+    """Return the most bytes that a node's op needs at once, from its call until it returns, including results.
 
-    What ``allowance.allowance_bytes`` bounds comes on top of it. ``is_filled`` says that the result is made in memory
-    that is given.
+    ``allowance.allowance_bytes`` bounds additional bytes. ``is_filled`` says that the result is computed in given
+    memory.
     """
     if is_view(node.op):
         return 0
@@ -67,7 +67,7 @@ def call_bytes(node: Node, types: Types, *, is_filled: bool = False) -> int:
 
 
 def copy_bytes(source: TensorType, stride: tuple[int, ...]) -> int:
-    """The bytes of a copy between two tensors of one dtype with these strides: torch transposes matrices by tiles."""
+    """Return the scratch bytes of a copy of ``source`` to these strides: torch transposes matrices by tiles."""
     if len(source.shape) != 2 or source.numel < _TILE * _TILE:
         return 0
     rows, columns = source.shape
@@ -80,7 +80,7 @@ _TILE: Final = 60
 
 
 def is_counted(op: str) -> bool:
-    """Whether all that an op takes is counted, on any CPU: a formula tells it, or none was found to be needed."""
+    """Return whether all bytes of an op are counted, on any CPU: by a formula, or because it needs none."""
     return op in _FORMULAS or is_view(op) or op in listed_ops("counted_ops.txt")
 
 
@@ -92,7 +92,7 @@ def _inner_bytes(node: Node, types: Types, *, is_filled: bool) -> int:
 
 
 def _converted(first: int, last: int) -> Formula:
-    """These operands are converted to the result's dtype."""
+    """Return the formula of an op that converts these operands to the result's dtype."""
 
     def formula(node: Node, types: Types) -> int:
         operands = operands_of(node.args[first:last], types)
@@ -107,7 +107,7 @@ def _compared(node: Node, types: Types) -> int:
 
 
 def _dense(*places: int) -> Formula:
-    """These operands, as far as there are any, are copied where they do not lie in row-major order."""
+    """Return the formula of an op that copies these operands, if given, where they are not contiguous."""
 
     def formula(node: Node, types: Types) -> int:
         given = (node.args[place] for place in places)
@@ -117,7 +117,7 @@ def _dense(*places: int) -> Formula:
 
 
 def _looked_up(node: Node, types: Types) -> int:
-    """A loss that is one number reads all that it is of in row-major order."""
+    """Return the bytes of copies of a loss's operands that are not contiguous, where it is reduced to one number."""
     is_reduced = node.args[3] != 0
     return _dense(0, 1, 2)(node, types) if is_reduced else 0
 
@@ -128,12 +128,12 @@ def _cloned(node: Node, types: Types) -> int:
 
 
 def _hashed(node: Node, _: Types) -> int:
-    """Two 64-bit integers for each element, while they are hashed, and a mask."""
+    """Return the bytes of two 64-bit integers for each element, while they are hashed, and of a mask."""
     return 12 * result_of(node).numel + 8
 
 
 def _is_infinite(node: Node, types: Types) -> int:
-    """The absolute value against infinity, a number."""
+    """Return the bytes of the absolute value and of the number with which it is compared, infinity."""
     source = tensor_of(node.args[0], types)
     number = converted_bytes([source, DType.F64], source.dtype)
     return source.size_bytes + number if source.dtype.is_floating else 0
@@ -147,7 +147,7 @@ def _as_bools(node: Node, types: Types) -> int:
 _SHRUNK: Final = frozenset(
     f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "binary_cross_entropy")
 )
-"""Losses whose result, even one number, keeps the memory in which those of all elements were made."""
+"""Losses whose result, even one number, keeps the memory in which those of all elements were computed."""
 
 _EMBEDDING_GRADIENT: Final = "aten.embedding_dense_backward.default"
 
@@ -167,7 +167,7 @@ _FUNCTIONS: Final = (
     *("erfinv", "exp", "exp2", "expm1", "i0", "lgamma", "log", "log10", "log1p", "log2"),
     *("reciprocal", "rsqrt", "sigmoid", "sin", "sinc", "sinh", "sqrt", "tan", "tanh"),
 )
-"""Their results are floats whatever they are of."""
+"""Operators whose results are floats for any operand."""
 
 _FORMULAS: Final[Mapping[str, Formula]] = {
     **{f"aten.{name}": _converted(0, 2) for name in _ARITHMETIC},

@@ -1,18 +1,17 @@
-"""An upper bound of the scratch memory of libraries, which differs between CPUs: a rule that is generous for each.
+"""An upper bound of the scratch memory of libraries, which differs between CPUs: a generous rule for all of them.
 
 Libraries (oneDNN, MKL, OpenBLAS, the Compute Library) compute matrix products, convolutions and attention. They copy,
-widen and pack their operands in a layout that suits the CPU. Operators of torch itself, such as losses over all
-elements, look-ups and sorts, keep buffers that are not worth a formula each; some rare ones nobody has examined. The
-allowance is:
+widen and pack their operands in a layout for the CPU. Operators of torch itself, such as losses over all elements,
+look-ups and sorts, have buffers that are not worth a formula each; some rare ones were not examined. The allowance is:
 
-* to each of them ``SLACK_BYTES``;
-* every operand and result once more, with 32 bits an element at least, products in blocks of 64 by 64 and convolutions
+* for each of them ``SLACK_BYTES``;
+* every operand and result once more, with at least 32 bits an element, products in blocks of 64 by 64 and convolutions
   of 16 channels;
-* to products and convolutions a row-major copy of every operand that lies otherwise;
-* to convolutions whatever each output looks at, written out, and two gradients of the weights in FP32;
-* to attention keys and values anew for every head of the queries, and four blocks of scores in FP32;
-* to operators that neither ``counted_ops.txt`` nor ``measured_ops.txt`` names eight times as much, also to those that a
-  library or the model registers and whose workspace nobody declares.
+* for products and convolutions a row-major copy of every operand with another layout;
+* for convolutions the input window of each output, written out, and two gradients of the weights in FP32;
+* for attention copies of keys and values for every head of the queries, and four blocks of scores in FP32;
+* for operators that neither ``counted_ops.txt`` nor ``measured_ops.txt`` names eight times as much, also for those that
+  a library or the model registers without a declared workspace.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ GROUPED_PRODUCTS: Final = frozenset(
         "zeroir.grouped_mm.default",
     }
 )
-"""Products of groups of rows or columns, one after the other; their third argument says where each group ends."""
+"""Products of groups of rows or columns, one after the other; their third argument has the end of each group."""
 CONVOLUTIONS: Final = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
 ATTENTION: Final = frozenset({"zeroir.attention.default", "zeroir.attention_backward.default"})
 SLACK_BYTES: Final = 1 << 16
-"""More than a library takes for tables, tiles and padding, however little it computes."""
+"""More than a library needs for tables, tiles and padding, however little it computes."""
 
 _MATRIX_BLOCK: Final = 64
 _CHANNEL_BLOCK: Final = 16
@@ -53,7 +52,7 @@ _SCORES_BLOCK: Final = 512
 
 
 def allowance_bytes(node: Node, types: Types) -> int:
-    """An upper bound of the bytes of a node's op beside the counted ones; 0 where all its bytes are counted."""
+    """Return an upper bound of the bytes of a node's op besides the counted ones; 0 where all its bytes are counted."""
     if node.workspace_bytes is not None:
         return 0
     if node.op in PRODUCTS or node.op in GROUPED_PRODUCTS:
@@ -69,7 +68,7 @@ def allowance_bytes(node: Node, types: Types) -> int:
 
 
 def product_allowance_bytes(rows: int, inner: int, columns: int) -> int:
-    """The same bound of a product of matrices of at most 32 bits that is added to a third one, stored in any order."""
+    """Return this bound for a matrix product of at most 32 bits that is added to a third matrix, in any layout."""
     sizes = ((rows, inner), (inner, columns), (rows, columns), (rows, columns))
     copies = sum(math.prod(_blocked(shape, _MATRIX_BLOCK)) for shape in sizes)
     packed = sum(math.prod(shape) for shape in sizes)
@@ -77,12 +76,12 @@ def product_allowance_bytes(rows: int, inner: int, columns: int) -> int:
 
 
 def copied_bytes(node: Node, types: Types) -> int:
-    """Every operand and result once more, with 32 bits an element at least."""
+    """Return the bytes of every operand and result once more, with at least 32 bits per element."""
     return sum(_wide_bytes(kind, kind.shape) for kind in _tensors(node, types))
 
 
 def _tensors(node: Node, types: Types) -> list[TensorType]:
-    """The operands and the results."""
+    """Return the operands and the results."""
     return [*_operands(node, types), *(kind for kind in node.results if kind is not None)]
 
 
@@ -97,7 +96,7 @@ def _packed_bytes(node: Node, types: Types) -> int:
 
 
 def _wide_bytes(kind: TensorType, shape: Iterable[int]) -> int:
-    """A tensor of such a shape with 32 bits an element, or as many as ``kind`` has where these are more."""
+    """Return the bytes of a tensor of this shape with 32 bits per element, or those of ``kind`` if these are more."""
     return math.prod(shape) * max(kind.dtype.itemsize_bytes, DType.F32.itemsize_bytes)
 
 
@@ -106,7 +105,7 @@ def _blocked(sizes: Iterable[int], block: int) -> tuple[int, ...]:
 
 
 def _products_bytes(node: Node, types: Types) -> int:
-    """Everything in blocks, and operands row by row."""
+    """Return the bytes of all tensors in blocks, and of operands row by row."""
     return _packed_bytes(node, types) + sum(
         _wide_bytes(kind, (*kind.shape[:-2], *_blocked(kind.shape[-2:], _MATRIX_BLOCK)))
         for kind in _tensors(node, types)
@@ -114,12 +113,12 @@ def _products_bytes(node: Node, types: Types) -> int:
 
 
 def _channels_bytes(kind: TensorType) -> int:
-    """Images or weights in blocks of channels."""
+    """Return the bytes of images or weights in blocks of channels."""
     return _wide_bytes(kind, (*_blocked(kind.shape[:2], _CHANNEL_BLOCK), *kind.shape[2:]))
 
 
 def _convolution_bytes(node: Node, types: Types) -> int:
-    """Everything in blocks of channels, a column of inputs for every output, and two gradients of the weights."""
+    """Return the bytes of all tensors in channel blocks, an input column per output, and two weight gradients."""
     if node.op == "aten.convolution.default":
         (x, weight), (y,) = (tensor_of(arg, types) for arg in node.args[:2]), node.results
         is_transposed = node.args[6] is True
@@ -136,7 +135,7 @@ def _convolution_bytes(node: Node, types: Types) -> int:
 
 
 def _attention_bytes(node: Node, types: Types) -> int:
-    """Keys and values for every head of the queries, and scores: blocks of them, or all where no kernel fuses."""
+    """Return the bytes of keys and values for every query head, and of scores: blocks, or all without fusion."""
     q, k, v = (tensor_of(arg, types) for arg in operands(node))
     batch, heads, length, _ = q.shape
     rows, columns = _blocked((length, k.shape[2]), _MATRIX_BLOCK)

@@ -14,7 +14,7 @@ Types = Sequence[TensorType | None]
 
 
 def tensor_of(arg: NodeArg, types: Types) -> TensorType:
-    """The type of an argument that is a tensor."""
+    """Return the type of an argument that is a tensor."""
     assert isinstance(arg, Ref)
     kind = types[arg.index]
     assert kind is not None
@@ -22,20 +22,20 @@ def tensor_of(arg: NodeArg, types: Types) -> TensorType:
 
 
 def result_of(node: Node) -> TensorType:
-    """The type of the one result of a node."""
+    """Return the type of a node's only result."""
     (kind,) = node.results
     assert kind is not None
     return kind
 
 
 def numbers_of(arg: NodeArg) -> tuple[int, ...]:
-    """The integers of an argument that is one or a tuple of them."""
+    """Return the integers of an argument that is an integer or a tuple of them."""
     items = arg if isinstance(arg, tuple) else (arg,)
     return tuple(item for item in items if isinstance(item, int))
 
 
 def operands_of(args: Sequence[NodeArg], types: Types) -> list[Operand]:
-    """Tensors by their type; numbers, which torch makes tensors of, by their dtype."""
+    """Return the types of tensors, and the dtypes of numbers, which torch converts to tensors."""
     operands: list[Operand] = []
     for arg in args:
         match arg:
@@ -53,7 +53,7 @@ def operands_of(args: Sequence[NodeArg], types: Types) -> list[Operand]:
 
 
 def converted_bytes(operands: Sequence[Operand], common: DType) -> int:
-    """Numbers as tensors, and once more whatever is not of the dtype that is computed in."""
+    """Return the bytes of numbers as tensors, and of copies of all operands that are not of the common dtype."""
     size_bytes = 0
     for operand in operands:
         if isinstance(operand, TensorType):
@@ -66,7 +66,7 @@ def converted_bytes(operands: Sequence[Operand], common: DType) -> int:
 
 
 def is_contiguous(kind: TensorType) -> bool:
-    """Whether a tensor lies in row-major order without gaps."""
+    """Return whether a tensor is row-major without gaps."""
     return kind.numel == 0 or all(
         size == 1 or own == wanted
         for size, own, wanted in zip(
@@ -76,6 +76,6 @@ def is_contiguous(kind: TensorType) -> bool:
 
 
 def dense_bytes(arg: NodeArg, types: Types) -> int:
-    """The copy of a tensor that must lie in row-major order; none where it does."""
+    """Return the bytes of the copy of a tensor that must be row-major; none where it is."""
     kind = tensor_of(arg, types)
     return 0 if is_contiguous(kind) else kind.size_bytes

@@ -1,4 +1,4 @@
-"""The tensors that ``torch_ops.attention`` makes around the kernel of attention."""
+"""The temporary tensors of ``torch_ops.attention`` around the attention kernel."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from zeroir.workspace.scratch.arguments import Types, tensor_of
 
 
 def operands(node: Node) -> tuple[NodeArg, ...]:
-    """q, k and v, which follow the gradient in the backward."""
+    """Return q, k and v, which follow the gradient in the backward."""
     first = 0 if node.op == "zeroir.attention.default" else 1
     return node.args[first : first + 3]
 
 
 def is_fused(node: Node, types: Types) -> bool:
-    """Whether one kernel computes attention on a CPU, as it does where all heads have one size."""
+    """Return whether one kernel computes attention on a CPU, as it does where all heads have the same size."""
     q, _, v = (tensor_of(arg, types) for arg in operands(node))
     return q.shape[3] == v.shape[3]
 
 
 def attention_bytes(node: Node, types: Types) -> int:
-    """Operands and a mask as the kernel wants them, and the output once more, by length."""
+    """Return the bytes of operands and a mask in the kernel's layout, and of a copy of the output by length."""
     if not is_fused(node, types):
         return 0
     q, made, out = tensor_of(node.args[0], types), _made_bytes(node), node.results[0]
     assert out is not None
-    # The kernel lays its result out as q, and ours has it by length.
+    # The kernel returns its result in the layout of q, and ours is by length.
     again = 0 if _is_by_length(q) else out.size_bytes
     return _prepared_bytes(node.args[:4], types, made, again)
 
 
 def attention_backward_bytes(node: Node, types: Types) -> int:
-    """Operands and a mask as the kernel wants them; it lays gradients out by length."""
+    """Return the bytes of operands and a mask in the kernel's layout; its gradients are by length."""
     if not is_fused(node, types):
         return 0
     return _prepared_bytes(node.args[1:5], types, _made_bytes(node), 0)
@@ -45,14 +45,14 @@ def _made_bytes(node: Node) -> int:
 
 
 def _is_by_length(q: TensorType) -> bool:
-    """Whether a tensor of the kernel's result's shape, laid out as q is when the kernel gets it, is by length."""
+    """Return whether a tensor of the result's shape, in the layout in which the kernel gets q, is by length."""
     stride = q.stride if q.stride[-1] == 1 else contiguous_stride(q.shape)
     order = sorted((d for d in range(4) if q.shape[d] != 1), key=lambda d: -stride[d])
     return order == [d for d in (0, 2, 1, 3) if q.shape[d] != 1]
 
 
 def _prepared_bytes(args: Sequence[NodeArg], types: Types, made: int, again: int) -> int:
-    """The bytes made of q, k, v and a mask before the kernel makes its results, and ``again`` after that."""
+    """Return the bytes of copies of q, k, v and a mask before the kernel's results exist, and ``again`` after that."""
     q, mask = tensor_of(args[0], types), args[3]
     packed = sum(
         kind.size_bytes for arg in args[:3] if (kind := tensor_of(arg, types)).stride[-1] != 1

@@ -19,7 +19,7 @@ from zeroir.workspace.scratch.arguments import (
 
 
 def embedding_gradient_bytes(node: Node, types: Types) -> int:
-    """``torch_ops.out_variants.embedding_gradient``: indices in one row, 32-bit ones for 16-bit gradients."""
+    """Return the bytes of ``embedding_gradient`` of ``torch_ops``: flat indices, 32-bit ones for 16-bit gradients."""
     grad, indices = (tensor_of(arg, types) for arg in node.args[:2])
     is_flat = view_stride(indices, (indices.numel,)) is not None
     is_rows = view_stride(grad, (indices.numel, grad.shape[-1])) is not None
@@ -31,7 +31,7 @@ def embedding_gradient_bytes(node: Node, types: Types) -> int:
 
 
 def layer_norm_backward_bytes(node: Node, types: Types) -> int:
-    """Two sums per parameter, after what does not lie in row-major order was copied."""
+    """Return the bytes of copies of operands that are not row-major, and then of two sums per parameter."""
     grad, x, _, _, _, weight, bias = node.args[:7]
     copies = sum(dense_bytes(arg, types) for arg in (grad, x, weight, bias) if arg is not None)
     has_parameters = any(kind is not None for kind in node.results[1:])
@@ -41,9 +41,9 @@ def layer_norm_backward_bytes(node: Node, types: Types) -> int:
 
 
 def batch_norm_bytes(node: Node, types: Types) -> int:
-    """A scale and a shift per channel, and in training a sum where channels are neighbours.
+    """Return the bytes of a scale and a shift per channel, and in training of a sum where channels are innermost.
 
-    In evaluation the result is contiguous where the layout of x is not one of images, and then copied to that layout.
+    In evaluation the result is contiguous where x does not have a layout of images, and is then copied to that layout.
     """
     x, is_training = tensor_of(node.args[0], types), node.args[5]
     if not is_training and not is_contiguous(x) and not _is_of_images(x):
@@ -55,7 +55,7 @@ def batch_norm_bytes(node: Node, types: Types) -> int:
 
 
 def batch_norm_backward_bytes(node: Node, types: Types) -> int:
-    """The gradient of the input a second time, before sums per channel exist."""
+    """Return the bytes of another gradient of the input, before sums per channel exist."""
     grad, x, is_training = *(tensor_of(arg, types) for arg in node.args[:2]), node.args[7]
     own = _channel_bytes(x)
     if grad.stride != x.stride and not is_contiguous(x):
@@ -68,7 +68,7 @@ def batch_norm_backward_bytes(node: Node, types: Types) -> int:
 
 
 def _is_of_images(x: TensorType) -> bool:
-    """Whether x has two or three dimensions of space, with channels as neighbours."""
+    """Return whether x has two or three spatial dimensions, with channels innermost."""
     return len(x.shape) in (4, 5) and x.stride[1] == 1
 
 
@@ -81,7 +81,7 @@ def _is_channels_last(x: TensorType) -> bool:
 
 
 def dropout_bytes(node: Node, types: Types) -> int:
-    """``torch_ops.dropout``: two 64-bit integers an element while hashing, then the product in three parts."""
+    """Return the bytes of ``torch_ops.dropout``: two 64-bit integers per element, then the product in three parts."""
     x = tensor_of(node.args[0], types)
     number = converted_bytes([DType.F64], x.dtype)
     most = max(16 * x.numel + 8, x.numel + 3 * x.size_bytes + number)

@@ -7,7 +7,7 @@ from zeroir.workspace.scratch.arguments import Types, numbers_of, result_of, ten
 
 
 def sum_bytes(node: Node, types: Types) -> int:
-    """The source in another dtype, where it is summed up in one."""
+    """Return the bytes of the source in the dtype in which it is summed."""
     source, result = tensor_of(node.args[0], types), result_of(node)
     if source.dtype is not result.dtype:
         return source.numel * result.dtype.itemsize_bytes
@@ -16,12 +16,12 @@ def sum_bytes(node: Node, types: Types) -> int:
     dims = {d % rank for d in named} or set(range(rank))
     if not result.dtype.is_low_precision or _runs(source, dims) < 2:
         return 0
-    # Over several runs 16-bit numbers are added up in FP32.
+    # Over several runs 16-bit numbers are added in FP32.
     return 4 * (source.numel + result.numel)
 
 
 def _runs(kind: TensorType, dims: set[int]) -> int:
-    """The number of runs of equal steps through memory that dimensions make up."""
+    """Return the number of runs of equal steps through memory that these dimensions form."""
     pairs = sorted((kind.stride[d], kind.shape[d]) for d in dims if kind.shape[d] != 1)
     runs, expected = 0, -1
     for step, size in pairs:
@@ -31,7 +31,7 @@ def _runs(kind: TensorType, dims: set[int]) -> int:
 
 
 def mean_bytes(node: Node, types: Types) -> int:
-    """The number that a sum is divided by, and FP32 for 16 bits."""
+    """Return the bytes of the number by which a sum is divided, and of FP32 copies for 16 bits."""
     source, result = tensor_of(node.args[0], types), result_of(node)
     count = 8 + max(result.dtype.itemsize_bytes, 4)
     if not result.dtype.is_low_precision:
