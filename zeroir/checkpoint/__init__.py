@@ -1,1 +1,4 @@
-"""Checkpoints as files: their manifest, how they are written, found, checked and kept. Nothing here needs torch."""
+"""Checkpoint files: their manifest, and how they are written, found, verified and retained.
+
+Nothing here imports torch.
+"""

@@ -1,7 +1,7 @@
-"""Checksums of tensors, files and manifests: XXH3 with 128 bits, as ``xxh3_128:`` and 32 hexadecimal digits.
+"""Checksums of tensors, files and manifests: 128-bit XXH3, as ``xxh3_128:`` and 32 hexadecimal digits.
 
-XXH3 hashes faster than memory delivers, and ``xxhsum -H2`` computes it without Python. It finds
-accidents, not forgeries.
+XXH3 hashes faster than memory can be read, and ``xxhsum -H2`` computes it without Python. It detects accidental damage,
+not forgery.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PREFIX: Final = "xxh3_128:"
 
 
 class Checksum:
-    """The checksum of bytes that come in several parts."""
+    """The checksum of bytes that arrive in several parts."""
 
     __slots__ = ("_state",)
 
@@ -35,10 +35,10 @@ class Checksum:
 
 
 class HashingThread:
-    """A thread that adds bytes to checksums while its owner writes them. A context manager.
+    """A context manager with a thread that adds bytes to checksums while the caller writes them.
 
-    The executors of Python refuse work as soon as the main thread has ended; a plain thread still serves the last save
-    of a program that does not wait for it.
+    Python's executors refuse work as soon as the main thread has ended. A plain thread still serves the last save of a
+    program that does not wait for it.
     """
 
     __slots__ = ("_begun", "_ended", "_thread")
@@ -49,11 +49,11 @@ class HashingThread:
         self._thread = threading.Thread(target=self._run, name="zeroir-hash", daemon=True)
 
     def begin(self, data: memoryview, checksums: Sequence[Checksum]) -> None:
-        """Begin to add bytes to each of the checksums; nobody may change them before ``end``."""
+        """Start to add bytes to each of the checksums; they must not change before ``end``."""
         self._begun.put((data, checksums))
 
     def end(self) -> None:
-        """Wait until the bytes of ``begin`` are added."""
+        """Wait until the bytes passed to ``begin`` are added."""
         self._ended.get()
 
     def _run(self) -> None:
@@ -73,5 +73,5 @@ class HashingThread:
 
 
 def checksum_of(data: bytes | bytearray | memoryview) -> str:
-    """The checksum of bytes."""
+    """Return the checksum of bytes."""
     return PREFIX + xxhash.xxh3_128_hexdigest(data)

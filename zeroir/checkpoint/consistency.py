@@ -1,4 +1,4 @@
-"""What holds in every manifest: names lead to files of the folder, and each element of a parameter is in one tensor."""
+"""The invariants of a manifest: it names only files of its folder, and each element of a parameter is in one tensor."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from zeroir.ir.own_coordinates import extents
 from zeroir.ir.program import Flat, Slot
 
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-"""A file in the folder itself: a manifest must not lead its reader to files elsewhere."""
+"""A file directly in the folder: a manifest must not make its reader open files elsewhere."""
 
 _NO_SETTINGS: Final = frozenset({"params", "param_names", "name"})
-"""Keys of torch's groups that are no settings."""
+"""Keys of torch's param groups that are not settings."""
 
 
 def contradictions(manifest: Manifest) -> Iterator[str]:
-    """What is wrong with a manifest, one clause for each; nothing if its reader may rely on it."""
+    """Yield the contradictions in a manifest, one clause for each; none if a reader may rely on it."""
     yield from _repeated("file", (file.name for file in manifest.files))
     for file in manifest.files:
         yield from _in_file(file)
@@ -131,7 +131,7 @@ def _in_quantity(
 
 
 def _first_missing(start: int, stop: int, intervals: list[tuple[int, int]]) -> int | None:
-    """The first of the elements ``[start, stop)`` that is in none of the intervals, which are in order."""
+    """Return the first of the elements ``[start, stop)`` that no interval contains; the intervals are in order."""
     index = max(bisect_right(intervals, start, key=lambda interval: interval[0]) - 1, 0)
     while start < stop:
         if index == len(intervals) or not intervals[index][0] <= start < intervals[index][1]:
@@ -183,7 +183,7 @@ def _in_groups(manifest: Manifest) -> Iterator[str]:
 
 
 def _in_states(manifest: Manifest) -> Iterator[str]:
-    """Each tensor of a state is in the file of its rank."""
+    """Yield each tensor of a rank's state that its file lacks."""
     names = {file.name: {tensor.name for tensor in file.tensors} for file in manifest.files}
     for state in manifest.ranks:
         for name in tensor_names(state.state):
@@ -192,7 +192,7 @@ def _in_states(manifest: Manifest) -> Iterator[str]:
 
 
 def as_flat(stored: StoredFlat) -> Flat:
-    """A flat of a checkpoint as one of a program, for the places of parameters in it."""
+    """Return a flat of a checkpoint as a program's ``Flat``, which computes the places of parameters."""
     return Flat(
         name=stored.name,
         unit=stored.name,

@@ -1,4 +1,4 @@
-"""Everything about a checkpoint that is not as it was saved, where a load stops at the first such thing."""
+"""Verification that reports all the damage of a checkpoint, where a load stops at the first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SUFFIX: Final = ".safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamagedPart:
-    """A damaged part of a checkpoint: its file, the tensor (None: its header or all of it), and a sentence."""
+    """A damaged part of a checkpoint: its file, its tensor (None: the header or the whole file), and a sentence."""
 
     file: str
     tensor: str | None
@@ -26,10 +26,10 @@ class DamagedPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """The outcome for one checkpoint. ``manifest`` is None where that is damaged.
+    """The result for one checkpoint. ``manifest`` is None if it is damaged.
 
     ``size_bytes`` counts the bytes whose checksums were compared. ``foreign_names`` are files and folders in the
-    checkpoint that its manifest does not name; nothing reads them.
+    checkpoint that its manifest does not name; they are never read.
     """
 
     path: str
@@ -40,7 +40,7 @@ class Verification:
 
 
 def checkpoints_at(path: str) -> tuple[str, ...]:
-    """The checkpoints of a folder, newest first, or the one at the path itself, damaged ones among them.
+    """Return the checkpoints in a folder, newest first, or the one at the path itself; damaged ones are included.
 
     Raises:
         UserError: if there is none.
@@ -53,7 +53,7 @@ def checkpoints_at(path: str) -> tuple[str, ...]:
 
 
 def verify_checkpoint(path: str) -> Verification:
-    """Compare all checksums of a checkpoint, on the disk where the system allows that."""
+    """Compare all checksums of a checkpoint, with what is on the disk where the system allows that."""
     try:
         manifest = read_manifest(path)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""One sentence for each error of the system while checkpoints are written and read."""
+"""Messages for the operating system's errors while checkpoints are written and read."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Final
 from zeroir.errors import DamagedCheckpointError, UserError
 
 _BROKEN_DISK: Final = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)
-"""A disk that fails, and a file system or a file that is damaged on it."""
+"""The disk fails, or its file system or a file on it is damaged."""
 _DAMAGES: Final = frozenset(
     (*_BROKEN_DISK, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ESTALE)
 )
 
 
 def unwritable(path: str, error: OSError) -> UserError:
-    """The error that a path cannot be written, with its remedy."""
+    """Return the error for a path that cannot be written, with its remedy."""
     match error.errno:
         case errno.ENOSPC:
             reason = "its disk is full: free space or name a folder on another disk"
@@ -50,7 +50,10 @@ def unwritable(path: str, error: OSError) -> UserError:
 
 
 def unreadable(path: str, error: OSError) -> UserError:
-    """The error that a path cannot be read, with its remedy; a damaged checkpoint if other ones may be readable."""
+    """Return the error for a path that cannot be read, with its remedy.
+
+    It is a ``DamagedCheckpointError`` if other checkpoints may be readable.
+    """
     match error.errno:
         case errno.ENOENT | errno.ENOTDIR:
             reason = "it does not exist: name a folder that contains a checkpoint"

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: their names, the newest that is whole, and how many are kept."""
+"""A folder of checkpoints: their names, the newest one that is complete, and which ones are retained."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zeroir.errors import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """A checkpoint in a folder, whole or not: ``attempt`` is 1 for ``step-00000100``, 2 for ``step-00000100-2``."""
+    """A checkpoint in a folder, complete or not: ``attempt`` is 1 for ``step-00000100``, 2 for ``step-00000100-2``."""
 
     path: str
     step: int
@@ -32,7 +32,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """Which checkpoint is the best: that with the lowest or the highest value of a metric."""
+    """The criterion for the best checkpoint: the lowest or the highest value of a metric."""
 
     metric: str
     is_highest: bool = False
@@ -46,7 +46,7 @@ class CheckpointFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[HeldFolder]:
-        """Hold the folder, which is made if missing, and remove what killed jobs left in it.
+        """Lock the folder, which is made if missing, and remove what killed jobs left in it.
 
         Raises:
             UserError: if another job has it, or it cannot be written.
@@ -54,17 +54,17 @@ class CheckpointFolder:
         storage = self._storage
         with storage.lock(self.root) as hold:
             for folder in storage.leftovers(self.root):
-                # A leftover that stays, for instance because it is another user's, costs space and nothing else.
+                # Leftovers that cannot be removed, such as another user's, only cost space.
                 with contextlib.suppress(UserError):
                     storage.remove(folder)
             yield HeldFolder(folder=self, hold=hold)
 
     def list(self) -> tuple[Listed, ...]:
-        """The checkpoints by name, newest first; no manifest is read."""
+        """Return the checkpoints in the folder, newest first, without reading manifests."""
         return tuple(listed for listed in self._named() if self._storage.has_appeared(listed.path))
 
     def next_path(self, step: int) -> str:
-        """The path for a checkpoint of a step: ``step-00000100``, or with ``-2``, … if there are some of this step."""
+        """Return the path for a new checkpoint of a step: ``step-00000100``, or with ``-2``, … if that step has one."""
         name = f"step-{step:08}"
         attempts = [
             listed.attempt
@@ -74,7 +74,7 @@ class CheckpointFolder:
         return join(self.root, name if not attempts else f"{name}-{max(attempts) + 1}")
 
     def _named(self) -> tuple[Listed, ...]:
-        """The folders with names of checkpoints, newest first; in a store some may be without a manifest."""
+        """Return the folders with names of checkpoints, newest first; in an object store some may lack a manifest."""
         named = []
         for entry in self._storage.entries(self.root):
             match = CHECKPOINT_NAME.fullmatch(entry.name)
@@ -88,9 +88,9 @@ class CheckpointFolder:
         check: Callable[[str, Manifest], None],
         refused: Callable[[str, UserError], None],
     ) -> tuple[str, Manifest] | None:
-        """The newest checkpoint that has a valid manifest and all files, and that ``check`` accepts; and its manifest.
+        """Return the newest checkpoint with a valid manifest and all files that ``check`` accepts, and its manifest.
 
-        ``check`` raises a UserError to refuse one; ``refused`` is told each refusal with the path.
+        ``check`` raises a UserError to refuse one. ``refused`` is called with the path and the error of each refusal.
         """
         for listed in self.list():
             try:
@@ -98,7 +98,7 @@ class CheckpointFolder:
                 require_files(listed.path, manifest)
                 check(listed.path, manifest)
             except PassingError:
-                # An older one is for damage. A job that starts again when the network is back loses nothing.
+                # An older one is for damage; a job that starts again when the network is back loses nothing.
                 raise
             except UserError as error:
                 refused(listed.path, error)
@@ -113,17 +113,17 @@ class CheckpointFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldFolder:
-    """A folder of checkpoints whose lock this job has: it alone changes what is there."""
+    """A folder of checkpoints that this job has locked: no other job changes its content."""
 
     folder: CheckpointFolder
     hold: Hold
     _is_whole: dict[str, bool] = field(default_factory=dict, compare=False, repr=False)
-    """What was found out about checkpoints by reading all of them, once each."""
+    """Whether checkpoints are complete, once all their bytes were read."""
     _metrics: dict[str, dict[str, float]] = field(default_factory=dict, compare=False, repr=False)
-    """The metrics of checkpoints whose manifests were read: they never change."""
+    """The metrics of the checkpoints whose manifests were read; they never change."""
 
     def next_path(self, step: int) -> str:
-        """See ``CheckpointFolder.next_path``.
+        """Return the path for a new checkpoint of a step, as ``CheckpointFolder.next_path`` does.
 
         Raises:
             UserError: if the folder is no longer the one that was locked.
@@ -139,11 +139,11 @@ class HeldFolder:
         refused: Callable[[UserError], None],
         best: Best | None = None,
     ) -> tuple[str, ...]:
-        """Keep the newest ``count`` whole checkpoints and the best one, and remove the others, oldest first.
+        """Keep the newest ``count`` complete checkpoints and the best one, and remove the others, oldest first.
 
-        ``verified`` is the path of a checkpoint that was just read back from the disk and is whole; it is kept, too.
-        The others that are to be kept are read once by this job. ``refused`` is told each damaged one among them; it
-        does not count. What has a damaged manifest is never removed.
+        ``verified`` is the path of a checkpoint that was just read back from the disk and found complete; it is kept,
+        too. The others to keep are read once by this job. ``refused`` is called with the error of each damaged one
+        among them, which does not count. A checkpoint with a damaged manifest is never removed.
 
         Returns:
             the paths of the removed checkpoints.
@@ -190,7 +190,7 @@ class HeldFolder:
         return self._metrics[path]
 
     def _read_whole(self, path: str, refused: Callable[[UserError], None]) -> bool:
-        """Whether a checkpoint is whole, which takes a read of all its files the first time."""
+        """Return whether a checkpoint is complete; the first call reads all its files."""
         if path not in self._is_whole:
             try:
                 verify_all(path, read_manifest(path))
@@ -202,7 +202,7 @@ class HeldFolder:
         return self._is_whole[path]
 
     def _refuse(self, path: str, error: UserError, refused: Callable[[UserError], None]) -> None:
-        """Note a damaged checkpoint, and tell of it once."""
+        """Record that a checkpoint is damaged, and report it once."""
         if self._is_whole.get(path, True):
             refused(error)
         self._is_whole[path] = False
@@ -213,7 +213,7 @@ def _age(listed: Listed) -> tuple[int, int]:
 
 
 def _best_first(metrics: Mapping[str, Mapping[str, float]], best: Best) -> list[str]:
-    """The paths whose checkpoints have the metric, the best value first, and the newest first of equal ones."""
+    """Return the paths of checkpoints with the metric, best value first, and the newest first among equal ones."""
     values = {
         path: numbers[best.metric]
         for path, numbers in metrics.items()

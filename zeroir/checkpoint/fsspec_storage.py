@@ -1,12 +1,12 @@
-"""Checkpoints in stores that fsspec opens: ``s3://bucket/runs``, ``gs://…``, ``memory://…``.
+"""Checkpoints in object stores that fsspec opens: ``s3://bucket/runs``, ``gs://…``, ``memory://…``.
 
-A store has no rename. The files of a checkpoint are written under its own name, each with the writer's token in its
-name, so that no two jobs write to one object. The manifest comes last. It is created only if there is none, where the
-store can promise that, and read back. Readers find a checkpoint by its manifest; without one there is nothing to see.
-Removing goes the other way round: the manifest first.
+An object store has no rename. The files of a checkpoint are written to its final prefix, each with the writer's token
+in its name, so that no two jobs write to one object. The manifest is written last. It is created only if there is none,
+where the store can guarantee that, and read back. A checkpoint is visible to readers once it has a manifest. Removal
+begins with the manifest.
 
-A request that fails may still have had its effect, or have it later. Whoever has sent a manifest therefore never
-removes the files that it names; they are left to ``leftovers``, which waits a day.
+A request that fails may have taken effect, or may take effect later. So a job that has sent a manifest never removes
+the files that it names; they are left to ``leftovers``, which waits a day.
 """
 
 from __future__ import annotations
@@ -27,57 +27,57 @@ from zeroir.checkpoint.store_errors import Access, attempt, failure
 from zeroir.errors import UserError
 
 PART_BYTES = 32 << 20
-"""The size of the parts of an upload. S3 takes 10,000 of them: files of up to 312 GiB for each rank."""
+"""The part size of uploads. S3 allows 10,000 parts, so a rank's file may have 312 GiB."""
 
 RANGE_BYTES: Final = 8 << 20
 RANGES: Final = 4
-"""Slices are read as ranges of so many bytes, so many at a time where the driver can."""
+"""How many ranges of ``RANGE_BYTES`` are read at a time, where the driver can."""
 
 LEFTOVER_AGE: Final = timedelta(days=1)
-"""Files without a manifest belong to a job that is still saving, until nothing was added to them for so long."""
+"""The age of the newest file from which files without a manifest are leftovers; before, a job may still be saving."""
 
 _PROBE_NAME: Final = ".writable"
 _RANK_FILE: Final = re.compile(r".+-(?P<token>[0-9a-f]{12})\.safetensors")
 
 
 class Writable(Protocol):
-    """What fsspec opens for writing."""
+    """A file that fsspec has opened for writing."""
 
     def write(self, data: memoryview, /) -> int:
         """Append bytes."""
 
     def close(self) -> None:
-        """Send the rest."""
+        """Upload the rest."""
 
 
 class Driver(Protocol):
-    """A file system of fsspec, in so far as it is used here; see ``fsspec.spec.AbstractFileSystem``."""
+    """The methods of ``fsspec.spec.AbstractFileSystem`` that are used here."""
 
     def ls(self, path: str, detail: bool) -> list[dict[str, object]]:
-        """Names, types and sizes in a folder."""
+        """Return names, types and sizes in a folder."""
 
     def info(self, path: str) -> dict[str, object]:
-        """The type and size of a path."""
+        """Return the type and size of a path."""
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file or a folder."""
+        """Return whether there is a file or a folder."""
 
     def modified(self, path: str) -> datetime:
-        """When a file was written."""
+        """Return the time when a file was written."""
 
     def open(self, path: str, mode: str, block_size: int) -> Writable:
         """Open a file."""
 
     def pipe_file(self, path: str, value: bytes, mode: str = ...) -> None:
-        """Write a whole file; with the mode ``create`` only if there is none."""
+        """Write a whole file; with ``mode="create"`` only if there is none."""
 
     def cat_file(self, path: str) -> bytes:
-        """A whole file."""
+        """Return the content of a file."""
 
     def cat_ranges(
         self, paths: list[str], starts: list[int], ends: list[int], *, on_error: str
     ) -> list[bytes]:
-        """Ranges of files, several at a time where the driver can."""
+        """Read ranges of files, several at a time where the driver can."""
 
     def rm_file(self, path: str) -> None:
         """Remove a file."""
@@ -88,17 +88,17 @@ class Driver(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class StoreOutput:
-    """An object while it is written; it appears when it is finished. Large ones are sent in parts."""
+    """An object that is being written; it appears when it is finished. Large ones are uploaded in parts."""
 
     path: str
     driver: Driver
     file: Writable | None
 
     def write(self, data: memoryview) -> None:
-        """Append bytes; some are kept in memory until a part is full.
+        """Append bytes, and upload a part whenever one is complete.
 
         Raises:
-            UserError: if a part cannot be sent.
+            UserError: if a part cannot be uploaded.
         """
         try:
             self._open().write(data.cast("B") if data.nbytes else data)
@@ -106,7 +106,7 @@ class StoreOutput:
             raise failure(self.path, Access.WRITE, error) from error
 
     def finish(self) -> None:
-        """Send the rest, and let the object appear.
+        """Upload the rest, after which the object is visible.
 
         Raises:
             UserError: if the store refuses it.
@@ -118,12 +118,12 @@ class StoreOutput:
         self.file = None
 
     def abandon(self) -> None:
-        """Drop what was sent, unless the object is finished."""
+        """Discard what was uploaded, unless the object is finished."""
         file, self.file = self.file, None
         if file is None:
             return
         if isinstance(file, AbstractBufferedFile):
-            # Otherwise its destructor would send the rest, and let half an object appear.
+            # Otherwise its destructor would upload the rest, and a truncated object would appear.
             file.closed = True
         drop = file.discard if isinstance(file, AbstractBufferedFile) else file.close
         with contextlib.suppress(Exception):
@@ -139,17 +139,17 @@ class StoreOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreInput:
-    """An object while it is read, by ranges."""
+    """An object that is read by ranges."""
 
     path: str
     driver: Driver
     size_bytes: int
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Fill a buffer of bytes; fewer are read only at the object's end.
+        """Fill a buffer; fewer bytes are read only at the object's end.
 
         Raises:
-            UserError: if the store fails, or sends other ranges than those asked for.
+            UserError: if the store fails, or returns other ranges than the requested ones.
         """
         stop = min(offset + buffer.nbytes, self.size_bytes)
         for start in range(offset, stop, RANGE_BYTES * RANGES):
@@ -157,7 +157,7 @@ class StoreInput:
         return max(stop - offset, 0)
 
     def close(self) -> None:
-        """Nothing is open between two reads."""
+        """Do nothing: between two reads nothing is open."""
 
     def _read_ranges(self, buffer: memoryview, offset: int, start: int, stop: int) -> None:
         starts = list(range(start, stop, RANGE_BYTES))
@@ -181,20 +181,20 @@ class StoreInput:
 
 
 class StoreHold:
-    """Nothing holds a prefix of a store."""
+    """The lock of a prefix, which object stores do not have."""
 
     def require(self) -> None:
-        """Do nothing: a prefix is neither renamed nor replaced."""
+        """Do nothing: a prefix can be neither renamed nor replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsspecStorage:
-    """A store, by the driver that fsspec has for its URLs."""
+    """An object store, accessed through fsspec's driver for the scheme of its URLs."""
 
     driver: Driver
 
     def entries(self, folder: str) -> tuple[Entry, ...]:
-        """What stands under a prefix, in the order of names; nothing if there is no such prefix."""
+        """Return the names under a prefix in order; none if there is no such prefix."""
         inner = _inner(folder)
         try:
             details = attempt(lambda: self.driver.ls(inner, detail=True), folder, Access.READ)
@@ -204,13 +204,13 @@ class FsspecStorage:
         for detail in details:
             path = str(detail["name"]).rstrip("/")
             parent, _, name = path.rpartition("/")
-            # A store lists an object of the very name of a prefix as that prefix's entry.
+            # A store lists an object whose name equals the prefix as an entry of the prefix.
             if name and parent.strip("/") == inner.strip("/"):
                 entries.append(Entry(name=name, is_folder=detail["type"] == "directory"))
         return tuple(sorted(entries, key=lambda entry: entry.name))
 
     def size_bytes(self, path: str) -> int | None:
-        """The size of an object; None if there is no such object."""
+        """Return the size of an object; None if there is no such object."""
         inner = _inner(path)
         try:
             details = attempt(lambda: self.driver.info(inner), path, Access.READ)
@@ -219,7 +219,7 @@ class FsspecStorage:
         return int(str(details["size"])) if details["type"] == "file" else None
 
     def create(self, path: str) -> StoreOutput:
-        """Begin an object whose name no other job uses."""
+        """Start an object whose name no other job uses."""
         inner = _inner(path)
         try:
             file = attempt(
@@ -230,7 +230,7 @@ class FsspecStorage:
         return StoreOutput(path=path, driver=self.driver, file=file)
 
     def open(self, path: str, *, from_disk: bool = False) -> StoreInput:
-        """Open an object for reading; nothing of it is kept in memory."""
+        """Open an object for reading; nothing of it is cached."""
         del from_disk
         size_bytes = self.size_bytes(path)
         if size_bytes is None:
@@ -238,7 +238,7 @@ class FsspecStorage:
         return StoreInput(path=path, driver=self.driver, size_bytes=size_bytes)
 
     def begin(self, target: str, token: str) -> str:
-        """The target itself, where there may be files that killed jobs left, and nothing else."""
+        """Return the target itself; it may contain nothing but files that killed jobs left."""
         del token
         strangers = [
             entry.name
@@ -251,11 +251,11 @@ class FsspecStorage:
         return target
 
     def file_name(self, rank: int, token: str) -> str:
-        """``rank-00000-TOKEN.safetensors`` and so on."""
+        """Return a name such as ``rank-00000-TOKEN.safetensors``."""
         return f"rank-{rank:05}-{token}.safetensors"
 
     def publish(self, folder: str, target: str, manifest: bytes) -> None:
-        """Create the manifest unless there is one, and read it back: the checkpoint appears if it is ours.
+        """Create the manifest unless there is one, and read it back to find out whose checkpoint appeared.
 
         Raises:
             UserError: if another job's checkpoint is there, or it is not certain that this one has appeared.
@@ -267,7 +267,7 @@ class FsspecStorage:
             self._create_whole(path, manifest)
         except UserError as error:
             refusal = error
-        # An attempt that failed may have had its effect, and one that succeeded must have had it.
+        # A failed attempt may have taken effect, and a successful one must have.
         try:
             stored = self._content(path)
         except UserError as error:
@@ -285,11 +285,11 @@ class FsspecStorage:
             )
 
     def has_appeared(self, folder: str) -> bool:
-        """Whether there is a manifest."""
+        """Return whether there is a manifest."""
         return self.size_bytes(join(folder, MANIFEST_NAME)) is not None
 
     def discard(self, folder: str, token: str, *, was_sent: bool) -> None:
-        """Remove the files with a token, unless a manifest that names them may yet appear."""
+        """Remove the files with a token, unless a manifest that names them may still appear."""
         if was_sent:
             return
         for entry in self.entries(folder):
@@ -298,10 +298,10 @@ class FsspecStorage:
                 self._remove_object(join(folder, entry.name))
 
     def remove(self, folder: str) -> None:
-        """Remove the manifest, then the files; what is not a checkpoint's stays.
+        """Remove the manifest, then the files of the checkpoint; other files stay.
 
         Raises:
-            UserError: if the store refuses it; while the manifest is there, all files are.
+            UserError: if the store refuses it; as long as the manifest is there, so are all files.
         """
         manifest = join(folder, MANIFEST_NAME)
         self._remove_object(manifest)
@@ -310,7 +310,7 @@ class FsspecStorage:
         self._remove_files(folder, sparing=b"")
 
     def leftovers(self, root: str) -> tuple[str, ...]:
-        """Prefixes without a manifest, under which are only files of ranks, the newest at least a day old."""
+        """Return the prefixes with only files of ranks, no manifest, and the newest file at least a day old."""
         return tuple(
             folder
             for entry in self.entries(root)
@@ -321,10 +321,10 @@ class FsspecStorage:
 
     @contextlib.contextmanager
     def lock(self, root: str) -> Iterator[StoreHold]:
-        """Write and remove an object, so that a store that refuses is found before it is needed.
+        """Write and remove an object, so that a store that refuses this is noticed before the first save.
 
-        A store has no lock that ends with its holder. Two jobs may save to one prefix without harming a checkpoint,
-        but each counts those of both when it removes old ones.
+        A store has no lock that is released when its holder dies. Two jobs may save to one prefix without damage to a
+        checkpoint, but each counts those of both when it removes old ones.
         """
         path = join(root, _PROBE_NAME)
         inner = _inner(path)
@@ -338,17 +338,17 @@ class FsspecStorage:
         yield StoreHold()
 
     def _make_folders(self, folder: str) -> None:
-        """Make folders where the driver has some. Those of buckets have none, and would make a bucket."""
+        """Make folders where the driver has them; for object stores this would create a bucket."""
         if folder.partition("://")[0] in _WITH_FOLDERS:
             inner = _inner(folder)
             attempt(lambda: self.driver.makedirs(inner, exist_ok=True), folder, Access.WRITE)
 
     def _create_whole(self, path: str, data: bytes) -> None:
-        """Create an object unless there is one, by one request where the driver can."""
+        """Create an object unless it exists, in one request where the driver can."""
         inner = _inner(path)
 
         def put() -> None:
-            # Drivers may ignore or not know the mode: those get what they can promise, a look before.
+            # Drivers may ignore the mode or not know it; checking for the object first is the best they allow.
             if self.driver.exists(inner):
                 return
             try:
@@ -363,7 +363,7 @@ class FsspecStorage:
             raise failure(path, Access.WRITE, error) from error
 
     def _content(self, path: str) -> bytes | None:
-        """The bytes of a small object; None if there is no such object."""
+        """Return the bytes of a small object; None if there is no such object."""
         inner = _inner(path)
         try:
             return attempt(lambda: self.driver.cat_file(inner), path, Access.READ)
@@ -371,7 +371,7 @@ class FsspecStorage:
             return None
 
     def _remove_object(self, path: str) -> None:
-        """Remove an object, if it is there.
+        """Remove an object if it exists.
 
         Raises:
             UserError: if the store refuses it.
@@ -381,7 +381,7 @@ class FsspecStorage:
             attempt(lambda: self.driver.rm_file(inner), path, Access.WRITE)
 
     def _remove_files(self, folder: str, *, sparing: bytes) -> None:
-        """Remove the files of ranks that a manifest does not name: those of jobs that did not finish."""
+        """Remove the files of ranks that a manifest does not name, which jobs that did not finish left."""
         for entry in self.entries(folder):
             if _RANK_FILE.fullmatch(entry.name) and entry.name.encode() not in sparing:
                 self._remove_object(join(folder, entry.name))
@@ -396,7 +396,7 @@ class FsspecStorage:
         try:
             return all(self._modified(join(folder, entry.name)) < oldest for entry in entries)
         except (FileNotFoundError, NotImplementedError, UserError):
-            # Another job finishes or cleans there, or the store keeps no times.
+            # Another job is finishing or removing it, or the store records no times.
             return False
 
     def _modified(self, path: str) -> datetime:
@@ -406,9 +406,9 @@ class FsspecStorage:
 
 
 def open_store(url: str) -> FsspecStorage:
-    """The storage of a URL.
+    """Open the storage of a URL.
 
-    Credentials and endpoints come from where the driver looks for them, and from fsspec's own configuration
+    The driver takes credentials and endpoints from its usual sources and from fsspec's configuration
     (``FSSPEC_S3_ENDPOINT_URL`` and such, or files in ``~/.config/fsspec``).
 
     Raises:
@@ -420,7 +420,7 @@ def open_store(url: str) -> FsspecStorage:
     if scheme in ("file", "local"):
         raise UserError(f"'{url}' is a folder of this machine: name it without '{scheme}://'.")
     try:
-        # Other processes write to the store, so what was listed once says nothing.
+        # Other processes write to the store, so listings must not be cached.
         driver = fsspec.core.url_to_fs(url, use_listings_cache=False)[0]
     except ImportError as error:
         package = _PACKAGES.get(scheme)
@@ -444,16 +444,16 @@ _PACKAGES: Final = {
     "sftp": "paramiko",
     "ssh": "paramiko",
 }
-"""The packages that have the drivers of common schemes."""
+"""The packages with the drivers of common schemes."""
 
 _WITH_FOLDERS: Final = frozenset(
     {"arrow_hdfs", "ftp", "hdfs", "sftp", "smb", "ssh", "webdav", "webhdfs"}
 )
-"""Schemes of file systems in which a file needs a folder."""
+"""Schemes of file systems in which a file's folder must exist."""
 
 
 def _inner(url: str) -> str:
-    """The path of a URL inside its store, as its driver wants it."""
+    """Return the path of a URL within its store, in the form that its driver expects."""
     inner: str = fsspec.get_filesystem_class(url.partition("://")[0])._strip_protocol(url)
     return inner
 

@@ -1,4 +1,4 @@
-"""The lock of a folder of checkpoints on a disk: one job at a time saves there, and notices if the folder is moved."""
+"""The lock of a local folder of checkpoints: one job at a time saves there, and it notices if the folder is moved."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from zeroir.errors import UserError
 
 LOCK_NAME: Final = ".lock"
 LOCK_WAIT_S: Final = 5.0
-"""How long a job waits for the lock: processes of a job that was killed a moment ago may still be ending."""
+"""How long a job waits for the lock, since processes of a job that was just killed may still be ending."""
 
 
 class LocalHold:
-    """The lock of a folder, which is that of the file ``.lock`` in it: it goes with the folder wherever that is moved.
+    """The lock of a folder: that of the file ``.lock`` in it, which moves with the folder.
 
     Raises:
         UserError: if another job has it, or the folder cannot be written.
@@ -37,7 +37,7 @@ class LocalHold:
         self._file = self._acquired()
 
     def require(self) -> None:
-        """Check that the path leads to the folder that was locked; a lock whose file is gone is taken again.
+        """Check that the path is still the locked folder; if the lock's file was removed, lock it again.
 
         Raises:
             UserError: if the folder was renamed, removed or replaced, or another job has its lock now.
@@ -53,11 +53,11 @@ class LocalHold:
                 self._file = self._acquired()
 
     def release(self) -> None:
-        """Let other jobs have the folder."""
+        """Release the lock."""
         self._lock.release()
 
     def _acquired(self) -> tuple[int, int] | None:
-        """Take the lock; the identity of its file."""
+        """Take the lock and return the identity of its file."""
         try:
             self._lock.acquire()
         except Timeout as error:
@@ -67,7 +67,7 @@ class LocalHold:
             ) from error
         except OSError as error:
             raise unwritable(self._path, error) from error
-        # For the message to others; a full disk is reported when it matters.
+        # Only for the messages of other jobs; a full disk is reported when it matters.
         with contextlib.suppress(OSError):
             holder = f"process {os.getpid()} on {socket.gethostname()}"
             Path(self._path).write_text(holder, "utf-8")
@@ -75,7 +75,7 @@ class LocalHold:
 
 
 def _identity(path: str) -> tuple[int, int] | None:
-    """The device and the inode of a file or folder, which stay with it when it is renamed; None where nothing is."""
+    """Return the device and inode of a path, which a rename keeps; None if there is nothing."""
     try:
         status = Path(path).stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -86,7 +86,7 @@ def _identity(path: str) -> tuple[int, int] | None:
 
 
 def _holder(path: str) -> str:
-    """Which process has a lock, in parentheses; nothing if it has not written that yet."""
+    """Return the process that has a lock, in parentheses; an empty string if it has not written that yet."""
     try:
         holder = Path(path).read_text("utf-8")
     except (OSError, ValueError):

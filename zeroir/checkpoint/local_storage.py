@@ -1,8 +1,8 @@
-"""Checkpoints on disks: what is written is durable before it is visible, and it becomes visible by one rename.
+"""Checkpoints on disks: they are durable before they are visible, and become visible by one rename.
 
-POSIX promises nothing about a crash but what ``fsync`` says: bytes of a file are safe after the file's ``fsync``, names
-in a folder after the folder's. A folder is therefore renamed only when all that it contains is safe. The
-tests record the calls of the system and cut the power between any two.
+POSIX guarantees only what was synced: the bytes of a file after its ``fsync``, the names in a folder after the
+folder's. So a folder is renamed only once all its content is durable. The tests record the system calls and simulate a
+power failure between any two.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from zeroir.checkpoint.storage import CHECKPOINT_NAME, Entry, join, parent_and_n
 from zeroir.errors import DamagedCheckpointError, UserError
 
 WRITE_BYTES: Final = 256 << 10
-"""The bytes of one call of the system. Kernels that cache files in large pages are slower with calls of megabytes."""
+"""The bytes of one write. Kernels that cache files in large pages are slower with writes of megabytes."""
 
 _ASIDE: Final = re.compile(r"\.(.+)\.(saving|deleting)-[0-9a-f]{12}")
-"""Folders that are not visible as checkpoints: not yet, or no more."""
+"""Folders that are not visible as checkpoints: not yet, or no longer."""
 _NO_SYNC: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
-"""What file systems answer that cannot sync folders, such as some in user space; their names are durable at once."""
+"""Errors of file systems that cannot sync folders, such as some FUSE ones; there, names are durable at once."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LocalOutput:
-    """A file while it is written to a disk."""
+    """A file on a disk that is being written."""
 
     path: str
     descriptor: int | None
@@ -54,10 +54,10 @@ class LocalOutput:
             raise unwritable(self.path, error) from error
 
     def finish(self) -> None:
-        """Close the file when its bytes are durable.
+        """Sync and close the file.
 
         Raises:
-            UserError: if the disk fails; the bytes that it has are then unknown, so they are not written again.
+            UserError: if the disk fails. Which bytes it has is then unknown, so the write is not repeated.
         """
         try:
             os.fsync(self._open())
@@ -86,14 +86,14 @@ class LocalOutput:
 
 @dataclass(slots=True, kw_only=True)
 class LocalInput:
-    """A file while it is read from a disk."""
+    """A file on a disk that is being read."""
 
     path: str
     descriptor: int
     size_bytes: int
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Fill a buffer of bytes; fewer are read only at the file's end.
+        """Fill a buffer; fewer bytes are read only at the file's end.
 
         Raises:
             UserError: if the disk fails.
@@ -116,10 +116,10 @@ class LocalInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalStorage:
-    """The folders and files of this machine, or of a file system that several machines have mounted."""
+    """The file systems of this machine, including those that several machines have mounted."""
 
     def entries(self, folder: str) -> tuple[Entry, ...]:
-        """What stands in a folder, in the order of names; nothing if there is no such folder."""
+        """Return the names in a folder in order; none if there is no such folder."""
         try:
             with os.scandir(folder) as names:
                 return tuple(
@@ -134,7 +134,7 @@ class LocalStorage:
             raise unreadable(folder, error) from error
 
     def size_bytes(self, path: str) -> int | None:
-        """The size of a file; None if there is no such file."""
+        """Return the size of a file; None if there is no such file."""
         try:
             status = Path(path).stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -144,7 +144,7 @@ class LocalStorage:
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def create(self, path: str) -> LocalOutput:
-        """Begin a file that does not exist."""
+        """Create a file that does not exist."""
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as error:
@@ -152,7 +152,7 @@ class LocalStorage:
         return LocalOutput(path=path, descriptor=descriptor)
 
     def open(self, path: str, *, from_disk: bool = False) -> LocalInput:
-        """Open a file for reading; with ``from_disk`` the system forgets first what it keeps of the file in memory."""
+        """Open a file for reading; ``from_disk`` drops the system's cached pages of it first."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
@@ -171,7 +171,7 @@ class LocalStorage:
         return LocalInput(path=path, descriptor=descriptor, size_bytes=status.st_size)
 
     def begin(self, target: str, token: str) -> str:
-        """Make the folder ``.NAME.saving-TOKEN`` beside the target, and the folders above it."""
+        """Make the folder ``.NAME.saving-TOKEN`` next to the target, and missing parent folders."""
         parent, name = parent_and_name(target)
         folder = join(parent, f".{name}.saving-{token}")
         _require_free(target)
@@ -183,12 +183,12 @@ class LocalStorage:
         return folder
 
     def file_name(self, rank: int, token: str) -> str:
-        """``rank-00000.safetensors`` and so on: no other job knows the folder."""
+        """Return a name such as ``rank-00000.safetensors``, without the token: no other job uses the folder."""
         del token
         return f"rank-{rank:05}.safetensors"
 
     def publish(self, folder: str, target: str, manifest: bytes) -> None:
-        """Sync the manifest, then all names in the folder; rename it; sync the name of the checkpoint."""
+        """Sync the manifest and the folder, rename the folder, and sync its parent."""
         file = None
         try:
             file = self.create(join(folder, MANIFEST_NAME))
@@ -210,14 +210,14 @@ class LocalStorage:
         self.remove(folder)
 
     def has_appeared(self, folder: str) -> bool:
-        """True: the folder has this name since the manifest is in it."""
+        """Return True: a folder has this name only if it contains a manifest."""
         del folder
         return True
 
     def remove(self, folder: str) -> None:
         """Rename a checkpoint to ``.NAME.deleting-TOKEN``, durably, and remove that; remove a leftover at once.
 
-        Of a link to a folder, the link is removed.
+        For a symbolic link, only the link is removed.
         """
         parent, name = parent_and_name(folder)
         try:
@@ -236,9 +236,9 @@ class LocalStorage:
             ) from error
 
     def leftovers(self, root: str) -> tuple[str, ...]:
-        """The folders ``.NAME.saving-TOKEN`` and ``.NAME.deleting-TOKEN`` of names that checkpoints of jobs have.
+        """Return the folders ``.NAME.saving-TOKEN`` and ``.NAME.deleting-TOKEN`` where NAME is a checkpoint's name.
 
-        A folder of another name belongs to somebody who saves to it without the lock, and may be doing so.
+        Folders of other names belong to callers that save without the lock, and may be in use.
         """
         folders = []
         for entry in self.entries(root):
@@ -249,7 +249,10 @@ class LocalStorage:
 
     @contextlib.contextmanager
     def lock(self, root: str) -> Iterator[LocalHold]:
-        """Hold ``.lock`` of a folder, which is made if missing. The system frees it when the process ends."""
+        """Lock the file ``.lock`` of a folder, which is made if missing.
+
+        The system releases it when the process ends.
+        """
         make_folders(root)
         hold = LocalHold(root)
         try:
@@ -259,10 +262,10 @@ class LocalStorage:
 
 
 def make_folders(path: str) -> None:
-    """Make a folder and those above it, durably.
+    """Make a folder and its missing parents, durably.
 
     Raises:
-        UserError: if a folder cannot be made, or something else has its name.
+        UserError: if a folder cannot be made, or a file has its name.
     """
     parent, name = parent_and_name(path)
     try:

@@ -1,9 +1,9 @@
-"""The manifest of a checkpoint: what is in it, where each element stands, and the checksum of everything.
+"""The manifest of a checkpoint: its contents, the place of each element, and the checksum of every part.
 
-A checkpoint is a folder: one safetensors file for each rank that has something to write, and ``manifest.json``. A
-tensor in a file is one-dimensional. It holds consecutive elements of a *flat*, the space in which the parameters of a
-unit stand one after the other (see ``zeroir/ir/contents.py``), or one tensor of the model or of the state of a rank.
-Every element of a flat is in exactly one tensor, whatever the stage was.
+A checkpoint is a folder with one safetensors file for each rank that has something to write, and ``manifest.json``.
+Tensors in a file are one-dimensional. Each holds consecutive elements of a *flat*, the concatenation of the parameters
+of a unit (see ``zeroir/ir/contents.py``), or one tensor of the model or of a rank's state. Every element of a flat is
+in exactly one tensor, for any ZeRO stage.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES
 MANIFEST_NAME: Final = "manifest.json"
 FORMAT: Final = "zeroir-checkpoint"
 VERSION: Final = (1, 0)
-"""(major, minor). A minor version adds fields with defaults; a reader refuses another major one."""
+"""(major, minor). A minor version adds fields with defaults; readers refuse other major versions."""
 
 MASTER: Final = "master"
-"""The quantity of the parameters as they were trained: FP32 masters where there are some, otherwise the parameters."""
+"""The quantity with the trained parameters: FP32 masters if there are any, otherwise the parameters."""
 
 
 def _as_number(value: object) -> object:
-    """The number that a text stands for, since JSON has none that is not finite."""
+    """Convert a string such as ``"NaN"`` to the number that it stands for, since JSON has only finite ones."""
     return float(value) if value in ("Infinity", "-Infinity", "NaN") else value
 
 
@@ -38,20 +38,20 @@ def _known_dtype(name: str) -> str:
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Positive = Annotated[int, Field(ge=1, lt=1 << 63)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
-"""What ``torch.manual_seed`` takes."""
+"""The seeds that ``torch.manual_seed`` accepts."""
 Number = Annotated[float, BeforeValidator(_as_number)]
 FiniteNumber = Annotated[float, Field(allow_inf_nan=False)]
 Dtype = Annotated[str, AfterValidator(_known_dtype)]
 QuantityName = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]
-"""A plain word: exports make names of files of it."""
+"""An identifier, since exports use it in file names."""
 ChecksumText = Annotated[str, Field(pattern=f"^{PREFIX}[0-9a-f]{{32}}$")]
 PlainSetting = bool | int | FiniteNumber | str | None
 Setting = PlainSetting | tuple[PlainSetting, ...]
-"""What an optimizer group has under a key: a number, a text, None, or several of them."""
+"""The value of an optimizer group's setting: a number, a string, None, or a tuple of them."""
 
 
 class Record(BaseModel):
-    """A part of a manifest. Each field states which values it may have, and a reader refuses any other."""
+    """A part of a manifest. Each field declares which values it may have, and readers refuse any other."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, ser_json_inf_nan="strings")
 
@@ -88,7 +88,7 @@ class Piece(Record):
 
 
 class StoredParameter(Record):
-    """A parameter's place in a flat: elements ``[offset, offset + numel)``, row-major in ``shape``."""
+    """A parameter's place in a flat: elements ``[offset, offset + numel)``, in row-major order."""
 
     name: str
     offset: Count
@@ -97,10 +97,10 @@ class StoredParameter(Record):
 
 
 class StoredQuantity(Record):
-    """A quantity of a flat: ``master``, ``ema``, or an optimizer's state such as ``exp_avg``.
+    """A quantity of a flat: ``master``, ``ema``, or an optimizer state such as ``exp_avg``.
 
-    What is kept of whole parameters has coordinates of its own; see ``zeroir/ir/own_coordinates.py``. A state of 8 bits
-    is two quantities, such as ``exp_avg_codes``, one byte for each element, and ``exp_avg_absmax``, one FP32 scale for
+    States of whole parameters have their own coordinates; see ``zeroir/ir/own_coordinates.py``. An 8-bit state is two
+    quantities: for example ``exp_avg_codes``, one byte for each element, and ``exp_avg_absmax``, one FP32 scale for
     each block of 256; see ``zeroir/ir/eight_bit_states.py``.
     """
 
@@ -110,7 +110,10 @@ class StoredQuantity(Record):
 
 
 class StoredFlat(Record):
-    """A flat with its parameters in order, and what is kept of it. Elements of no parameter are padding, and zero."""
+    """A flat with its parameters in order, and its quantities.
+
+    Elements outside the parameters are padding, and zero.
+    """
 
     name: str
     dtype: Dtype
@@ -120,10 +123,10 @@ class StoredFlat(Record):
 
 
 class StoredBuffer(Record):
-    """A buffer of the model on some ranks: those that have these very bits.
+    """A buffer of the model on the ranks where it has exactly these bits.
 
     ``aliases`` are the other names of the same tensor. ``is_persistent`` tells whether the ``state_dict`` of the model
-    has it.
+    contains it.
     """
 
     name: str
@@ -137,7 +140,7 @@ class StoredBuffer(Record):
 
 
 class StoredScalar(Record):
-    """A number or a few that the program keeps from step to step, such as the loss scale; equal on all ranks."""
+    """Numbers that the program keeps between steps, such as the loss scale; they are equal on all ranks."""
 
     name: str
     dtype: Dtype
@@ -154,9 +157,9 @@ class StoredGroup(Record):
 
 
 class RankState(Record):
-    """What one rank keeps beside the program: generators of random numbers, and the position in its data.
+    """State of one rank outside the program: random number generators, and the position in its data.
 
-    ``state`` is a tree in JSON, in which tensors and bytes are references; see ``zeroir/checkpoint/state_tree.py``.
+    ``state`` is a JSON tree in which tensors and bytes are references; see ``zeroir/checkpoint/state_tree.py``.
     """
 
     rank: Count
@@ -165,7 +168,7 @@ class RankState(Record):
 
 
 class OpenStep(Record):
-    """The step in which the checkpoint was saved: how many micro-steps it had taken, and the sums of each rank."""
+    """The incomplete step in which the checkpoint was saved: its micro-steps so far, and the sums of each rank."""
 
     micro_steps: Positive
     pieces: tuple[StoredBuffer, ...]
@@ -186,12 +189,12 @@ class Origin(Record):
 
 
 class Manifest(Record):
-    """See the module's docstring. ``step`` counts the training steps done, skipped ones included.
+    """The content of a manifest. ``step`` counts the training steps done, including skipped ones.
 
-    ``metrics`` are numbers that the user gave, by which the best checkpoint is kept. ``shared`` is the state that is
-    the same for all ranks, such as that of a learning-rate schedule. ``config`` is the configuration of a model for
-    exports, where it is known (Hugging Face's ``config.to_dict()``), and ``config_owner`` the name of the module that
-    has it: empty for the whole model.
+    ``metrics`` are numbers of the user that determine the best checkpoint. ``shared`` is the state that all ranks
+    share, such as that of a learning-rate schedule. ``config`` is the configuration of a model for exports, if known
+    (Hugging Face's ``config.to_dict()``), and ``config_owner`` the name of the module that has it: empty for the whole
+    model.
     """
 
     format: Literal["zeroir-checkpoint"] = FORMAT

@@ -1,4 +1,4 @@
-"""The bytes of ``manifest.json``: ``{"checksum": …, "manifest": …}`` in one form only, which no damage keeps.
+"""The bytes of ``manifest.json``: ``{"checksum": …, "manifest": …}`` in a canonical form, so that any damage shows.
 
 The form is that of Python's ``json.dumps(…, separators=(",", ":"))`` with a final newline. The checksum is that of the
 manifest's value in the same form, without the newline.
@@ -18,21 +18,21 @@ from zeroir.checkpoint.manifest import FORMAT, VERSION, Manifest
 from zeroir.errors import DamagedCheckpointError, InternalError, UserError
 
 LARGEST_BYTES: Final = 1 << 30
-"""The most bytes of a manifest: a few thousand ranks that each save a hundred flats need less."""
+"""The largest manifest: a few thousand ranks that save a hundred flats each need less."""
 
 _HEAD: Final = re.compile(rb'\{"checksum":"(%s[0-9a-f]{32})","manifest":' % PREFIX.encode())
 HEAD_BYTES: Final = len('{"checksum":"","manifest":') + len(checksum_of(b""))
-"""The bytes of a file before the text of its manifest."""
+"""The bytes before the text of the manifest."""
 
 _TAIL: Final = b"}\n"
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """The bytes of ``manifest.json``.
+    """Serialize a manifest to the bytes of ``manifest.json``.
 
     Raises:
-        InternalError: if the manifest contradicts itself; no reader would accept it.
-        UserError: if it is larger than a reader accepts.
+        InternalError: if the manifest contradicts itself, so that no reader would accept it.
+        UserError: if it is larger than readers accept.
     """
     problem = next(contradictions(manifest), None)
     if problem is not None:
@@ -50,18 +50,17 @@ def require_head(head: bytes, path: str) -> None:
     """Check the first ``HEAD_BYTES`` of a file, so that no other large file is read as a manifest.
 
     Raises:
-        DamagedCheckpointError: if no manifest begins so.
+        DamagedCheckpointError: if no manifest begins with them.
     """
     if not _HEAD.fullmatch(head):
         raise _damaged(path, "it does not begin as a manifest does")
 
 
 def parse_manifest(data: bytes, path: str) -> Manifest:
-    """The manifest in the bytes of a file; ``path`` is for messages.
+    """Parse the bytes of a manifest file; ``path`` is for messages.
 
     Raises:
-        DamagedCheckpointError: if the bytes are not those that ``manifest_bytes`` gives for some manifest, or it
-            contradicts itself.
+        DamagedCheckpointError: if ``manifest_bytes`` returns other bytes for this manifest, or it contradicts itself.
     """
     require_head(data[:HEAD_BYTES], path)
     text = data[HEAD_BYTES : -len(_TAIL)]
@@ -88,7 +87,7 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
 
 
 def _document(text: bytes) -> bytes:
-    """The bytes of the file for the text of a manifest."""
+    """Return the bytes of the file for the text of a manifest."""
     return b'{"checksum":"%s","manifest":%s%s' % (checksum_of(text).encode(), text, _TAIL)
 
 

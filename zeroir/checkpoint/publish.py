@@ -1,4 +1,4 @@
-"""Publishing: the files of a checkpoint are written aside, and appear at once with a manifest."""
+"""Publishing: the files of a checkpoint are written out of sight, and appear together with a manifest."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from zeroir.errors import UserError
 
 @dataclass(slots=True, kw_only=True)
 class Draft:
-    """A checkpoint while it is written: its files go to ``folder``, and readers will find it at ``target``.
+    """A checkpoint that is being written: its files go to ``folder``, and readers will find it at ``target``.
 
-    Rank 0 begins it and sends it to all ranks; each writes ``file_name(rank)`` or nothing; rank 0 ends it.
+    Rank 0 creates it and sends it to all ranks; each writes ``file_name(rank)`` or nothing; rank 0 publishes it.
     """
 
     target: str
     folder: str
     token: str
     was_sent: bool = False
-    """Whether its manifest may be on the way, even if publishing failed."""
+    """Whether its manifest may have been sent, even if publishing failed."""
 
     def file_name(self, rank: int) -> str:
-        """The name of a rank's file."""
+        """Return the name of a rank's file."""
         return open_storage(self.folder).file_name(rank, self.token)
 
     def publish(self, manifest: Manifest) -> str:
-        """Let the checkpoint appear, durably; its path. If that fails, the draft is abandoned.
+        """Make the checkpoint appear, durably, and return its path. The draft is abandoned if that fails.
 
         Raises:
             UserError: if this machine lacks a file of the manifest, something is at the target, or the disk fails.
@@ -44,7 +44,7 @@ class Draft:
         return self.target
 
     def abandon(self) -> None:
-        """Remove what is written of a checkpoint that did not appear. It raises nothing."""
+        """Remove the files of a checkpoint that did not appear. It raises nothing."""
         with contextlib.suppress(UserError):
             storage = open_storage(self.folder)
             storage.discard(self.folder, self.token, was_sent=self.was_sent)
@@ -68,10 +68,10 @@ class Draft:
 
 
 def begin(target: str) -> Draft:
-    """Begin a checkpoint at a path where nothing is.
+    """Start a checkpoint at an unused path.
 
     Raises:
-        UserError: if something is there, or nothing can be written beside it.
+        UserError: if something is there, or nothing can be written next to it.
     """
     token = secrets.token_hex(6)
     folder = open_storage(target).begin(target, token)

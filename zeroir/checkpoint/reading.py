@@ -1,4 +1,4 @@
-"""Reading checkpoints: manifests, elements of tensors, and the proof that every byte is what was written."""
+"""Reading checkpoints: manifests, elements of tensors, and the verification of every byte."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CHUNK_BYTES: Final = 4 << 20
 """The most bytes that verification reads at once."""
 
 OPEN_FILES: Final = 64
-"""The most files of a checkpoint that are open at once; systems allow a process about a thousand."""
+"""The most files of a checkpoint that are open at once; systems allow about a thousand for each process."""
 
 
 def read_manifest(path: str) -> Manifest:
-    """The manifest of the checkpoint at a path.
+    """Read the manifest of the checkpoint at a path.
 
     Raises:
         DamagedCheckpointError: if there is no checkpoint, or its manifest is damaged.
@@ -51,14 +51,14 @@ def read_manifest(path: str) -> Manifest:
 
 
 def _read(file: InputFile, size_bytes: int) -> bytes:
-    """The first bytes of a file, or fewer where it ends before."""
+    """Read the first bytes of a file, or all if it has fewer."""
     data = bytearray(size_bytes)
     return bytes(memoryview(data)[: file.read_into(memoryview(data), 0)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyItem:
-    """Bytes with a checksum: a tensor of a file, or its header (``tensor`` is None)."""
+    """A range of bytes with a checksum: a tensor of a file, or its header (``tensor`` is None)."""
 
     file: str
     tensor: str | None
@@ -66,7 +66,7 @@ class VerifyItem:
 
 
 def verify_items(manifest: Manifest) -> tuple[VerifyItem, ...]:
-    """All items of a checkpoint, in the order of its files; together they are every byte of them."""
+    """Return all items of a checkpoint, in the order of its files; together they cover every byte."""
     items = []
     for file in manifest.files:
         items.append(VerifyItem(file=file.name, tensor=None, size_bytes=_header_bytes(file)))
@@ -79,7 +79,7 @@ def verify_items(manifest: Manifest) -> tuple[VerifyItem, ...]:
 
 @dataclass(slots=True, kw_only=True)
 class CheckpointFiles:
-    """The files of a checkpoint, opened when they are first read. A context manager; not for several threads.
+    """The files of a checkpoint, each opened at its first read. A context manager; not thread-safe.
 
     Before the first bytes of a file are used, its size and its header are checked against the manifest.
     """
@@ -87,15 +87,15 @@ class CheckpointFiles:
     path: str
     manifest: Manifest
     from_disk: bool = False
-    """Whether files are read from the disk even if the system still has them in memory."""
+    """Whether files are read from the disk even if the system has them cached."""
     _open: dict[str, _OpenFile] = field(default_factory=dict)
-    """The files that are open, the one that was opened last at the end."""
+    """The open files, the one opened last at the end."""
 
     def read_into(self, file: str, tensor: str, start: int, buffer: memoryview) -> None:
         """Fill a buffer with consecutive elements of a tensor, beginning with element ``start``.
 
         Raises:
-            DamagedCheckpointError: if the file is missing, truncated, damaged or foreign, naming it.
+            DamagedCheckpointError: if the file is missing, truncated, damaged or another one; it names the file.
         """
         opened = self._file(file)
         place = opened.places[tensor]
@@ -108,7 +108,7 @@ class CheckpointFiles:
             raise _refused(self.path, file, tensor, "it ends early")
 
     def bytes(self, file: str, tensor: str, start: int, stop: int) -> memoryview:
-        """Elements ``[start, stop)`` of a tensor, in new memory."""
+        """Read elements ``[start, stop)`` of a tensor into new memory."""
         itemsize_bytes = ITEMSIZE_BYTES[self._file(file).places[tensor].tensor.dtype]
         buffer = memoryview(bytearray((stop - start) * itemsize_bytes))
         self.read_into(file, tensor, start, buffer)
@@ -118,7 +118,8 @@ class CheckpointFiles:
         """Read an item and compare its checksum.
 
         Raises:
-            DamagedCheckpointError: if the file is missing, truncated, damaged or foreign, naming it and the tensor.
+            DamagedCheckpointError: if the file is missing, truncated, damaged or another one; it names the file and the
+                tensor.
         """
         opened = self._file(item.file)
         if item.tensor is None:
@@ -162,10 +163,10 @@ class CheckpointFiles:
 
 
 def require_files(path: str, manifest: Manifest) -> None:
-    """Check that all files of a checkpoint are there with their sizes; nothing is read.
+    """Check that all files of a checkpoint exist with their sizes; nothing is read.
 
     Raises:
-        DamagedCheckpointError: if a file is missing or truncated, naming it.
+        DamagedCheckpointError: if a file is missing or truncated; it names the file.
     """
     storage = open_storage(path)
     for file in manifest.files:
@@ -173,10 +174,10 @@ def require_files(path: str, manifest: Manifest) -> None:
 
 
 def verify_all(path: str, manifest: Manifest) -> None:
-    """Read a whole checkpoint.
+    """Read a whole checkpoint and compare all checksums.
 
     Raises:
-        DamagedCheckpointError: if it is not what was saved, naming the file and the tensor.
+        DamagedCheckpointError: if a byte differs from what was saved; it names the file and the tensor.
     """
     with CheckpointFiles(path=path, manifest=manifest) as files:
         for item in verify_items(manifest):
@@ -196,7 +197,7 @@ class _OpenFile:
 
 
 def _open_file(path: str, stored: StoredFile, from_disk: bool) -> _OpenFile:
-    """Open a file whose size and header are those of the manifest."""
+    """Open a file, and check its size and header against the manifest."""
     storage = open_storage(path)
     file_path = join(path, stored.name)
     _require_size(stored, path, storage.size_bytes(file_path))
@@ -219,7 +220,7 @@ def _open_file(path: str, stored: StoredFile, from_disk: bool) -> _OpenFile:
 
 
 def _chunks(file: InputFile, offset: int, size_bytes: int) -> Iterator[memoryview]:
-    """The bytes of a file from an offset on; a chunk may be used until the one after the next is asked for."""
+    """Yield the bytes of a file from an offset on; a chunk is overwritten when the second one after it is requested."""
     buffers = [memoryview(bytearray(min(CHUNK_BYTES, size_bytes))) for _ in range(2)]
     for number, start in enumerate(range(0, size_bytes, CHUNK_BYTES)):
         chunk = buffers[number % 2][: min(CHUNK_BYTES, size_bytes - start)]
@@ -243,7 +244,7 @@ def _size_bytes(tensor: StoredTensor) -> int:
 
 
 def _header_bytes(file: StoredFile) -> int:
-    """The bytes before the tensors: what the tensors leave of the file."""
+    """Return the size of the header: that of the file less those of its tensors."""
     return file.size_bytes - sum(_size_bytes(tensor) for tensor in file.tensors)
 
 

@@ -1,7 +1,7 @@
 """The header of safetensors files: 8 bytes with the length of a JSON object, which names the place of each tensor.
 
-See https://github.com/huggingface/safetensors#format. The data begins at a multiple of 8 bytes, and tensors stand in
-the order of falling element sizes, so that each is aligned to its elements.
+See https://github.com/huggingface/safetensors#format. The data begins at a multiple of 8 bytes, and tensors are in
+descending order of their element sizes, so that each is aligned to its elements.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ITEMSIZE_BYTES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("u32", "i32", "f32"), 4),
     **dict.fromkeys(("u64", "i64", "f64", "c64"), 8),
 }
-"""Bytes of one element of each dtype of a manifest; in upper case they are the names that safetensors uses."""
+"""The bytes of one element for each dtype of a manifest; safetensors uses the same names in upper case."""
 
 LENGTH_BYTES: Final = 8
 METADATA: Final = "__metadata__"
-"""The name in the header that is no tensor's."""
+"""The key of the header that is not a tensor's name."""
 _METADATA: Final = {"format": "pt"}
-"""Hugging Face's loaders ask for it."""
+"""Hugging Face's loaders require it."""
 
 _ALIGNMENT_BYTES: Final = 8
 LARGEST_JSON_BYTES: Final = 100_000_000
@@ -49,15 +49,15 @@ class StoredTensorSpec:
 
 
 def in_file_order(specs: Sequence[StoredTensorSpec]) -> list[int]:
-    """The indices of tensors in the order in which they stand in a file."""
+    """Return the indices of tensors in their order in a file."""
     return sorted(range(len(specs)), key=lambda index: -ITEMSIZE_BYTES[specs[index].dtype])
 
 
 def header_bytes(specs: Sequence[StoredTensorSpec]) -> bytes:
-    """The header of a file whose tensors are in this order.
+    """Return the header of a file whose tensors are in this order.
 
     Raises:
-        InternalError: if a tensor is empty, a name stands twice, or the header is larger than readers accept.
+        InternalError: if a tensor is empty, a name is used twice, or the header is larger than readers accept.
     """
     header: dict[str, object] = {METADATA: _METADATA}
     start = 0

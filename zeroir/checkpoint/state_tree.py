@@ -1,7 +1,7 @@
-"""State of the user's objects as plain JSON: trees of numbers, texts, lists, dictionaries, bytes, arrays and tensors.
+"""State of the user's objects as plain JSON: trees of numbers, strings, lists, dictionaries, bytes, arrays and tensors.
 
-None, bool, int, float, str, list and dict with keys of text stand for themselves. Whatever JSON has not is an object
-whose first key is ``$``:
+None, bool, int, float, str, list and dict with string keys are encoded as themselves. Anything that JSON lacks is an
+object whose first key is ``$``:
 
     {"$": "float", "hex": "000000000000f07f"}     infinities and not-a-numbers, as the 8 bytes of a little-endian f64
     {"$": "int", "hex": "-1f…"}                   integers of 64 bits and more
@@ -11,8 +11,8 @@ whose first key is ``$``:
     {"$": "dict", "items": [[key, value], …]}     dictionaries with other keys, or with a key "$"
     {"$": "array", "kind": "numpy", "dtype": "f32", "shape": [2, 3], "tensor": "state.0"}
 
-An array's bytes are a tensor of a file; an array without elements has no ``tensor``. Decoding gives equal trees: dtypes
-and bits, the order of dictionaries, lists and tuples apart. Nothing that is decoded can run code.
+An array's bytes are a tensor of a file; an array without elements has no ``tensor``. Decoding returns equal trees, with
+the same dtypes and bits, order of dictionaries, and lists distinct from tuples. Decoded data cannot run code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zeroir.errors import UserError
 TAG: Final = "$"
 NUMPY: Final = "numpy"
 LARGEST_DEPTH: Final = 64
-"""How deeply trees may be nested: a level takes up to three of JSON, of which pydantic reads 255."""
+"""The largest nesting of trees: a level takes up to three of JSON, of which pydantic reads 255."""
 
 _NUMPY_DTYPES: Final = {
     "bool": np.dtype(np.bool_),
@@ -52,7 +52,7 @@ _REMEDY: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredArray:
-    """An array or tensor as bytes: row-major and little-endian. ``kind`` tells what decoding makes of it."""
+    """An array or tensor as row-major, little-endian bytes. ``kind`` tells what it is decoded to."""
 
     kind: str
     dtype: str
@@ -66,24 +66,25 @@ class StoredArray:
 
 
 class TensorCodec(Protocol):
-    """How tensors of another library become arrays and back, such as torch's."""
+    """Converts tensors of another library, such as torch, to arrays and back."""
 
     kind: str
 
     def encode(self, value: object) -> StoredArray | None:
-        """The bytes of a value, if it is a tensor of the library."""
+        """Return the bytes of a value if it is a tensor of the library, otherwise None."""
 
     def decode(self, array: StoredArray) -> object:
-        """The tensor of bytes that ``encode`` gave."""
+        """Return the tensor with bytes from ``encode``."""
 
 
 def encode(
     tree: object, *, prefix: str = "state", codec: TensorCodec | None = None
 ) -> tuple[JsonValue, dict[str, StoredArray]]:
-    """A tree as JSON, and its arrays by the names of the tensors to write (``state.0``, …); none is empty.
+    """Encode a tree as JSON; also return its arrays by the names of the tensors to write (``state.0``, …), none empty.
 
     Raises:
-        UserError: if the tree holds something else, or is nested too deeply (it may contain itself); naming the place.
+        UserError: if the tree contains something else, or is nested too deeply (it may contain itself); it names the
+            place.
     """
     encoder = _Encoder(prefix=prefix, codec=codec)
     return encoder.encode(tree, ()), encoder.arrays
@@ -95,12 +96,13 @@ def decode(
     *,
     codec: TensorCodec | None = None,
 ) -> object:
-    """The tree that was encoded; ``load`` gives the bytes of a tensor by name.
+    """Decode a tree; ``load`` returns the bytes of a tensor by name.
 
-    Arrays of a kind that the codec does not know become arrays of numpy, or, if it lacks their dtype, of their bytes.
+    Arrays of a kind that the codec does not know become numpy arrays, or, if numpy lacks their dtype, arrays of their
+    bytes.
 
     Raises:
-        UserError: if the JSON is not what ``encode`` gives.
+        UserError: if the JSON is not what ``encode`` returns.
     """
     try:
         return _Decoder(load=load, codec=codec).decode(value)
@@ -111,7 +113,7 @@ def decode(
 
 
 def tensor_names(value: JsonValue) -> Iterator[str]:
-    """The names of the tensors to which an encoded tree refers."""
+    """Yield the names of the tensors to which an encoded tree refers."""
     match value:
         case {"$": "array", "tensor": str(name)}:
             yield name
@@ -258,7 +260,7 @@ def _encode_text(text: str) -> JsonValue:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether UTF-8 can express the text."""
+    """Return whether the text can be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""Where checkpoints are: the files and folders of a disk, or the objects of a store that fsspec opens.
+"""The interface of a storage for checkpoints: a file system, or an object store that fsspec opens.
 
 Paths are strings as the user wrote them: ``runs/a`` or ``s3://bucket/runs/a``. Parts of paths are joined with ``/``.
-Every method turns an error of the system into one ``UserError`` that names the path and a remedy.
+Every method converts an error of the system into one ``UserError`` that names the path and a remedy.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from typing import Final, Protocol
 from zeroir.errors import UserError
 
 CHECKPOINT_NAME: Final = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})(?:-([2-9]|[1-9][0-9]+))?")
-"""Names of checkpoints in the folder of a job: ``step-00000100``, or ``step-00000100-2`` for the second of a step."""
+"""Names of checkpoints in a job's folder: ``step-00000100``, or ``step-00000100-2`` for the second of a step."""
 
 PAUSES_S: Final = (0.5, 2.0)
 """The pauses between attempts after a ``PassingError``."""
 
 
 class PassingError(UserError):
-    """A failure of a store or the network between, which may pass; whether the call had its effect is not known."""
+    """A failure of a store or the network that may be temporary; the call may have taken effect."""
 
 
 class OutputFile(Protocol):
-    """A file while it is written, from its start to its end."""
+    """A file that is being written sequentially."""
 
     def write(self, data: memoryview) -> None:
         """Append bytes (a contiguous view of any element type). The view is not used after the call."""
 
     def finish(self) -> None:
-        """Close the file when its bytes are durable."""
+        """Make the bytes durable and close the file."""
 
     def abandon(self) -> None:
         """Close and remove the file. It raises nothing, and does nothing after ``finish``."""
 
 
 class InputFile(Protocol):
-    """A file while it is read."""
+    """A file that is being read."""
 
     @property
     def size_bytes(self) -> int:
         """The size of the file."""
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Fill a writable buffer of bytes from an offset in the file; fewer bytes are read only at the file's end."""
+        """Fill a writable buffer from an offset in the file; fewer bytes are read only at the file's end."""
 
     def close(self) -> None:
         """Close the file."""
@@ -60,10 +60,10 @@ class Entry:
 
 
 class Hold(Protocol):
-    """The lock of a folder of checkpoints, which this process has."""
+    """The lock of a folder of checkpoints, held by this process."""
 
     def require(self) -> None:
-        """Check that the path still leads to the folder that was locked. Any thread may call this.
+        """Check that the path is still the locked folder. Any thread may call this.
 
         Raises:
             UserError: if the folder was renamed, removed or replaced, or another job has its lock now.
@@ -74,19 +74,19 @@ class Storage(Protocol):
     """A file system for checkpoints."""
 
     def entries(self, folder: str) -> tuple[Entry, ...]:
-        """What stands in a folder, in the order of names; nothing if there is no such folder."""
+        """Return the names in a folder in order; none if there is no such folder."""
 
     def size_bytes(self, path: str) -> int | None:
-        """The size of a file; None if there is no such file."""
+        """Return the size of a file; None if there is no such file."""
 
     def create(self, path: str) -> OutputFile:
-        """Begin a file that does not exist."""
+        """Create a file that does not exist."""
 
     def open(self, path: str, *, from_disk: bool = False) -> InputFile:
-        """Open a file for reading. ``from_disk`` passes over what the system keeps of it in memory, where it can."""
+        """Open a file for reading. ``from_disk`` bypasses the system's cache of the file, where possible."""
 
     def begin(self, target: str, token: str) -> str:
-        """Make the folder in which the files of the checkpoint ``target`` are written aside, and name it.
+        """Make the folder where the files of the checkpoint ``target`` are written, and return its path.
 
         A store without renames returns ``target`` itself; its readers see no checkpoint before there is a manifest.
 
@@ -95,32 +95,32 @@ class Storage(Protocol):
         """
 
     def file_name(self, rank: int, token: str) -> str:
-        """The name of a rank's file; it contains the token where two jobs may write to one folder."""
+        """Return the name of a rank's file, which contains the token if two jobs may write to one folder."""
 
     def publish(self, folder: str, target: str, manifest: bytes) -> None:
-        """Make the written files and the manifest durable, then let them appear at ``target`` at one instant.
+        """Make the written files and the manifest durable, then make them appear at ``target`` atomically.
 
         Every file in the folder has been finished by its writer.
 
         Raises:
-            UserError: if something is at ``target``, or the disk or the store fails. Unless that says otherwise, the
-                checkpoint has not appeared.
+            UserError: if something is at ``target``, or the disk or the store fails. Unless the message says otherwise,
+                the checkpoint has not appeared.
         """
 
     def discard(self, folder: str, token: str, *, was_sent: bool) -> None:
-        """Remove what was written aside. ``was_sent`` says that ``publish`` was tried, and failed."""
+        """Remove the files that were written. ``was_sent`` says that ``publish`` was tried, and failed."""
 
     def has_appeared(self, folder: str) -> bool:
-        """Whether readers see a checkpoint in a folder that has the name of one."""
+        """Return whether a folder with a checkpoint's name is visible to readers as a checkpoint."""
 
     def remove(self, folder: str) -> None:
-        """Remove a checkpoint: it disappears at one instant, then its space is freed."""
+        """Remove a checkpoint: it disappears atomically, then its space is freed."""
 
     def leftovers(self, root: str) -> tuple[str, ...]:
-        """What killed jobs left in a folder of checkpoints with a ``CHECKPOINT_NAME``."""
+        """Return what killed jobs left of checkpoints with a ``CHECKPOINT_NAME`` in a folder."""
 
     def lock(self, root: str) -> AbstractContextManager[Hold]:
-        """Keep other jobs from saving to a folder of checkpoints while the context is open.
+        """Lock a folder of checkpoints, so that no other job saves to it within the context.
 
         Raises:
             UserError: if another job has the lock.
@@ -128,11 +128,11 @@ class Storage(Protocol):
 
 
 def join(folder: str, name: str) -> str:
-    """The path of a name in a folder."""
+    """Join a folder and a name to a path."""
     return f"{folder.rstrip('/')}/{name}" if folder else name
 
 
 def parent_and_name(path: str) -> tuple[str, str]:
-    """The folder of a path (``.`` for a bare name) and its last name."""
+    """Split a path into its folder (``.`` for a bare name) and its last name."""
     head, _, name = path.rstrip("/").rpartition("/")
     return (head or ("/" if path.startswith("/") else ".")), name

@@ -7,7 +7,7 @@ from zeroir.checkpoint.storage import Storage
 
 
 def open_storage(path: str) -> Storage:
-    """The storage of a path: a disk, or what fsspec opens for a URL such as ``s3://bucket/runs``."""
+    """Open the storage of a path: a file system, or fsspec's for a URL such as ``s3://bucket/runs``."""
     if "://" in path:
         from zeroir.checkpoint.fsspec_storage import open_store
 

@@ -1,7 +1,7 @@
-"""One sentence for each error of a store that fsspec opens, and a few attempts where the error may pass.
+"""Messages for the errors of object stores, and retries of those that may be temporary.
 
-The drivers of fsspec raise errors of their own classes beside those of Python, so unknown ones are told by their name
-and message. Every call here may be repeated: each leaves the store in the same state once or several times.
+The drivers of fsspec raise errors of their own classes as well as Python's, so unknown ones are reported by their class
+and message. Every call here is idempotent, so it may be repeated.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _Result = TypeVar("_Result")
 
 
 class Access(Enum):
-    """What a call does with a path, for messages."""
+    """The kind of access of a call, for messages."""
 
     READ = "read"
     WRITE = "written"
 
 
 def attempt(call: Callable[[], _Result], path: str, access: Access) -> _Result:
-    """The result of a call to a driver, which is repeated while its errors may pass.
+    """Call a driver, and repeat the call while its errors may be temporary.
 
     Raises:
         FileExistsError, FileNotFoundError: as the driver raised them.
@@ -71,14 +71,14 @@ def attempt(call: Callable[[], _Result], path: str, access: Access) -> _Result:
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether a later attempt may succeed: the network, an overloaded server, or an error nobody here knows."""
+    """Return whether a retry may succeed: after errors of the network, an overloaded server, or unknown ones."""
     if isinstance(error, OSError) and error.errno in _LASTING_ERRNO:
         return False
     return not isinstance(error, _LASTING) and not _is_about_credentials(error)
 
 
 def failure(path: str, access: Access, error: Exception) -> UserError:
-    """The sentence for an error of a driver."""
+    """Return the message for an error of a driver."""
     if _is_about_credentials(error):
         return UserError(
             f"'{path}' cannot be {access.value}: {_told(error)}; give the credentials as the driver of {_scheme(path)} "
@@ -113,7 +113,7 @@ def _scheme(path: str) -> str:
 
 
 def _told(error: Exception) -> str:
-    """The message of an error on one line, after the name of its class where that says more."""
+    """Return the message of an error on one line, after the name of its class where that is informative."""
     message = str(error.strerror or error) if isinstance(error, OSError) else str(error)
     message = " ".join(message.split()).rstrip(".")
     kind = type(error).__name__

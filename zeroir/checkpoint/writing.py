@@ -1,4 +1,4 @@
-"""Writing the file of a rank in one pass: each byte goes to the system and into the checksums."""
+"""Writing the file of a rank in one pass: each byte is written and added to the checksums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeroir.checkpoint.storage import PAUSES_S, OutputFile, PassingError, Storag
 from zeroir.errors import InternalError
 
 CHUNK_BYTES: Final = 16 << 20
-"""Another thread hashes so many bytes while they go to the system."""
+"""The bytes that another thread hashes while they are written."""
 
 
 def write_file(
@@ -29,16 +29,16 @@ def write_file(
     *,
     hashes_beside: bool = True,
 ) -> StoredFile:
-    """Write a safetensors file that does not exist; it is durable on return.
+    """Write a new safetensors file, which is durable on return.
 
-    If a store fails in a way that may pass, the file is written again, provided that the parts can be iterated again.
+    If a store fails temporarily, the file is written again, provided that the parts can be iterated again.
 
-    Each tensor comes as consecutive parts of its bytes: contiguous views of any element type, which are not used after
-    the next one is asked for. Tensors are written, and their parts asked for, in the order of falling element sizes.
-    With ``hashes_beside`` another thread hashes meanwhile, which is faster and takes a second core.
+    The bytes of each tensor come in consecutive parts: contiguous views of any element type, which are not used once
+    the next one is requested. Tensors are written, and their parts requested, in descending order of element sizes.
+    With ``hashes_beside`` another thread computes the hashes meanwhile, which is faster and uses a second core.
 
     Returns:
-        the file's record for the manifest, with the checksums of what the caller's memory had.
+        the file's record for the manifest, with checksums of the bytes in the caller's memory.
 
     Raises:
         UserError: if the file cannot be written; nothing is left of it.
@@ -96,7 +96,7 @@ def _write_tensor(
     parts: Iterable[memoryview],
     whole: Checksum,
 ) -> str:
-    """Write one tensor, and add its bytes to the checksum of the whole file; its own checksum."""
+    """Write one tensor, add its bytes to the checksum of the whole file, and return its own checksum."""
     checksum = Checksum()
     written_bytes = 0
     for part in parts:
