@@ -1,1 +1,1 @@
-"""Checkpoints in the formats of other libraries: written from ours, and read into ours."""
+"""Checkpoints in the formats of other libraries: exported from ours, and imported to ours."""

@@ -1,7 +1,7 @@
-"""The difference between two checkpoints, tensor by tensor, whatever the flats, files and dtypes that hold them.
+"""The difference between two checkpoints, tensor by tensor, independent of the flats, files and dtypes that hold them.
 
-A parameter of one is compared with that of the same name (or alias) in the other, for each quantity that both have;
-a buffer with the buffer of the same name on the same rank. Values are compared in FP64, by slices.
+A parameter of one is compared with that of the same name (or alias) in the other, for each quantity that both have; a
+buffer with the buffer of the same name on the same rank. Values are compared in FP64, slice by slice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zeroir.convert.stored_tensors import Extent, StoredTensors, TensorInFiles
 from zeroir.ir.optimizers.catalogue import OWN_STATES
 
 SLICE_NUMEL: Final = 1 << 21
-"""The elements that are compared at once: 16 MB of each side, and 16 MB of their difference, in FP64."""
+"""The elements compared at once: 16 MB of each side, and 16 MB of their difference, in FP64."""
 
 BUFFER: Final = "buffer"
 """The quantity of module buffers in comparisons."""
@@ -41,7 +41,7 @@ _NUMPY_DTYPES: Final[Mapping[str, str]] = {
     "bool": "u1",
     "c64": "<f4",
 }
-"""Real numbers as numpy has them; a complex one is two. BF16 is missing: it is the upper half of FP32."""
+"""Real dtypes in numpy; a complex number is two of them. BF16 is missing: it is the upper half of FP32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +59,11 @@ class TensorKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
-    """The difference of the second checkpoint's tensor from the first one's.
+    """The difference between a tensor of the second checkpoint and that of the first.
 
     ``norm`` and ``first_norm`` are the Euclidean norms of the difference and of the first tensor, and ``largest`` is
-    the largest absolute difference of an element. An element has changed where its bits differ, or between two dtypes
-    its values. Where not-a-numbers have come or gone, the figures are not numbers either.
+    the largest absolute difference of an element. An element has changed if its bits differ, or, between two dtypes,
+    its values. Where only one side of an element is NaN, the norms and the largest difference are NaN, too.
     """
 
     key: TensorKey
@@ -83,7 +83,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FactDifference:
-    """A scalar, a setting or another fact with its two values; None where a checkpoint has none."""
+    """A scalar, a setting or another fact with its two values; None where a checkpoint lacks it."""
 
     name: str
     first: JsonValue
@@ -92,10 +92,10 @@ class FactDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointComparison:
-    """The comparison of two checkpoints. ``tensors`` contains those without a difference, too.
+    """The comparison of two checkpoints. ``tensors`` includes those without a difference.
 
-    ``incomparable`` are tensors with other shapes, or with layouts or dtypes that cannot be compared.
-    ``changed_states`` names the states of ranks, such as their data positions, that differ.
+    ``incomparable`` are tensors with different shapes, or with layouts or dtypes that cannot be compared.
+    ``changed_states`` names the states of ranks that differ, such as their data positions.
     """
 
     tensors: tuple[TensorDifference, ...]
@@ -107,7 +107,7 @@ class CheckpointComparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether training would go on equally from both."""
+        """Whether training would continue identically from both."""
         return not (
             self.only_in_first
             or self.only_in_second
@@ -119,7 +119,7 @@ class CheckpointComparison:
 
 
 def compare(first: str, second: str) -> CheckpointComparison:
-    """Compare the checkpoints at two paths; every byte is first compared with its checksum.
+    """Compare the checkpoints at two paths; the checksum of every byte is verified first.
 
     Raises:
         UserError: if one is not a checkpoint, or is damaged.
@@ -155,7 +155,7 @@ def compare(first: str, second: str) -> CheckpointComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Copy:
-    """A tensor on some ranks; ``layout`` names what its elements stand for, where its own name does not."""
+    """A tensor on some ranks; ``layout`` describes the meaning of its elements if its name alone does not."""
 
     tensor: TensorInFiles
     ranks: tuple[int, ...] = ()
@@ -172,7 +172,7 @@ class _Copy:
 
 
 def _names_in(first: StoredTensors, second: StoredTensors) -> dict[str, str]:
-    """For parameters and buffers of the second checkpoint that have other names there, the first one's names."""
+    """Map the names of the second checkpoint's parameters and buffers to the first one's where they differ."""
     known = {
         name: buffer.name
         for buffer in first.manifest.buffers
@@ -188,7 +188,7 @@ def _names_in(first: StoredTensors, second: StoredTensors) -> dict[str, str]:
 
 
 def _by_key(stored: StoredTensors, names: Mapping[str, str]) -> dict[TensorKey, list[_Copy]]:
-    """All tensors of a checkpoint, under ``names`` where that has other ones than the checkpoint."""
+    """Return all tensors of a checkpoint by key; ``names`` maps names of the checkpoint to other ones."""
     copies: dict[TensorKey, list[_Copy]] = {}
     for flat in stored.manifest.flats:
         for quantity in flat.quantities:
@@ -219,7 +219,7 @@ def _by_key(stored: StoredTensors, names: Mapping[str, str]) -> dict[TensorKey, 
 def _pairs(
     ours: list[_Copy], theirs: list[_Copy]
 ) -> Iterator[tuple[tuple[int, ...], _Copy, _Copy]]:
-    """The copies that some ranks have in both checkpoints; the ranks are named where not all have the same copy."""
+    """Yield the copies that some ranks have in both checkpoints; the ranks are given where their copies differ."""
     if len(ours) == len(theirs) == 1:
         yield (), ours[0], theirs[0]
         return
@@ -249,7 +249,7 @@ def _difference(
             else:
                 has_changed = (ours != theirs) & ~(np.isnan(ours) & np.isnan(theirs))
             changed_numel += int(np.count_nonzero(has_changed))
-            # A complex element is two values.
+            # A complex element consists of two values.
             is_compared = np.repeat(has_changed, len(ours) // count)
             changes = np.abs(theirs[is_compared] - ours[is_compared])
             largest = np.maximum(largest, changes.max(initial=0.0))
@@ -268,7 +268,7 @@ def _difference(
 def _slice(
     stored: StoredTensors, tensor: TensorInFiles, start: int, count: int
 ) -> NDArray[np.uint8]:
-    """The bytes of consecutive elements."""
+    """Return the bytes of consecutive elements."""
     parts = list(stored.slices(tensor.elements(start, (count,))))
     return np.concatenate([np.frombuffer(part, dtype=np.uint8) for part in parts])
 
@@ -280,7 +280,7 @@ def _values(data: NDArray[np.uint8], dtype: str) -> NDArray[np.float64]:
 
 
 def _facts(manifest: Manifest) -> dict[str, JsonValue]:
-    """What a checkpoint knows beside tensors, and training depends on."""
+    """Return the facts other than tensors that training depends on."""
     facts: dict[str, JsonValue] = {"training steps": manifest.step, "seed": manifest.seed}
     if manifest.open_step is not None:
         facts["micro-steps of the open step"] = manifest.open_step.micro_steps
@@ -295,7 +295,7 @@ def _facts(manifest: Manifest) -> dict[str, JsonValue]:
 
 
 def _states(manifest: Manifest) -> dict[str, JsonValue]:
-    """The states of all ranks and of each, whose tensors are replaced by their checksums."""
+    """Return the states of all ranks and of each, with checksums in place of their tensors."""
     checksums = {
         (file.name, tensor.name): tensor.checksum
         for file in manifest.files

@@ -1,10 +1,10 @@
-"""Checkpoints of ``torch.distributed.checkpoint``, as the process of ``torch_reader.py`` reads them.
+"""Reading of ``torch.distributed.checkpoint`` checkpoints, in the process of ``torch_reader.py``.
 
 ``.metadata`` is a pickle. ``FileSystemReader.read_metadata`` of torch 2.11 to 2.13 loads it with ``pickle.load``, which
-calls whatever it names, and ``torch.load(weights_only=True)`` does not know its protocol. So a subclass of
-``pickle.Unpickler`` reads it here, which finds torch's classes of metadata and nothing else. It names the shape of each
-tensor, its chunks, and the file, offset and length of each. A chunk, or a value that is no tensor, is a file of
-``torch.save`` within a larger file, of which ``DefaultLoadPlanner`` loads values with ``weights_only=False``.
+calls anything that the pickle names, and ``torch.load(weights_only=True)`` does not support its protocol. So a subclass
+of ``pickle.Unpickler`` reads it here, which resolves only torch's metadata classes. The metadata has the shape of each
+tensor, its chunks, and the file, offset and length of each. A chunk, or a value that is not a tensor, is a file of
+``torch.save`` within a larger file; ``DefaultLoadPlanner`` would load these values with ``weights_only=False``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from zeroir.convert.torch_reader import (
 from zeroir.errors import UserError, is_out_of_memory
 
 _MOST_KEYS: Final = 64
-"""Dictionaries within dictionaries are not deeper."""
+"""The largest nesting of dictionaries."""
 
 _FOUND: Final[dict[str, object]] = {
     **{
@@ -66,7 +66,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def packed_entries(folder: Path) -> Iterator[bytes]:
-    """The entries of a checkpoint in msgpack: of each its keys and its value.
+    """Yield the entries of a checkpoint in msgpack, each with its keys and its value.
 
     Raises:
         UserError: if the checkpoint is damaged.
@@ -96,7 +96,7 @@ class _DcpCheckpoint:
     metadata: dcp.Metadata
 
     def packed(self, name: str, entry: object) -> bytes:
-        """The keys of an entry, and its value."""
+        """Return the keys of an entry, and its value."""
         keys = (self.metadata.planner_data or {}).get(name)
         if not isinstance(keys, tuple) or not keys:
             keys = (name,)
@@ -132,11 +132,11 @@ class _DcpCheckpoint:
         return msgpack.ExtType(RecordKind.CHUNKS, msgpack.packb(form))
 
     def _archive(self, index: dcp.MetadataIndex) -> Archive:
-        """What was saved for an entry, or for a chunk of it."""
+        """Read what was saved for an entry, or for a chunk of it."""
         place = self.metadata.storage_data[index]
         name = Path(place.relative_path)
         path = self.folder / name
-        # Another path could be any file of this machine.
+        # Another path could be any file on this machine.
         if name.is_absolute() or ".." in name.parts:
             raise UserError(f"'{self.folder}' is damaged: {METADATA} names a file outside of it.")
         if getattr(place, "transform_descriptors", None):

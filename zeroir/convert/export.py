@@ -1,4 +1,4 @@
-"""Checkpoints written in the formats of other libraries: ``zeroir export CHECKPOINT -o out --format hf``."""
+"""Export of checkpoints to the formats of other libraries: ``zeroir export CHECKPOINT -o out --format hf``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zeroir.errors import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportReport:
-    """What was exported: the checkpoint, its step, and sentences on what a user should know of the result."""
+    """The result of an export: the checkpoint, its step, and notes for the user."""
 
     checkpoint: str
     step: int
@@ -34,7 +34,7 @@ class ExportReport:
 
 
 def is_checkpoint(path: str) -> bool:
-    """Whether the path is a checkpoint, or a folder of checkpoints."""
+    """Return whether the path is a checkpoint, or a folder of checkpoints."""
     if Path(path).is_file():
         return False
     if open_storage(path).size_bytes(join(path, MANIFEST_NAME)) is not None:
@@ -51,13 +51,13 @@ def export_checkpoint(
     use_ema: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> ExportReport:
-    """Write a checkpoint, or the newest whole one of a folder of checkpoints, in another library's format.
+    """Export a checkpoint, or the newest complete one of a folder of checkpoints, to another library's format.
 
-    Tensors are read by slices; at most one is in memory as a whole, and with ``hf`` and ``state-dict`` none. Every
-    byte that is used is first compared with its checksum.
+    Tensors are read by slices; at most one is in memory as a whole, and with ``hf`` and ``state-dict`` none. The
+    checksum of every byte is verified before its use.
 
     Raises:
-        UserError: if there is no whole checkpoint, it lacks what is asked for, or the output cannot be written.
+        UserError: if there is no complete checkpoint, it lacks what was requested, or the output cannot be written.
     """
     _require_output(output, to)
     chosen, notes = _chosen(path)
@@ -93,7 +93,7 @@ def export_checkpoint(
 
 
 def _require_output(output: Path, format_: CheckpointFormat) -> None:
-    """Check that the output can be written, before anything is read."""
+    """Check that the output can be written before anything is read."""
     match format_:
         case "hf":
             require_folder_writable(output, HUGGING_FACE)
@@ -113,7 +113,7 @@ def _require_output(output: Path, format_: CheckpointFormat) -> None:
 
 
 def _chosen(path: str) -> tuple[str, list[str]]:
-    """The checkpoint at the path, or the newest whole one of the folder, and sentences on newer ones."""
+    """Return the checkpoint at the path, or the newest complete one in the folder, and notes on newer ones."""
     if open_storage(path).size_bytes(join(path, MANIFEST_NAME)) is not None:
         return path, []
     refusals: list[str] = []

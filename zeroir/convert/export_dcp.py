@@ -4,9 +4,9 @@
      "optim": {"state": {name: {"step": …, "exp_avg": …, "exp_avg_sq": …}, …},
                "param_groups": [{"params": [name, …], "lr": …, …}]}}
 
-This is what ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns, so ``set_state_dict`` gives what is
-loaded to FSDP2, DDP and plain modules. torch's own planner and file writer make the files; large tensors are cut into
-blocks of rows, so that ranks read little more than their shards.
+This is the result of ``torch.distributed.checkpoint.state_dict.get_state_dict``, so ``set_state_dict`` loads it into
+FSDP2, DDP and plain modules. torch's own planner and file writer write the files. Large tensors are split into blocks
+of rows, so that ranks read little more than their shards.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ FILE_BYTES: Final = 64 << 20
 def export_dcp(
     stored: StoredTensors, output: Path, *, dtype: WeightDtype, use_ema: bool
 ) -> list[str]:
-    """Write the checkpoint as a folder; sentences on what a user should know of it.
+    """Export the checkpoint to a folder, and return notes for the user.
 
     Raises:
-        UserError: if the checkpoint is damaged or lacks what is asked for, or the folder cannot be written.
+        UserError: if the checkpoint is damaged or lacks what was requested, or the folder cannot be written.
     """
     groups = optimizer_groups(stored)
     weights = [*exported_parameters(stored, dtype, use_ema=use_ema), *exported_buffers(stored)]
@@ -84,7 +84,7 @@ def export_dcp(
 
 
 def _optimizer(stored: StoredTensors, groups: Iterable[OptimizerGroupInFiles]) -> dict[str, object]:
-    """The states and settings of the optimizer, as ``get_optimizer_state_dict`` returns them."""
+    """Return the states and settings of the optimizer, as ``get_optimizer_state_dict`` returns them."""
     state: dict[str, dict[str, object]] = {}
     param_groups = []
     for group in groups:
@@ -108,13 +108,13 @@ def _unchanged(tensor: TensorInFiles) -> ExportedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredValue:
-    """A tensor of a state dictionary that is read only when it is written."""
+    """A tensor of a state dictionary that is read when it is written."""
 
     stored: StoredTensors
     exported: ExportedTensor
 
     def write_items(self, key: str) -> Iterator[WriteItem]:
-        """What is written of it: its blocks."""
+        """Yield the items to write: its blocks."""
         size = torch.Size(self.exported.shape)
         properties = TensorProperties(dtype=TORCH_DTYPES[self.exported.dtype])
         for chunk in self._chunks():
@@ -125,14 +125,14 @@ class _StoredValue:
             )
 
     def block(self, index: MetadataIndex) -> Tensor:
-        """The elements of a block."""
+        """Load the elements of a block."""
         chunk = next(chunk for chunk in self._chunks() if chunk.offsets == index.offset)
         row_numel = prod(self.exported.shape[1:])
         start = chunk.offsets[0] * row_numel if self.exported.shape else 0
         return loaded_tensor(self.stored, self.exported.elements(start, tuple(chunk.sizes)))
 
     def _chunks(self) -> Iterator[ChunkStorageMetadata]:
-        """Blocks of rows of at most ``BLOCK_BYTES``."""
+        """Yield blocks of rows of at most ``BLOCK_BYTES``."""
         shape = self.exported.shape
         if not shape or self.exported.size_bytes <= BLOCK_BYTES:
             yield ChunkStorageMetadata(
@@ -150,10 +150,10 @@ class _StoredValue:
 
 
 class _BlockwisePlanner(DefaultSavePlanner):
-    """torch's planner, for state dictionaries with stored values."""
+    """torch's planner, extended to state dictionaries with stored values."""
 
     def create_local_plan(self) -> SavePlan:
-        """Write the blocks of stored values, and everything else as torch does."""
+        """Plan the blocks of stored values, and everything else as torch does."""
         plan = super().create_local_plan()
         items = [item for item in plan.items if item.index.fqn not in self._stored_values]
         for key, value in self._stored_values.items():
@@ -162,7 +162,7 @@ class _BlockwisePlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> object:
-        """Read a block when it is its turn to be written."""
+        """Load a block when it is about to be written."""
         value = self._stored_values.get(index.fqn)
         return super().lookup_object(index) if value is None else value.block(index)
 
@@ -174,9 +174,9 @@ class _BlockwisePlanner(DefaultSavePlanner):
 
 
 def _write(folder: Path, state_dict: dict[str, object]) -> None:
-    """Write a state dictionary with torch's planner and writer, as a job does whose ranks save one after the other.
+    """Write a state dictionary with torch's planner and writer, like a job whose ranks save one after the other.
 
-    The writer keeps the tensors of a file in memory until the file is written, hence several files.
+    The writer keeps the tensors of a file in memory until the file is written, so several files are used.
     """
     writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
     planner = _BlockwisePlanner()
@@ -195,7 +195,7 @@ def _write(folder: Path, state_dict: dict[str, object]) -> None:
 
 
 def _files(items: Iterable[WriteItem]) -> list[list[WriteItem]]:
-    """The items of each file."""
+    """Distribute the items among files."""
     files: list[list[WriteItem]] = [[]]
     size_bytes = 0
     for item in items:

@@ -38,14 +38,14 @@ from zeroir.convert.torch_optimizer_states import (
 from zeroir.errors import UserError
 
 DEEPSPEED_VERSION: Final = "0.19.0"
-"""The version whose layout this is; loaders compare it with the first one that they can read."""
+"""The version with this layout; loaders compare it with the first one that they can read."""
 
 _STATES: Final = ("exp_avg", "exp_avg_sq")
-"""The states that the layout has, which are those of Adam and AdamW."""
+"""The states in this layout, which are those of Adam and AdamW."""
 
 
 def export_deepspeed(stored: StoredTensors, output: Path) -> list[str]:
-    """Write the checkpoint as a folder; sentences on what a user should know of it.
+    """Export the checkpoint to a folder, and return notes for the user.
 
     Raises:
         UserError: if the checkpoint is damaged or its optimizer is not Adam, or the folder cannot be written.
@@ -87,7 +87,7 @@ def export_deepspeed(stored: StoredTensors, output: Path) -> list[str]:
 
 
 def _write_parameter(stored: StoredTensors, zero: Path, parameter: ParameterInFiles) -> None:
-    """Write the folder of a parameter: FP32 values and states, one tensor in memory at a time."""
+    """Write the folder of a parameter: FP32 values and states, with one tensor in memory at a time."""
     if parameter.name in ("", ".", "..") or not {"/", "\0"}.isdisjoint(parameter.name):
         raise UserError(
             f"DeepSpeed's universal layout names a folder after each parameter, but '{parameter.name}' cannot be a "
@@ -112,10 +112,10 @@ def _step(stored: StoredTensors) -> torch.Tensor:
 def _optimizer_state(
     stored: StoredTensors, groups: list[OptimizerGroupInFiles]
 ) -> dict[str, object]:
-    """What stages 1 and 2 read at the top, and stage 3 below ``optimizer_state_dict``.
+    """Return what stages 1 and 2 read at the top level, and stage 3 under ``optimizer_state_dict``.
 
-    DeepSpeed pickles its loss scaler here, an object of its own. It is left out, so that loading this file needs no
-    class; the run then begins with the loss scale of its configuration.
+    DeepSpeed pickles its loss scaler here, an object of its own class. It is left out, so that loading this file needs
+    no class; the run then starts with the loss scale of its configuration.
     """
     no_parameters: list[int] = []
     param_groups = [{**group.settings, "params": no_parameters} for group in groups]
@@ -131,7 +131,7 @@ def _optimizer_state(
 
 
 def _model_states(stored: StoredTensors) -> dict[str, object]:
-    """The counts that ``load_checkpoint`` reads; the parameters are in the folders of ``zero``."""
+    """Return the counts that ``load_checkpoint`` reads; the parameters are in the folders of ``zero``."""
     manifest = stored.manifest
     skipped = max(manifest.step - int(stored.step_count), 0)
     return {

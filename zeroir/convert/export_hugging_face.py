@@ -6,9 +6,8 @@
 
 See https://huggingface.co/docs/transformers/main/en/models#sharded-checkpoints. A tied parameter is written once, under
 the first of its names in the order of modules (``model.embed_tokens.weight``, ``shared.weight``): from_pretrained ties
-the others to it. Where the configuration says ``tie_word_embeddings: false``, it ties nothing, so each name is written.
-The library of safetensors writes only tensors that are in memory, all at once, so that the files are written as those
-of checkpoints are.
+the others to it. If the configuration has ``tie_word_embeddings: false``, it ties nothing, so each name is written. The
+safetensors library can only write tensors that are all in memory, so the files are written like those of checkpoints.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ def export_hugging_face(
     use_ema: bool,
     max_shard_bytes: int,
 ) -> list[str]:
-    """Write the folder; sentences on what a user should know of it.
+    """Export the checkpoint to a folder, and return notes for the user.
 
     Raises:
-        UserError: if the checkpoint is damaged or lacks what is asked for, or the folder cannot be written.
+        UserError: if the checkpoint is damaged or lacks what was requested, or the folder cannot be written.
     """
     config = stored.manifest.config
     parameters = exported_parameters(stored, dtype, use_ema=use_ema)
@@ -99,7 +98,7 @@ def export_hugging_face(
 def _named(
     tensors: Sequence[ExportedTensor], *, owner: str, is_untied: bool
 ) -> tuple[list[_NamedTensor], list[str]]:
-    """The tensors under the names in the module ``owner``, and the names of those that are not in it."""
+    """Return the tensors of the module ``owner`` by their names in it, and the names of the others."""
     prefix = f"{owner}." if owner else ""
     named = []
     outside = []
@@ -114,7 +113,7 @@ def _named(
 
 
 def _shards(tensors: Sequence[_NamedTensor], max_shard_bytes: int) -> list[list[_NamedTensor]]:
-    """Consecutive tensors in files of at most this many bytes; a larger tensor has a file of its own."""
+    """Distribute consecutive tensors among files of at most this size; a larger tensor has its own file."""
     shards: list[list[_NamedTensor]] = [[]]
     size_bytes = 0
     for tensor in tensors:
@@ -161,14 +160,14 @@ def _index(shards: Sequence[Sequence[_NamedTensor]]) -> JsonValue:
 def _config(
     config: dict[str, JsonValue], parameters: Sequence[ExportedTensor]
 ) -> dict[str, JsonValue]:
-    """The configuration, with the dtype of most exported elements; from_pretrained loads the weights in it."""
+    """Return the configuration with the dtype of most exported elements, in which from_pretrained loads the weights."""
     counts: Counter[str] = Counter()
     for parameter in parameters:
         counts[parameter.dtype] += parameter.tensor.numel
     most_common = max(counts, key=lambda dtype: counts[dtype], default=None)
     if most_common not in _DTYPE_NAMES:
         return config
-    # Releases of transformers before 5 call it torch_dtype.
+    # transformers before version 5 calls it torch_dtype.
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     return {**config, key: _DTYPE_NAMES[most_common]}
 

@@ -1,8 +1,8 @@
 """The model's ``state_dict`` in one file, which ``torch.load(path, weights_only=True)`` reads.
 
-``torch.save`` writes the file without the elements, of tensors that have none, and leaves room for them. Then the
-elements are written to their places slice by slice, so that no tensor is ever in memory. The checksums of the zip
-archive, which torch does not read, are those of no data.
+``torch.save`` writes the file with fake tensors, which have no elements, and reserves the space for them. Then the
+elements are written to their places slice by slice, so that no whole tensor is ever in memory. The checksums of the zip
+archive, which torch does not read, are those of empty data.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def export_state_dict(
     """Write parameters and persistent buffers under all their names; tied ones share their storage.
 
     Raises:
-        UserError: if the checkpoint is damaged or lacks what is asked for, or the file cannot be written.
+        UserError: if the checkpoint is damaged or lacks what was requested, or the file cannot be written.
     """
     tensors = [*exported_parameters(stored, dtype, use_ema=use_ema), *exported_buffers(stored)]
     with FakeTensorMode():

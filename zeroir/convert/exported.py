@@ -17,7 +17,7 @@ _FLOATING: Final = ("f64", "f32", "f16", "bf16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedTensor:
-    """A parameter or buffer: all its names, the dtype it is written in, and where its stored elements are."""
+    """A parameter or buffer: all its names, its dtype in the export, and the place of its stored elements."""
 
     names: tuple[str, ...]
     dtype: str
@@ -25,27 +25,27 @@ class ExportedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that the model gives it."""
+        """The shape in the model."""
         return self.tensor.shape
 
     @property
     def size_bytes(self) -> int:
-        """The bytes that are written."""
+        """The exported bytes."""
         return self.tensor.numel * ITEMSIZE_BYTES[self.dtype]
 
     def elements(self, start: int, shape: tuple[int, ...]) -> ExportedTensor:
-        """The consecutive elements from ``start`` on that fill a shape."""
+        """Return the consecutive elements from ``start`` on, in the given shape."""
         return replace(self, tensor=self.tensor.elements(start, shape))
 
     def parts(self, stored: StoredTensors) -> Iterator[memoryview]:
-        """The bytes that are written, in order and in parts."""
+        """Yield the exported bytes in order, part by part."""
         return cast(stored.slices(self.tensor), self.tensor.dtype, self.dtype)
 
 
 def exported_parameters(
     stored: StoredTensors, dtype: WeightDtype, *, use_ema: bool
 ) -> list[ExportedTensor]:
-    """The parameters of a checkpoint, or with ``use_ema`` their averages; frozen ones have no average.
+    """Return the parameters of a checkpoint, or with ``use_ema`` their averages; frozen ones have no average.
 
     Raises:
         UserError: if the checkpoint has no averages.
@@ -64,7 +64,7 @@ def exported_parameters(
 
 
 def exported_buffers(stored: StoredTensors) -> list[ExportedTensor]:
-    """The buffers of the model that its ``state_dict`` has, in their own dtypes."""
+    """Return the buffers in the model's ``state_dict``, in their own dtypes."""
     return [
         ExportedTensor(names=buffer.names, dtype=buffer.tensor.dtype, tensor=buffer.tensor)
         for buffer in stored.buffers
@@ -72,7 +72,7 @@ def exported_buffers(stored: StoredTensors) -> list[ExportedTensor]:
 
 
 def notes_on_buffers(buffers: Iterable[BufferInFiles]) -> list[str]:
-    """One sentence where ranks have different buffers, of which one is exported."""
+    """Return a note if the values of a buffer differ between ranks, of which only one is exported."""
     differing = [buffer.names[0] for buffer in buffers if buffer.differs]
     if not differing:
         return []
@@ -80,7 +80,7 @@ def notes_on_buffers(buffers: Iterable[BufferInFiles]) -> list[str]:
 
 
 def cast(parts: Iterable[memoryview], stored: str, wanted: str) -> Iterator[memoryview]:
-    """Elements of one floating-point dtype in another one, rounded to nearest even as torch does."""
+    """Convert elements from one floating-point dtype to another, rounding to nearest even as torch does."""
     if stored == wanted:
         yield from parts
         return

@@ -1,4 +1,4 @@
-"""From the files of another library to a checkpoint: one flat for each parameter, read and written block by block."""
+"""Import of another library's files as a checkpoint with one flat for each parameter, block by block."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ from zeroir.errors import UserError
 from zeroir.report.names import format_bytes
 
 BUFFER: Final = "buffer"
-"""What stands behind the name of a module buffer in the name of its tensor, where parameters have a quantity."""
+"""The suffix of a module buffer's tensor name, where parameters have a quantity."""
 
 REPEATED_BYTES: Final = 1 << 30
 MOST_REPEATED: Final = 16
-"""An import writes at most this many bytes for each byte that it reads, and ``REPEATED_BYTES`` more."""
+"""An import writes at most this many bytes for each byte that it reads, plus ``REPEATED_BYTES``."""
 
 Part = tuple[StoredTensorSpec, Iterable[memoryview]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportReport:
-    """What an import wrote.
+    """The result of an import.
 
-    ``parameters`` is their number, ``numel`` the number of their elements, and ``states`` what is kept of each beside
-    its values. ``notes`` are sentences on what was left out.
+    ``parameters`` is their number, ``numel`` the number of their elements, and ``states`` the names of the optimizer
+    states. ``notes`` are sentences on what was left out.
     """
 
     checkpoint: str
@@ -78,13 +78,13 @@ def import_checkpoint(
     renames: Sequence[tuple[str, str]] = (),
     weights_only: bool = False,
 ) -> ImportReport:
-    """Write what another library saved as a checkpoint, which appears whole or not at all.
+    """Import a model that another library saved, as a checkpoint that appears atomically.
 
     Args:
         source: a file of safetensors or of ``torch.save``; a folder of Hugging Face, of
             ``torch.distributed.checkpoint``, or of DeepSpeed.
-        output: where nothing is yet: the folder of the checkpoint.
-        renames: pairs of beginnings of names. The first that a name begins with is replaced.
+        output: the unused path of the new checkpoint.
+        renames: pairs of prefixes of names. The first pair whose old prefix matches is applied.
         weights_only: leave out the optimizer, the step and the loss scale.
 
     Raises:
@@ -115,7 +115,7 @@ def import_checkpoint(
 
 
 def _read(source: Path) -> tuple[str, ImportedModel]:
-    """The name of the source's format, and the model in it."""
+    """Read the model; also return the name of the source's format."""
     if source.is_file():
         file = MappedFile(source)
         if is_safetensors(file):
@@ -153,10 +153,10 @@ def _without_training(model: ImportedModel) -> ImportedModel:
 
 
 def _renamed(model: ImportedModel, renames: Sequence[tuple[str, str]]) -> ImportedModel:
-    """The model with other names.
+    """Rename the parameters and buffers of a model.
 
     Raises:
-        UserError: if no name begins as one of the pairs says, or two tensors get one name.
+        UserError: if a pair matches no name, or two tensors get the same name.
     """
     unused = {old for old, _ in renames}
 
@@ -201,7 +201,7 @@ def _renamed(model: ImportedModel, renames: Sequence[tuple[str, str]]) -> Import
 
 
 def _require_tensors(model: ImportedModel, source: Path) -> None:
-    """Check that there are parameters, and that the files are not tiny ones of tensors that would fill the disk."""
+    """Check that there are parameters, and that small files do not declare tensors that would fill the disk."""
     if not model.parameters:
         raise UserError(f"'{source}' has no tensor of floating-point numbers, so no parameters.")
     tensors = [
@@ -219,7 +219,7 @@ def _require_tensors(model: ImportedModel, source: Path) -> None:
 
 
 def _written(draft: Draft, model: ImportedModel) -> Manifest:
-    """Write the file of the checkpoint; the manifest."""
+    """Write the file of the checkpoint, and return the manifest."""
     name = draft.file_name(0)
     file = write_file(open_storage(draft.folder), draft.folder, name, [*_parts(model)])
     return Manifest(
@@ -251,7 +251,7 @@ def _written(draft: Draft, model: ImportedModel) -> Manifest:
 
 
 def _parts(model: ImportedModel) -> Iterator[Part]:
-    """The tensors of the file; those without elements are left out."""
+    """Yield the tensors of the file, except those without elements."""
     for parameter in model.parameters:
         for quantity, tensor in parameter.quantities.items():
             if tensor.numel:

@@ -1,4 +1,4 @@
-"""Checkpoints of ``torch.distributed.checkpoint``: of FSDP2, DDP, torchtitan and others."""
+"""Import of ``torch.distributed.checkpoint`` checkpoints, as FSDP2, DDP, torchtitan and others save them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _STEP_KEYS: Final = ("step", "global_step", "steps")
 
 
 def import_dcp(folder: Path) -> ImportedModel:
-    """The model of a checkpoint, and the optimizer's states where they have the names of parameters.
+    """Import the model of a checkpoint, and the optimizer's states if they are keyed by parameter names.
 
     Raises:
-        UserError: if a file is missing or damaged, or no model is in it.
+        UserError: if a file is missing or damaged, or there is no model.
     """
     tree: dict[object, object] = {}
     for keys, value in read_dcp(folder):
@@ -53,7 +53,7 @@ def import_dcp(folder: Path) -> ImportedModel:
 def _model(
     tree: dict[object, object],
 ) -> tuple[dict[object, object], dict[str, ImportedTensor]]:
-    """The dictionary that has the model under a usual key, or among its own entries, and the tensors of the model."""
+    """Return the dictionary that contains the model under a usual key or among its entries, and the model's tensors."""
     for key in MODEL_KEYS:
         part = tree.get(key)
         if isinstance(part, dict) and (tensors := _tensors_by_name(part)):
@@ -69,7 +69,7 @@ def _model(
 
 
 def _tensors_by_name(tree: Mapping[object, object], prefix: str = "") -> dict[str, ImportedTensor]:
-    """The tensors of dictionaries within dictionaries, by their keys with dots between them."""
+    """Flatten nested dictionaries to their tensors by keys joined with dots."""
     tensors: dict[str, ImportedTensor] = {}
     for key, value in tree.items():
         if isinstance(value, ImportedTensor):

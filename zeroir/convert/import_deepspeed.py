@@ -42,7 +42,7 @@ from zeroir.errors import UserError
 from zeroir.ir.optimizers.catalogue import OF_DEEPSPEED, Algorithm
 
 LATEST: Final = "latest"
-"""The file that names the newest checkpoint of a folder."""
+"""The file with the name of a folder's newest checkpoint."""
 
 MODEL_FILES: Final = "*_model_states.pt"
 _OPTIMIZER_FILES: Final = "*_optim_states.pt"
@@ -64,22 +64,22 @@ class _Files:
 
     @property
     def stage(self) -> int:
-        """3, or 2 for any layout in which groups are cut instead of parameters."""
+        """3, or 2 for any layout that splits groups instead of parameters."""
         return 3 if any("fp32_flat_groups" in part for part in self.optimizers) else 2
 
     def damaged(self, problem: str) -> UserError:
-        """The error that the checkpoint cannot be read."""
+        """Return the error for a checkpoint that cannot be read."""
         return UserError(f"'{self.path}' is damaged, or not a checkpoint of DeepSpeed: {problem}.")
 
 
 def import_deepspeed(folder: Path) -> ImportedModel:
-    """The model and the optimizer's states of a checkpoint of DeepSpeed.
+    """Import the model and the optimizer's states of a DeepSpeed checkpoint.
 
     Args:
-        folder: with ``latest``, or the folder that it names.
+        folder: the folder with ``latest``, or the one that it names.
 
     Raises:
-        UserError: if a file is missing or damaged, or the checkpoint is of tensor, pipeline or expert parallelism.
+        UserError: if a file is missing or damaged, or the checkpoint has tensor, pipeline or expert parallelism.
     """
     files = _files(_tagged(folder))
     head = files.models[0]
@@ -113,7 +113,7 @@ def import_deepspeed(folder: Path) -> ImportedModel:
 
 
 def _tagged(folder: Path) -> Path:
-    """The folder of the newest checkpoint."""
+    """Return the folder of the newest checkpoint."""
     latest = folder / LATEST
     if not latest.is_file():
         return folder
@@ -156,7 +156,7 @@ def _files(folder: Path) -> _Files:
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """Names with numbers in the order of the numbers."""
+    """Return a sort key that compares numbers within names as numbers."""
     return [
         (int(part), "") if part.isdecimal() else (-1, part)
         for part in re.split(r"(\d+)", path.name)
@@ -177,14 +177,14 @@ def _optimizer_part(value: object, path: Path) -> Tree:
 
 
 def _count(part: Tree) -> int:
-    """The number of ranks that share the parameters."""
+    """Return the number of ranks that share the parameters."""
     count = part.get("partition_count")
     counts = count if isinstance(count, tuple) else (count,)
     return max((number for number in counts if isinstance(number, int)), default=0)
 
 
 def _flat_groups(files: _Files) -> list[list[ImportedTensor]]:
-    """The FP32 weights: for each rank its part of each group."""
+    """Return the FP32 weights of each rank, one flat tensor for each group."""
     key = "fp32_flat_groups" if files.stage == 3 else "single_partition_of_fp32_groups"
     return [
         [_tensor(files, item, key) for item in _list(files, part, key)] for part in files.optimizers
@@ -198,7 +198,7 @@ def _cut(
     shapes: Mapping[str, tuple[int, ...]],
     what: str,
 ) -> dict[str, ImportedTensor]:
-    """The tensors of all parameters, of the parts of groups that ranks have: ``parts[rank][group]``."""
+    """Assemble the tensors of all parameters from the ranks' parts of groups, ``parts[rank][group]``."""
     if any(len(of_rank) != len(members) for of_rank in parts):
         raise files.damaged(f"its {what} have another number of groups than its parameters")
     tensors = {}
@@ -227,7 +227,7 @@ def _cut(
 
 
 def _consecutive(parts: Sequence[ImportedTensor], start: int, stop: int) -> Iterator[Box | None]:
-    """Elements ``[start, stop)`` of the concatenation of parts."""
+    """Yield elements ``[start, stop)`` of the concatenated parts."""
     before = 0
     for part in parts:
         first, last = max(start, before), min(stop, before + part.numel)
@@ -236,7 +236,7 @@ def _consecutive(parts: Sequence[ImportedTensor], start: int, stop: int) -> Iter
 
 
 def _interval(part: ImportedTensor, start: int, numel: int, at: int) -> Box | None:
-    """Elements of a one-dimensional tensor, which stand at ``at`` in another one; None if there are none."""
+    """Return a range of a one-dimensional tensor as a box that begins at ``at``; None if it is empty."""
     (box,) = part.boxes
     elements = box.elements[start : start + max(numel, 0)]
     return Box(starts=(at,), elements=elements, file=box.file) if elements.size else None
@@ -245,7 +245,7 @@ def _interval(part: ImportedTensor, start: int, numel: int, at: int) -> Box | No
 def _frozen(
     files: _Files, head: Tree, module: Tree, known: set[str]
 ) -> Iterator[ImportedParameter]:
-    """The parameters that were not trained: whole in the model's file, or at stage 3 in the parts of ranks."""
+    """Yield the frozen parameters: whole in the model's file, or at stage 3 in the ranks' parts."""
     fragments = [tree.get(_FROZEN) for tree in files.models]
     shapes = head.get("frozen_param_shapes")
     if files.stage == 3 and isinstance(shapes, Mapping):
@@ -282,7 +282,7 @@ def _buffer_names(head: Tree) -> set[str]:
 
 
 def _weights_alone(files: _Files, head: Tree, module: Tree) -> ImportedModel:
-    """The model of a checkpoint without files of optimizers, which stage 0 saves."""
+    """Import a checkpoint without optimizer files, as stage 0 saves it."""
     buffers = tuple(_buffers(files, head, module))
     names = {buffer.name for buffer in buffers}
     parameters = [
@@ -308,11 +308,11 @@ def _optimizer(
     members: Sequence[Sequence[str]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> OptimizerState:
-    """The states of the optimizer by parameter; each group has one flat tensor for each state."""
+    """Return the states of the optimizer by parameter; each group has one flat tensor for each state."""
     key = "optimizer_state_dict" if files.stage == 3 else "base_optimizer_state"
     ranks = [_group_states(files, part.get(key)) for part in files.optimizers]
     if any(len(of_rank) != len(members) for of_rank in ranks):
-        # Without a step there is no state.
+        # Before the first step there is no state.
         if not any(ranks):
             return OptimizerState(states={}, groups=())
         raise files.damaged("its optimizer has states of another number of groups")
@@ -336,7 +336,7 @@ def _optimizer(
     )
     groups = []
     for group in lists:
-        # Stage 3 cuts large groups into several, whose numbers are the "parameters" of the group.
+        # Stage 3 splits large groups into several, whose numbers are the "parameters" of the group.
         numbers = group.get("params")
         names = [
             name
@@ -361,7 +361,7 @@ def _optimizer(
 
 
 def _group_states(files: _Files, optimizer: object) -> list[dict[str, object]]:
-    """The states of a rank's flat groups in order."""
+    """Return the states of a rank's flat groups in order."""
     if isinstance(optimizer, tuple):
         items: list[object] = list(optimizer)
     elif isinstance(optimizer, Mapping):
@@ -379,7 +379,7 @@ def _group_states(files: _Files, optimizer: object) -> list[dict[str, object]]:
 
 
 def _kind(head: Tree) -> dict[str, object]:
-    """The setting by which DeepSpeed's configuration tells its own Adam from its AdamW."""
+    """Return the setting that distinguishes DeepSpeed's Adam from its AdamW."""
     config = head.get("ds_config")
     block = config.get("optimizer") if isinstance(config, Mapping) else None
     if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
@@ -410,10 +410,10 @@ def _loss_scale(scaler: object) -> tuple[StoredScalar, ...]:
 
 
 def loss_scale_steps(step: int, last_overflow: int, window: int) -> int:
-    """The steps since the last change of the scale, as zeroir counts them, before step ``step`` of a scaler.
+    """Return the steps since the last change of the scale, as zeroir counts them, before step ``step`` of a scaler.
 
     DeepSpeed's scale grows in a step if the number of steps between it and the last overflow is a positive multiple of
-    the window, so that it grows one step later than zeroir's after an overflow: then the count begins at -1.
+    the window. After an overflow, this is one step later than in zeroir, so the count begins at -1.
     """
     between = step - last_overflow - 1
     return (between - 1) % window if between > 0 else -1

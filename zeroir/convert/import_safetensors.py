@@ -1,4 +1,4 @@
-"""Files of safetensors, and models of Hugging Face: folders with one such file, or with several and an index.
+"""Import of safetensors files, and of Hugging Face models: folders with one such file, or with several and an index.
 
 See https://github.com/huggingface/safetensors#format. Older models have files of ``torch.save`` instead.
 """
@@ -34,17 +34,17 @@ MODEL_FILES: Final = (
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
 )
-"""Files that make a folder a model of Hugging Face; the first that exists is read."""
+"""Files that identify a folder as a Hugging Face model; the first that exists is read."""
 
 _MOST_JSON_BYTES: Final = 64 << 20
-"""More than an index of a million tensors has."""
+"""More than the index of a million tensors has."""
 
 _DTYPES: Final[Mapping[str, str]] = {dtype.upper(): dtype for dtype in ITEMSIZE_BYTES}
 """The library's names of dtypes, and those of manifests."""
 
 
 def is_safetensors(file: MappedFile) -> bool:
-    """Whether a file begins like one of safetensors."""
+    """Return whether a file begins like a safetensors file."""
     return (
         file.size_bytes > LENGTH_BYTES
         and bytes(file.data[LENGTH_BYTES : LENGTH_BYTES + 1]) == b"{"
@@ -53,10 +53,10 @@ def is_safetensors(file: MappedFile) -> bool:
 
 
 def safetensors_tensors(file: MappedFile) -> dict[str, ImportedTensor]:
-    """The tensors of a file of safetensors by name.
+    """Return the tensors of a safetensors file by name.
 
-    The library reads and checks the header, and accepts neither gaps between tensors nor bytes behind the last one.
-    So each tensor begins where the one before it ends. They are read from the mapped file, since numpy has no BF16.
+    The library reads and checks the header, and allows neither gaps between tensors nor bytes after the last one. So
+    each tensor begins where the previous one ends. They are read from the mapped file, since numpy has no BF16.
 
     Raises:
         UserError: if the file is damaged, or has a dtype that checkpoints lack.
@@ -87,12 +87,12 @@ def safetensors_tensors(file: MappedFile) -> dict[str, ImportedTensor]:
 
 
 def import_safetensors(file: MappedFile) -> ImportedModel:
-    """The model in one file of safetensors."""
+    """Import the model in a safetensors file."""
     return weights(safetensors_tensors(file))
 
 
 def import_hugging_face(folder: Path) -> ImportedModel:
-    """The model in a folder of Hugging Face, with its configuration.
+    """Import the model in a Hugging Face folder, with its configuration.
 
     Raises:
         UserError: if a file is missing or damaged.
@@ -120,7 +120,7 @@ def _files(folder: Path) -> Iterator[Path]:
         if not isinstance(places, dict):
             raise UserError(f"'{folder / name}' is damaged: it has no weight_map.")
         for file in dict.fromkeys(places.values()):
-            # A name with a folder could be any file of this machine.
+            # A name with a folder could be any file on this machine.
             if not isinstance(file, str) or Path(file).name != file:
                 raise UserError(f"'{folder / name}' is damaged: it names no file in its folder.")
             if not (folder / file).exists():

@@ -1,4 +1,4 @@
-"""State dictionaries in files of ``torch.save``: of a model alone, or beside what its training keeps."""
+"""Import of state dictionaries in files of ``torch.save``: of a model alone, or with the rest of a training state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_SHOWN: Final = 8
 
 
 def state_dict_tensors(files: Sequence[MappedFile]) -> list[dict[str, ImportedTensor]]:
-    """The tensors of the model in each file, by name.
+    """Return the tensors of the model in each file, by name.
 
     Raises:
         UserError: if a file is damaged, or has no state dictionary.
@@ -26,7 +26,7 @@ def state_dict_tensors(files: Sequence[MappedFile]) -> list[dict[str, ImportedTe
 
 
 def import_state_dict(file: MappedFile) -> ImportedModel:
-    """The model in a file of ``torch.save``, and its optimizer's states where they have the names of parameters.
+    """Import the model in a file of ``torch.save``, and its optimizer's states if they are keyed by parameter names.
 
     Raises:
         UserError: if the file is damaged, or has no state dictionary.
@@ -39,7 +39,7 @@ def import_state_dict(file: MappedFile) -> ImportedModel:
 
 
 def _model(tree: object, file: MappedFile) -> Tree:
-    """The state dictionary of the model: what one of the usual keys has, or the whole file."""
+    """Return the state dictionary of the model: the entry under a usual key, or the whole file."""
     if not isinstance(tree, Mapping):
         raise UserError(
             f"'{file.path}' has no state dictionary: save model.state_dict() instead of a model or a tensor."

@@ -1,7 +1,7 @@
-"""What an importer finds in the files of another library: tensors that are read by blocks when they are written.
+"""The imported content of another library's files: tensors that are read block by block when they are written.
 
-Files are mapped, not read. A tensor consists of boxes, each of which stands in one file: the shard of a rank, or
-the whole tensor. They are put together block by block, so that no more than a block is in memory.
+Files are mapped, not read. A tensor consists of boxes, each from one file: the shard of a rank, or the whole tensor.
+They are assembled block by block, so that at most a block is in memory.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES
 from zeroir.errors import UserError
 
 BLOCK_BYTES: Final = 32 << 20
-"""The most bytes of a tensor that are put together at once."""
+"""The most bytes of a tensor that are assembled at once."""
 
 FLOATING: Final = frozenset({"f64", "f32", "f16", "bf16", "f8_e4m3", "f8_e5m2", "f8_e8m0"})
-"""Dtypes of manifests that parameters can have."""
+"""The dtypes of manifests that parameters can have."""
 
 Bits = NDArray[np.unsignedinteger]
-"""Elements of any dtype of this size; only their bits count."""
+"""Elements of a dtype with this size; only their bits matter."""
 
 _BITS: Final[Mapping[int, np.dtype[np.unsignedinteger]]] = {
     size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)
 }
 _MOST_DIMENSIONS: Final = 64
-"""numpy's and torch's limit."""
+"""The limit of numpy and torch."""
 
 
 class MappedFile:
-    """A file of another library, mapped for reading."""
+    """A memory-mapped file of another library."""
 
     def __init__(self, path: Path) -> None:
         """Map a file.
@@ -64,14 +64,14 @@ class MappedFile:
         return self.data.nbytes
 
     def forget(self) -> None:
-        """Let the system take back the memory with the bytes that were read."""
+        """Release the memory of the pages that were read."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def elements_at(
     file: MappedFile, offset_bytes: int, dtype: str, shape: tuple[int, ...], what: str
 ) -> Bits:
-    """Consecutive elements of a file in row-major order, which are not read yet; ``what`` is named in errors.
+    """Return consecutive elements of a file in row-major order, without reading them; ``what`` is named in errors.
 
     Raises:
         UserError: if the file ends before them.
@@ -105,10 +105,10 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImportedTensor:
-    """A tensor: its dtype as in manifests, its shape, and its parts.
+    """A tensor: its dtype as in manifests, its shape, and its boxes.
 
-    ``extent`` is the shape in which the boxes have their places: that of the tensor, or ``(numel,)`` where they are
-    parts of its elements in row-major order. The boxes cover it, and no two of them overlap.
+    ``extent`` is the shape in which the boxes are placed: that of the tensor, or ``(numel,)`` if they are parts of its
+    elements in row-major order. The boxes cover it without overlap.
     """
 
     dtype: str
@@ -123,14 +123,14 @@ class ImportedTensor:
 
     @property
     def place(self) -> tuple[object, ...] | None:
-        """Equal for two tensors if they are the same elements of one file; None if there are no elements."""
+        """A key that is equal for tensors with the same elements of one file; None if there are no elements."""
         if not self.numel or len(self.boxes) != 1:
             return None
         elements = self.boxes[0].elements
         return self.dtype, self.shape, elements.__array_interface__["data"][0], elements.strides
 
     def blocks(self, what: str) -> Iterator[memoryview]:
-        """The bytes of the elements in row-major order; ``what`` is named in errors.
+        """Yield the bytes of the elements in row-major order; ``what`` is named in errors.
 
         Raises:
             UserError: if the boxes do not cover the tensor.
@@ -164,7 +164,7 @@ class ImportedTensor:
 
 
 def whole(dtype: str, elements: Bits, file: MappedFile) -> ImportedTensor:
-    """A tensor whose elements stand in one file."""
+    """Return a tensor whose elements are all in one file."""
     shape = elements.shape
     box = Box(starts=(0,) * len(shape), elements=elements, file=file)
     return ImportedTensor(dtype=dtype, shape=shape, extent=shape, boxes=(box,))
@@ -173,7 +173,7 @@ def whole(dtype: str, elements: Bits, file: MappedFile) -> ImportedTensor:
 def _blocks(
     extent: tuple[int, ...], most_numel: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Blocks of rows with at most so many elements, in row-major order: each with its first and its end indices."""
+    """Yield the first and end indices of blocks of rows with at most so many elements, in row-major order."""
     if prod(extent) <= most_numel:
         if prod(extent):
             yield (0,) * len(extent), extent
@@ -191,7 +191,7 @@ def _blocks(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedParameter:
-    """A parameter: its values, and the optimizer's states that have its elements, by the names of quantities."""
+    """A parameter: its values, and the elementwise optimizer states by the names of their quantities."""
 
     name: str
     values: ImportedTensor
@@ -216,7 +216,7 @@ class ImportedBuffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedModel:
-    """A model, and the state of its training where there is one; ``notes`` say what was left out."""
+    """A model, and its training state if there is one; ``notes`` say what was left out."""
 
     parameters: tuple[ImportedParameter, ...]
     buffers: tuple[ImportedBuffer, ...] = ()
@@ -228,10 +228,10 @@ class ImportedModel:
 
 
 def weights(tensors: Mapping[str, ImportedTensor]) -> ImportedModel:
-    """A model of which only the tensors are known.
+    """Return a model of which only the tensors are known.
 
-    Names of the same elements are one parameter. Tensors that are not of floating-point numbers are buffers; the
-    others may be parameters or buffers, which the program that loads them knows.
+    Names of the same elements are one parameter. Tensors that are not floating-point are buffers. The others may be
+    parameters or buffers, which only the program that loads them knows.
     """
     names_at: dict[object, list[str]] = {}
     for name, tensor in tensors.items():

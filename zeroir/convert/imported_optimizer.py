@@ -1,7 +1,7 @@
-"""The optimizer of another library: its states by the names of parameters, and the settings of its groups.
+"""The optimizer of another library: its states by parameter name, and the settings of its groups.
 
-This is the form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, whole or flattened, and that
-of an optimizer of torch that knows the names of its parameters::
+This is the form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, nested or flattened, and of
+the ``state_dict`` of a torch optimizer that knows the names of its parameters::
 
     {"state": {name: {"step": …, "exp_avg": …}, …}, "param_groups": [{"params": [name, …], "lr": …}, …]}
     {"state.<name>.exp_avg": …, "param_groups.<name>.lr": …}
@@ -23,10 +23,10 @@ from zeroir.errors import UserError
 from zeroir.ir.optimizers.catalogue import Algorithm
 
 Tree = Mapping[object, object]
-"""Dictionaries within dictionaries, with ``ImportedTensor``, numbers, texts, tuples and None."""
+"""Nested dictionaries with ``ImportedTensor``, numbers, strings, tuples and None."""
 
 MODEL_KEYS: Final = ("model", "module", "state_dict", "model_state_dict", "model_state")
-"""The usual names of a model's state dictionary beside other things."""
+"""The usual keys of a model's state dictionary in a larger one."""
 
 OPTIMIZER_KEYS: Final = ("optim", "optimizer", "optimizer_state_dict", "optim_state_dict")
 STEP: Final = "step"
@@ -45,7 +45,7 @@ _SETTINGS: Final = frozenset(
         for key, _ in setting.torch_places
     }
 )
-"""The settings that change results; what chooses an implementation means nothing to zeroir."""
+"""The settings that affect results; those that choose an implementation are ignored."""
 
 _NUMBERS: Final = {
     "f64": "<f8",
@@ -58,7 +58,7 @@ _NUMBERS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedGroup:
-    """A group of an optimizer: the names of its parameters, and all its settings as they were found."""
+    """A group of an optimizer: the names of its parameters, and all its settings unchanged."""
 
     parameters: tuple[str, ...]
     settings: Mapping[str, object]
@@ -74,7 +74,7 @@ class OptimizerState:
 
 
 def optimizer_in(tree: Tree, names: Iterable[str]) -> OptimizerState | None:
-    """The optimizer among what a checkpoint has beside a model with these names; None if there is none."""
+    """Find the optimizer in a checkpoint of a model with these names; None if there is none."""
     for key in OPTIMIZER_KEYS:
         part = tree.get(key)
         if isinstance(part, Mapping):
@@ -86,7 +86,7 @@ def optimizer_in(tree: Tree, names: Iterable[str]) -> OptimizerState | None:
 
 
 def with_optimizer(model: ImportedModel, optimizer: OptimizerState, source: str) -> ImportedModel:
-    """A model with the states of an optimizer; ``source`` is named in errors.
+    """Add the states of an optimizer to a model; ``source`` is named in errors.
 
     Raises:
         UserError: if a state has another shape than its parameter, or parameters took different numbers of steps.
@@ -142,12 +142,12 @@ def with_optimizer(model: ImportedModel, optimizer: OptimizerState, source: str)
 
 
 def step_scalar(step: float) -> StoredScalar:
-    """The count of the updates of the optimizer."""
+    """Return the scalar that counts the updates of the optimizer."""
     return StoredScalar(name=STEP, dtype="f32", values=(step,))
 
 
 def number_in(value: object) -> float | None:
-    """A finite number, or the only element of a tensor; None for anything else."""
+    """Return a finite number, or the only element of a tensor; None for anything else."""
     if isinstance(value, ImportedTensor) and value.numel == 1 and value.dtype in _NUMBERS:
         bits = np.frombuffer(b"".join(value.blocks("a number")), _NUMBERS[value.dtype])
         value = bits.item()
@@ -184,7 +184,7 @@ def _nested(part: Tree) -> OptimizerState:
 
 
 def _names_of_numbers(groups: Sequence[Tree]) -> dict[object, str]:
-    """The names of parameters by their numbers, of an optimizer that was given ``named_parameters()``."""
+    """Map the indices of parameters to their names, for an optimizer made with ``named_parameters()``."""
     return {
         number: name
         for group in groups
@@ -196,14 +196,17 @@ def _names_of_numbers(groups: Sequence[Tree]) -> dict[object, str]:
 
 
 def _values(items: object) -> list[object]:
-    """The items of a list, or of a dictionary with their numbers."""
+    """Return the items of a list, or of a dictionary with indices as keys."""
     if isinstance(items, Mapping):
         return list(items.values())
     return list(items) if isinstance(items, list | tuple) else []
 
 
 def _flattened(part: Tree, names: Iterable[str]) -> OptimizerState:
-    """Entries ``state.<name>.<state>`` and ``param_groups.<name>.<setting>``; names contain dots, settings none."""
+    """Parse entries ``state.<name>.<state>`` and ``param_groups.<name>.<setting>``.
+
+    Names contain dots, settings none.
+    """
     known = set(names)
     states: dict[str, dict[str, object]] = {}
     settings: dict[str, dict[str, object]] = {}
@@ -231,7 +234,7 @@ def _flattened(part: Tree, names: Iterable[str]) -> OptimizerState:
 def _stored_groups(
     parameters: Sequence[ImportedParameter], groups: Sequence[ImportedGroup]
 ) -> Iterator[StoredGroup]:
-    """The groups whose algorithm is known. Without names they have those that programs give to groups in order."""
+    """Yield the groups whose algorithm is known. Unnamed ones get the default names that programs use."""
     own_names = {
         alias: parameter
         for parameter in parameters
@@ -267,9 +270,9 @@ def _setting(value: object) -> Setting:
 
 
 def _algorithm(states: set[str], settings: Mapping[str, object]) -> Algorithm | None:
-    """The optimizer with such states and settings, that with the most marks if there are several.
+    """Find the optimizer with such states and settings, and the most specific one if there are several.
 
-    Parameters need not have all states where settings name the optimizer.
+    Parameters need not have all states if settings identify the optimizer.
     """
 
     def is_meant(algorithm: Algorithm) -> bool:

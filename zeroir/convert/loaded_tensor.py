@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint in memory, for formats that torch writes."""
+"""Checkpoint tensors in memory, for formats that torch writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeroir.convert.torch_dtypes import TORCH_DTYPES
 
 
 def loaded_tensor(stored: StoredTensors, exported: ExportedTensor) -> Tensor:
-    """The elements of a parameter, buffer or state, in memory of their own and in their shape.
+    """Load a parameter, buffer or state into new memory, in its shape.
 
     Raises:
         UserError: if a file is damaged.

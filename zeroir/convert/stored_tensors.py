@@ -1,7 +1,7 @@
 """The tensors of a checkpoint as the model has them: one for each parameter, buffer and optimizer state, by name.
 
 A checkpoint stores pieces of flats. A parameter is an interval of a flat, so each of its quantities consists of
-consecutive elements of one or more pieces; they are read by slices of at most ``SLICE_BYTES``.
+consecutive elements of one or more pieces. They are read in slices of at most ``SLICE_BYTES``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STEP: Final = "step"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """Consecutive elements ``[start, stop)`` of a tensor of a file."""
+    """Consecutive elements ``[start, stop)`` of a tensor in a file."""
 
     file: str
     tensor: str
@@ -47,9 +47,9 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockScales:
-    """The scales of a state of 8 bits: where those of all blocks stand, and the first block of the tensor's elements.
+    """The scales of an 8-bit state: the place of those of all blocks, and the first block of the tensor's elements.
 
-    ``skipped_numel`` elements of that block come before the first element of the tensor.
+    ``skipped_numel`` elements of that block precede the first element of the tensor.
     """
 
     scales: TensorInFiles
@@ -60,9 +60,9 @@ class BlockScales:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInFiles:
-    """A tensor of a model or an optimizer: its dtype as in manifests, its shape, and where its elements stand.
+    """A tensor of a model or an optimizer: its dtype as in manifests, its shape, and the places of its elements.
 
-    With ``scales`` the extents are those of u8 codes, and the tensor is the f32 one that they and the scales stand for.
+    With ``scales`` the extents contain u8 codes, and the tensor is the f32 one that they encode.
     """
 
     dtype: str
@@ -81,7 +81,7 @@ class TensorInFiles:
         return self.numel * ITEMSIZE_BYTES[self.dtype]
 
     def elements(self, start: int, shape: tuple[int, ...]) -> TensorInFiles:
-        """The consecutive elements from ``start`` on that fill a shape, which need not be within the tensor's rows."""
+        """Return the consecutive elements from ``start`` on in the given shape; they may cross rows of the tensor."""
         stop = start + prod(shape)
         extents = []
         position = 0
@@ -121,7 +121,7 @@ class ParameterInFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferInFiles:
-    """A buffer of the model that its ``state_dict`` has; ``differs`` tells whether ranks have other values."""
+    """A buffer in the model's ``state_dict``; ``differs`` tells whether its values differ between ranks."""
 
     names: tuple[str, ...]
     tensor: TensorInFiles
@@ -129,10 +129,10 @@ class BufferInFiles:
 
 
 class StoredTensors:
-    """The tensors of a checkpoint. A context manager, which closes the files; not for several threads.
+    """A context manager for the tensors of a checkpoint, which closes the files; not thread-safe.
 
     Raises:
-        UserError: if there is no whole checkpoint at the path.
+        UserError: if there is no complete checkpoint at the path.
     """
 
     def __init__(self, path: str) -> None:
@@ -163,7 +163,7 @@ class StoredTensors:
 
     @cached_property
     def buffers(self) -> tuple[BufferInFiles, ...]:
-        """The buffers that ``state_dict`` has; where ranks have different values, those of the lowest rank."""
+        """The buffers in the ``state_dict``; if their values differ between ranks, those of the lowest rank."""
         by_name: dict[str, BufferInFiles] = {}
         for stored in sorted(
             self.manifest.buffers, key=lambda stored: min(stored.ranks, default=0)
@@ -184,14 +184,14 @@ class StoredTensors:
 
     @property
     def step_count(self) -> float:
-        """The updates of the optimizer, which are fewer than the steps where some were skipped."""
+        """The updates of the optimizer, which are fewer than the steps if some were skipped."""
         for scalar in self.manifest.scalars:
             if scalar.name == STEP:
                 return scalar.values[0]
         return float(self.manifest.step)
 
     def weight(self, parameter: ParameterInFiles, quantity: str = MASTER) -> TensorInFiles:
-        """A quantity of a parameter, in its shape; of a frozen parameter the weights, whatever the quantity.
+        """Return a quantity of a parameter in its shape; for a frozen parameter the weights, whatever the quantity.
 
         Raises:
             UserError: if the checkpoint lacks the quantity.
@@ -205,7 +205,7 @@ class StoredTensors:
         return tensor
 
     def state(self, parameter: ParameterInFiles, quantity: str) -> TensorInFiles | None:
-        """A quantity of a parameter, in its shape; None if the checkpoint lacks it."""
+        """Return a quantity of a parameter, in its shape; None if the checkpoint lacks it."""
         stored = quantity_of(parameter.flat, quantity)
         if stored is None:
             return None
@@ -216,7 +216,7 @@ class StoredTensors:
         return self.elements(stored, slot.offset, slot.shape, parameter.name)
 
     def widened(self, parameter: ParameterInFiles, state: str) -> TensorInFiles | None:
-        """A state of 8 bits of a parameter as the FP32 tensor that it stands for; None if the checkpoint lacks it."""
+        """Return an 8-bit state of a parameter as the FP32 tensor that it encodes; None if the checkpoint lacks it."""
         codes = self.state(parameter, CODES[state])
         scales = self.state(parameter, ABSMAX[state])
         if codes is None or scales is None:
@@ -229,7 +229,7 @@ class StoredTensors:
     def elements(
         self, quantity: StoredQuantity, offset: int, shape: tuple[int, ...], owner: str
     ) -> TensorInFiles:
-        """Elements of a quantity from an offset on, as a tensor of a shape; ``owner`` is named in errors.
+        """Return elements of a quantity from an offset on, in the given shape; ``owner`` is named in errors.
 
         Raises:
             UserError: if no piece contains one of the elements.
@@ -249,7 +249,7 @@ class StoredTensors:
         return TensorInFiles(dtype=quantity.dtype, shape=shape, extents=tuple(extents))
 
     def slices(self, tensor: TensorInFiles) -> Iterator[memoryview]:
-        """The bytes of a tensor in order, in parts of whole elements and at most ``SLICE_BYTES``.
+        """Yield the bytes of a tensor in order, in parts of whole elements and at most ``SLICE_BYTES``.
 
         Raises:
             UserError: if a file is damaged.
@@ -265,7 +265,7 @@ class StoredTensors:
                 yield self._files.bytes(extent.file, extent.tensor, start, stop)
 
     def _widened(self, tensor: TensorInFiles, scales: BlockScales) -> Iterator[memoryview]:
-        """The FP32 elements of a state of 8 bits, in parts of whole blocks but for the first and the last."""
+        """Yield the FP32 elements of an 8-bit state, in parts of whole blocks except for the first and the last."""
         codes = replace(tensor, dtype="u8", scales=None)
         values = np.array(code_values(signed=scales.signed), dtype=np.float32)
         most = SLICE_BYTES // ITEMSIZE_BYTES["f32"]
@@ -282,7 +282,7 @@ class StoredTensors:
             start += count
 
     def _check(self, extent: Extent) -> None:
-        """Compare the checksum of a tensor of a file before its elements are first used."""
+        """Verify the checksum of a tensor in a file before its elements are first used."""
         if (extent.file, extent.tensor) not in self._checked:
             self._files.verify(self._items[extent.file, extent.tensor])
             self._checked.add((extent.file, extent.tensor))
@@ -293,12 +293,12 @@ class StoredTensors:
 
 
 def quantity_of(flat: StoredFlat, name: str) -> StoredQuantity | None:
-    """A quantity of a flat by name."""
+    """Return the quantity of a flat with this name."""
     return next((quantity for quantity in flat.quantities if quantity.name == name), None)
 
 
 def _extent(piece: Piece, start: int, stop: int) -> Extent:
-    """The elements ``[start, stop)`` of a flat in a piece's tensor."""
+    """Return the elements ``[start, stop)`` of a flat within a piece's tensor."""
     return Extent(
         file=piece.file, tensor=piece.tensor, start=start - piece.start, stop=stop - piece.start
     )

@@ -1,4 +1,4 @@
-"""The dtypes of manifests as torch's."""
+"""The torch dtypes for those of manifests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The files of torch as the process that imports them sees them: read in another process, and mapped here.
+"""The content of torch's files as the importing process receives it: read in another process, and mapped here.
 
-``torch_process.py`` says why. Its answer is in msgpack, with extended types for tensors and for instances of classes.
+``torch_process.py`` explains why. Its answer is in msgpack, with extension types for tensors and instances of classes.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from zeroir.errors import InternalError, UserError
 
 
 class RecordKind(IntEnum):
-    """The extended types of an answer, and what each consists of."""
+    """The extension types of an answer, and the content of each."""
 
     TENSOR = 1
     """Its file, its first byte there, its dtype, shape and strides."""
 
     CHUNKS = 2
-    """A tensor in parts: its dtype and shape, and of each part the index of its first element, and a tensor."""
+    """A tensor in chunks: its dtype and shape, and for each chunk the index of its first element, and a tensor."""
 
     UNKNOWN = 3
     """A tensor that cannot be imported: the reason."""
 
     CLASS = 4
-    """A class that torch does not list: its path. It is the first item of a list; the second has the attributes."""
+    """The path of a class unknown to torch. It is the first item of a list; the second has the attributes."""
 
 
 SAVE: Final = "save"
-"""The kind of requests for files of ``torch.save``."""
+"""The request kind for files of ``torch.save``."""
 
 DCP: Final = "dcp"
-"""The kind of requests for folders of ``torch.distributed.checkpoint``."""
+"""The request kind for folders of ``torch.distributed.checkpoint``."""
 
 METADATA: Final = ".metadata"
-"""The file that makes a folder a checkpoint of ``torch.distributed.checkpoint``."""
+"""The file that identifies a folder as a ``torch.distributed.checkpoint`` checkpoint."""
 
 REFUSED: Final = 2
-"""The exit code of a reader that refused a file; stdout has the sentence."""
+"""The exit code of a reader that refused a file; stdout has the message."""
 
 Entry = tuple[tuple[object, ...], object]
 """The keys and the value of an entry of a checkpoint."""
@@ -69,16 +69,16 @@ class UnknownTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnknownClass:
-    """A class that torch does not list, by its path. It stands before the attributes of an instance, in a tuple."""
+    """A class unknown to torch, by its path. In a tuple, it precedes the attributes of an instance."""
 
     path: str
 
 
 def read_torch_files(files: Sequence[MappedFile]) -> list[object]:
-    """What files of ``torch.save`` contain.
+    """Read files of ``torch.save``.
 
     Returns:
-        For each file dictionaries, tuples in the place of lists, numbers, texts, ``ImportedTensor``, ``UnknownTensor``
+        For each file dictionaries, tuples instead of lists, numbers, strings, ``ImportedTensor``, ``UnknownTensor``
         and ``UnknownClass``. Anything else is None.
 
     Raises:
@@ -97,10 +97,10 @@ def read_torch_files(files: Sequence[MappedFile]) -> list[object]:
 
 
 def read_dcp(folder: Path) -> list[Entry]:
-    """What a checkpoint of ``torch.distributed.checkpoint`` contains.
+    """Read a checkpoint of ``torch.distributed.checkpoint``.
 
     Returns:
-        For each entry its keys in dictionaries within dictionaries, and its value as ``read_torch_files`` has values.
+        For each entry its keys in nested dictionaries, and its value in the form of ``read_torch_files``.
 
     Raises:
         UserError: if a file is damaged, or cannot be read within the limits.
@@ -130,7 +130,7 @@ def _read(kind: str, paths: Sequence[str]) -> list[bytes]:
 def _run(kind: str, paths: Sequence[str]) -> subprocess.CompletedProcess[bytes]:
     home = str(Path(zeroir.__file__).parents[1])
     places = [home, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    # With -P the working directory, which may be the folder that is imported, is no place of modules.
+    # With -P no module is imported from the working directory, which may be the imported folder.
     return subprocess.run(
         [sys.executable, "-P", "-W", "ignore", "-m", MODULE, kind, *paths],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"},
@@ -169,7 +169,7 @@ def _unpacked(data: bytes, file_at: Callable[[str], MappedFile]) -> object:
 def _tensor(
     file: MappedFile, begin: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> ImportedTensor:
-    """A tensor whose elements stand in a file from a byte on."""
+    """Return a tensor whose elements begin at a byte of a file."""
     last = sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
     flat = elements_at(file, begin, dtype, (0 if 0 in shape else last + 1,), "a tensor")
     steps = tuple(step * ITEMSIZE_BYTES[dtype] for step in strides)

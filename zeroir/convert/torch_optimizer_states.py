@@ -1,7 +1,7 @@
-"""The states and settings of a checkpoint's optimizer as torch's optimizers name them, by parameter.
+"""The states and settings of a checkpoint's optimizer under the names of torch's optimizers, by parameter.
 
-Our states have torch's names already. What is kept of whole parameters is stored together
-(``zeroir/ir/own_coordinates.py``), and is taken apart here if torch has the optimizer.
+Our states already have torch's names. The states of whole parameters are stored together
+(``zeroir/ir/own_coordinates.py``), and are split here if torch has the optimizer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zeroir.ir.own_coordinates import OWN_COORDINATES, placed_parts
 STEP: Final = "step"
 
 _NO_STATES: Final = frozenset({MASTER, EMA, *OWN_COORDINATES})
-"""Quantities that are not states with the elements of parameters."""
+"""Quantities that are not elementwise states of parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class OptimizerGroupInFiles:
 
 
 def optimizer_groups(stored: StoredTensors) -> list[OptimizerGroupInFiles]:
-    """The groups of a checkpoint; none if it was saved without an optimizer.
+    """Return the groups of a checkpoint; none if it was saved without an optimizer.
 
     Raises:
         UserError: if a group names a parameter that the checkpoint lacks, or an optimizer that zeroir does not know.
@@ -57,7 +57,7 @@ def optimizer_groups(stored: StoredTensors) -> list[OptimizerGroupInFiles]:
 
 
 def states(stored: StoredTensors, parameter: ParameterInFiles) -> dict[str, TensorInFiles]:
-    """The states of a parameter by torch's names, without the count of steps; those of 8 bits are widened to FP32."""
+    """Return the states of a parameter by torch's names, without the step count; 8-bit states are converted to FP32."""
     tensors: dict[str, TensorInFiles] = {}
     for quantity in parameter.flat.quantities:
         state = state_of(quantity.name)
@@ -75,7 +75,7 @@ def states(stored: StoredTensors, parameter: ParameterInFiles) -> dict[str, Tens
 
 
 def notes_on_states(stored: StoredTensors, groups: list[OptimizerGroupInFiles]) -> list[str]:
-    """Sentences on states that cannot be exported, or not as they are."""
+    """Return notes on states that cannot be exported, or not unchanged."""
     left_out = {
         group.algorithm.declaration.title: None
         for group in groups
@@ -90,7 +90,7 @@ def notes_on_states(stored: StoredTensors, groups: list[OptimizerGroupInFiles]) 
 
 
 def notes_on_codes(stored: StoredTensors) -> list[str]:
-    """One sentence where states have 8 bits."""
+    """Return a note if states have 8 bits."""
     quantities = (q.name for flat in stored.manifest.flats for q in flat.quantities)
     if any(form_of(quantity) is not StateForm.FP32 for quantity in quantities):
         return ["The optimizer's states of 8 bits were written as FP32."]
@@ -116,7 +116,7 @@ def _group(stored: StoredTensors, group: StoredGroup) -> OptimizerGroupInFiles:
 
 @cache
 def _torch_defaults(algorithm: Algorithm) -> Mapping[str, Setting]:
-    """All settings of torch's optimizer with their defaults, so that it finds each one; none where torch has none."""
+    """Return all settings of torch's optimizer with their defaults, which it requires; none if torch lacks it."""
     of_torch = algorithm.declaration.torch
     if of_torch is None:
         return {}
@@ -129,7 +129,7 @@ def _torch_defaults(algorithm: Algorithm) -> Mapping[str, Setting]:
 def _parts(
     stored: StoredTensors, parameter: ParameterInFiles, quantity: StoredQuantity
 ) -> dict[str, TensorInFiles]:
-    """The tensors that are kept of a parameter, of those of its whole flat."""
+    """Return a parameter's tensors in a quantity that stores those of its whole flat together."""
     slots = parameter.flat.parameters
     placed = zip(slots, placed_parts(quantity.name, (slot.shape for slot in slots)), strict=True)
     return {

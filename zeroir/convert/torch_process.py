@@ -1,8 +1,8 @@
 """The process that reads files of torch, ``python -m zeroir.convert.torch_process``. ``torch_files.py`` starts it.
 
-``torch.load(weights_only=True)`` imports and calls nothing but what torch lists. Of that, a pickle of 60 bytes can
-still ask for a ``bytearray`` of 64 GB, for the hash of a tuple that doubles at each level, or for that of one so deep
-that the stack overflows. Therefore files are read in a process of its own, with limits of memory and processor time.
+``torch.load(weights_only=True)`` imports and calls only what torch allows. But within that, a pickle of 60 bytes can
+still create a ``bytearray`` of 64 GB, hash a tuple that doubles at each level, or hash one so deep that the stack
+overflows. So files are read in a separate process, with limits of memory and processor time.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from zeroir.convert.torch_reader import packed_file
 from zeroir.errors import UserError, is_out_of_memory
 
 MEMORY_BYTES: Final = 2 << 30
-"""The memory that reading may take beside that of torch, and beside 16 bytes for each byte of DCP's metadata."""
+"""The memory limit for reading, in addition to torch's memory and 16 bytes for each byte of DCP's metadata."""
 
 PROCESSOR_S: Final = 60
-"""The time that reading may take beside 1 s for each file, and for each 100 kB of DCP's metadata."""
+"""The time limit for reading, in addition to 1 s for each file, and for each 100 kB of DCP's metadata."""
 
 ANSWER_BYTES: Final = 64 << 20
-"""The size that an answer may have beside that of DCP's metadata: more than a million tensors take."""
+"""The size limit of an answer, in addition to that of DCP's metadata: more than a million tensors need."""
 
 
 def main() -> None:
-    """Answer a request: the kind of the files, and their paths."""
+    """Answer a request, which is the kind of the files and their paths."""
     kind, *paths = sys.argv[1:]
     try:
         answer = _answer(kind, [Path(path) for path in paths])
@@ -60,7 +60,7 @@ def _answer(kind: str, paths: Sequence[Path]) -> bytes:
 
         (folder,) = paths
         status = (folder / METADATA).stat()
-        # A sparse file raises no limit.
+        # A sparse file does not raise the limit.
         metadata_bytes = min(status.st_size, status.st_blocks * 512)
         _limit(metadata_bytes, 1)
         parts = list(packed_entries(folder))
@@ -68,14 +68,14 @@ def _answer(kind: str, paths: Sequence[Path]) -> bytes:
         _limit(0, len(paths))
         parts = [packed_file(path) for path in paths]
     answer: bytes = msgpack.packb(parts)
-    # What is packed may name one value many times, each of which takes memory where it is unpacked.
+    # Packed data may refer to one value many times, and each reference takes memory when it is unpacked.
     if len(answer) > ANSWER_BYTES + metadata_bytes:
         raise MemoryError
     return answer
 
 
 def _limit(metadata_bytes: int, file_count: int) -> None:
-    """Limit what this process may take from here on."""
+    """Limit the resources of this process from here on."""
     own_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     own_s = int(time.process_time())
     for limit, wanted in (

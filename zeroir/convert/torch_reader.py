@@ -1,7 +1,7 @@
-"""What ``torch.save`` wrote, as ``torch.load(weights_only=True)`` reads it in the process of ``torch_process.py``.
+"""Reading of files of ``torch.save`` with ``torch.load(weights_only=True)``, in the process of ``torch_process.py``.
 
-No elements are read. Tensors are loaded to the device ``meta``, where torch notes the place of each storage in the
-file. The result, in msgpack, says where each tensor stands, and the importing process maps the files.
+No elements are read. Tensors are loaded to the device ``meta``, where torch records the place of each storage in the
+file. The result, in msgpack, has the place of each tensor, and the importing process maps the files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_SHOWN: Final = 300
 
 
 class InertClass:
-    """What is made in place of an instance of a class that torch does not list. The class is not imported."""
+    """The replacement of an instance of a class unknown to torch. The class is not imported."""
 
     path = ""
     state: object = None
@@ -46,7 +46,7 @@ class InertClass:
 
 
 def stand_in(path: str) -> Callable[..., object]:
-    """What a pickle is to call in place of a function or class that torch does not list."""
+    """Return what a pickle is to call instead of a function or class unknown to torch."""
     if path == "collections.defaultdict":
         return lambda *_: {}
     return type("InertClass", (InertClass,), {"path": path})
@@ -60,21 +60,19 @@ class Window(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """It is."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place, counted from the beginning of the part, from here, or from its end."""
+        """Move to a position relative to the beginning of the part, the current position, or the end."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}[whence]
         self._position = max(base + offset, 0)
         return self._position
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        """Read on, at most to the end of the part."""
+        """Read up to the end of the part."""
         target = memoryview(buffer).cast("B")
         size = min(target.nbytes, max(self._size_bytes - self._position, 0))
         data = os.pread(self._file.fileno(), size, self._start + self._position)
@@ -85,19 +83,20 @@ class Window(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Archive:
-    """What ``torch.save`` wrote into the bytes of a file from ``start`` on."""
+    """The result of ``torch.save`` in the bytes of a file from ``start`` on."""
 
     path: Path
     start: int
     value: object
     sizes_bytes: dict[int, int]
-    """The sizes of the members of the zip archive by the places of their first bytes."""
+    """The sizes of the members of the zip archive by the offsets of their first bytes."""
 
     def packed(self, value: object) -> bytes:
-        """A part of the value in msgpack, with extended types for tensors and instances of classes.
+        """Serialize a part of the value to msgpack, with extension types for tensors and instances of classes.
 
         Raises:
-            UserError: if it is nested deeper than state dictionaries are, or has texts that no other program reads.
+            UserError: if it is nested deeper than state dictionaries are, or has strings that other programs cannot
+                read.
         """
         try:
             return cast(bytes, msgpack.packb(value, default=self.extended))
@@ -111,7 +110,7 @@ class Archive:
             ) from error
 
     def extended(self, value: object) -> object:
-        """A tensor, or an instance of a class; None for anything else that msgpack lacks."""
+        """Serialize a tensor, or an instance of a class; None for anything else that msgpack lacks."""
         if isinstance(value, Tensor):
             problem = problem_of(value)
             if problem is not None:
@@ -122,12 +121,12 @@ class Archive:
         return None
 
     def _place(self, tensor: Tensor) -> tuple[object, ...]:
-        """The file of a tensor and its first byte there, its dtype, shape and strides."""
+        """Return the file of a tensor and its first byte there, its dtype, shape and strides."""
         storage, steps = tensor.untyped_storage(), tensor.stride()
         offset = cast(int, storage._checkpoint_offset)
         last = sum((size - 1) * step for size, step in zip(tensor.shape, steps, strict=True))
         stop_bytes = (tensor.storage_offset() + last + 1) * tensor.itemsize if tensor.numel() else 0
-        # torch believes what the pickle says about the members of the archive.
+        # torch trusts the pickle about the members of the archive.
         if not stop_bytes <= storage.nbytes() <= self.sizes_bytes.get(offset, 0):
             raise UserError(f"'{self.path}' is damaged: a tensor has fewer elements than it says.")
         begin = self.start + offset + tensor.storage_offset() * tensor.itemsize
@@ -135,7 +134,7 @@ class Archive:
 
 
 def problem_of(tensor: Tensor) -> str | None:
-    """Why a tensor cannot be imported, if it cannot."""
+    """Return why a tensor cannot be imported, or None if it can."""
     if type(tensor) not in _PLAIN_TYPES or tensor.layout != torch.strided:
         return f"it is a {type(tensor).__name__} with the layout {tensor.layout}"
     if tensor.dtype not in DTYPE_NAMES:
@@ -148,10 +147,10 @@ def problem_of(tensor: Tensor) -> str | None:
 
 
 def read_archive(path: Path, file: BinaryIO, start: int = 0) -> Archive:
-    """Read what ``torch.save`` wrote; ``file`` begins at byte ``start`` of the file at the path.
+    """Read the result of ``torch.save``; ``file`` begins at byte ``start`` of the file at the path.
 
     Raises:
-        UserError: if torch does not read it.
+        UserError: if torch cannot read it.
     """
     try:
         sizes_bytes = _sizes_bytes(path, file)
@@ -177,10 +176,10 @@ def read_archive(path: Path, file: BinaryIO, start: int = 0) -> Archive:
 
 
 def _sizes_bytes(path: Path, file: BinaryIO) -> dict[int, int]:
-    """The sizes of the members of a zip archive by the places of their first bytes.
+    """Return the sizes of a zip archive's members by the offsets of their first bytes.
 
     Raises:
-        UserError: if torch would take bytes for elements that are none.
+        UserError: if torch would read bytes as elements that are none.
     """
     sizes_bytes = {}
     stop = 0
@@ -201,17 +200,17 @@ def _sizes_bytes(path: Path, file: BinaryIO) -> dict[int, int]:
 
 
 def reason(error: Exception) -> str:
-    """The sentence of an error, without the advice that torch puts around it."""
+    """Return the message of an error without torch's advice around it."""
     text = str(error).split("\n\nCheck the documentation of torch.load")[0]
     text = text.split("\n\n")[-1].split("WeightsUnpickler error: ")[-1].strip()
     return (text.splitlines() or [type(error).__name__])[0][:_MOST_SHOWN].rstrip(".")
 
 
 def packed_file(path: Path) -> bytes:
-    """What a file of ``torch.save`` contains, in msgpack.
+    """Return the content of a file of ``torch.save`` in msgpack.
 
     Raises:
-        UserError: if torch does not read it.
+        UserError: if torch cannot read it.
     """
     with path.open("rb") as file:
         archive = read_archive(path, file)
