@@ -1,4 +1,4 @@
-"""The functions and classes for Python users, on which the command line is built."""
+"""The public Python functions and classes, which the command line uses, too."""
 
 from zeroir.api.compiled import CompiledProgram
 from zeroir.api.compiling import compile_model, compile_with, load_program, load_unverified

@@ -1,4 +1,4 @@
-"""The capture of a model, as a file or in hand: its logical program, before any pass."""
+"""The capture of a model, from a file or a module: its logical program, before any pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """An artefact that holds a logical program alone, and its options with what the model itself sets."""
+    """An artefact with only a logical program, and its options including those that the model itself sets."""
 
     artifact: Artifact
     options: CompileOptions
@@ -54,7 +54,7 @@ def capture_source(source: ModelSource, options: CompileOptions) -> Captured:
 
 
 def file_source(model: str | Path) -> ModelSource:
-    """The source of a model file, which is executed."""
+    """Execute a model file and return it as a source."""
     from zeroir.frontend.source import entry
     from zeroir.torch_ops.globals import torch_globals_kept
 
@@ -65,10 +65,10 @@ def file_source(model: str | Path) -> ModelSource:
 def given_source(
     model: Model, batch: Batch, loss: LossFunction | None, weight: WeightFunction | None
 ) -> ModelSource:
-    """The source that the arguments of ``compile_model`` or ``plan`` describe.
+    """Return the source that the arguments of ``compile_model`` or ``plan`` describe.
 
     Raises:
-        UserError: where they are wrong, or the model file cannot be executed.
+        UserError: if they are wrong, or the model file cannot be executed.
     """
     if isinstance(model, str | Path):
         given = {"batch": batch, "loss": loss, "weight": weight}
@@ -93,6 +93,6 @@ def given_source(
 
 
 def _from_here(path: Path) -> Path:
-    """The path relative to the working directory if the file lies below it: a run follows only such paths."""
+    """Return the path relative to the working directory if it is inside; a run follows only such paths."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

@@ -39,11 +39,10 @@ if TYPE_CHECKING:
 class CompiledProgram:
     """A scheduled program, the logical program that it was lowered from, and its verification report.
 
-    ``options`` are those that it was lowered with, and ``requested`` those that were asked for, in which what the
-    compiler chose is open, as with ``--offload adaptive``. ``path`` is the file that it was read from, if any; the
-    model file is also searched from there. ``source`` is the module in hand or function that it was compiled from in
-    this process, if any. ``speculation`` is the choice whether the host's update is speculative, if it was made in this
-    process.
+    ``options`` are those that it was lowered with, and ``requested`` the user's, without the compiler's choices, for
+    instance for ``--offload adaptive``. ``path`` is the file that it was read from, if any; the model file is also
+    searched from there. ``source`` is the module or function that it was compiled from in this process, if any.
+    ``speculation`` is the choice whether the host's update is speculative, if it was made in this process.
     """
 
     artifact: Artifact
@@ -56,7 +55,7 @@ class CompiledProgram:
 
     @property
     def program(self) -> Program:
-        """The scheduled program, which runs."""
+        """The scheduled program, which is executed."""
         return self.artifact.scheduled
 
     @property
@@ -66,7 +65,7 @@ class CompiledProgram:
 
     @property
     def config(self) -> ConfigRecord | None:
-        """The configuration file that options came from, with notes on keys without meaning; None without one."""
+        """The configuration file of the options, with notes on ignored keys; None without one."""
         return self.artifact.config
 
     @property
@@ -75,14 +74,14 @@ class CompiledProgram:
         return tuple(dict.fromkeys(flat.unit for flat in self.program.flats))
 
     def summary(self) -> Summary:
-        """Figures of the program: sizes, ops, bytes, laws."""
+        """Summarize the program: sizes, ops, bytes, laws."""
         options = self.options
         return summarise(
             self.program, self.report, stage=options.stage, precision=options.precision.dtype
         )
 
     def text(self, *, section: str | None = None) -> str:
-        """The whole program, or one section, in the IR's canonical text."""
+        """Return the whole program, or one section, in the IR's canonical text."""
         if section is None:
             return print_program(self.program)
         self.require(section=section)
@@ -111,7 +110,7 @@ class CompiledProgram:
 
     @property
     def accumulates(self) -> bool:
-        """Whether its steps take several batches: any number, or where they run unit by unit a multiple of a group."""
+        """Whether a step may take several batches: any number, or, if they run unit by unit, a multiple of a group."""
         return MICRO_STEP in self.logical.section_by_name
 
     def specialise(
@@ -122,28 +121,28 @@ class CompiledProgram:
         offload: str | Sequence[str] | Offload | None = None,
         updates_last: bool = False,
     ) -> CompiledProgram:
-        """Lower the program once more, without the model, for another job.
+        """Lower the program again, without the model, for another job.
 
-        What is not given stays as it is, and where nothing differs the program itself is returned.
+        Omitted arguments keep their values. If nothing differs, the program itself is returned.
 
         Args:
             world_size: The number of ranks. The groups of a mesh keep their size.
             micro_steps: The micro-batches of a step. Most programs for more than one take any number.
             offload: What is kept outside device memory, and where.
-            updates_last: Begin the update after the backward, with all gradients there; results are the same.
+            updates_last: Begin the update after the backward, once all gradients exist; results are the same.
 
         Raises:
-            UserError: where these do not go together with one another, or with the options of the program.
+            UserError: if these conflict with one another, or with the options of the program.
         """
         given = {"micro_steps": micro_steps, "offload": offload}
         changes = flat_values({name: value for name, value in given.items() if value is not None})
         return specialised(self, changes, world_size=world_size, updates_last=updates_last)
 
     def after_pass(self, number: int) -> CompiledProgram:
-        """The program after the first ``number`` passes; after 0 passes it is the program of one device.
+        """Return the program after the first ``number`` passes; after 0 passes it is the program for one device.
 
         Raises:
-            UserError: where the program has fewer passes, or this version's passes make another program.
+            UserError: if the program has fewer passes, or this version's passes produce a different program.
         """
         from zeroir.report.passes import programs_after_passes
 
@@ -158,13 +157,13 @@ class CompiledProgram:
         return require_valid(with_report(compiled))
 
     def require_evaluation(self) -> None:
-        """Raise UserError where the program has no section ``evaluate``, saying why."""
+        """Raise a UserError that says why, if the program has no section ``evaluate``."""
         if EVALUATE in self.program.section_by_name:
             return
         raise UserError(why_not_evaluate(self.program))
 
     def require(self, *, section: str | None = None, unit: str | None = None) -> None:
-        """Raise UserError where a section or unit does not exist; the message names those that do."""
+        """Raise a UserError if a section or unit does not exist; the message names the existing ones."""
         sections = [each.name for each in self.program.sections]
         if section is not None and section not in sections:
             raise UserError(
@@ -188,29 +187,28 @@ class CompiledProgram:
         weight: WeightFunction | None = None,
         timeout: timedelta | None = None,
     ) -> Engine:
-        """An engine for this process, its parameters initialised from the module in hand or the model file.
+        """Make an engine for this process, with parameters from the module in memory or the model file.
 
         Under torchrun it is one rank of the job; elsewhere the program is lowered for a world size of 1. The batch of
-        ``engine.step(batch)`` has the structure, shapes and dtypes of the example batch. ``model`` names the model file
-        where it has been moved, or is the module (or a function that makes it) whose values the engine takes. Without
-        it a program that was compiled from a module in this process takes the module's present values, those of rank 0:
-        as they move to the engine, the module's tensors become meta tensors on all ranks, so that no rank holds them
-        twice. With ``keep_module`` they stay. ``state``, a mapping or a function from names to tensors, gives the
-        parameters and persistent buffers that it has their values: with it, the module may be on the meta device.
+        ``engine.step(batch)`` has the structure, shapes and dtypes of the example batch. ``model`` is the path of the
+        model file if it was moved, or the module (or a function that makes it) with the initial values. Without it, a
+        program that was compiled from a module in this process takes the module's current values, those of rank 0. As
+        they move to the engine, the module's tensors become meta tensors on all ranks, so that no rank holds them
+        twice; with ``keep_module`` they stay. ``state``, a mapping or a function from names to tensors, provides the
+        values of the parameters and persistent buffers that it contains: with it, the module may be on the meta device.
 
-        ``weight`` gives the weights of batches where the program takes them and was compiled elsewhere, from a module.
+        ``weight`` returns the weights of batches if the program uses them and was compiled elsewhere, from a module.
 
-        ``timeout`` bounds the wait for another rank in a collective: 5 minutes unless given.
+        ``timeout`` bounds the wait for another rank in a collective; the default is 5 minutes.
 
-        ``kernels`` selects the kernels of segments: ``eager`` runs torch's
-        operators one by one, ``inductor`` compiles each distinct segment once and keeps it on disk. With
-        ``cuda_graphs`` sections are launched as CUDA graphs where they can be captured; otherwise a warning says why
-        not. With ``self_check`` each distinct segment is computed once on random numbers, by its kernel and by its
-        plain operators.
+        ``kernels`` selects the kernels of segments: ``eager`` runs torch's operators one by one, ``inductor`` compiles
+        each distinct segment once and caches it on disk. With ``cuda_graphs`` sections are launched as CUDA graphs if
+        they can be captured; otherwise a warning says why not. With ``self_check`` each distinct segment is computed
+        once on random numbers, by its kernel and by its plain operators.
 
         Raises:
-            UserError: where the model file is missing, is not the one that was compiled, or is another one than that of
-                rank 0, or where a kernel and its operators compute different results.
+            UserError: if the model file is missing, differs from the one that was compiled or from that of rank 0, or
+                if a kernel and its operators compute different results.
         """
         from zeroir.api.model_of_program import source_for_engine
         from zeroir.api.running.agreement import require_same_model
@@ -250,7 +248,7 @@ class CompiledProgram:
         state: StateSource | None = None,
         keep_module: bool = False,
     ) -> Engine:
-        """An initialised engine for this process's rank of the job; see ``Engine.initialise``."""
+        """Make an initialised engine for this process's rank of the job, as ``Engine.initialise`` does."""
         from zeroir.api.running import engines
         from zeroir.api.running.outside_memory import (
             host_memory_bytes,
@@ -309,7 +307,7 @@ def specialised(
     world_size: int | None = None,
     updates_last: bool = False,
 ) -> CompiledProgram:
-    """As ``CompiledProgram.specialise``, with options by flat name."""
+    """Lower the program again as ``CompiledProgram.specialise`` does, with options by flat name."""
     from zeroir.frontend.lowering.accumulate import accumulate
     from zeroir.workspace.segments import declared
 
@@ -357,7 +355,7 @@ def with_proof(
     path: Path | None = None,
     machine: Machine | None = None,
 ) -> CompiledProgram:
-    """The compiled program that an artefact was lowered to, after the passes' proof and that of a budget."""
+    """Return the compiled program that an artefact was lowered to, after the passes' proof and that of a budget."""
     compiled = CompiledProgram(
         artifact=replace(artifact, scheduled=lowered.proof.program),
         report=lowered.proof.report,
@@ -375,13 +373,13 @@ def with_proof(
 def with_report(
     compiled: CompiledProgram, budget_bytes: int | None = None, machine: Machine | None = None
 ) -> CompiledProgram:
-    """The program with the artefact and the report that its verification gives."""
+    """Verify the program, and return it with the resulting artefact and report."""
     artifact, report = verified(compiled.artifact, compiled.options, budget_bytes, machine)
     return replace(compiled, artifact=artifact, report=report)
 
 
 def require_valid(compiled: CompiledProgram) -> CompiledProgram:
-    """The program; VerificationError where its report is not valid."""
+    """Return the program, or raise a VerificationError if its report is not valid."""
     if not compiled.report.is_valid:
         raise VerificationError(compiled.report)
     return compiled

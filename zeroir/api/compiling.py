@@ -34,18 +34,18 @@ def compile_model(
 ) -> CompiledProgram:
     """Compile a model file, a module, or a function that makes the module.
 
-    A model file is named as on the command line: ``path/to/model.py`` or ``package.module``, and ``:build`` or
-    ``:build(layers=12)`` after it for another factory than ``model``.
+    A model file is named as on the command line: ``path/to/model.py`` or ``package.module``, followed by ``:build`` or
+    ``:build(layers=12)`` for another factory than ``model``.
 
-    ``batch`` is an example micro-batch of one rank: needed, except for a model file, which has its own. The loss is
-    what the module's forward returns, or ``loss(module, batch)``, which returns it or a pair of it and outputs.
-    ``weight`` gives the weight of a batch. ``config`` is DeepSpeed's configuration, as its file or its contents, or a
-    TOML file of options. The other keywords are options, which win over the configuration: what belongs together is one
-    object, such as ``offload=zeroir.Offload(what="optimizer", to="disk:/nvme")``, in whose place its first option will
-    do (``offload="optimizer"``). ``optimizer`` is a name, one of ``zeroir.optim`` with its settings, a class of
-    ``torch.optim``, or an instance of one over the parameters of a module in hand, whose groups the program takes over.
+    ``batch`` is an example micro-batch of one rank. It is required, except for a model file, which has its own. The
+    loss is what the module's forward returns, or ``loss(module, batch)``, which returns it or a pair of it and outputs.
+    ``weight`` returns the weight of a batch. ``config`` is DeepSpeed's configuration, as its file or its contents, or a
+    TOML file of options. The other keywords are options, which override the configuration. Related options are one
+    object, such as ``offload=zeroir.Offload(what="optimizer", to="disk:/nvme")``, which may be shortened to its first
+    option (``offload="optimizer"``). ``optimizer`` is a name, one of ``zeroir.optim`` with its settings, a class of
+    ``torch.optim``, or an instance of one over the parameters of a module, whose groups the program takes over.
 
-    A module in hand stays as it is; its values enter when an engine is made.
+    A module stays unchanged; its values are used when an engine is made.
 
     Raises:
         UserError: if the file, the module, the batch or an option is wrong.
@@ -72,7 +72,7 @@ def compile_with(model: str | Path, options: CompileOptions) -> CompiledProgram:
 def compile_source(
     source: ModelSource, options: CompileOptions, config: ConfigRecord | None = None
 ) -> CompiledProgram:
-    """Compile a source with validated options; ``config`` is the file that they come from, if they do."""
+    """Compile a source with validated options; ``config`` is the file that they come from, if any."""
     captured = capture_source(source, options)
     artifact = replace(captured.artifact, config=config)
     try:
@@ -90,7 +90,7 @@ def compile_source(
 
 
 def lowered_for(artifact: Artifact, options: CompileOptions, machine: Machine) -> CompiledProgram:
-    """A captured model lowered with these options, which must not change the capture.
+    """Lower a captured model with these options, which must not change the capture.
 
     Its segments declare the workspaces that were measured on the machine, if there are any.
     """
@@ -111,9 +111,10 @@ def load_program(path: str | Path) -> CompiledProgram:
 def load_unverified(
     path: str | Path, *, budget_bytes: int | None = None, machine: Machine | None = None
 ) -> CompiledProgram:
-    """Read a ``.zir`` file and make its report, valid or not, with a budget of device memory if one is given.
+    """Read a ``.zir`` file and verify it, without raising if its report is not valid.
 
-    Workspaces that were measured on ``machine`` replace the declared ones.
+    ``budget_bytes`` of device memory are part of the verification if given. Workspaces that were measured on
+    ``machine`` replace the declared ones.
     """
     artifact = artifacts.load(Path(path))
     compiled = CompiledProgram(

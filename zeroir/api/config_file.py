@@ -1,6 +1,6 @@
 """Options from a configuration file: DeepSpeed's JSON, or a TOML file with zeroir's own options.
 
-Options that are given beside the file, on the command line or as arguments, win over it.
+Options on the command line or in arguments override the file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEFAULT_FILE: Final = "zeroir.toml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedOptions:
-    """All options, and where they come from; no record where there is no configuration."""
+    """All options, and a record of their origin; None without a configuration."""
 
     options: CompileOptions
     record: ConfigRecord | None = None
@@ -41,13 +41,13 @@ def resolve_options(
     *,
     giver: str,
 ) -> ResolvedOptions:
-    """The options of a configuration, replaced by those that are ``given``.
+    """Return the options of a configuration, overridden by those in ``given``.
 
-    ``giver`` says who gives those: "command line" or "argument". ``source`` returns the model; it is called for a
-    DeepSpeed configuration, whose batch sizes concern the example batch.
+    ``giver`` names the origin of the latter: "command line" or "argument". ``source`` returns the model; it is called
+    for a DeepSpeed configuration, whose batch sizes depend on the example batch.
 
     Raises:
-        UserError: where the file cannot be read, or on the first wrong key or value; the sentence begins with the file.
+        UserError: if the file cannot be read, or on the first wrong key or value; the sentence begins with the file.
     """
     if config is None:
         return ResolvedOptions(options=make_options(given))
@@ -77,7 +77,7 @@ def resolve_options(
 
 
 def _toml_options(path: Path) -> dict[str, object]:
-    """The options of a TOML file; their names may have hyphens, as on the command line."""
+    """Return the options of a TOML file; their names may have hyphens, as on the command line."""
     try:
         table = tomllib.loads(_text(path))
     except tomllib.TOMLDecodeError as error:
@@ -96,7 +96,7 @@ def _toml_options(path: Path) -> dict[str, object]:
 def _deepspeed_options(
     config: Config, given: Mapping[str, object], source: Callable[[], ModelSource]
 ) -> tuple[dict[str, object], dict[str, str], tuple[str, ...]]:
-    """Options, their origins, and notes."""
+    """Return options, their origins, and notes."""
     from zeroir.deepspeed import translate
 
     given = make_given_options(given)

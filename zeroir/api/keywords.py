@@ -1,7 +1,7 @@
 """The keywords of the public functions, as types for editors and type checkers.
 
-Each is a field of ``CompileOptions`` or ``EstimateOptions``, which validate the values and describe them. Options that
-belong together are one object, such as ``zeroir.Offload(...)``; in its place the first of its options will do, too.
+Each is a field of ``CompileOptions`` or ``EstimateOptions``, which validate the values and describe them. Related
+options are one object, such as ``zeroir.Offload(...)``, which may be shortened to its first option.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class TorchOptimizer(Protocol):
         """Update the parameters."""
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
 
 
 class CompileKeywords(TypedDict, total=False):
-    """The keywords of ``zeroir.compile`` that are options; each has a default."""
+    """The options of ``zeroir.compile`` as keywords; each has a default."""
 
     stage: int
     mesh: str | None
@@ -93,14 +93,14 @@ class EstimateKeywords(TypedDict, total=False):
 
 
 def is_torchs(optimizer: object) -> bool:
-    """Whether an optimizer is given as torch's class or instance; no torch is imported."""
+    """Return whether an optimizer is a class or instance of torch's, without importing torch."""
     return not (optimizer is None or isinstance(optimizer, str | OptimizerOptions))
 
 
 def flat_values(
     keywords: Mapping[str, object], kind: type[OptionObject] = CompileOptions
 ) -> dict[str, object]:
-    """The options of keywords by flat name: those that were set of an object, or the first option of its class.
+    """Return the options in keywords by flat name: those set in an object, or the first option of its class.
 
     Raises:
         UserError: on the first keyword that does not exist, has an object of another class, or repeats an option.
@@ -128,7 +128,7 @@ def flat_values(
 
 
 def merged(defaults: CompileKeywords, given: CompileKeywords) -> CompileKeywords:
-    """The keywords of both; those that are given win, and an object takes over a default for its first option."""
+    """Merge keywords: given ones override defaults, and a default for an object's first option fills it in."""
     plain = cast("Mapping[str, object]", defaults)
     values: dict[str, object] = {**plain, **given}
     for name, value in given.items():

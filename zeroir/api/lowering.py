@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """A scheduled program with its proof, its options, and the choice that was made for it."""
+    """A scheduled program with its proof, its options, and the choice about speculation."""
 
     proof: Proof
     options: CompileOptions
@@ -28,7 +28,7 @@ class Lowered:
 
 
 def lower(logical: Program, options: CompileOptions, machine: Machine | None = None) -> Lowered:
-    """The scheduled program; what options leave open is chosen first: ``--offload adaptive``, and speculation."""
+    """Lower a program, after choosing what options leave open: ``--offload adaptive``, and speculation."""
     from zeroir.api.search.adaptive import settled
     from zeroir.api.search.speculation import choose
     from zeroir.passes.pipelines import lower_with_proof
@@ -47,10 +47,9 @@ def verified(
     budget_bytes: int | None = None,
     machine: Machine | None = None,
 ) -> tuple[Artifact, Report]:
-    """Verify the scheduled program of an artefact, which has these options; ``budget_bytes`` are of device memory.
+    """Verify the scheduled program of an artefact with these options and a budget of device memory.
 
-    Workspaces that were measured on ``machine`` replace the declared ones. Without a budget it is the
-    program's own.
+    Workspaces that were measured on ``machine`` replace the declared ones. The default budget is the program's own.
     """
     if machine is not None:
         from zeroir.cost.measured_workspaces import with_measured_workspaces

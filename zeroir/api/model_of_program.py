@@ -23,13 +23,13 @@ def source_for_engine(
     *,
     allow_model_change: bool,
 ) -> ModelSource:
-    """The source whose values an engine takes: ``model``, or else what the program was compiled from.
+    """Return the source of an engine's values: ``model``, or else what the program was compiled from.
 
-    ``home`` is the file that the program was read from, and ``source`` the module in hand or function that it was
-    compiled from in this process.
+    ``home`` is the file that the program was read from, and ``source`` the module or function that it was compiled from
+    in this process.
 
     Raises:
-        UserError: as ``load_model`` does.
+        UserError: in the cases of ``load_model``.
     """
     from zeroir.frontend.source.module_source import source_of
 
@@ -50,8 +50,8 @@ def load_model(
     """Execute the model file that a program was compiled from, or the file ``model``, and return its functions.
 
     Raises:
-        UserError: where the file is missing, or where it or a module that it imports has changed and
-            ``allow_model_change`` is False. Nothing is executed then.
+        UserError: if the file is missing, or if it or a module that it imports has changed and ``allow_model_change``
+            is False. Nothing is executed then.
     """
     from zeroir.frontend.source.entry import read_model_file, run_model_file
 
@@ -72,13 +72,13 @@ def load_model(
 
 
 def find_model(artifact: Artifact, home: Path | None) -> Path:
-    """The path of the model file: the path at compilation, from here or from a folder above the program, or beside it.
+    """Find the model file: by its path at compilation, relative to here or a folder above the program, or next to it.
 
     If several files exist, the one with the right contents is preferred. The path in a program file is followed only if
-    it is relative and leads down, so that a program file cannot choose any file to execute.
+    it is relative and has no ``..``, so that a program file cannot make arbitrary files execute.
 
     Raises:
-        UserError: where no such file exists.
+        UserError: if no such file exists.
     """
     named = Path(artifact.model_path)
     is_followed = home is None or not (named.is_absolute() or ".." in named.parts)
@@ -106,7 +106,7 @@ def find_model(artifact: Artifact, home: Path | None) -> Path:
 
 
 def _changed(text: ModelText, artifact: Artifact) -> str | None:
-    """The beginning of a sentence on a change of the model file or of a module that it imports; None without one."""
+    """Return a phrase about a change of the model file or of a module that it imports; None without one."""
     if text.sha256 != artifact.model_sha256:
         return f"{text.path} changed"
     if artifact.model_imports is None:

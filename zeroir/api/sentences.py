@@ -1,7 +1,7 @@
-"""Tell the user something on stderr, one sentence a line.
+"""Messages to the user on stderr, one sentence a line.
 
-A command prints its sentences. The functions that scripts call log their notes to the logger ``zeroir``, which has no
-handler of its own, so a script shows them as its logging is configured.
+A command prints its messages. The functions that scripts call log theirs to the logger ``zeroir``, which has no handler
+of its own, so a script shows them as its logging is configured.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ def say(sentence: str) -> None:
 
 
 def say_reason(sentence: str) -> None:
-    """Print why this process ends, and leave it for torchrun's summary."""
+    """Print why this process ends, and record it for torchrun's summary."""
     say(sentence)
     leave_reason(sentence)
 
 
 def show_log(level: LogLevel, rank: str) -> None:
-    """Print the log records of all libraries from this level on to stderr, with the rank, the level and the logger."""
+    """Print log records of all libraries from this level on to stderr, with the rank, the level and the logger."""
     form = f"rank {rank} %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=level.upper(), format=form, stream=sys.stderr)
 
 
 class _Sentences(logging.Handler):
-    """Prints the notes of zeroir's functions as a command prints its own."""
+    """Prints zeroir's log records as a command prints its messages."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(record.getMessage())
@@ -56,7 +56,7 @@ class _Sentences(logging.Handler):
 
 @contextmanager
 def notes_as_sentences() -> Iterator[None]:
-    """Print zeroir's own notes as one sentence each."""
+    """Print zeroir's own log records as one sentence each."""
     if any(isinstance(handler, _Sentences) for handler in LOGGER.handlers):
         yield
         return
@@ -74,9 +74,9 @@ def notes_as_sentences() -> Iterator[None]:
 
 @contextmanager
 def warnings_as_sentences(*, is_silent: bool = False) -> Iterator[None]:
-    """Print zeroir's own warnings and notes as one sentence each, without the line of code that issued them.
+    """Print zeroir's own warnings and log records as one sentence each, without the line of code that issued them.
 
-    Where ``is_silent``, none of the warnings is printed.
+    With ``is_silent``, none of the warnings is printed.
     """
     with warnings.catch_warnings(), notes_as_sentences():
         for category in _OWN:

@@ -1,9 +1,9 @@
 """Optimizers of ``torch.optim`` as options of a compilation: a class, or an instance over the parameters of a module.
 
-A class gives the algorithm and its own defaults. An instance gives its groups, too, and a list of instances the groups
-of each, such as those of an optimizer of matrices and of one for the rest. The first group's settings are the options;
-each further group, and a first one with a name, is one of ``CompileOptions.group``, which names its parameters. A
-parameter in no group is not trained, as torch would not train it.
+A class determines the algorithm and its defaults. An instance also determines the groups, and so does a list of
+instances, such as an optimizer of matrices and one for the rest. The first group's settings become the options; each
+further group, and a first one with a name, becomes one of ``CompileOptions.group``, which names its parameters. A
+parameter in no group is not trained, as in torch.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ _NOT_SETTINGS: Final = frozenset({"params", "param_names", "name", "decoupled_we
 
 _OF_MOMENTUM: Final = ("momentum", "dampening", "nesterov")
 _PAIRS: Final = _pairs()
-"""Pairs of torch's optimizers, and the options that they are; most have a single ``eps``."""
+"""Settings of torch that are pairs, and their options; most have a single ``eps``."""
 
 _OF_CLASS: Final = _of_classes()
-"""The classes of ``torch.optim``, and the algorithms that each can be."""
+"""The classes of ``torch.optim``, and the algorithms that each can represent."""
 
 _PATTERN_CHARACTERS: Final = re.compile(r"[*?\[\]|;:,]")
-"""Characters of a name that mean something else in a group; a question mark matches each of them."""
+"""Characters of a name with another meaning in a group; a question mark matches each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranslatedOptimizer:
-    """The options that an optimizer of torch stands for, and the parameters that it leaves as they are."""
+    """The options for an optimizer of torch, and the parameters that it does not train."""
 
     options: Mapping[str, object]
     untrained: frozenset[str] = frozenset()
 
     def source(self, source: ModelSource) -> ModelSource:
-        """The source with the parameters frozen that the optimizer does not train."""
+        """Return the source with the parameters frozen that the optimizer does not train."""
         if not self.untrained:
             return source
         return replace(source, build=lambda: _frozen(source.build(), self.untrained))
@@ -80,12 +80,12 @@ class TranslatedOptimizer:
 def translated(
     optimizer: object, model: object, options: Mapping[str, object]
 ) -> TranslatedOptimizer:
-    """The options with a class or an instance of ``torch.optim`` as their ``optimizer`` translated.
+    """Translate a class or an instance of ``torch.optim`` to options, and return all options with it.
 
-    ``model`` is the module whose parameters an instance holds.
+    ``model`` is the module whose parameters an instance has.
 
     Raises:
-        UserError: where the optimizer, one of its settings, or its present state is not supported.
+        UserError: if the optimizer, one of its settings, or its current state is not supported.
     """
     given = {name: value for name, value in options.items() if name != "optimizer"}
     if isinstance(optimizer, type):
@@ -115,7 +115,7 @@ def translated(
 
 
 def _algorithms(kind: type) -> tuple[Algorithm, ...]:
-    """The algorithms that a class of torch's optimizers, which no subclass of it may change, can be."""
+    """Return the algorithms that a class of torch's optimizers can represent; subclasses are refused."""
     name = kind.__name__
     if getattr(torch.optim, name, None) is kind and name in _OF_CLASS:
         return _OF_CLASS[name]
@@ -129,7 +129,7 @@ def _algorithms(kind: type) -> tuple[Algorithm, ...]:
 
 
 def _of_class(kind: type, given: Mapping[str, object]) -> dict[str, object]:
-    """The options, with the defaults of the class where nothing is given."""
+    """Return the options, with the defaults of the class where none is given."""
     candidates = _algorithms(kind)
     defaults = _as_options(_defaults(kind))
     algorithm = with_settings(candidates, {**defaults, **given})
@@ -142,20 +142,20 @@ def _of_class(kind: type, given: Mapping[str, object]) -> dict[str, object]:
 
 
 def _option_names(algorithm: Algorithm) -> frozenset[str]:
-    """The options that have an effect with an algorithm."""
+    """Return the options that have an effect with an algorithm."""
     return frozenset(
         ("lr", *(name for name, option in OPTIONS.items() if algorithm in option.settings))
     )
 
 
 def _defaults(kind: type) -> dict[str, object]:
-    """The defaults of a class's settings."""
+    """Return the defaults of a class's settings."""
     parameters = inspect.signature(kind).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 def _as_options(settings: Mapping[str, object]) -> dict[str, object]:
-    """Settings of torch's optimizers under the names of options; None, torch's choice, is left out."""
+    """Rename settings of torch's optimizers to options; None, torch's choice, is left out."""
     values = dict(settings)
     for key, names in _PAIRS.items():
         pair = values.get(key)
@@ -201,7 +201,7 @@ def _of_instances(
 
 
 def _groups(optimizer: Optimizer, module: nn.Module) -> list[_TorchGroup]:
-    """The groups of one instance."""
+    """Return the groups of one instance."""
     kind = type(optimizer)
     groups = optimizer.param_groups
     candidates = _algorithms(kind)
@@ -232,7 +232,7 @@ def _groups(optimizer: Optimizer, module: nn.Module) -> list[_TorchGroup]:
 def _common(
     kind: type, candidates: Sequence[Algorithm], groups: Sequence[Mapping[str, object]]
 ) -> Algorithm:
-    """The algorithm of all groups; one that fixes no setting has groups with any values of theirs."""
+    """Return the algorithm of all groups; one without fixed settings covers groups with any values of these."""
     found = {with_settings(candidates, group): None for group in groups}
     for algorithm in found:
         if len(found) == 1 or not algorithm.fixed:
@@ -244,7 +244,7 @@ def _common(
 
 
 def _members(label: str, parameters: Sequence[Tensor], names: Mapping[int, str]) -> tuple[str, ...]:
-    """The names of the trained parameters of a group."""
+    """Return the names of the trained parameters of a group."""
     own: list[str] = []
     for parameter in parameters:
         name = names.get(id(parameter))
@@ -261,7 +261,7 @@ def _members(label: str, parameters: Sequence[Tensor], names: Mapping[int, str])
 
 
 def _aliases(module: nn.Module) -> Mapping[str, Sequence[str]]:
-    """All names of each parameter, by the first of them."""
+    """Return all names of each parameter, by the first of them."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -271,10 +271,10 @@ def _aliases(module: nn.Module) -> Mapping[str, Sequence[str]]:
 def _settings(
     kind: type, algorithm: Algorithm, label: str, group: Mapping[str, object]
 ) -> dict[str, object]:
-    """The options of one group.
+    """Return the options of one group.
 
     Raises:
-        UserError: where a setting is not supported.
+        UserError: if a setting is not supported.
     """
     if "initial_lr" in group:
         raise UserError(
@@ -297,7 +297,7 @@ def _settings(
 def _group_texts(
     groups: Sequence[_TorchGroup], aliases: Mapping[str, Sequence[str]]
 ) -> tuple[str, ...]:
-    """The groups as texts, but for the first, which needs none unless it has a name."""
+    """Return the groups as strings, except the first, which needs none unless it has a name."""
     first = groups[0]
     texts: list[str] = []
     for number, group in enumerate(groups):
@@ -323,7 +323,7 @@ def _group_texts(
 
 
 def _patterns(names: Iterable[str], others: Sequence[str]) -> list[str]:
-    """Patterns that match these names and none of the others; one for the same parameter of all blocks if possible."""
+    """Return patterns that match exactly these names; one for the same parameter of all blocks if possible."""
     patterns: dict[str, None] = {}
     are_apart: dict[str, bool] = {}
     for name in names:
@@ -337,7 +337,7 @@ def _patterns(names: Iterable[str], others: Sequence[str]) -> list[str]:
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """The module that torch.compile wrapped, whose names of parameters count."""
+    """Return the module that torch.compile wrapped, whose parameter names are used."""
     original = getattr(module, "_orig_mod", None)
     return original if isinstance(original, nn.Module) else module
 

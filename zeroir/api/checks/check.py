@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from zeroir.torch_ops.batches import Batch
 
 _ROUNDING = {"fp32": 64 * 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
-"""The tolerance of one step with other kernels: 64 roundings in FP32, or one in 16 bits."""
+"""The tolerance of one step with other kernels: 64 rounding errors in FP32, or one in 16 bits."""
 
 _NORM_ROUNDING = 64 * 2.0**-23
-"""The tolerance of a norm, which the program adds up in FP32 shard by shard."""
+"""The tolerance of a norm, which the program sums in FP32 shard by shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A value in which the program and the reference differ by more than the tolerance; ``step`` counts from 1.
+    """A value whose difference between program and reference exceeds the tolerance; ``step`` counts from 1.
 
     A reference that is infinite or NaN differs from every value.
     """
@@ -58,8 +58,8 @@ class Difference:
 class Comparison:
     """The result of a comparison.
 
-    ``tolerance`` is relative to the largest element; 0 means bit for bit. ``norm_tolerance`` is that of the norm of a
-    step's gradients, None where they are not clipped or their norms not compared.
+    ``tolerance`` is relative to the largest element; 0 means bitwise equality. ``norm_tolerance`` is that of the norm
+    of a step's gradients, None if they are not clipped or their norms not compared.
     """
 
     model: str
@@ -80,7 +80,7 @@ class Comparison:
         return not self.differences
 
     def to_json(self) -> dict[str, object]:
-        """The comparison as plain data."""
+        """Return the comparison as plain data."""
         return {"is_equal": self.is_equal, **asdict(self)}
 
     def __str__(self) -> str:
@@ -107,13 +107,13 @@ def check_model(
 ) -> Comparison:
     """Compile a model, run it on lockstep and on eager replicas from the same initial state, and compare.
 
-    Compared are the losses of every rank and step, those of an evaluation before every step, and at the end the
-    parameters, their moving averages and every rank's module buffers (running statistics); they must be equal bit for
-    bit. With clipping the norm of each step may differ by 64 roundings of FP32, because the program adds it up shard by
-    shard, and the replicas are clipped by the program's. With other kernels than eager ones only the losses are
-    compared. They may differ by 64 roundings of FP32, or one of the 16-bit dtype, for each step: an optimizer that uses
-    signs turns the rounding of a gradient near zero into a full update. The comparison ends, not equal, with the first
-    step whose loss is infinite or NaN in the reference.
+    The comparison covers the losses of every rank and step, those of an evaluation before every step, and at the end
+    the parameters, their moving averages and every rank's module buffers (running statistics). They must be bitwise
+    equal. With clipping, the norm of each step may differ by 64 rounding errors of FP32, because the program sums it
+    shard by shard, and the replicas are clipped by the program's. With kernels other than eager ones only the losses
+    are compared. They may differ by 64 rounding errors of FP32, or one of the 16-bit dtype, for each step: an optimizer
+    that uses signs turns the rounding of a gradient near zero into a full update. The comparison ends, not equal, with
+    the first step whose loss is infinite or NaN in the reference.
     """
     from zeroir.torch_ops.globals import torch_globals_kept
 
@@ -190,7 +190,7 @@ def _compared_with(
     for step in range(1, steps + 1):
         batches = [[next(stream) for _ in range(options.micro_steps.count)] for stream in streams]
         for batch in (batch for stream in batches for batch in stream):
-            inputs_of(program, batch)  # its error is clearer than that of eager PyTorch
+            inputs_of(program, batch)  # Its error is clearer than that of eager PyTorch.
         evaluations = _evaluations(lockstep, reference, step, batches, tolerance)
         results = lockstep.step(batches)
         norm = results[0].grad_norm if is_exact else None
@@ -198,7 +198,7 @@ def _compared_with(
         if scheduler is not None:
             skipped = results[0].is_skipped
             scheduler.step(is_skipped=skipped is not None and bool(skipped > 0))
-        # Batches of weight 0 count nothing, and the mean of no loss is no number.
+        # Batches of weight 0 do not count, and the mean of no loss is NaN.
         counted = [any(map(reference.weight, micro_batches)) for micro_batches in batches]
         computed = [
             float(result.loss) if is_counted else 0.0
@@ -260,7 +260,10 @@ def _evaluations(
     batches: Sequence[Sequence[Batch]],
     tolerance: float,
 ) -> list[Difference]:
-    """The differences of an evaluation of each rank's first micro-batch before a step; none without evaluations."""
+    """Return the differences of each rank's evaluation of its first micro-batch before a step.
+
+    There are none if the program has no evaluation.
+    """
     if lockstep.program.eval_loss is None:
         return []
     first = [micro_batches[0] for micro_batches in batches]
@@ -279,7 +282,7 @@ def _evaluations(
 def _compare(
     step: int, what: str, ours: float, theirs: float, tolerance: float
 ) -> Iterator[Difference]:
-    relative = abs(ours - theirs) / max(abs(theirs), 2.0**-126)  # NaN where theirs is
+    relative = abs(ours - theirs) / max(abs(theirs), 2.0**-126)  # NaN where the reference is NaN
     if not relative <= tolerance:
         yield Difference(step=step, what=what, program=ours, reference=theirs, relative=relative)
 
@@ -293,9 +296,9 @@ def _compare_tensors(
     *,
     may_be_infinite: bool = False,
 ) -> Iterator[Difference]:
-    """The element that differs most, relative to the largest element; NaN differs most.
+    """Yield the element that differs most, relative to the largest element; NaN differs most.
 
-    With ``may_be_infinite`` equal infinities do not differ; masks have them.
+    With ``may_be_infinite`` equal infinities do not differ; masks contain them.
     """
     if not theirs.numel():
         return
@@ -316,7 +319,7 @@ def _compare_tensors(
 
 
 def _batches(source: ModelSource, rank: int, world_size: int, seed: int) -> Iterator[Batch]:
-    """The source's batches, or variations of its example, different on every rank and step."""
+    """Yield the source's batches, or variations of its example, different on every rank and step."""
     from zeroir.runtime.data.training_data import RankOfData, TrainingData
 
     if source.batches is not None:

@@ -1,10 +1,10 @@
 """N eager PyTorch replicas: the reference for the results of a compiled program.
 
 The replicas share their parameters and each runs forward and backward in eager PyTorch on its own batch. Gradients
-follow one rounding rule: added in FP32 in rank order, rounded once to the gradient's dtype (on a mesh of two axes
-once within each group and once over the groups), divided once in FP32 by loss scale × world size × micro-steps. Where
-batches have weights, the backward begins with loss scale × weight, and the divisor is loss scale × the sum of all
-weights. The update is torch.optim's, fused, on FP32 master weights; states of 8 bits are rounded between updates.
+follow one rounding rule: summed in FP32 in rank order, rounded once to the gradient's dtype (on a mesh of two axes once
+within each group and once over the groups), divided once in FP32 by loss scale × world size × micro-steps. If batches
+have weights, the backward begins with loss scale × weight, and the divisor is loss scale × the sum of all weights. The
+update is torch.optim's, fused, on FP32 master weights; 8-bit states are rounded between updates.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from zeroir.torch_ops.batches import Batch
 
 _ALIGNMENT_NUMEL = 64
 Seeds = Callable[[int, int, int], Tensor]
-"""From (step, micro-step, rank) to the i64 seeds of that forward's random operators."""
+"""Maps (step, micro-step, rank) to the i64 seeds of that forward's random operators."""
 
 
 class EagerReplicas:
-    """The reference. ``sites`` is the number of dropout calls in one forward; ``steps`` is for schedules."""
+    """The eager replicas. ``sites`` is the number of dropout calls in one forward; ``steps`` is for schedules."""
 
     def __init__(
         self, source: ModelSource, options: CompileOptions, *, seed: int, seeds: Seeds, steps: int
     ) -> None:
-        # The user's code makes each replica: a copy of one would lose hooks and other bindings to its tensors.
+        # The user's code makes each replica: a deep copy would lose hooks and other references to its tensors.
         self.replicas = [_replica(source, seed) for _ in range(options.world_size)]
         module = self.replicas[0]
         self._source = source
@@ -56,8 +56,8 @@ class EagerReplicas:
         self._weight_of = source.weight
         self._good_steps = 0
         self._hysteresis = options.loss_scale.hysteresis
-        # torch's fused kernels compute the last elements of a tensor separately where its length is not a multiple of
-        # the vector width, so each master is padded, as a flat is.
+        # torch's fused kernels compute the last elements of a tensor separately if its length is not a multiple of the
+        # # vector width, so each master is padded, as a flat is.
         self.masters = {
             name: _padded(parameter.detach())
             for name, parameter in module.named_parameters()
@@ -81,10 +81,10 @@ class EagerReplicas:
     def step(
         self, batches: Sequence[Sequence[Batch]], clipped_by: Tensor | None = None
     ) -> list[float]:
-        """One training step; ``batches[rank][micro_step]``. Returns each rank's loss, its mean over micro-steps.
+        """Run one training step on ``batches[rank][micro_step]``, and return each rank's mean loss over micro-steps.
 
-        Gradients are clipped by the norm of them that ``clipped_by`` gives, f32[], or by ``self.norm``, which is added
-        up here, before clipping; it is None where no norm is needed.
+        Gradients are clipped by the norm ``clipped_by``, f32[], or by ``self.norm``, which is computed here, before
+        clipping; it is None if no norm is needed.
         """
         self.norm = None
         losses = [torch.zeros(()) for _ in self.replicas]
@@ -112,11 +112,11 @@ class EagerReplicas:
         return [float(loss / weight) for loss, weight in zip(losses, own_weights, strict=True)]
 
     def weight(self, batch: Batch) -> float:
-        """The weight of a batch, 1 where batches have none."""
+        """Return the weight of a batch, 1 if batches have none."""
         return 1.0 if self._weight_of is None else float(weight_of(self._weight_of, batch))
 
     def evaluate(self, batches: Sequence[Batch]) -> list[float]:
-        """Each rank's loss under ``eval()``, in FP32; the replicas and their buffers stay as they are."""
+        """Return each rank's loss under ``eval()``, in FP32, without changing the replicas and their buffers."""
         return [
             self._evaluated(replica, batch, rank)
             for rank, (replica, batch) in enumerate(zip(self.replicas, batches, strict=True))
@@ -136,7 +136,7 @@ class EagerReplicas:
                 module.training = flag
 
     def parameters(self) -> dict[str, Tensor]:
-        """The parameters by name: FP32 masters of trained ones, and the others in their own dtype.
+        """Return the parameters by name: FP32 masters of trained ones, and the others in their own dtype.
 
         Parameters without elements are left out.
         """
@@ -147,7 +147,7 @@ class EagerReplicas:
         }
 
     def averages(self) -> dict[str, Tensor]:
-        """The moving averages of the trained parameters by name; none without the option ``ema``."""
+        """Return the moving averages of the trained parameters by name; none without the option ``ema``."""
         return {
             name: average[: self._shapes[name].numel()].view(self._shapes[name])
             for name, average in self._averages.items()
@@ -168,7 +168,7 @@ class EagerReplicas:
         return loss.detach()
 
     def _reduce(self, partial: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Tensor]:
-        """The sum over ranks and micro-steps, in the order of the stage."""
+        """Sum over ranks and micro-steps in the order of the stage."""
         names = list(partial[0][0])
         if len(partial) == 1:
             return {name: self._over_ranks([rank[name] for rank in partial[0]]) for name in names}
@@ -193,7 +193,7 @@ class EagerReplicas:
         }
 
     def _over_ranks(self, parts: Sequence[Tensor]) -> Tensor:
-        """The sum within each group of ranks, then over the groups."""
+        """Sum within each group of ranks, then over the groups."""
         return _sum([_sum([parts[rank] for rank in group]) for group in self._groups])
 
     def _update(
@@ -230,7 +230,7 @@ class EagerReplicas:
         if self._options.ema is not None:
             decay = self._options.ema
             for name in self._parameters:
-                # As torch.optim.swa_utils.get_ema_avg_fn has it.
+                # As in torch.optim.swa_utils.get_ema_avg_fn.
                 average = decay * self._averages[name] + (1 - decay) * self.masters[name]
                 self._averages[name] = average
         with torch.no_grad():
@@ -240,14 +240,14 @@ class EagerReplicas:
                         parameter.copy_(self._master(name))
 
     def _named_shapes(self) -> Iterator[Parameter]:
-        """The trained parameters with all their names."""
+        """Yield the trained parameters with all their names."""
         every_name = dict(self.replicas[0].named_parameters(remove_duplicate=False))
         for name in self._parameters:
             aliases = tuple(n for n, p in every_name.items() if p is every_name[name] and n != name)
             yield Parameter(name=name, shape=tuple(self._shapes[name]), aliases=aliases)
 
     def _rescale(self, *, is_overflow: bool) -> None:
-        """DeepSpeed's dynamic loss scaling."""
+        """Update the loss scale by DeepSpeed's dynamic loss scaling."""
         settings = self._options.loss_scale
         if not is_overflow:
             self._good_steps += 1
@@ -271,7 +271,7 @@ def _replica(source: ModelSource, seed: int) -> nn.Module:
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum in FP32, in order, rounded once to the dtype of the parts."""
+    """Sum in FP32, in order, and round once to the dtype of the parts."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
@@ -290,9 +290,9 @@ def _make_optimizers(
     parameters: Mapping[str, nn.Parameter],
     shapes: Mapping[str, torch.Size],
 ) -> list[PlainOptimizer]:
-    """One optimizer of torch for each group; those that work on whole parameters take them in their shape.
+    """Make one torch optimizer for each group; those for whole parameters use the parameters' shapes.
 
-    States of 8 bits are rounded after each step.
+    8-bit states are rounded after each step.
     """
     optimizers: list[PlainOptimizer] = []
     for group in groups:

@@ -1,4 +1,4 @@
-"""The ranks of a job compare what their model files give, and those of a run their options, before the first step."""
+"""The ranks of a job compare their model files, and those of a run their options, before the first step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 def require_same_options(
     job_rank: JobRank, options: RunOptions, changes: Mapping[str, object]
 ) -> None:
-    """Compare the options that decide what a rank does in a step with those of rank 0; all ranks call this together.
+    """Compare the options that determine a rank's work in a step with those of rank 0; collective over all ranks.
 
     Raises:
-        UserError: on the first rank that differs, naming an option. Ranks that do different things hang or crash.
+        UserError: on the first rank that differs, naming an option. Otherwise the ranks would hang or crash.
         PeerError: on the other ranks.
     """
     for rank, name, given, of_rank_0 in _differences(job_rank, _common(options, changes)):
@@ -31,9 +31,9 @@ def require_same_options(
 
 
 def require_same_model(job_rank: JobRank, source: ModelSource) -> None:
-    """Compare the model file, and the user's modules that it imports, with those of rank 0; all ranks call it together.
+    """Compare the model file, and the user's modules that it imports, with those of rank 0; collective over all ranks.
 
-    A program says nothing of the data and the initial values that its model file gives.
+    A program does not contain the data and the initial values, which come from the model file.
 
     Raises:
         UserError: on the first rank that differs, naming the file or module.
@@ -53,7 +53,7 @@ def require_same_model(job_rank: JobRank, source: ModelSource) -> None:
 def _differences(
     job_rank: JobRank, own: Mapping[str, object]
 ) -> Iterator[tuple[int, str, object, object]]:
-    """Each value that a rank has other than rank 0: the rank, the name, and both. All ranks call this together."""
+    """Yield each value that differs from rank 0: the rank, the name, and both values. Collective over all ranks."""
     from zeroir.runtime.comm.job import exchanged_texts
 
     if job_rank.world_size == 1:
@@ -67,14 +67,14 @@ def _differences(
 
 
 def _kind(rank: int, job_rank: JobRank) -> type[UserError]:
-    """The error for a difference of that rank: its own message comes first."""
+    """Return the class of the error about a difference on a rank, so that its own message comes first."""
     from zeroir.runtime.comm.job import PeerError
 
     return UserError if rank == job_rank.rank else PeerError
 
 
 def _common(options: RunOptions, changes: Mapping[str, object]) -> dict[str, object]:
-    """The options that all ranks must share, by their names on the command line."""
+    """Return the options that all ranks must share, by their names on the command line."""
     rows = options.rows()
     values = {
         row.flag: options.value(name) for name, row in rows.items() if not row.option.is_of_one_rank

@@ -1,4 +1,4 @@
-"""What a process needs to train as one rank beside its program: kernels and data."""
+"""What a process needs to train as one rank besides its program: kernels and data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def lowered_again_note(program: Program, world_size: int) -> str | None:
-    """Say that a program is lowered again for this world size; None where it was compiled for it."""
+    """Return a note if a program is lowered again for this world size; None if it was compiled for it."""
     compiled_for = program.mesh.world_size
     if compiled_for == world_size:
         return None
@@ -24,7 +24,7 @@ def lowered_again_note(program: Program, world_size: int) -> str | None:
 
 
 def open_data(source: ModelSource, job_rank: JobRank, seed: int) -> TrainingData:
-    """This rank's batches: those of the source's ``batches``, or its example batch again and again."""
+    """Open this rank's batches: those of the source's ``batches``, or its example batch repeated."""
     from zeroir.runtime.data.training_data import RankOfData, TrainingData, repeated
 
     function = source.batches or repeated(source.batch)
@@ -33,7 +33,7 @@ def open_data(source: ModelSource, job_rank: JobRank, seed: int) -> TrainingData
 
 
 def kernel_backend(name: str) -> KernelBackend:
-    """The kernel backend of this name; UserError where there is none."""
+    """Return the kernel backend of this name, or raise a UserError if there is none."""
     from zeroir.runtime.kernels.choice import KernelBackend
 
     try:

@@ -1,4 +1,4 @@
-"""A job of one or several ranks: launch it on this machine, join it, and end it where a rank fails."""
+"""A job of one or several ranks: launch it on this machine, join it, and end it when a rank fails."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class ClosedOutputError(ZeroirError):
 
 @contextmanager
 def watched_job(timeout: timedelta | None = None) -> Iterator[Heartbeat | None]:
-    """End this rank where another rank or the job's store stops responding, within a fifth of the timeout.
+    """End this rank if another rank or the job's store stops responding, within a fifth of the timeout.
 
-    In a job of several ranks, a rank whose input is wrong says so and ends, unless another one has said the same.
+    In a job of several ranks, a rank whose input is wrong prints so and ends, unless another one has printed the same.
 
     Raises:
-        UserError: where the environment does not say which rank this is, or the store cannot be reached; in a job of
-            one rank, also those of the body.
+        UserError: if the environment does not define this rank, or the store cannot be reached; in a job of one rank,
+            also those of the body.
     """
     from zeroir.runtime.distributed import heartbeat, rendezvous
 
@@ -61,9 +61,9 @@ def watched_job(timeout: timedelta | None = None) -> Iterator[Heartbeat | None]:
 
 @contextmanager
 def joined_job(watch: Heartbeat | None, timeout: timedelta | None = None) -> Iterator[JobRank]:
-    """Join the job. In a job of several ranks, the rank that fails says why and ends.
+    """Join the job. In a job of several ranks, the rank that fails prints why and ends.
 
-    A rank that lost its peers also says which of them is behind the others, as its heartbeat knows.
+    A rank that lost its peers also prints which of them is behind, according to its heartbeat.
 
     Raises:
         UserError: in a job of one rank.
@@ -87,10 +87,12 @@ def joined_job(watch: Heartbeat | None, timeout: timedelta | None = None) -> Ite
 
 
 def is_rank_of_job(nproc: int | None) -> bool:
-    """Whether torchrun or srun has started this process as a rank of a job; a task of srun takes torchrun's variables.
+    """Return whether torchrun or srun started this process as a rank of a job.
+
+    A task of srun gets torchrun's environment variables.
 
     Raises:
-        UserError: where ``nproc`` asks for ranks of this machine, but srun has started several.
+        UserError: if ``nproc`` asks for ranks of this machine, but srun has started several.
     """
     from zeroir.runtime.distributed.slurm import become_rank_of_step
 
@@ -106,17 +108,17 @@ def is_rank_of_job(nproc: int | None) -> bool:
 
 
 def _give_up(why: str) -> NoReturn:
-    """Say why the job cannot continue, and end the process."""
+    """Print why the job cannot continue, and end the process."""
     from zeroir.runtime.training import train
 
-    # Let the rank that failed first say why.
+    # Let the rank that failed first print why.
     train.wait_for_first_failure()
     say_reason(f"Error: {why}")
     train.abandon_job(UserError.exit_code)
 
 
 def _fail(error: BaseException, rank: int, watch: Heartbeat | None) -> NoReturn:
-    """Say why this rank of a job stops, if no other rank has said the same, and end the process."""
+    """Print why this rank of a job stops, unless another rank has printed the same, and end the process."""
     from zeroir.runtime.comm.job import LostPeersError, PeerError
     from zeroir.runtime.distributed.heartbeat import NOTICED_S
     from zeroir.runtime.training import train
@@ -133,7 +135,7 @@ def _fail(error: BaseException, rank: int, watch: Heartbeat | None) -> NoReturn:
             sentence, exit_code = str(error), error.exit_code
         case KeyboardInterrupt():
             if rank != 0:
-                # Ctrl-C reaches every rank, and one sentence is enough: rank 0's.
+                # Ctrl-C reaches every rank, and one message is enough: rank 0's.
                 train.wait_for_first_failure()
             say("Interrupted." if rank == 0 else f"Rank {rank} was interrupted.")
             train.abandon_job(130)
@@ -155,13 +157,14 @@ def _fail(error: BaseException, rank: int, watch: Heartbeat | None) -> NoReturn:
 
 
 _EXPLAINED_CODES = (UserError.exit_code, InternalError.exit_code, ClosedOutputError.exit_code, 130)
-"""Exit codes of ranks that have said why they stopped."""
+"""Exit codes of ranks that have printed why they stopped."""
 
 
 def launch(nproc: int, arguments: list[str]) -> int:
-    """Run ``zeroir`` with these arguments on ``nproc`` local ranks under torchrun's agent; return their exit code.
+    """Run ``zeroir`` with these arguments on ``nproc`` local ranks under torchrun's agent.
 
-    The exit code is that of the rank that failed first, or 0.
+    Returns:
+        the exit code of the rank that failed first, or 0.
     """
     _require_loopback()
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
@@ -169,7 +172,7 @@ def launch(nproc: int, arguments: list[str]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    # A rank that fails says why; the agent's own messages would hide that.
+    # A rank that fails prints why; the agent's own messages would hide that.
     logging.disable(logging.CRITICAL)
     try:
         with TemporaryDirectory(prefix="zeroir-", ignore_cleanup_errors=True) as folder:
@@ -196,7 +199,7 @@ def launch(nproc: int, arguments: list[str]) -> int:
         say(f"Error: Rank {rank} was killed by {signal.Signals(-failure.exitcode).name}.")
         return 128 - failure.exitcode  # as in a shell
     except SignalException as error:
-        # The agent has passed the signal on and waited for the ranks, which say why they stopped.
+        # The agent has forwarded the signal and waited for the ranks, which print why they stopped.
         return 128 + error.sigval
     finally:
         logging.disable(logging.NOTSET)
@@ -204,7 +207,7 @@ def launch(nproc: int, arguments: list[str]) -> int:
 
 
 def _require_loopback() -> None:
-    """Raise UserError where processes of this machine cannot connect; the agent would wait for ever."""
+    """Raise a UserError if processes of this machine cannot connect, since the agent would wait forever."""
     try:
         with (
             socket.create_server(("localhost", 0)) as server,

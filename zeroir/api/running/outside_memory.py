@@ -1,4 +1,4 @@
-"""What a run keeps outside device memory, in a sentence, and whether the machine has room for it."""
+"""The memory that a run uses outside the device: a note about it, and a check that the machine has enough."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _LIMITS: Final = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-"""Where Linux says how much memory the control group of a process may use, in its versions 2 and 1."""
+"""Where Linux lists the memory limit of a process's control group, in versions 2 and 1."""
 
 
 _NOT_OFFLOADED: Final = (Role.SCALAR, Role.RNG, Role.SNAPSHOT)
-"""Roles of buffers that are in host memory without offloading, too."""
+"""Roles of buffers that are in host memory even without offloading."""
 
 
 def outside_bytes(program: Program) -> Mapping[Space, int]:
-    """Bytes of a rank in host memory, without snapshots for checkpoints, and on the disk; none without offloading."""
+    """Return the bytes of a rank in host memory, without snapshots, and on the disk; empty without offloading."""
     kept = {
         buffer.space
         for buffer in program.buffers
@@ -44,7 +44,7 @@ def outside_bytes(program: Program) -> Mapping[Space, int]:
 
 
 def outside_note(sizes: Mapping[Space, int]) -> str | None:
-    """A sentence on what each rank keeps outside device memory; None if that is nothing."""
+    """Return a note on what each rank keeps outside device memory; None if that is nothing."""
     places = {Space.HOST: "in host memory", Space.DISK: "on the disk"}
     said = [f"{format_bytes(size)} {places[space]}" for space, size in sizes.items()]
     return f"Each rank keeps {' and '.join(said)}." if said else None
@@ -53,10 +53,10 @@ def outside_note(sizes: Mapping[Space, int]) -> str | None:
 def require_host_memory(
     sizes: Mapping[Space, int], *, ranks: int, memory_bytes: int | None
 ) -> None:
-    """Fail if the ranks of a machine need more host memory than it has; ``memory_bytes`` is None where unknown.
+    """Check that a machine has the host memory that its ranks need; ``memory_bytes`` is None if unknown.
 
     Raises:
-        UserError: naming both amounts. Without it, the system would end a rank in the middle of training.
+        UserError: naming both amounts. Otherwise, the system would kill a rank in the middle of training.
     """
     needed = sizes.get(Space.HOST, 0) * ranks
     if memory_bytes is None or needed <= memory_bytes:
@@ -69,10 +69,10 @@ def require_host_memory(
 
 
 def require_disk_folder(sizes: Mapping[Space, int], folder: str | None) -> None:
-    """Fail if a disk keeps something and its folder is not there; without one it is that for temporary files.
+    """Check that the disk's folder exists if it is needed; None is the folder for temporary files.
 
     Raises:
-        UserError: naming the folder. Every rank would find that out by itself, and say so.
+        UserError: naming the folder. Otherwise every rank would report the error.
     """
     if Space.DISK in sizes and folder is not None and not Path(folder).is_dir():
         raise UserError(
@@ -82,13 +82,13 @@ def require_disk_folder(sizes: Mapping[Space, int], folder: str | None) -> None:
 
 
 def local_ranks() -> int:
-    """The ranks of the job on this machine, as torchrun says; 1 without it."""
+    """Return the number of the job's ranks on this machine, as torchrun sets it; 1 without it."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdecimal() else 1
 
 
 def host_memory_bytes() -> int | None:
-    """The memory of this machine, or of the control group of this process if that is less; None where unknown."""
+    """Return the memory of this machine, or the limit of this process's control group if less; None if unknown."""
     amounts: list[int] = []
     for path in _LIMITS:
         try:

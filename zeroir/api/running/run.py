@@ -1,4 +1,4 @@
-"""Run a compiled program: find its model file, make its engine, and train."""
+"""The run of a compiled program: find its model file, make its engine, and train."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def run_program(
 
 
 def _say_machines(hosts: Sequence[str], engine: Engine) -> None:
-    """Say which ranks are on which machine, and how they communicate, where there are several machines."""
+    """Print which ranks are on which machine, and how they communicate, if there are several machines."""
     from zeroir.runtime.distributed.rank_position import ranks_by_host
 
     if len(set(hosts)) > 1:
@@ -190,13 +190,13 @@ def _train(
 
 
 def _micro_steps(changes: Mapping[str, object]) -> int | None:
-    """The number of micro-steps that the run asks for; None for that of the program."""
+    """Return the number of micro-steps that the run requests; None for that of the program."""
     count = changes.get("micro_steps")
     return count if isinstance(count, int) else None
 
 
 def require_outputs(options: RunOptions) -> None:
-    """Raise UserError where the run could not write its outputs or know its machine, before anything else happens."""
+    """Check that the run can write its outputs and knows its machine, before anything else happens."""
     if options.trace is not None:
         require_writable(options.trace, TIMELINE)
     if options.log is not None:
@@ -225,7 +225,7 @@ def require_outputs(options: RunOptions) -> None:
 
 
 def _at_peak_s(compiled: CompiledProgram, job_rank: JobRank, machine: str | None) -> float | None:
-    """The seconds of the model's arithmetic in a micro-step at the peak of the rank's device, if that is known."""
+    """Return the seconds of a micro-step's arithmetic at the peak of the rank's device, if that is known."""
     from zeroir.cost.arithmetic_at_peak import micro_step_at_peak_s
     from zeroir.cost.machine import load_machine, machine_of_device
 
@@ -245,7 +245,7 @@ def _evaluations(
     job_rank: JobRank,
     options: RunOptions,
 ) -> Evaluations | None:
-    """The evaluations of a run, None without ``--eval-every``."""
+    """Return the evaluations of a run, None without ``--eval-every``."""
     from zeroir.runtime.training.evaluations import Evaluations
 
     every, seed = options.eval_every, options.seed

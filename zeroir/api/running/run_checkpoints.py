@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the folder that it holds, the one that it goes on from, and those that it saves."""
+"""The checkpoints of a run: the folder that it locks, the checkpoint that it resumes, and those that it saves."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def held_folder(options: SaveOptions | None, rank: int) -> Iterator[HeldFolder | None]:
-    """Hold the folder of checkpoints on rank 0 while the body runs, so that no other job saves there; None elsewhere.
+    """Lock the folder of checkpoints on rank 0 while the body runs, so that no other job saves there.
+
+    Yields:
+        the folder, or None on other ranks.
 
     Raises:
-        UserError: where another job holds it, or it cannot be written.
+        UserError: if another job has it, or it cannot be written.
     """
     if options is None or rank != 0:
         yield None
@@ -38,7 +41,7 @@ def held_folder(options: SaveOptions | None, rank: int) -> Iterator[HeldFolder |
 def saves_of(
     training: TrainingState, options: SaveOptions | None, held: HeldFolder | None
 ) -> Saves | None:
-    """The saves of a run, None without ``--save``."""
+    """Return the saves of a run, None without ``--save``."""
     from zeroir.runtime.training.checkpoint_schedule import Retention, Saves
 
     if options is None:
@@ -58,7 +61,7 @@ def saves_of(
 
 @contextmanager
 def stopping() -> Iterator[StopSignal]:
-    """While the body runs, SIGTERM asks for the end of training after the present step."""
+    """Make SIGTERM end training after the current step while the body runs."""
     from zeroir.runtime.training.stop_signal import stop_signal
 
     with stop_signal(_end_unfinished) as stop:
@@ -66,7 +69,7 @@ def stopping() -> Iterator[StopSignal]:
 
 
 def _end_unfinished() -> NoReturn:
-    """End this process, which got SIGTERM and cannot finish its step."""
+    """End this process, which received SIGTERM and cannot finish its step."""
     from zeroir.runtime.training import train
 
     say_reason(
@@ -76,22 +79,22 @@ def _end_unfinished() -> NoReturn:
 
 
 def resume(training: TrainingState, options: RunOptions) -> None:
-    """Load the checkpoint that ``--resume`` means, if there is one. All ranks call this together; rank 0 prints.
+    """Load the checkpoint that ``--resume`` selects, if there is one. Collective over all ranks; rank 0 prints.
 
-    Damaged checkpoints of a folder are refused, and the one before is used.
+    Damaged checkpoints of a folder are skipped, and the previous one is used.
 
     Raises:
-        UserError: where the checkpoint does not fit the program or the data, or none of several is whole.
+        UserError: if the checkpoint does not fit the program or the data, or none of several is complete.
     """
     rank = training.engine.rank
-    # The folder may look different to each rank for a while, so rank 0 decides.
+    # The folder may temporarily look different to each rank, so rank 0 decides.
     own = _candidates(options) if rank == 0 else ()
     paths = training.engine.job.shared_lines(own)
     for number, path in enumerate(paths, 1):
         try:
             loaded = training.engine.load(path)
         except UserError as error:
-            # Only the ranks that read the damage know its kind; the others know that the load failed.
+            # Only the ranks that read the damage know its kind; the others only know that the load failed.
             is_damaged = isinstance(error, DamagedCheckpointError)
             if len(paths) == 1 or not training.engine.average(float(is_damaged)):
                 raise
@@ -112,10 +115,10 @@ def resume(training: TrainingState, options: RunOptions) -> None:
 
 
 def _candidates(options: RunOptions) -> Sequence[str]:
-    """The paths of the checkpoints to try, in order.
+    """Return the paths of the checkpoints to try, in order.
 
     Raises:
-        UserError: where training is to begin anew, or to go back, in a folder that has checkpoints of another run: a
+        UserError: if training is to start anew, or from an earlier step, in a folder with checkpoints of another run: a
             later resume would find those.
     """
     from zeroir.runtime.distributed.rendezvous import is_restart
@@ -145,7 +148,7 @@ def _candidates(options: RunOptions) -> Sequence[str]:
 
 
 def _is_same(path: str, newest: str, inside: Sequence[Listed]) -> bool:
-    """Whether a path means the newest checkpoint of the folder to save in, or this folder."""
+    """Return whether a path refers to the newest checkpoint of the folder to save in, or to this folder."""
     if "://" in path:
         return path.rstrip("/") == newest or any(listed.path == newest for listed in inside)
     resumed = Path(inside[0].path if inside else path)

@@ -1,4 +1,4 @@
-"""The program that ``zeroir run`` trains with: lowered again where the job or the run's options ask for another one."""
+"""The program that ``zeroir run`` trains with, lowered again if the job or the run's options require another one."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 def with_optimizer_bits(
     compiled: CompiledProgram, source: ModelSource, changes: Mapping[str, object]
 ) -> CompiledProgram:
-    """The program with states of the bits that the run asks for; traced again where it has others.
+    """Return the program with optimizer states of the requested bits; traced again if it has others.
 
     Raises:
-        UserError: where its optimizer cannot have them.
+        UserError: if its optimizer does not support them.
     """
     bits = changes.get("optimizer_bits")
     if bits in (None, compiled.options.optimizer.bits):
@@ -45,11 +45,11 @@ def fitted_to_job(
     options: RunOptions,
     changes: Mapping[str, object],
 ) -> CompiledProgram:
-    """The program for the job's world size and the run's options, lowered once; rank 0 prints notes on it.
+    """Lower the program once for the job's world size and the run's options; rank 0 prints notes on it.
 
     Raises:
-        UserError: where they do not go together; in fp16 with ``--check-finite``, where gradients that are not finite
-            are a part of loss scaling.
+        UserError: if they conflict; in fp16 with ``--check-finite``, where gradients that are not finite are a part of
+            loss scaling.
     """
     with same_on_all_ranks(job_rank):
         if options.check_finite and compiled.options.precision.is_fp16:
@@ -77,7 +77,7 @@ _NOTABLE_BYTES: Final = 1 << 30
 
 
 def construction_note(program: Program) -> str | None:
-    """A sentence on the host memory that rank 0 needs to build the model; None where it is below 1 GiB."""
+    """Return a note on the host memory that rank 0 needs to build the model; None if it is below 1 GiB."""
     numel = sum(flat.numel for flat in program.flats)
     if 4 * numel < _NOTABLE_BYTES:
         return None
@@ -89,7 +89,7 @@ def construction_note(program: Program) -> str | None:
 
 @contextmanager
 def same_on_all_ranks(job_rank: JobRank) -> Iterator[None]:
-    """A body whose errors and warnings are the same on every rank: one sentence is enough, rank 0's."""
+    """Run a body whose errors and warnings are the same on every rank, and report only rank 0's."""
     from zeroir.runtime.comm.job import PeerError
 
     try:

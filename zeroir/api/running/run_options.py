@@ -1,4 +1,4 @@
-"""The options of ``zeroir run`` and the rules on them."""
+"""The options of ``zeroir run`` and their validation."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NONE: Final = "none"
 
 TIMEOUT_S: Final = 300
 SHORTEST_TIMEOUT_S: Final = 30
-"""A rank that prepares something for the others tells them every 20 seconds that it still does."""
+"""A rank that prepares something for the others sends a sign of life every 20 seconds."""
 LONGEST_TIMEOUT_S: Final = 7 * 24 * 3600
 
 TENSORBOARDS: Final = ("tensorboard", "tensorboardX")
-"""Packages that write TensorBoard's files; the first one that is installed does."""
+"""Packages that write TensorBoard's files; the first that is installed is used."""
 
 _EVAL_LOSS: Final = "eval_loss"
 
@@ -34,7 +34,7 @@ _JOB: Final = "Job and kernels"
 LOWERING_ROWS: Final = {
     name: row for name, row in CompileOptions.rows().items() if row.option.is_of_run
 }
-"""The options of a compilation that a run may change: its program is lowered again for them, or traced again."""
+"""The compile options that a run may change: its program is lowered or traced again for them."""
 
 
 class SaveOptions(OptionObject):

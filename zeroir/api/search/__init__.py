@@ -1,1 +1,1 @@
-"""Search options for the fastest step or the smallest memory."""
+"""Searches of options for the fastest step or the smallest memory."""

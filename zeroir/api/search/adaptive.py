@@ -1,9 +1,9 @@
-"""``--offload adaptive``: what a program keeps outside device memory so that it fits a budget, and no more.
+"""``--offload adaptive``: the least that a program must keep outside device memory to fit a budget.
 
-Kinds are moved one after the other, in an order of preference, and of each kind unit after unit, until the program
-fits. What the last kind made unnecessary then comes back. Where a machine is known, several orders are tried, and the
-one with the shortest simulated step wins; else states of the optimizer go first, which are used once in a step, then
-gradients, activations, which travel once each way, and last parameters, which both passes over the model use.
+Kinds are offloaded one after the other, in an order of preference, and of each kind unit after unit, until the program
+fits. Then what the last kind made unnecessary is moved back. If a machine is known, several orders are tried, and the
+one with the shortest simulated step wins. Otherwise optimizer states go first, which are used once in a step, then
+gradients, activations, which are copied once each way, and last parameters, which forward and backward use.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from zeroir.ir.byte_sizes import parse_bytes
 from zeroir.ir.program import Program
 
 Measure = Callable[[Mapping[str, Value]], tuple[Candidate, SearchOutcome]]
-"""Memory, and with a machine the time, of a program with settings that differ from its options."""
+"""Returns the memory, and with a machine the time, of a program with settings that differ from its options."""
 
 Counts = Mapping[str, int]
-"""How many units of each kind are moved."""
+"""How many units of each kind are offloaded."""
 
 _ORDERS: Final = (
     (OPTIMIZER, GRADIENTS, ACTIVATIONS, PARAMETERS),
     (ACTIVATIONS, OPTIMIZER, GRADIENTS, PARAMETERS),
     (PARAMETERS, OPTIMIZER, GRADIENTS, ACTIVATIONS),
 )
-"""Orders in which kinds are moved; without a machine the first one counts."""
+"""Orders in which kinds are offloaded; without a machine only the first is used."""
 
 
 def settled(
     logical: Program, options: CompileOptions, machine: Machine | None = None
 ) -> CompileOptions:
-    """The options with what ``adaptive`` comes to for this program; other options as they are.
+    """Replace ``adaptive`` in options by its choice for this program.
 
-    If nothing is enough for the budget, everything is moved, and the verifier says what is missing.
+    If nothing is enough for the budget, everything is offloaded, and the verifier reports what is missing.
     """
     if ADAPTIVE not in options.offload.what:
         return options
@@ -75,7 +75,7 @@ def settled(
 
 
 def chosen_in_words(options: CompileOptions) -> str:
-    """A sentence on what ``adaptive`` came to, such as ``Offloaded: optimizer, activations of blocks.0-3.``."""
+    """Return a sentence on the choice of ``adaptive``, such as ``Offloaded: optimizer, activations of blocks.0-3.``."""
     if not options.offload.what:
         return "Nothing is offloaded: the program fits its budget without."
     said: list[str] = []
@@ -87,15 +87,15 @@ def chosen_in_words(options: CompileOptions) -> str:
 
 
 def _by_number(unit: str) -> tuple[tuple[int, str], ...]:
-    """A key that puts ``blocks.9`` before ``blocks.10``."""
+    """Return a sort key that puts ``blocks.9`` before ``blocks.10``."""
     return tuple((int(part) if part.isdecimal() else -1, part) for part in unit.split("."))
 
 
 def movable_units(logical: Program) -> Mapping[str, tuple[str, ...]]:
-    """For each kind the units of which it can be moved, in the order in which they are.
+    """Return the units of each kind that can be offloaded, in the order of offloading.
 
     The states of the last units go first: their gradients come first in the backward, so their copies have most time.
-    The activations of the first units wait longest for their use.
+    The activations of the first units have the longest time until their use.
     """
     computed = tuple(
         dict.fromkeys(op.unit for op in logical.step_ops() if isinstance(op, ops.Compute))
@@ -112,7 +112,7 @@ def movable_units(logical: Program) -> Mapping[str, tuple[str, ...]]:
 
 
 def possible_kinds(measure: Measure, kinds: Iterable[str]) -> tuple[str, ...]:
-    """Those of the kinds that this program can keep outside device memory: a pass refuses the others."""
+    """Return the kinds that this program can keep outside device memory; a pass refuses the others."""
 
     def is_possible(kind: str) -> bool:
         try:
@@ -127,9 +127,10 @@ def possible_kinds(measure: Measure, kinds: Iterable[str]) -> tuple[str, ...]:
 def least_offload(
     measure: Measure, units: Mapping[str, tuple[str, ...]], *, is_timed: bool
 ) -> Mapping[str, Value]:
-    """The settings of a program that fits with the least that is moved; none where nothing need be.
+    """Return the settings of a program that fits with the least offloading; empty if it fits without.
 
-    With ``is_timed`` measurements have times, and the fastest of several choices wins. If nothing fits, all is moved.
+    With ``is_timed`` measurements have times, and the fastest of several choices wins. If nothing fits, all is
+    offloaded.
     """
     _, outcome = measure({})
     if outcome.fits:
@@ -138,7 +139,7 @@ def least_offload(
     for order in _ORDERS if is_timed else _ORDERS[:1]:
         counts = _moved_until_it_fits(measure, units, order)
         if counts is None:
-            # Whatever the order, everything is moved then.
+            # Everything is offloaded then, in any order.
             break
         settings = offload_settings(units, counts)
         _, outcome = measure(settings)
@@ -150,7 +151,7 @@ def least_offload(
 
 
 def offload_settings(units: Mapping[str, tuple[str, ...]], counts: Counts) -> Mapping[str, Value]:
-    """The options that move the first units of each kind; a kind that is moved as a whole names none."""
+    """Return the options that offload the first units of each kind; a kind that is offloaded as a whole names none."""
     kinds = tuple(kind for kind in OFFLOADED if counts.get(kind))
     if not kinds:
         return {}
@@ -166,9 +167,9 @@ def offload_settings(units: Mapping[str, tuple[str, ...]], counts: Counts) -> Ma
 def _moved_until_it_fits(
     measure: Measure, units: Mapping[str, tuple[str, ...]], order: tuple[str, ...]
 ) -> Counts | None:
-    """How many units of each kind are moved until the program fits; None where it never does.
+    """Return the number of units of each kind to offload until the program fits; None if it never does.
 
-    Memory is taken to fall with every unit that is moved. Where it does not, more is moved than need be.
+    Memory is assumed to fall with every offloaded unit. Where it does not, more than necessary is offloaded.
     """
 
     def fits(counts: Counts) -> bool:
@@ -185,7 +186,7 @@ def _moved_until_it_fits(
         return None
     last = next(reversed(counts))
     for kind in reversed(counts):
-        # Of kinds before the last little comes back, which a stride that grows finds out at once.
+        # Of all kinds before the last, little is moved back, which growing strides find out quickly.
         low, stride = 0, counts[kind] if kind == last else 1
         while low < counts[kind]:
             tried = max((low + counts[kind]) // 2, counts[kind] - stride)

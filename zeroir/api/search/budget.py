@@ -1,8 +1,8 @@
 """Options that fit a memory budget: a search of the planner's candidates for the cheapest ones.
 
-The space is small: the options of a program that can still free memory, in the order of their cost in a step. Where
-a machine is known, the candidates that fit are compared by their steps simulated on it; else they keep that order.
-Programs are measured, not verified.
+The space is small: the options of a program that can still free memory, in the order of their cost in a step. If a
+machine is known, the candidates that fit are sorted by their simulated steps. Otherwise they keep that order. Programs
+are measured, not verified.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ def alternatives(
     budget_bytes: int,
     machine: Machine | None = None,
 ) -> tuple[Candidate, ...]:
-    """Up to three that fit, cheapest first; if none fits, the one with the least memory, if that is less than now.
+    """Return up to three candidates that fit, cheapest first.
 
-    Their settings are the differences from ``options``. More ranks are proposed only where nothing else fits. With a
-    ``machine`` they are in the order of their simulated steps, and the workspaces count that were measured on it.
+    If none fits, the result is the one with the least memory, if that is less than now. Their settings are the
+    differences from ``options``. More ranks are proposed only if nothing else fits. With a ``machine`` they are sorted
+    by their simulated steps, and use the workspaces that were measured on it.
     """
     measurer = CandidateMeasurer(logical, options, budget_bytes, machine)
 
@@ -55,7 +56,7 @@ def alternatives(
             break
     if fitting or least is None:
         return tuple(sorted(fitting, key=lambda candidate: candidate.step_ns or 0))
-    # Where little is sharded, padding may make more of it for more ranks.
+    # If little is sharded, its padding for more ranks may add memory.
     present, _ = measurer.measure({})
     return (least,) if least.needed_bytes < present.needed_bytes else ()
 
@@ -66,7 +67,7 @@ def advice(
     budget_bytes: int,
     machine: Machine | None = None,
 ) -> str:
-    """The remedy for a program that does not fit, in a sentence; see ``alternatives``."""
+    """Return a sentence with the remedy for a program that does not fit; see ``alternatives``."""
     proposed = alternatives(logical, options, budget_bytes, machine)
     if not proposed:
         return "Use more ranks, a lower precision or a smaller batch."
@@ -77,7 +78,7 @@ def advice(
 
 
 def _words(candidate: Candidate) -> str:
-    """A candidate as flags of the command line, with its memory and its step."""
+    """Return a candidate as flags of the command line, with its memory and its step."""
     flags = " ".join(
         _flag(name.replace("_", "-"), value) for name, value in candidate.settings.items()
     )

@@ -1,6 +1,6 @@
-"""Choices of options for one logical program: each is lowered, and measured, and simulated where a machine is known.
+"""Choices of options for one logical program: each is lowered and measured, and simulated if a machine is known.
 
-The searches for the fastest options and for options that fit a budget both measure candidates so. Nothing is verified.
+Both the search for the fastest options and that for options within a budget use them. Nothing is verified.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class Candidate:
 
     Of ``needed_bytes``, ``resting_bytes`` are persistent. ``culprit`` names the place with the most live bytes. The
     buffers of a choice that does not fit are not placed: ``needed_bytes`` is then a lower bound. ``bounded_by`` are the
-    parts of the critical path, largest first, as shares of the step. ``measured`` counts the segments and collectives
-    with measurements of the machine; the times of the others are computed. Without a machine no step is simulated.
+    parts of the critical path, largest first, as fractions of the step. ``measured`` counts the segments and
+    collectives with measurements on the machine; the times of the others are computed. Without a machine no step is
+    simulated.
 
     ``host_bytes`` of a rank are in the memory of its host, without snapshots for checkpoints; for
     ``missing_host_bytes`` of them the machine's hosts have no room.
@@ -63,7 +64,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedProgram:
-    """A program, its step on a machine, and the bytes of a rank for which the host there has no room."""
+    """A program, its simulated step, and the bytes of a rank that do not fit in the machine's host memory."""
 
     program: Program
     simulation: Simulation
@@ -71,9 +72,9 @@ class SimulatedProgram:
 
 
 class CandidateMeasurer:
-    """Lowers a logical program with settings that differ from given options; passes in common run once.
+    """Lowers a logical program with settings that differ from given options; common passes run once.
 
-    Of the ``machine`` the workspaces count that were measured on it.
+    The workspaces that were measured on the ``machine`` are used.
     """
 
     def __init__(
@@ -91,10 +92,10 @@ class CandidateMeasurer:
         self._compute_ns: dict[tuple[Pass, ...], int] = {}
 
     def options(self, settings: Mapping[str, Value]) -> CompileOptions:
-        """The options that make such a choice."""
+        """Return the options of a choice."""
         values = {**self._base.flat, **settings}
         if settings.get("prefetch") == EARLY:
-            # How early is then said by the budget alone.
+            # Only the budget then determines how early.
             del values["prefetch"]
             values["prefetch_budget"] = self._base.memory_budget
         offloaded = settings.get("offload")
@@ -103,10 +104,10 @@ class CandidateMeasurer:
         return make_options(values)
 
     def simulated(self, settings: Mapping[str, Value]) -> SimulatedProgram:
-        """The step of a program with these settings; its device memory is not measured.
+        """Simulate the step of a program with these settings, without measuring its device memory.
 
         Raises:
-            InternalError: where no machine is known.
+            InternalError: if no machine is known.
         """
         if self._machine is None:
             raise InternalError("A step is to be simulated, but on no machine.")
@@ -118,9 +119,9 @@ class CandidateMeasurer:
         )
 
     def measure(self, settings: Mapping[str, Value]) -> tuple[Candidate, SearchOutcome]:
-        """Measure settings; the needed memory is exact where it fits the budget, else a lower bound.
+        """Measure settings; the needed memory is exact if it fits the budget, otherwise a lower bound.
 
-        Where they leave open whether the host's update is speculative, and a machine is known, the faster step counts.
+        If they leave open whether the host's update is speculative, and a machine is known, the faster step counts.
         """
         if self._machine is None or not self.options(settings).may_speculate:
             return self._measured(settings)
@@ -130,7 +131,7 @@ class CandidateMeasurer:
         (candidate, outcome), (other, other_outcome) = waiting, speculating
         is_better = other_outcome.missing_bytes == 0 and other_outcome.step_ns < outcome.step_ns
         chosen, outcome = (other, other_outcome) if is_better else (candidate, outcome)
-        # Whoever lowers these settings on this machine comes to the same choice.
+        # Lowering these settings for this machine leads to the same choice.
         return replace(chosen, settings=settings), outcome
 
     def _measured(self, settings: Mapping[str, Value]) -> tuple[Candidate, SearchOutcome]:
@@ -140,7 +141,7 @@ class CandidateMeasurer:
             measured = with_measured_workspaces(program, self._machine)
         needed = footprint(measured, place=unplaced)
         if needed.total_bytes <= self._budget_bytes:
-            # Only what may fit is worth looking for places.
+            # Places are searched only for what may fit.
             needed = footprint(measured)
         host_bytes = _host_bytes(program)
         missing_host_bytes = max(0, host_bytes - self._most_host_bytes(program))
@@ -172,14 +173,14 @@ class CandidateMeasurer:
         return candidate, evaluation
 
     def _most_host_bytes(self, program: Program) -> int:
-        """A rank's share of the memory of its host; without limit where the host's memory is the device's."""
+        """Return a rank's share of its host's memory; no limit if the host's memory is the device's."""
         if self._machine is None or self._machine.host.computes:
             return MOST_BYTES
         ranks = self._machine.sharing_ranks(program.mesh.world_size)
         return int(self._machine.host.memory.size_bytes.value / ranks)
 
     def compute_bound_ns(self, settings: Mapping[str, Value], machine: Machine) -> int:
-        """A lower bound of the time of the segments, which depends on the saved and recomputed values alone."""
+        """Return a lower bound of the time of the segments, which depends only on the saved and recomputed values."""
         passes = for_options(self.options(settings))
         local = passes[: _first_reduction(passes)]
         if local not in self._compute_ns:
@@ -188,17 +189,20 @@ class CandidateMeasurer:
         return self._compute_ns[local]
 
     def wire_bound_ns(self, settings: Mapping[str, Value], machine: Machine) -> int:
-        """A lower bound of the time of the collectives."""
+        """Return a lower bound of the time of the collectives."""
         return int(wire_bound_s(self._lowered(settings), machine) * 1e9)
 
     def _lowered(self, settings: Mapping[str, Value]) -> Program:
-        """The program before its memory is planned: without waits, and its segments' own memory not corrected."""
+        """Lower the program up to memory planning: without waits and without corrections of its segments' memory."""
         options = self.options(settings)
         passes = tuple(step for step in for_options(options) if not isinstance(step, PlanMemory))
         return replace(self._after(passes), options=options.to_pairs())
 
     def _run_passes(self, passes: tuple[Pass, ...]) -> Program:
-        """The logical program after these passes, not verified; no pass needs the waits that follow from another."""
+        """Run these passes on the logical program without verifying it.
+
+        No pass needs the waits derived after another.
+        """
         if not passes:
             return self._logical
         before, last = self._after(passes[:-1]), passes[-1]
@@ -206,7 +210,7 @@ class CandidateMeasurer:
 
 
 def _host_bytes(program: Program) -> int:
-    """The bytes of a rank in the memory of its host, without snapshots."""
+    """Return the bytes of a rank in the memory of its host, without snapshots."""
     elsewhere = {b.role for b in program.buffers if b.space is Space.HOST}
     if elsewhere <= {Role.SCALAR, Role.SNAPSHOT}:
         return 0
@@ -215,7 +219,7 @@ def _host_bytes(program: Program) -> int:
 
 
 def _bounds(program: Program, simulation: Simulation) -> tuple[tuple[str, float], ...]:
-    """The parts of the critical path of a step as shares of it, largest first."""
+    """Return the parts of the critical path of a step as fractions of it, largest first."""
     shares: dict[str, float] = {}
     for share in path_shares(program, simulation):
         what = "the segments" if share.what.startswith("compute ") else share.what
@@ -224,7 +228,7 @@ def _bounds(program: Program, simulation: Simulation) -> tuple[tuple[str, float]
 
 
 def _first_reduction(passes: Sequence[Pass]) -> int:
-    """The number of passes before the first that is about ranks."""
+    """Return the number of passes before the first that depends on ranks."""
     for count, step in enumerate(passes):
         if Fact.GRADIENTS_REDUCED in step.establishes:
             return count
@@ -232,7 +236,7 @@ def _first_reduction(passes: Sequence[Pass]) -> int:
 
 
 def _culprit(program: Program, fullest: FullestMoment) -> str:
-    """The place at which a program has the most live bytes."""
+    """Return the place at which a program has the most live bytes."""
     place = f"in {fullest.section}" if fullest.section else "of what rests there"
     if fullest.section and fullest.index >= 0:
         op = program.section_by_name[fullest.section].body[fullest.index]

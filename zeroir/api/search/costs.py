@@ -32,7 +32,7 @@ def simulate(
     takes that many times as long. ``micro_steps`` replaces the number that the program was compiled for.
 
     Raises:
-        UserError: where the program or the machine is missing or wrong, or they do not go together.
+        UserError: if the program or the machine is missing or wrong, or they conflict.
     """
     compiled = program if isinstance(program, CompiledProgram) else load_program(program)
     loaded_machine = machine if isinstance(machine, Machine) else load_machine(machine)
@@ -56,7 +56,7 @@ def simulate(
 
 
 def estimate(params: float, **options: Unpack[EstimateKeywords]) -> Estimate:
-    """The memory and communication of training ``params`` parameters, at every stage.
+    """Estimate the memory and communication of training ``params`` parameters, at every stage.
 
     The keywords are the fields of ``EstimateOptions``.
 

@@ -1,4 +1,4 @@
-"""Options that are to move something out of device memory and, for this program, move nothing: a sentence on each."""
+"""Notes on offload options that have no effect on a program."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from zeroir.report.names import format_bytes
 
 
 def warn_of_idle_offload(program: Program, options: CompileOptions) -> None:
-    """Warn of each option by which nothing of a scheduled program leaves device memory."""
+    """Warn of each offload option that has no effect on a scheduled program."""
     for sentence in idle_offload(program, options):
         warnings.warn(sentence, OffloadWarning, stacklevel=3)
 
 
 def idle_offload(program: Program, options: CompileOptions) -> tuple[str, ...]:
-    """A sentence on each option by which nothing of a scheduled program leaves device memory, and the reason."""
+    """Return a sentence on each offload option that has no effect on a scheduled program, with the reason."""
     sentences: list[str] = []
     offload = options.offload
     if offload.page_optimizer is not None and not _roles_in(program, Space.DEVICE) & {Role.PAGE}:

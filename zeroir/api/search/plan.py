@@ -1,7 +1,7 @@
-"""The fastest way to train a model on a machine: options searched for the lowest simulated step that fits its memory.
+"""The fastest way to train a model on a machine: a search for the options with the shortest simulated step that fits.
 
-The model is captured once. Every choice of options lowers its logical program, measures what a rank's device must hold,
-and simulates the step; the chosen program alone is verified, and the budget is law for it.
+The model is captured once. Each choice of options is evaluated by lowering the logical program, measuring the memory of
+a rank's device, and simulating the step. Only the chosen program is verified, including the budget.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from zeroir.torch_ops.batches import Batch
 
 MOST_TRIED: Final = 500
-"""Choices that a search tries at most, unless told otherwise."""
+"""The default limit of the choices that a search tries."""
 
 _OFFLOAD_OPTIONS: Final = frozenset(
     {"offload", "offload_to", "host_cache", "offload_units", "offload_fraction", "page_optimizer"}
 )
-"""With one of these given, the search keeps it, and chooses no other."""
+"""If one of these is given, the search keeps it, and chooses no other."""
 
 Identity = tuple[tuple[str, Value], ...]
 """Settings as a key."""
@@ -59,7 +59,7 @@ Identity = tuple[tuple[str, Value], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A choice that lost, and why, in words."""
+    """A choice that lost, and the reason in words."""
 
     candidate: Candidate
     why: str
@@ -67,11 +67,11 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The chosen program, compiled and proved, and the choices that lost.
+    """The chosen program, compiled and verified, and the choices that lost.
 
     ``alternatives`` are the best of every other stage and mesh, and what differs from the chosen one in one option,
     fastest first, then what does not fit. No choice among all ``choices`` can take less than ``bound_ns``.
-    ``is_finished`` is false where the search ended because it had tried enough.
+    ``is_finished`` is False if the search ended because it had tried enough.
     """
 
     compiled: CompiledProgram
@@ -98,15 +98,14 @@ def plan(
     config: Config | None = None,
     **options: Unpack[CompileKeywords],
 ) -> Plan:
-    """The options of ``zeroir.compile`` with which a model's step is shortest on a machine, within its memory.
+    """Find the options of ``zeroir.compile`` with the shortest step of a model on a machine, within its memory.
 
-    ``model``, ``batch``, ``loss`` and ``weight`` are those of ``zeroir.compile``.
-    ``memory`` is the memory of a rank's device, such as ``80GB``, and that of the machine by default. The keywords are
-    those of ``zeroir.compile``, and ``config`` is that of ``zeroir.compile``: given options are kept, and the
-    search chooses the others that decide about speed and memory.
+    ``model``, ``batch``, ``loss``, ``weight``, ``config`` and the keywords are those of ``zeroir.compile``. ``memory``
+    is the memory of a rank's device, such as ``80GB``; the default is that of the machine. Given options are kept, and
+    the search chooses the others that affect speed and memory.
 
     Raises:
-        UserError: where the model, the machine or an option is wrong, or where nothing fits.
+        UserError: if the model, the machine or an option is wrong, or if nothing fits.
     """
     optimizer = options.get("optimizer")
     if is_torchs(optimizer):
@@ -129,9 +128,9 @@ def plan_with(
     memory: str | None = None,
     most_tried: int = MOST_TRIED,
 ) -> Plan:
-    """As ``plan``, with validated options, of which those that were set are kept.
+    """Plan as ``plan`` does, with validated options, of which those that were set are kept.
 
-    ``make_source`` is called once the other arguments are known to be right: loading a model takes time.
+    ``make_source`` is called once the other arguments have been validated, because loading a model takes time.
     """
     options = _without_adaptive(resolved.options)
     machine = machine if isinstance(machine, Machine) else load_machine(machine)
@@ -168,7 +167,7 @@ class SearchResult:
 
 
 class Planner:
-    """The space of choices for a logical program on a machine, and what each of them comes to.
+    """The space of choices for a logical program on a machine, and their results.
 
     What is set in ``options`` is kept, and the rest is chosen.
     """
@@ -193,13 +192,13 @@ class Planner:
         """Find the best choice.
 
         Raises:
-            UserError: where no choice fits; the message names the closest one, and the bytes that it lacks.
+            UserError: if no choice fits; the message names the closest one, and the bytes that it lacks.
         """
         searched = self._searched(most_tried)
         if self._is_offload_free and is_limited_by_memory(searched):
             kinds = possible_kinds(self._measure, OFFLOADED)
             if kinds:
-                # What was tried already is tried again at no cost: as a choice that offloads nothing.
+                # Repeated choices cost nothing: they are found as ones that offload nothing.
                 self.regions = with_offload(self.regions, kinds)
                 searched = self._searched(most_tried)
             paged = with_pages(self.regions, self._world_size, self._state_bytes)
@@ -248,14 +247,14 @@ class Planner:
 
     @property
     def _is_limited_by_host(self) -> bool:
-        """Whether a choice was tried that lacks nothing but memory of the host."""
+        """Whether a choice was tried that lacks only host memory."""
         return any(
             candidate.missing_host_bytes == outcome.missing_bytes > 0
             for candidate, outcome in self._measured.values()
         )
 
     def _measure(self, settings: Mapping[str, Value]) -> tuple[Candidate, SearchOutcome]:
-        """A choice; one that offloads nothing is the same as one that does not mention it."""
+        """Measure a choice; one that offloads nothing is the same as one that does not mention it."""
         defaults = ((), HOST, STEP)
         has_effect = {
             name: value
@@ -271,7 +270,7 @@ class Planner:
         return replace(candidate, settings=settings), outcome
 
     def _with_less_offload(self, chosen: Candidate) -> Candidate:
-        """The choice with no more units offloaded than memory demands, if that is as fast."""
+        """Return the choice with as few units offloaded as memory allows, if that is as fast."""
         offloaded = chosen.settings.get("offload")
         if chosen.step_ns is None or not isinstance(offloaded, tuple) or not offloaded:
             return chosen
@@ -285,7 +284,7 @@ class Planner:
         return candidate if is_faster else chosen
 
     def _can_page(self, regions: Sequence[SearchRegion]) -> bool:
-        """Whether the optimizer's states can be paged: the pass refuses those of some programs."""
+        """Return whether the optimizer's states can be paged, which the pass refuses for some programs."""
         region = next(region for region in regions if region.values("page_optimizer"))
         amount = region.values("page_optimizer")[-1]
         try:
@@ -295,7 +294,7 @@ class Planner:
         return True
 
     def _with_more_resident(self, chosen: Candidate, region: SearchRegion) -> Candidate:
-        """The choice with as many pages on the device as there is memory for, if that is as fast."""
+        """Return the choice with as many pages on the device as memory allows, if that is as fast."""
         amount = chosen.settings.get("page_optimizer")
         if chosen.step_ns is None or not isinstance(amount, str):
             return chosen
@@ -329,10 +328,10 @@ class Planner:
         return evaluation
 
     def bound_ns(self, number: int, point: Point | None) -> int:
-        """A lower bound of the step of a choice, or of every choice of a region.
+        """Return a lower bound of the step of a choice, or of every choice of a region.
 
         The segments depend on the saved and recomputed values and not on the schedule, and recomputing a unit only adds
-        to them. The bytes on the wire are fewest where no unit is gathered twice without need.
+        to them. Communication is least if no unit is gathered twice without need.
         """
         region = self.regions[number]
         if point is None:
@@ -348,14 +347,14 @@ class Planner:
         return max(compute_ns, self._wire_bound_ns(number))
 
     def _wire_bound_ns(self, number: int) -> int:
-        """A lower bound of the step of every choice of a region, from its communication."""
+        """Return a lower bound of the step of every choice of a region, from its communication."""
         if number not in self._wire_ns:
             start = self.regions[number].settings(self.regions[number].family.starts[0])
             self._wire_ns[number] = self.measurer.wire_bound_ns(start, self._machine)
         return self._wire_ns[number]
 
     def _closest(self, best: Candidate) -> str:
-        """The choice that comes closest, or a sentence that persistent buffers alone exceed the memory."""
+        """Describe the closest choice, or that persistent buffers alone exceed the memory."""
         least = min(self._candidates.values(), key=lambda candidate: candidate.resting_bytes)
         if least.resting_bytes <= self._budget_bytes:
             remedy = "Use more ranks, a lower precision or a smaller batch."
@@ -388,7 +387,7 @@ class Planner:
 
 
 def _without_adaptive(options: CompileOptions) -> CompileOptions:
-    """The options without ``--offload adaptive``: whether anything is offloaded is what the search finds out."""
+    """Remove ``--offload adaptive`` from options, since the search itself decides about offloading."""
     if ADAPTIVE not in options.offload.what:
         return options
     given = options.given
@@ -396,7 +395,7 @@ def _without_adaptive(options: CompileOptions) -> CompileOptions:
 
 
 def is_limited_by_memory(searched: Found) -> bool:
-    """Whether a choice that does not fit is faster than the best that fits, or nothing fits."""
+    """Return whether a choice that does not fit is faster than the best that fits, or nothing fits."""
     best = searched.tried[searched.winner, searched.best[searched.winner]]
     return not best.fits or any(
         outcome.step_ns < best.step_ns for outcome in searched.tried.values() if not outcome.fits
@@ -408,6 +407,6 @@ def _identity(settings: Mapping[str, Value]) -> Identity:
 
 
 def _is_beside(key: tuple[int, Point], at: tuple[int, Point]) -> bool:
-    """Whether two points of a family differ along one axis alone."""
+    """Return whether two points of a family differ along exactly one axis."""
     same_family = key[0] == at[0]
     return same_family and sum(a != b for a, b in zip(key[1], at[1], strict=True)) == 1

@@ -1,4 +1,4 @@
-"""Measure a machine by a program's own steps on all its ranks; the simulation of the program then takes as long."""
+"""Profiling: measure a machine by a program's own steps on all its ranks, so that simulations match them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Profile:
     disk: MeasuredDisk | None
 
     def to_json(self) -> dict[str, object]:
-        """The profile without the machine's figures."""
+        """Return the profile without the machine's figures."""
         return {
             "machine": self.machine.name,
             "rounds": self.rounds,
@@ -74,9 +74,8 @@ def profile_program(
 ) -> Profile | None:
     """Profile as the rank that torchrun made this process, or alone; rank 0 writes the machine and returns the profile.
 
-    The disk of ``disk_folder`` is measured where one is given. Properties that are not measured, such as the size of
-    memory, are those of ``machine``. In a job of several ranks a
-    failure ends the process, as in ``run_program``.
+    The disk of ``disk_folder`` is measured if given. Properties that are not measured, such as the size of memory, are
+    those of ``machine``. In a job of several ranks a failure ends the process, as in ``run_program``.
 
     Raises:
         UserError: in a job of one rank, or before the job is joined.
@@ -135,10 +134,10 @@ def profile_program(
 
 
 def _meet(engine: Engine) -> None:
-    """Return on all ranks at once."""
+    """Synchronise all ranks."""
     engine.average(0.0)
 
 
 def _averaged(rates: Rates, engine: Engine) -> Rates:
-    """The means of the ranks' rates. All ranks call this together."""
+    """Return the means of the ranks' rates. Collective over all ranks."""
     return replace(rates, **{name: engine.average(rate) for name, rate in asdict(rates).items()})

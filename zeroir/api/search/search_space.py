@@ -34,23 +34,23 @@ from zeroir.report.names import format_bytes
 Value = int | bool | str | tuple[str, ...] | None
 
 EARLY: Final = "early"
-"""The value of ``prefetch`` for gathers that are as early as the memory allows."""
+"""The value of ``prefetch`` for gathers as early as memory allows."""
 
 _PREFETCH: Final = (0, 1, 2, 3, 4, EARLY)
 _LIVE_GRADIENTS: Final = (1, 2, 3, 4)
 _MOST_TIMES: Final = 64
 """The largest factor by which a proposal raises the number of ranks."""
 _INTERLEAVED: Final = (2, 4, 8)
-"""Sizes of groups of micro-batches that run unit by unit; a program grows with its groups."""
+"""Sizes of groups of micro-batches that run unit by unit; the program's length grows with them."""
 PAGE_SLOTS: Final = 3
-"""The fewest pages on the device with which one comes in and one goes out while a third is updated."""
+"""The fewest pages on the device: one is copied in and one out while a third is updated."""
 
 _BUCKET_BYTES: Final = (0, 25_000_000, 100_000_000, 400_000_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimension:
-    """An option that is chosen: its values, and by their index those of most speed, by default, and of least memory."""
+    """An option to choose: its values, and the indices of the fastest, the default and the leanest in memory."""
 
     name: str
     values: tuple[Value, ...]
@@ -61,10 +61,10 @@ class Dimension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCounts:
-    """An option that names units: how many of each kind, counted from the first of each or from the last.
+    """An option that names units: how many of each kind, counted from its first or from its last.
 
-    ``kinds`` holds for each kind its units, in order. With ``is_fast`` most speed is where all are named, else where
-    none are; least memory is the opposite. By default none are.
+    ``kinds`` contains the units of each kind, in order. With ``is_fast`` naming all is fastest, otherwise naming none;
+    the opposite has the least memory. By default none are named.
     """
 
     name: str
@@ -73,7 +73,7 @@ class UnitCounts:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """An axis for every kind, and where it matters one for the end that is counted from."""
+        """The sizes of the axes: one for each kind, and, if it matters, one for the end that is counted from."""
         counts = tuple(len(kind) + 1 for kind in self.kinds)
         return (*counts, 2) if self._has_ends else counts
 
@@ -84,12 +84,12 @@ class UnitCounts:
         return 2 * counts - 2 ** len(self.kinds) if self._has_ends else counts
 
     def start(self, *, is_all: bool) -> Point:
-        """All units, or none."""
+        """Return the point with all units, or none."""
         counts = tuple(len(kind) if is_all else 0 for kind in self.kinds)
         return (*counts, 0) if self._has_ends else counts
 
     def units(self, at: Point) -> set[str]:
-        """The units that a point names."""
+        """Return the units that a point names."""
         is_from_last = self._has_ends and at[-1] == 1
         return {
             unit
@@ -104,9 +104,9 @@ class UnitCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRegion:
-    """Choices of one stage and one mesh. ``units`` are all that are repeated, in order.
+    """Choices of one stage and one mesh. ``units`` are all repeated units, in order.
 
-    ``orders`` are those of micro-batches; they are among the dimensions where they change what travels.
+    ``orders`` are those of micro-batches; they are a dimension if they affect communication.
     """
 
     stage: int
@@ -124,7 +124,7 @@ class SearchRegion:
         )
 
     def settings(self, point: Point) -> Mapping[str, Value]:
-        """The settings at a point of the grid, by option."""
+        """Return the settings at a point of the grid, by option."""
         chosen: dict[str, Value] = {"stage": self.stage, "mesh": self.mesh}
         rest = list(point)
         for dimension in self.dimensions:
@@ -143,24 +143,24 @@ class SearchRegion:
         return chosen
 
     def shards(self, world_size: int) -> int:
-        """The number of ranks that share the optimizer's states."""
+        """Return the number of ranks that share the optimizer's states."""
         if self.stage == 0:
             return 1
         return world_size if self.mesh is None else parse_mesh(self.mesh).size(SHARD_AXIS)
 
     def values(self, name: str) -> tuple[Value, ...]:
-        """The values of a dimension; none where there is no such dimension."""
+        """Return the values of a dimension; empty if there is none."""
         named = (d for d in self.dimensions if isinstance(d, Dimension) and d.name == name)
         return next((d.values for d in named), ())
 
     def _named(self, units: set[str]) -> tuple[str, ...]:
-        """Patterns that name these units."""
+        """Return patterns that match exactly these units."""
         named = tuple(unit for unit in self.units if unit in units)
         return (ALL_REPEATED,) if named and named == self.units else named
 
     @property
     def family(self) -> Family:
-        """The grid of points; its first ones are the fastest by themselves, the default, and the leanest in memory."""
+        """The grid of points; its starts are the fastest, the default, and the leanest in memory."""
         sizes: list[int] = []
         fast: list[int] = []
         usual: list[int] = []
@@ -187,7 +187,7 @@ class SearchRegion:
 
 
 def with_offload(regions: Sequence[SearchRegion], kinds: Sequence[str]) -> tuple[SearchRegion, ...]:
-    """The same choices, each with every useful set of these kinds of what is kept outside device memory."""
+    """Add every useful set of these kinds to offload to the choices."""
     states = tuple(kind for kind in (OPTIMIZER, GRADIENTS) if kind in kinds)
     activations = tuple(kind for kind in (ACTIVATIONS,) if kind in kinds)
     parameters = tuple(kind for kind in (PARAMETERS,) if kind in kinds)
@@ -218,14 +218,14 @@ def with_offload(regions: Sequence[SearchRegion], kinds: Sequence[str]) -> tuple
 
 
 def _order(orders: tuple[str, ...]) -> tuple[Dimension, ...]:
-    """The order of micro-batches, where there is a choice: the larger the groups, the less travels."""
+    """Return the dimension of the order of micro-batches if there is a choice: larger groups communicate less."""
     if len(orders) < 2:
         return ()
     return (Dimension(name="order", values=orders, fast=len(orders) - 1, usual=0, lean=0),)
 
 
 def _orders(options: CompileOptions, logical: Program) -> tuple[str, ...]:
-    """The orders of micro-batches that can be chosen, the largest groups last; one where nothing is to be chosen."""
+    """Return the orders of micro-batches to choose from, the largest groups last; one if there is no choice."""
     if "order" in options.given:
         return ()
     count = options.micro_steps.count
@@ -240,7 +240,7 @@ def _orders(options: CompileOptions, logical: Program) -> tuple[str, ...]:
 
 
 def with_disk(regions: Sequence[SearchRegion]) -> tuple[SearchRegion, ...]:
-    """The same choices, in which a disk may keep what is offloaded."""
+    """Add the disk to the choices as a place of what is offloaded."""
     dimension = Dimension(name="offload_to", values=(HOST, DISK), fast=0, usual=0, lean=1)
     return tuple(replace(region, dimensions=(*region.dimensions, dimension)) for region in regions)
 
@@ -248,10 +248,10 @@ def with_disk(regions: Sequence[SearchRegion]) -> tuple[SearchRegion, ...]:
 def with_pages(
     regions: Sequence[SearchRegion], world_size: int, state_bytes: int
 ) -> tuple[SearchRegion, ...]:
-    """The same choices, in which the optimizer's states, of so many bytes on all ranks, may be paged.
+    """Add paging of the optimizer's states, with their bytes on all ranks, to the choices.
 
-    A share of a rank's states has memory on the device: three quarters, a half, a quarter, or just that of the slots.
-    Choices whose states hardly need more than the slots stay as they are.
+    A part of a rank's states has memory on the device: three quarters, a half, a quarter, or just that of the slots.
+    Choices whose states hardly need more than the slots stay unchanged.
     """
 
     def paged(region: SearchRegion) -> SearchRegion:
@@ -270,14 +270,14 @@ def with_pages(
 
 
 def page_amount(pages: int) -> str:
-    """The option for so many pages of the usual size on the device, slots included."""
+    """Return the option for this number of pages of the usual size on the device, including slots."""
     return f"{pages * parse_bytes(PAGE_BYTES) >> 20}MiB"
 
 
 def _offload_sets(kinds: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """Useful sets of these kinds, the largest last.
+    """Return the useful sets of these kinds, the largest last.
 
-    States and gradients go together, and parameters only with them: they travel most for their bytes.
+    States and gradients are offloaded together, and parameters only with them: they are copied most for their bytes.
     """
     states = (OPTIMIZER, GRADIENTS)
     sets = (
@@ -292,7 +292,7 @@ def _offload_sets(kinds: Collection[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def words(settings: Mapping[str, Value]) -> str:
-    """A choice in short: ``stage 3, prefetch 2``; options that are off are left out."""
+    """Return a choice in short: ``stage 3, prefetch 2``; options that are off are left out."""
     said: list[str] = []
     for name, value in settings.items():
         match name, value:
@@ -322,7 +322,7 @@ def words(settings: Mapping[str, Value]) -> str:
 
 
 def unit_ranges(units: Iterable[str]) -> str:
-    """Names of units in short: ``encoder.0-3 decoder.1``; all that are repeated are ``all``."""
+    """Return names of units in short: ``encoder.0-3 decoder.1``; all that are repeated are ``all``."""
 
     def place(unit: str) -> tuple[str, int]:
         stem, _, number = unit.rpartition(".")
@@ -344,7 +344,7 @@ def unit_ranges(units: Iterable[str]) -> str:
 
 
 def regions(options: CompileOptions, logical: Program) -> tuple[SearchRegion, ...]:
-    """All choices that keep the given options, at the stages at which these have an effect."""
+    """Return all choices that keep the given options, at the stages at which these have an effect."""
     is_set = options.given
     stages = [
         stage
@@ -360,7 +360,7 @@ def regions(options: CompileOptions, logical: Program) -> tuple[SearchRegion, ..
             dimension
             for dimension in (
                 *_dimensions(stage, logical),
-                # Below stage 2 it changes only how often parameters come from host memory.
+                # Below stage 2 it only affects how often parameters are copied from host memory.
                 *(_order(orders) if stage >= 2 or PARAMETERS in options.offload.what else ()),
             )
             if dimension.name not in is_set
@@ -374,20 +374,20 @@ def regions(options: CompileOptions, logical: Program) -> tuple[SearchRegion, ..
 
 
 def _is_prefetch_set(options: CompileOptions) -> bool:
-    """Whether an option other than ``prefetch`` sets how early parameters are gathered."""
+    """Return whether an option other than ``prefetch`` determines how early parameters are gathered."""
     return options.prefetch.memory is not None or options.prefetch.most_bytes is not None
 
 
 def leaner_settings(
     options: CompileOptions, logical: Program, kinds: Callable[[], Collection[str]]
 ) -> Iterator[Mapping[str, Value]]:
-    """Changes to options that free memory, in the order of their cost in a step; the mesh stays.
+    """Yield changes to options that free memory, in the order of their cost in a step; the mesh stays.
 
     ``kinds`` returns what can be kept outside device memory.
 
     Changes without communication come first: fewer full gradients at once, fewer saved values, stages up to 2. Then
     come those that expose or add communication: no prefetch, stage 3; then the recomputation of every unit, and then
-    what is kept outside device memory. More ranks come last.
+    offloading. More ranks come last.
     """
     stage = options.stage
     lean: dict[str, Value] = {}
@@ -405,7 +405,7 @@ def leaner_settings(
     leanest = {**lean, **({"stage": 3} if stage < 3 else {})}
     if options.communication.live_gradients > 1:
         leanest["live_gradients"] = 1
-    # A budget of its own says how early parameters are gathered, whatever the distance is.
+    # A budget of its own determines how early parameters are gathered, for any distance.
     if options.prefetch.units and not _is_prefetch_set(options):
         if stage == 3:
             yield {**lean, "prefetch": 0}
@@ -433,7 +433,7 @@ def leaner_settings(
 
 
 def _meshes(stage: int, world_size: int) -> list[str | None]:
-    """One group, and where something is sharded every way to make equal groups of ranks."""
+    """Return one group, and, if something is sharded, every division into equal groups of ranks."""
     meshes: list[str | None] = [None]
     if stage:
         meshes += [
@@ -445,9 +445,9 @@ def _meshes(stage: int, world_size: int) -> list[str | None]:
 
 
 def _dimensions(stage: int, logical: Program) -> Sequence[Dimension | UnitCounts]:
-    """The options that are chosen at a stage."""
+    """Return the options to choose at a stage."""
     kinds = unit_classes(logical)
-    # Beyond what there is, all buckets are alike.
+    # Buckets beyond the size of the model have the same effect.
     whole_bytes = 4 * logical.parameters_numel
     sizes = tuple(
         size

@@ -1,7 +1,7 @@
-"""Whether the host's update begins before the decision about all gradients: where a simulated step is then shorter.
+"""The choice whether the host's update begins before all gradients are checked: if a simulated step is then shorter.
 
-Speculation takes memory of the host for what it keeps, and time of the host to copy that. So the program is lowered
-and simulated both ways. Where speculation is no faster, or the host lacks the memory, the update waits.
+Speculation takes host memory for a backup, and host time to copy it. So the program is lowered and simulated both ways.
+If speculation is not faster, or the host lacks the memory, the update waits.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from zeroir.report.costs import format_seconds
 from zeroir.report.names import format_bytes
 
 DEFAULT_MACHINE: Final = "dgx-h100"
-"""The machine that steps are simulated on where none is given."""
+"""The default machine for simulated steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationChoice:
     """Simulated steps in nanoseconds on a machine: one whose update waits, and one whose update is speculative.
 
-    ``missing_host_bytes`` is what the host of a rank lacks for the latter.
+    ``missing_host_bytes`` is the memory that the host of a rank lacks for the latter.
     """
 
     machine: str
@@ -36,11 +36,11 @@ class SpeculationChoice:
 
     @property
     def speculates(self) -> bool:
-        """Whether the update begins before the decision."""
+        """Whether the update begins before the gradients are checked."""
         return not self.missing_host_bytes and self.speculating_ns < self.waiting_ns
 
     def in_words(self) -> str:
-        """A sentence on what was chosen, and why."""
+        """Describe the choice and its reason."""
         speculating, waiting = (
             format_seconds(step_ns / 1e9) for step_ns in (self.speculating_ns, self.waiting_ns)
         )
@@ -60,7 +60,7 @@ class SpeculationChoice:
 def choose(
     logical: Program, options: CompileOptions, machine: Machine | None = None
 ) -> SpeculationChoice | None:
-    """The choice for a program whose options leave it open; None where there is nothing to choose."""
+    """Make the choice for a program whose options leave it open; None if they do not."""
     if not options.may_speculate:
         return None
     machine = load_machine(DEFAULT_MACHINE) if machine is None else machine

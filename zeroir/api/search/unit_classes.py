@@ -1,4 +1,4 @@
-"""The kinds of units of a model. Units of a kind are alike, so a search chooses only how many of each kind it takes."""
+"""The kinds of units of a model. A search only chooses how many units of each kind to use, since they are equal."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from zeroir.ir.program import Program
 
 _ROOT: Final = "root"
 _MOST_KINDS: Final = 4
-"""With more kinds, those that are most alike count as one: every kind adds an axis to the search."""
+"""With more kinds, the most similar ones are merged, since every kind adds an axis to the search."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitClass:
-    """Units that are alike, in the order of their first use.
+    """Equal units, in the order of their first use.
 
-    ``parameters_numel`` are of each, ``saved_bytes`` what each forward keeps for its backward alone, and ``flops`` what
-    that forward computes.
+    ``parameters_numel`` is the size of each, ``saved_bytes`` what each forward keeps for its backward alone, and
+    ``flops`` what that forward computes.
     """
 
     units: tuple[str, ...]
@@ -32,13 +32,13 @@ class UnitClass:
 
 
 def repeated_units(program: Program) -> tuple[str, ...]:
-    """The units that a model repeats, such as its blocks, in the order of their first use."""
+    """Return the units that a model repeats, such as its blocks, in the order of their first use."""
     units = dict.fromkeys(op.unit for op in program.step_ops() if isinstance(op, ops.Compute))
     return tuple(unit for unit in units if unit.partition(".")[0] != _ROOT)
 
 
 def unit_classes(program: Program) -> tuple[UnitClass, ...]:
-    """The repeated units by kind: those whose forwards call equal segments and whose parameters are laid out alike."""
+    """Return the repeated units by kind: those with equal forward segments and equal layouts of parameters."""
     view = SectionView(program, program.sections[0].body)
     forwards = {index: op for index, op in view.computes.items() if index not in view.backward}
     flats: dict[str, list[tuple[int, str, bool]]] = {}
@@ -74,12 +74,12 @@ def unit_classes(program: Program) -> tuple[UnitClass, ...]:
 
 
 def to_recompute(kinds: Sequence[UnitClass]) -> tuple[tuple[str, ...], ...]:
-    """The units by kind, in the order in which they are best computed once more: most bytes for their arithmetic."""
+    """Return the units by kind in the best order of recomputation: most saved bytes for their arithmetic first."""
     return _merged(kinds, lambda kind: kind.saved_bytes / (kind.flops + 1))
 
 
 def to_unshard(kinds: Sequence[UnitClass]) -> tuple[tuple[str, ...], ...]:
-    """The units by kind, in the order of their size, of which the last come first: they are soonest used again."""
+    """Return the units by kind, sorted by size, the last unit of each first: it is used again soonest."""
     axes = _merged(kinds, lambda kind: kind.parameters_numel)
     return tuple(units[::-1] for units in axes)
 
@@ -87,7 +87,7 @@ def to_unshard(kinds: Sequence[UnitClass]) -> tuple[tuple[str, ...], ...]:
 def _merged(
     kinds: Sequence[UnitClass], weight_of: Callable[[UnitClass], float]
 ) -> tuple[tuple[str, ...], ...]:
-    """The units by kind, the heaviest first, with the nearest in weight as one where there are too many."""
+    """Return the units by kind, heaviest first; if there are too many kinds, those of similar weight are merged."""
     ranked = sorted(kinds, key=weight_of, reverse=True)
     groups = [[kind] for kind in ranked]
     while len(groups) > _MOST_KINDS:
