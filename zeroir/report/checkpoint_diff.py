@@ -16,7 +16,7 @@ from zeroir.report.tables import Lines, columns_table
 
 
 def render_comparison(comparison: CheckpointComparison, first: str, second: str) -> RenderableType:
-    """A line for each tensor that has changed, and the sums of each quantity."""
+    """Render a line for each changed tensor, and the totals of each quantity."""
     if comparison.is_equal:
         return Text(f"{first} and {second} hold equal states.")
     parts: list[RenderableType] = []
@@ -73,7 +73,7 @@ def render_comparison(comparison: CheckpointComparison, first: str, second: str)
 
 
 def comparison_json(comparison: CheckpointComparison) -> dict[str, object]:
-    """The same for programs, with tensors that did not change."""
+    """Return the comparison as plain data, including unchanged tensors."""
     return {
         "is_equal": comparison.is_equal,
         "facts": [
@@ -125,7 +125,7 @@ def _by_quantity(
 
 
 def _sum(tensors: Sequence[TensorDifference]) -> TensorDifference:
-    """The difference of all tensors as if they were one."""
+    """Return the difference of all tensors as if they were one."""
     return TensorDifference(
         key=tensors[0].key,
         numel=sum(tensor.numel for tensor in tensors),
@@ -141,5 +141,5 @@ def _told(value: object) -> str:
 
 
 def _plain(value: float) -> float | str:
-    """A number for JSON, which has neither infinities nor not-a-numbers: they are texts."""
+    """Return a number as JSON can represent it: infinities and NaN as strings."""
     return value if math.isfinite(value) else str(value)

@@ -26,7 +26,7 @@ _SHOWN_OPTIONS = ("stage", "precision")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedCheckpoint:
-    """A checkpoint of a folder. ``problem`` says why it cannot be loaded, as far as its manifest and sizes tell."""
+    """A checkpoint of a folder. ``problem`` says why it cannot be loaded, judging by its manifest and file sizes."""
 
     path: str
     manifest: Manifest | None
@@ -34,7 +34,7 @@ class ListedCheckpoint:
 
 
 def list_checkpoints(root: str) -> tuple[ListedCheckpoint, ...]:
-    """The checkpoints of a folder, newest first. Manifests are read, and the sizes of files compared.
+    """List the checkpoints of a folder, newest first. Manifests are read, and the sizes of files compared.
 
     Raises:
         UserError: if there is none.
@@ -67,7 +67,7 @@ def _listed(path: str) -> ListedCheckpoint:
 
 
 def render_checkpoints(checkpoints: Sequence[ListedCheckpoint]) -> RenderableType:
-    """One line for each checkpoint, and below the table the problems of damaged ones."""
+    """Render one line for each checkpoint, and below the table the problems of damaged ones."""
     metrics = list(
         dict.fromkeys(
             name for listed in checkpoints if listed.manifest for name in listed.manifest.metrics
@@ -100,7 +100,7 @@ def render_checkpoints(checkpoints: Sequence[ListedCheckpoint]) -> RenderableTyp
 
 
 def checkpoints_json(checkpoints: Sequence[ListedCheckpoint]) -> dict[str, object]:
-    """The same for programs."""
+    """Return the checkpoints as plain data."""
     return {
         "checkpoints": [
             {
@@ -128,7 +128,7 @@ def _size_bytes(manifest: Manifest) -> int:
 
 
 def render_manifest(path: str, manifest: Manifest, *, has_tensors: bool) -> RenderableType:
-    """What a checkpoint contains; with ``has_tensors`` every parameter, buffer, scalar and setting."""
+    """Render the contents of a checkpoint; with ``has_tensors`` every parameter, buffer, scalar and setting."""
     facts = facts_table()
     for name, fact in _facts(path, manifest):
         facts.add_row(name, fact)
@@ -209,7 +209,7 @@ def _facts(path: str, manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def _quantities(manifest: Manifest) -> Mapping[tuple[str, str], tuple[int, int]]:
-    """The elements and bytes of each quantity and dtype; padding counts."""
+    """Return the elements and bytes of each quantity and dtype, including padding."""
     numels: dict[tuple[str, str], int] = {}
     numel_by_tensor = {
         (file.name, tensor.name): tensor.numel for file in manifest.files for tensor in file.tensors
@@ -244,7 +244,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def render_verification(verification: Verification) -> RenderableType:
-    """A sentence for each damage, or one that everything is as it was saved."""
+    """Render a sentence for each damage, or one that says that there is none."""
     foreign = [
         Text(f"{name} is no part of the checkpoint; nothing reads it.", style="yellow")
         for name in verification.foreign_names
@@ -258,7 +258,7 @@ def render_verification(verification: Verification) -> RenderableType:
 
 
 def verification_json(verification: Verification) -> dict[str, object]:
-    """The same for programs."""
+    """Return the verification as plain data."""
     return {
         "path": verification.path,
         "is_whole": not verification.damages,
@@ -269,5 +269,5 @@ def verification_json(verification: Verification) -> dict[str, object]:
 
 
 def _plain(value: float) -> float | str:
-    """A number for JSON, which has neither infinities nor not-a-numbers: they are texts."""
+    """Return a number as JSON can represent it: infinities and NaN as strings."""
     return value if math.isfinite(value) else str(value)

@@ -1,4 +1,4 @@
-"""The options that a configuration file set, and where each comes from."""
+"""The options that a configuration file set, and their origins."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from zeroir.report.tables import UNBOUNDED_WIDTH, Lines, columns_table
 
 
 class ResolvedOption(TypedDict):
-    """An option that is not simply a default, as text, and the place that set it."""
+    """An option that does not simply have its default, as a string, and the place that set it."""
 
     value: str
     origin: str
 
 
 class ConfigFacts(TypedDict, total=False):
-    """``config`` is left out where there was no file."""
+    """The facts about a configuration; ``config`` is left out if there was no file."""
 
     config: str
     options: dict[str, ResolvedOption]
@@ -29,7 +29,7 @@ class ConfigFacts(TypedDict, total=False):
 
 
 def config_json(artifact: Artifact) -> ConfigFacts:
-    """The configuration of a program as plain data."""
+    """Return the configuration of a program as plain data."""
     record = artifact.config
     if record is None:
         return {}
@@ -45,7 +45,7 @@ def config_json(artifact: Artifact) -> ConfigFacts:
 
 
 def config_text(artifact: Artifact) -> str:
-    """The configuration of a program without colour and without folded lines; empty where there is none."""
+    """Return the configuration of a program as text without colours or wrapped lines; empty if there is none."""
     if artifact.config is None:
         return ""
     sink = StringIO()
@@ -55,7 +55,7 @@ def config_text(artifact: Artifact) -> str:
 
 
 def render_config(record: ConfigRecord, program: Program) -> RenderableType:
-    """A line per option: its name, its value, the place that set it; then the notes."""
+    """Render a line per option with its name, its value and the place that set it, followed by the notes."""
     table = columns_table("option", "value", "from")
     for option, origin in record.origins:
         table.add_row(option, program.option.get(option, "none"), origin)

@@ -32,7 +32,7 @@ _SHOWN_ITEMS = 8
 
 
 def format_seconds(seconds: float) -> str:
-    """A time in the unit that suits it: ``1.234 s``, ``56.7 ms``, ``8.9 µs``."""
+    """Format a time in a suitable unit: ``1.234 s``, ``56.7 ms``, ``8.9 µs``."""
     if seconds >= 1:
         return f"{seconds:.3f} s"
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
@@ -48,7 +48,7 @@ class PathShare:
 
 
 def path_shares(program: Program, simulation: Simulation) -> list[PathShare]:
-    """The critical path by the kind of its items, the largest share first."""
+    """Group the critical path by the kind of its items, the largest share first."""
     counts: Counter[str] = Counter()
     total_ns: Counter[str] = Counter()
     for item in simulation.critical_path:
@@ -84,7 +84,7 @@ def _is_of_host(program: Program, stream: str) -> bool:
 
 
 def render_simulation(program: Program, simulation: Simulation) -> RenderableType:
-    """The time of the step, its parts, and its critical path."""
+    """Render the time of the step, its parts, and its critical path."""
     grid = facts_table()
     grid.add_row("machine", f"{simulation.machine}, {counted(simulation.world_size, 'rank')}")
     steps = counted(simulation.micro_steps, "micro-step")
@@ -112,7 +112,7 @@ def render_simulation(program: Program, simulation: Simulation) -> RenderableTyp
 
 
 def measured_counts(measured: Measured) -> str:
-    """The number of segments and collectives of a program that the machine has measurements of."""
+    """Return how many of a program's segments and collectives the machine has measurements of."""
     segments = counted(measured.of_segments, "segment")
     collectives = counted(measured.of_collectives, "collective")
     return f"{measured.segments} of {segments}, {measured.collectives} of {collectives}"
@@ -136,7 +136,7 @@ def _class_table(result: ClassResult, simulation: Simulation, *, is_alone: bool)
 
 
 def wire_label(wire: str) -> str:
-    """A link in words: the direction of one to the host or a disk."""
+    """Describe a link, with the direction for those to the host or a disk."""
     match Wire(wire):
         case Wire.TO_DEVICE:
             return "host to device"
@@ -169,7 +169,7 @@ def _share(seconds: float, of: float) -> str:
 
 
 def simulation_json(program: Program, simulation: Simulation) -> dict[str, object]:
-    """The whole simulation as plain data."""
+    """Return the whole simulation as plain data."""
     return {
         "machine": simulation.machine,
         "world_size": simulation.world_size,
@@ -210,7 +210,7 @@ def simulation_json(program: Program, simulation: Simulation) -> dict[str, objec
 
 
 def render_estimate(estimate: Estimate) -> RenderableType:
-    """Memory and communication of every stage, and the activations where the shape is known."""
+    """Render memory and communication of every stage, and the activations if the shape is known."""
     options = estimate.options
     low, high = states_per_parameter(options.optimizer)
     per, optimizer = options.itemsize_bytes, estimate.optimizer_bytes_per_parameter
@@ -256,7 +256,7 @@ def _states_table(estimate: Estimate) -> Table:
 
 
 def _beside_table(estimate: Estimate) -> Table:
-    """A second table: one table of all columns is too wide for a terminal."""
+    """Return a second table, since one table of all columns is too wide for a terminal."""
     has_activations = estimate.activations is not None
     figures = ["whole units", *["activations"] * has_activations, "with model states"]
     table = columns_table("stage", *figures, figures=figures, title="beside the model states")
@@ -269,7 +269,7 @@ def _beside_table(estimate: Estimate) -> Table:
 
 
 def _outside_table(estimate: Estimate) -> Table:
-    """What is kept outside the device, and what a step copies for it."""
+    """Return a table of the memory outside the device, and the copies of a step to and from it."""
     is_disk = any(stage.disk_bytes for stage in estimate.stages)
     figures = ["on the host", *["on disk"] * is_disk, "to host", "to device"]
     figures += ["loaded", "stored"] * is_disk
@@ -285,7 +285,7 @@ def _outside_table(estimate: Estimate) -> Table:
 
 
 def _staging_table(estimate: Estimate) -> Table:
-    """Buffers through which copies pass, where they are known."""
+    """Return a table of the staging buffers of copies, if they are known."""
     figures = ("on the device", "on the host")
     table = columns_table("stage", *figures, figures=figures, title="staging of these copies")
     for stage in estimate.stages:
@@ -321,7 +321,7 @@ def _activations_grid(activations: Activations) -> Table:
 
 
 def estimate_json(estimate: Estimate) -> dict[str, object]:
-    """The whole estimate as plain data."""
+    """Return the whole estimate as plain data."""
     activations = estimate.activations
     return {
         "options": {name: estimate.options.value(name) for name in ESTIMATE_ROWS},

@@ -1,8 +1,8 @@
 """The differences of two programs, as lines of the canonical text.
 
-Four things would hide the changes, so they are removed first: the numbers of ops; the names of events, which become
-those of the ops that signal them, so that an inserted op renames none; the nodes of segments that are equal in both
-programs, by their digest; and the places of buffers in memory, unless nothing else differs.
+Four things would hide the changes, so they are removed first: the numbers of ops; the names of events, which are
+replaced by those of the ops that signal them, so that an inserted op renames none; the nodes of segments that are equal
+in both programs, by their digest; and the placement of buffers in memory, unless nothing else differs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def diff(
     old_name: str = "old",
     new_name: str = "new",
 ) -> str:
-    """A unified diff with ``context`` lines around each change, empty if the programs are equal.
+    """Return a unified diff with ``context`` lines around each change, empty if the programs are equal.
 
     Each hunk names its section, or ``header`` or ``segments``.
     """
@@ -52,9 +52,9 @@ def diff(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlignedOp:
-    """An op of one program and the op of the other that stands for it; ``is_equal`` where their lines are equal.
+    """An op of one program and its counterpart in the other; ``is_equal`` if their lines are equal.
 
-    Indices are those of the section in each program; None where the program has no such op.
+    Indices are those within the section in each program; None if the program has no such op.
     """
 
     old: int | None
@@ -63,10 +63,10 @@ class AlignedOp:
 
 
 def aligned_ops(old: Program, new: Program, section: str) -> list[AlignedOp]:
-    """The ops of a section of both programs side by side, in an order that agrees with both.
+    """Align the ops of a section of both programs, in an order consistent with both.
 
-    Two ops stand for each other where both change the same buffer first, or, as computes, call the same segment of the
-    same unit. :func:`diff` shows such a pair as one line removed and one added, unless it is equal.
+    Two ops are counterparts if both write the same buffer first, or, as computes, call the same segment of the same
+    unit. :func:`diff` shows such a pair as one line removed and one added, unless it is equal.
     """
     old, new = _without_noise(old, new)
     names = Names(program=old), Names(program=new)
@@ -102,7 +102,7 @@ def _key(op: ops.Op) -> str:
 def _paired(
     old: dict[str, list[str]], new: dict[str, list[str]]
 ) -> Iterator[tuple[str, list[str], list[str]]]:
-    """The blocks of one title side by side, in an order that agrees with both programs."""
+    """Yield the blocks of the same title in pairs, in an order consistent with both programs."""
     matcher = SequenceMatcher(None, list(old), list(new), autojunk=False)
     for tag, a, b, c, d in matcher.get_opcodes():
         if tag == "equal":
@@ -131,25 +131,25 @@ def _hunks(
 
 
 def _span(start: int, length: int) -> str:
-    """Start and length in the unified format; an empty span has the number of the line before it."""
+    """Return start and length in the unified format; an empty span has the number of the line before it."""
     first = start + 1 if length else start
     return str(first) if length == 1 else f"{first},{length}"
 
 
 def normalised_lines(program: Program, compared: Program) -> list[str]:
-    """The lines of ``program`` that :func:`diff` compares with those of ``compared``."""
+    """Return the lines of ``program`` that :func:`diff` compares with those of ``compared``."""
     program, compared = _without_noise(program, compared)
     return [line for lines in _blocks(program, compared).values() for line in lines]
 
 
 def _without_noise(old: Program, new: Program) -> tuple[Program, Program]:
-    """Both without the places of their buffers, unless nothing else differs."""
+    """Return both programs without the placement of their buffers, unless nothing else differs."""
     bare = unplanned(old), unplanned(new)
     return bare if bare[0] != bare[1] else (old, new)
 
 
 def _blocks(program: Program, compared: Program) -> dict[str, list[str]]:
-    """The lines of the program by their block; segments that ``compared`` also has are folded."""
+    """Return the lines of the program by block; segments that ``compared`` also has are folded."""
     blocks = {"header": list(header_lines(program))}
     shared = {segment.digest() for segment in compared.segments}
     for segment in program.segments:
@@ -175,7 +175,7 @@ def _blocks(program: Program, compared: Program) -> dict[str, list[str]]:
 
 
 def _relabelled_sections(program: Program) -> list[Section]:
-    """The sections with their events named after the ops that signal them."""
+    """Return the sections with their events renamed after the ops that signal them."""
     boundaries = _boundary_labels(program)
     return [_relabelled_section(section, boundaries) for section in program.sections]
 
@@ -208,7 +208,7 @@ def _relabelled_state(state: State, labels: Mapping[str, str]) -> State:
 
 
 def _boundary_labels(program: Program) -> dict[str, str]:
-    """Labels of the events that cross a boundary, the same on both of its sides."""
+    """Return labels of the events that cross a boundary, the same on both of its sides."""
     labels: dict[str, str] = {}
     for section in program.sections:
         crossing = {pending.event for pending in section.exit.pending}
@@ -220,7 +220,7 @@ def _boundary_labels(program: Program) -> dict[str, str]:
 
 
 def _labels(section: Section, boundaries: Mapping[str, str]) -> dict[str, str]:
-    """A label for each event of a section, by the event."""
+    """Return a label for each event of a section."""
     crossing = [pending.event for pending in (*section.entry.pending, *section.exit.pending)]
     labels = {event: boundaries.get(event, event) for event in crossing}
     used = set(labels.values())
@@ -233,7 +233,7 @@ def _labels(section: Section, boundaries: Mapping[str, str]) -> dict[str, str]:
 
 
 def _label(op: ops.Op) -> str:
-    """The name of the op and the first buffer that it changes."""
+    """Return the name of the op and the first buffer that it changes."""
     effect = effects(op)
     changed = [region.buffer for region in effect.writes + effect.accumulates]
     return ".".join([ops.op_name(type(op)), *(*changed, *effect.allocs, *effect.frees)[:1]])
@@ -255,8 +255,8 @@ def _unused(label: str, used: Collection[str]) -> str:
 class DiffSummary:
     """The size of a diff. Bytes are those of one rank; for collectives, of one step with one micro-step.
 
-    ``ops_added`` and ``ops_removed`` count the ops of each name; a changed op is removed and added. ``buffers_resized``
-    are names with the old and the new bytes.
+    ``ops_added`` and ``ops_removed`` count the ops of each name; a changed op counts in both. ``buffers_resized`` are
+    names with the old and the new bytes.
     """
 
     ops_added: Mapping[str, int]
@@ -270,7 +270,7 @@ class DiffSummary:
     new_model_state_bytes: Mapping[str, int]
 
     def __str__(self) -> str:
-        """Four lines for a person."""
+        """Format the summary in four lines."""
         keys = sorted({*self.ops_added, *self.ops_removed})
         changed = [
             f"{key} +{self.ops_added.get(key, 0)} -{self.ops_removed.get(key, 0)}" for key in keys
@@ -291,7 +291,7 @@ class DiffSummary:
 
 
 def summary(old: Program, new: Program) -> DiffSummary:
-    """The counts of the differences that :func:`diff` shows."""
+    """Count the differences that :func:`diff` shows."""
     removed, added = _op_counts(old), _op_counts(new)
     old_bytes = {buffer.name: buffer.size_bytes for buffer in old.buffers}
     new_bytes = {buffer.name: buffer.size_bytes for buffer in new.buffers}
@@ -313,7 +313,7 @@ def summary(old: Program, new: Program) -> DiffSummary:
 
 
 def _op_counts(program: Program) -> Counter[tuple[str, str, str]]:
-    """The number of ops in each section with the same line of text, by section, name and line."""
+    """Count the ops with the same line of text in each section, by section, name and line."""
     names = Names(program=program)
     return Counter(
         (section.name, ops.op_name(type(op)), op_text(op, names))

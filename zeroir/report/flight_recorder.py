@@ -1,8 +1,8 @@
-"""The dumps of PyTorch's Flight Recorder on all ranks, as they are after a step was issued.
+"""The dumps of PyTorch's Flight Recorder on all ranks, in their state after a step was issued.
 
 ``python -m torch.distributed.flight_recorder.fr_trace FOLDER`` compares dumps across ranks, so it checks the order of
 collectives independently of zeroir. The dumps of a job that hangs can be compared with these. The format is version
-2.10 of ``torch/csrc/distributed/c10d/FlightRecorder.hpp``, as torch 2.13 writes and reads it.
+2.10 of ``torch/csrc/distributed/c10d/FlightRecorder.hpp``, which torch 2.13 writes and reads.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Group:
 def flight_recorder_dumps(
     program: Program, *, source: str, backend: str = "nccl"
 ) -> Iterator[dict[str, Plain]]:
-    """The dump of each rank, in rank order, after all collectives of a step were scheduled and before any began.
+    """Yield the dump of each rank in order, after all collectives of a step were scheduled and before any started.
 
     ``source`` is the file of the program. The frame of an entry has it, the op, and the index of the op in its section.
     """
@@ -71,7 +71,7 @@ def _groups(program: Program) -> list[_Group]:
 def _dump(
     launches: Sequence[tuple[str, Mapping[str, Plain]]], groups: Sequence[_Group]
 ) -> dict[str, Plain]:
-    """The dump of a rank that belongs to these groups; the world is the first of them."""
+    """Return the dump of a rank that belongs to these groups; the world is the first of them."""
     group_by_comm = {group.description: group for group in groups[1:]}
     issued = dict.fromkeys((group.number for group in groups), 0)
     entries: list[Plain] = []
@@ -114,7 +114,7 @@ def _dump(
 def _launches(
     program: Program, source: str, backend: str
 ) -> Iterator[tuple[str, Mapping[str, Plain]]]:
-    """The launches of one step in the order in which the host issues them, which is the same on all ranks.
+    """Yield the launches of one step in the order in which the host issues them, which is the same on all ranks.
 
     Each is a communicator and the fields of an entry that are the same on all ranks.
     """
@@ -151,7 +151,7 @@ def _launches(
 
 
 def _by_dtype(program: Program, op: ops.CollectiveOp) -> dict[DType, list[ops.Pair]]:
-    """The pairs of a collective by the dtype that travels; those of one dtype are launched together."""
+    """Group the pairs of a collective by the dtype on the wire; those of one dtype are launched together."""
     pairs_by_dtype: dict[DType, list[ops.Pair]] = {}
     for pair in op.pairs:
         dtype = op.wire_dtype or program.buffer_by_name[pair.source.buffer].dtype
@@ -160,7 +160,7 @@ def _by_dtype(program: Program, op: ops.CollectiveOp) -> dict[DType, list[ops.Pa
 
 
 def _kind(op: ops.CollectiveOp, pairs: int) -> str:
-    """Torch's name of the collective in its records, on one tensor or on several at once."""
+    """Return torch's name of the collective in its records, for one tensor or several at once."""
     match op:
         case ops.Gather():
             return "_all_gather_base" if pairs == 1 else "all_gather_into_tensor_coalesced"

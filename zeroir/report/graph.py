@@ -16,7 +16,7 @@ from zeroir.ir.program import OpPosition, Program, Section
 
 
 def dot(program: Program, *, section: str | None = None) -> str:
-    """The graph of one section, or of all side by side, in Graphviz's DOT language."""
+    """Return the graph of one section, or of all next to each other, in Graphviz's DOT language."""
     shown = [each for each in program.sections if section in (None, each.name)]
     names = labels(program)
     lines = [
@@ -52,7 +52,7 @@ def _section(section: Section, number: int, names: Mapping[OpPosition, str]) -> 
 
 
 def _events(section: Section, number: int) -> Iterator[str]:
-    """An edge from the signal of each event to its waits; a point stands for the signal of an earlier section."""
+    """Yield an edge from the signal of each event to its waits; signals of earlier sections are separate nodes."""
     signals: dict[str, str] = {}
     for pending in section.entry.pending:
         point = _quoted(f"{number}:!{pending.event}")
@@ -68,7 +68,7 @@ def _events(section: Section, number: int) -> Iterator[str]:
 
 
 def _flows(section: Section, number: int) -> Iterator[str]:
-    """An edge from the last op that wrote a region to each op that reads it or adds to it, named after its buffer."""
+    """Yield an edge from a region's last writer to each op that reads it or adds to it, named after its buffer."""
     writes: dict[str, list[tuple[Region, int]]] = {}
     for index, op in enumerate(section.body):
         effect = effects(op)
@@ -103,7 +103,7 @@ def _node(section: int, index: int) -> str:
 
 
 def _quoted(text: str) -> str:
-    """The text as a quoted string of DOT, where a backslash begins an escape and a quotation mark ends the string."""
+    """Quote and escape a string for DOT."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\r", " ").replace("\n", "\\n")
     return f'"{escaped}"'
 

@@ -1,4 +1,4 @@
-"""A step that ``zeroir run --trace`` measured, read back from its trace and matched with the ops of the program."""
+"""A step that ``zeroir run --trace`` measured, read from its trace and matched with the ops of the program."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from zeroir.report.names import counted
 class MeasuredStep:
     """A measured training step.
 
-    ``ranks[r][i]`` is the span of op number ``i`` of the step on rank ``r``, in program order; None where the rank did
-    not carry the op out, as the rest of an update that was skipped. Times are nanoseconds since the first op of any
+    ``ranks[r][i]`` is the span of op number ``i`` of the step on rank ``r``, in program order; None if the rank did not
+    execute the op, such as the rest of an update that was skipped. Times are nanoseconds since the first op of any
     rank.
     """
 
@@ -37,7 +37,7 @@ class MeasuredStep:
         return max((span.end_ns for spans in self.ranks for span in spans if span), default=0)
 
     def durations_ns(self, number: int) -> list[int]:
-        """The durations of op ``number`` on the ranks that carried it out."""
+        """Return the durations of op ``number`` on the ranks that executed it."""
         spans = (of_rank[number] for of_rank in self.ranks)
         return [span.duration_ns for span in spans if span is not None]
 
@@ -74,10 +74,10 @@ class _Trace(BaseModel):
 
 
 def read_measured_step(path: Path, program: Program) -> MeasuredStep:
-    """The step of ``program`` in the file that ``zeroir run --trace`` wrote.
+    """Read a step of ``program`` from a file that ``zeroir run --trace`` wrote.
 
     Raises:
-        UserError: where the file cannot be read, is no such trace, holds a simulated step, or is of another program.
+        UserError: if the file cannot be read, is not such a trace, has a simulated step, or is of another program.
     """
     trace = _decoded(path)
     facts = trace.facts
@@ -113,7 +113,7 @@ def read_measured_step(path: Path, program: Program) -> MeasuredStep:
 def _in_program_order(
     path: Path, program: Program, step: int, spans_by_rank: Sequence[dict[OpPosition, list[Span]]]
 ) -> MeasuredStep:
-    """The spans of every rank by the number of their op in the step; those of other sections are left out."""
+    """Return each rank's spans by the number of their op in the step; those of other sections are left out."""
     most_runs = max(
         (
             len(spans)

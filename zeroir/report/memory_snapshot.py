@@ -1,8 +1,8 @@
 """The memory of a step in the format of ``torch.cuda.memory._snapshot``, which https://pytorch.org/memory_viz draws.
 
 Every buffer is an allocation at its address in the memory block of the runtime. Its role is the category; its name and
-the line of the model that computes it are the frames. Each space is a device of the viewer: device 0 is the device, and
-the host and the disk follow where the program has buffers there.
+the line of the model that computes it are the frames. Each space is a device of the viewer: device 0 is the device,
+followed by the host and the disk if the program has buffers there.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from zeroir.report.plain_pickle import Plain
 
 _BASE: Final = 0x7F00_0000_0000
 _SPACE_BYTES: Final = 1 << 44
-"""The distance of the addresses of two spaces. All stay below 2^53, up to which JavaScript is exact."""
+"""The distance between the addresses of two spaces. All are below 2^53, up to which JavaScript is exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AddressMap:
-    """The addresses of the buffers of one space, and the address and size in bytes of its two blocks.
+    """The addresses of the buffers of one space, and the addresses and sizes in bytes of its two blocks.
 
-    The first block holds the persistent buffers, the second one the temporary ones; a block without bytes is left out.
+    The first block has the persistent buffers, the second one the temporary ones; an empty block is left out.
     """
 
     blocks: tuple[tuple[int, int], ...]
@@ -37,9 +37,9 @@ class _AddressMap:
 
 
 def memory_snapshot(program: Program, *, source: str) -> dict[str, Plain]:
-    """The allocations and frees of one step in program order, and the live buffers after it.
+    """Return the allocations and frees of one step in program order, and the live buffers after it.
 
-    ``source`` is the file of the program; the frames name it beside the file of the model.
+    ``source`` is the file of the program; the frames name it together with the file of the model.
     """
     spaces = [space for space in Space if any(b.space is space for b in program.buffers)]
     traces: list[Plain] = []
@@ -75,7 +75,7 @@ def _address_map(program: Program, space: Space, device: int) -> _AddressMap:
 def _trace(
     program: Program, address_map: _AddressMap, frames: dict[str, list[Plain]]
 ) -> tuple[list[Plain], list[Buffer]]:
-    """The events of one space, and the buffers that are live after them in the order of their addresses."""
+    """Return the events of one space, and the buffers that are live after them, sorted by address."""
     events: list[Plain] = [
         _event("segment_alloc", address, size, []) for address, size in address_map.blocks
     ]
@@ -104,7 +104,7 @@ def _trace(
                     end(program.buffer_by_name[op.buffer])
                 case _:
                     pass
-    # The viewer counts events without a category as unknown, and fails where no event has that category.
+    # The viewer counts events without a category as unknown, and fails if no event has that category.
     events.append({**_event("snapshot", 0, 0, []), "category": "unknown"})
     return events, sorted(live.values(), key=lambda buffer: address_map.addresses[buffer.name])
 
@@ -125,7 +125,7 @@ def _event(action: str, address: int, size: int, frames: Sequence[Plain]) -> dic
 def _segments(
     address_map: _AddressMap, live: Sequence[Buffer], frames: dict[str, list[Plain]], device: int
 ) -> Iterator[Plain]:
-    """The blocks of memory, each with its live buffers after the step."""
+    """Yield the memory blocks, each with its live buffers after the step."""
     for start, size in address_map.blocks:
         inside = [b for b in live if start <= address_map.addresses[b.name] < start + size]
         active = sum(buffer.size_bytes for buffer in inside)
@@ -152,7 +152,7 @@ def _blocks(
     start: int,
     size: int,
 ) -> Iterator[Plain]:
-    """Blocks that cover a segment: live ones, and the gaps between them."""
+    """Yield blocks that cover a segment: live ones, and the gaps between them."""
     at = start
     for buffer in inside:
         address = address_map.addresses[buffer.name]
@@ -176,7 +176,7 @@ def _block(address: int, size: int, state: str, frames: Sequence[Plain]) -> Plai
 
 
 def _frames(program: Program, source: str) -> dict[str, list[Plain]]:
-    """For every buffer its name and role in the program, and the line of the model that computes it."""
+    """Return the frames of each buffer: its name and role, and the line of the model that computes it."""
     lines = buffer_sources(program)
     frames: dict[str, list[Plain]] = {}
     for number, buffer in enumerate(program.buffers):

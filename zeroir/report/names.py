@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 
 def format_bytes(count: int) -> str:
-    """Bytes in the decimal units in which GPU memory and links are sold: ``436.2 MB``."""
+    """Format bytes in the decimal units that are usual for GPU memory and links: ``436.2 MB``."""
     return _scaled(count, "B")
 
 
 def format_flops(count: int) -> str:
-    """Floating-point operations: ``436.2 MFLOP``."""
+    """Format floating-point operations: ``436.2 MFLOP``."""
     return _scaled(count, "FLOP")
 
 
@@ -27,10 +27,10 @@ def _scaled(count: int, unit: str) -> str:
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """``1 rank``, ``4 ranks``, and ``2 passes`` where the plural is given."""
+    """Return ``1 rank``, ``4 ranks``, or ``2 passes`` if the plural is given."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def shortened(names: Sequence[str]) -> list[str]:
-    """The names; of more than six the first three, an ellipsis, and the last two."""
+    """Return the names; of more than six only the first three, an ellipsis, and the last two."""
     return list(names) if len(names) <= 6 else [*names[:3], "…", *names[-2:]]

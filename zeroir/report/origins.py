@@ -8,7 +8,7 @@ from zeroir.ir.segments.segment import Segment
 
 
 def buffer_sources(program: Program) -> dict[str, str]:
-    """``file:line`` of the model for every buffer that a segment writes first, where the trace recorded it."""
+    """Return ``file:line`` of the model for every buffer that a segment writes first, if the trace recorded it."""
     sources: dict[str, str] = {}
     for op in program.ops():
         if not isinstance(op, ops.Compute):
@@ -22,7 +22,7 @@ def buffer_sources(program: Program) -> dict[str, str]:
 
 
 def op_source(program: Program, op: ops.Op) -> str:
-    """``file:line`` of the model for a compute op: that of its last node with one."""
+    """Return ``file:line`` of the model for a compute op: that of its last node with one."""
     if not isinstance(op, ops.Compute):
         return ""
     nodes = program.segment_by_name[op.segment].nodes
@@ -30,7 +30,7 @@ def op_source(program: Program, op: ops.Op) -> str:
 
 
 def _source(segment: Segment, value: int) -> str:
-    """The source of the node that yields a value, or of the nearest node before it with a source."""
+    """Return the source of the node that yields a value, or of the nearest node before it with a source."""
     first = len(segment.inputs)
     source = ""
     for node in segment.nodes:
@@ -42,6 +42,6 @@ def _source(segment: Segment, value: int) -> str:
 
 
 def split_source(source: str) -> tuple[str, int]:
-    """The file and the line of ``file:line``; line 0 where there is none."""
+    """Split ``file:line``; the line is 0 if there is none."""
     name, _, line = source.rpartition(":")
     return (name, int(line)) if name and line.isdigit() else (source, 0)

@@ -1,4 +1,4 @@
-"""The changes that each pass made to a program: the passes run again on the logical program of the artefact."""
+"""The changes of each pass to a program, from running the passes again on the logical program of the artefact."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class PassRow:
 
 
 def programs_after_passes(logical: Program, scheduled: Program) -> list[Program]:
-    """The logical program and the program after each pass, the last of which is the scheduled one.
+    """Return the logical program and the program after each pass, the last of which is the scheduled one.
 
     Raises:
-        UserError: where the passes of this version of zeroir make another program of it.
+        UserError: if the passes of this version of zeroir produce a different program.
     """
     programs = [replace(logical, options=scheduled.options)]
     for spec in scheduled.passes:
@@ -53,7 +53,7 @@ def programs_after_passes(logical: Program, scheduled: Program) -> list[Program]
 
 
 def pass_rows(programs: Sequence[Program]) -> list[PassRow]:
-    """A row for each of ``programs_after_passes``."""
+    """Return a row for each of ``programs_after_passes``."""
     counts = [Counter(op_name(type(op)) for op in program.step_ops()) for program in programs]
     before = [counts[0], *counts]
     return [

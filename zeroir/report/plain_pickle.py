@@ -1,7 +1,7 @@
 """Plain data as a pickle, for the viewers of PyTorch that read no other format.
 
-The pickles that this module writes hold only the types below, so that a reader loads no class and runs no code.
-Protocol 4 is the newest that the memory viewer reads.
+The pickles that this module writes contain only the types below, so a reader loads no class and runs no code. Protocol
+4 is the newest that the memory viewer reads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Plain = None | bool | int | float | str | Sequence["Plain"] | Mapping[str, "Plai
 
 
 def dumps(value: Plain) -> bytes:
-    """The pickle of plain data: None, booleans, numbers, strings, lists (from sequences) and dicts (from mappings)."""
+    """Pickle plain data: None, booleans, numbers, strings, lists (from sequences) and dicts (from mappings)."""
     return pickle.dumps(_plain(value), protocol=PROTOCOL)
 
 

@@ -39,7 +39,7 @@ _DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
 def render_text(summary: Summary, program: Program) -> str:
-    """The summary and the schedule without colour and without folded lines."""
+    """Return the summary and the schedule as text without colours or wrapped lines."""
     sink = StringIO()
     console = Console(file=sink, width=UNBOUNDED_WIDTH, no_color=True, highlight=False)
     console.print(Group(render_summary(summary), render_schedule(program)))
@@ -47,7 +47,7 @@ def render_text(summary: Summary, program: Program) -> str:
 
 
 def render_summary(summary: Summary) -> RenderableType:
-    """The options, the memory and the communication of the program."""
+    """Render the options, the memory and the communication of the program."""
     mesh = " ".join(f"{name}={size}" for name, size in summary["mesh"].items())
     units = summary["units"]
     states = summary["model_state_bytes_per_rank"]
@@ -128,7 +128,7 @@ def render_schedule(
     unit: str | None = None,
     is_unfolded: bool = False,
 ) -> RenderableType:
-    """One table for each section; equal blocks are folded unless ``is_unfolded``."""
+    """Render one table for each section; equal blocks are folded unless ``is_unfolded``."""
     tables = (
         _table(program, shown, unit, is_unfolded)
         for shown in program.sections
@@ -157,7 +157,7 @@ def _table(program: Program, section: Section, unit: str | None, is_unfolded: bo
 
 
 def _folded(item: Fold) -> tuple[str, str, str, str, str]:
-    """Line, stream, op, unit and what."""
+    """Return the cells of a fold: line, stream, op, unit and what."""
     units = " … ".join(dict.fromkeys([*item.units[:1], *item.units[-1:]]))
     return "⋮", "", counted(item.period, "op"), units, f"the same, {item.repeats} more times"
 
@@ -171,7 +171,7 @@ def _size(row: Row) -> str:
 def schedule_json(
     program: Program, *, section: str | None, unit: str | None
 ) -> dict[str, list[dict[str, object]]]:
-    """The unfolded rows of each section."""
+    """Return the unfolded rows of each section."""
     return {
         shown.name: [asdict(row) for row in schedule(program, shown, unit=unit)]
         for shown in program.sections
@@ -180,7 +180,7 @@ def schedule_json(
 
 
 def render_passes(rows: Sequence[PassRow]) -> RenderableType:
-    """The changes that each pass made: ops added and removed, bytes on the wire, the peak of the buffers."""
+    """Render the changes of each pass: ops added and removed, bytes on the wire, the peak of the buffers."""
     figures = ("pass", "ops", "on the wire", "peak buffers")
     table = columns_table(*figures, "what it is", "ops added and removed", figures=figures)
     table.columns[0].style = "dim"
@@ -205,19 +205,19 @@ def render_passes(rows: Sequence[PassRow]) -> RenderableType:
 
 
 def _changed(count: int, before: int | None) -> Text:
-    """Bytes: green where they are fewer than before, red where more, dim where equal."""
+    """Render bytes: green if fewer than before, red if more, dim if equal."""
     if before is None or count == before:
         return Text(format_bytes(count), style="" if before is None else "dim")
     return Text(format_bytes(count), style="green" if count < before else "red")
 
 
 def render_report(report: Report) -> RenderableType:
-    """Every law with its verdict, and the findings in full."""
+    """Render every law with its verdict, and the findings in full."""
     table = columns_table("law", "rules out", "verdict")
     broken = {finding.code for finding in report.findings}
     for code, verdict in report.laws.items():
         style = "green" if verdict == PROVED else "red"
-        # The findings follow below the table.
+        # The findings are below the table.
         shown = "broken" if code in broken else verdict
         table.add_row(code, CODES[code].title, Text(shown, style=style))
     findings = [Text(f"\n{finding.render()}") for finding in report.findings]
@@ -225,7 +225,7 @@ def render_report(report: Report) -> RenderableType:
 
 
 def report_json(report: Report) -> dict[str, object]:
-    """The laws and the findings."""
+    """Return the laws and the findings as plain data."""
     return {
         "is_valid": report.is_valid,
         "laws": dict(report.laws),
@@ -245,7 +245,7 @@ def _finding_json(finding: Finding) -> dict[str, object]:
 
 
 def render_laws() -> RenderableType:
-    """Every code with the title of its law."""
+    """Render every code with the title of its law."""
     table = Table.grid(padding=(0, 2))
     for code, law in CODES.items():
         table.add_row(code, law.title)
@@ -253,11 +253,11 @@ def render_laws() -> RenderableType:
 
 
 def law_json(code: str) -> dict[str, str]:
-    """The code, title and remedy of a law."""
+    """Return the code, title and remedy of a law."""
     law = CODES[code]
     return {"code": code, "title": law.title, "remedy": law.remedy}
 
 
 def render_diff(text: str) -> RenderableType:
-    """A unified diff with coloured lines."""
+    """Render a unified diff with coloured lines."""
     return Group(*(Text(line, style=_DIFF_STYLES.get(line[:1], "")) for line in text.splitlines()))

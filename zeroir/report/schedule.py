@@ -1,8 +1,8 @@
 """The communication schedule as rows for a reader: without bookkeeping, with equal blocks folded.
 
 ``schedule`` lists segments, collectives, releases of gathered parameters, the update and transfers; only the text of
-the program has allocations, waits and fills. ``fold`` replaces runs of rows that differ only in the numbers of names
-(``blocks.1`` … ``blocks.30``) by their first instance and a count.
+the program has allocations, waits and fills. ``fold`` replaces sequences of rows that differ only in the numbers of
+names (``blocks.1`` … ``blocks.30``) by their first instance and a count.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fold:
-    """``repeats`` more instances of the preceding ``period`` rows; ``units`` are those of its computes, else of all."""
+    """``repeats`` more instances of the preceding ``period`` rows.
+
+    ``units`` are those of its computes, or of all ops.
+    """
 
     repeats: int
     period: int
@@ -54,7 +57,7 @@ class Fold:
 
 
 def schedule(program: Program, section: Section, *, unit: str | None = None) -> list[Row]:
-    """The rows of a section, of one unit or of all."""
+    """Return the rows of a section, of one unit or of all."""
     owners = buffer_owners(program)
     rows = (_row(program, owners, line, op) for line, op in enumerate(section.body))
     return [row for row in rows if row is not None and (unit is None or unit in row.units)]
@@ -76,7 +79,7 @@ def fold(rows: Sequence[Row]) -> Iterator[Row | Fold]:
 
 
 def _longest_repetition(shapes: Sequence[tuple[object, ...]], start: int) -> tuple[int, int]:
-    """The period and the count of the repetition at ``start`` that covers the most rows; (1, 1) without one."""
+    """Return the period and the count of the repetition at ``start`` that covers the most rows; (1, 1) without one."""
     best = (1, 1)
     for period in range(1, min(_LONGEST_PERIOD, (len(shapes) - start) // _SHORTEST_FOLD) + 1):
         pattern = shapes[start : start + period]
@@ -89,14 +92,14 @@ def _longest_repetition(shapes: Sequence[tuple[object, ...]], start: int) -> tup
 
 
 def _shape(row: Row) -> tuple[object, ...]:
-    """The row without the numbers in its names; rows of equal blocks have equal shapes."""
+    """Return the row without the numbers in its names; rows of equal blocks have equal shapes."""
     units = tuple(_NUMBER.sub("#", unit) for unit in row.units)
     detail = _NAME.sub(lambda name: _NUMBER.sub("#", name[0]), row.detail)
     return (row.op, row.stream, units, detail, row.payload_bytes, row.flops)
 
 
 def buffer_owners(program: Program) -> dict[str, str]:
-    """The unit of each buffer: that of its flat, where contents or computes name one, else that of its first writer."""
+    """Return the unit of each buffer: that of its flat if contents or computes name one, or of its first writer."""
     flats, homes = program.flat_by_name, program.parameter_by_name
     owners = {
         buffer.name: flats[buffer.holds.flat].unit

@@ -30,7 +30,7 @@ class TemporaryBytes(TypedDict):
 class OutsideBytes(TypedDict):
     """Bytes outside the device on one rank: of persistent buffers by role, and of the block of temporary ones.
 
-    Snapshots are not among them: saving allocates them.
+    Snapshots are not included: saving allocates them.
     """
 
     resting: dict[str, int]
@@ -48,13 +48,12 @@ class Summary(TypedDict):
     """Facts of a scheduled program; bytes are per step (collectives) or per rank, by role (model states and peak).
 
     A step has one micro-step, or one group of ``interleaved`` micro-batches that run unit by unit. The peak is that of
-    the buffers on the device in a step, in program order and without the workspaces of segments. ``bounds`` are spelled
-    as in the program's text. ``ops`` and ``distinct_segments`` count those of training steps. ``evaluation`` has the
-    figures of one evaluation; None where the program has none. ``snapshot_bytes_per_rank`` is the memory of the host
-    that saving takes from the first save on; 0 where the program cannot save.
-    ``transfer_bytes`` are the bytes that a rank copies to and from its host and its disk in a step, by op, and
-    ``outside_bytes_per_rank`` what it keeps there, by space. ``staging_bytes_per_rank`` are the most
-    bytes that these copies have in temporary buffers at once, by space; the blocks have room for them.
+    the buffers on the device in a step, in program order and without the workspaces of segments. ``bounds`` have the
+    form of the program's text. ``ops`` and ``distinct_segments`` count those of training steps. ``evaluation`` has the
+    figures of one evaluation; None if the program has none. ``snapshot_bytes_per_rank`` is the host memory that saving
+    takes from the first save on; 0 if the program cannot save. ``transfer_bytes`` are the bytes that a rank copies to
+    and from its host and its disk in a step, by op, and ``outside_bytes_per_rank`` what it keeps there, by space.
+    ``staging_bytes_per_rank`` is the peak of the temporary buffers of these copies, by space; it is part of the blocks.
     """
 
     stage: int
@@ -144,7 +143,7 @@ def _temporary(placed: Placement | None) -> TemporaryBytes:
 
 
 def counted_step(summary: Summary) -> str:
-    """The step of whose traffic a summary speaks: ``step``, ``step of one micro-step``, ``step of 4 micro-batches``."""
+    """Return what a summary's traffic refers to: ``step``, ``step of one micro-step``, ``step of 4 micro-batches``."""
     group = summary["interleaved"]
     if MICRO_STEP not in summary["sections"]:
         return "step" if group == 1 else f"step of {group} micro-batches"

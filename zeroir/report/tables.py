@@ -1,4 +1,4 @@
-"""The tables of a terminal: facts line by line, columns under a title, and no trailing blanks."""
+"""Terminal tables: facts line by line, columns under a title, without trailing spaces."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 UNBOUNDED_WIDTH = 10_000
-"""The width, in columns, at which nothing folds."""
+"""The width, in columns, at which nothing is wrapped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lines:
-    """A table without the trailing blanks of rich; folded to the width of the console, or not at all."""
+    """A table without rich's trailing spaces; wrapped to the width of the console, or not at all."""
 
     table: Table
     is_foldable: bool
@@ -35,7 +35,7 @@ class Lines:
 
 
 def facts_table() -> Table:
-    """A table of two columns: the name of a fact, and the fact."""
+    """Return an empty table of two columns: the name of a fact, and the fact."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
@@ -43,7 +43,7 @@ def facts_table() -> Table:
 
 
 def columns_table(*columns: str, figures: Collection[str] = (), title: str = "") -> Table:
-    """A table with these columns; those of figures are aligned to the right."""
+    """Return an empty table with these columns; those of figures are right-aligned."""
     table = Table(
         title=Text(f"\n{title}", style="bold") if title else None,
         title_justify="left",

@@ -1,8 +1,8 @@
 """A recorded or simulated step in the trace event format, which Perfetto and Chrome's tracing page read.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes the format. Each rank is a
-process, each stream a thread and each op a complete event (``X``); an arrow (``s`` to ``f``) leads from the op that
-signals an event to each wait for it.
+process, each stream a thread and each op a complete event (``X``); an arrow (``s`` to ``f``) connects the op that
+signals an event with each wait for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Event = Mapping[str, object]
 
 
 def simulated_trace(program: Program, simulation: Simulation) -> dict[str, object]:
-    """The trace of a simulated step: a process for each class of ranks, named after its first rank."""
+    """Return the trace of a simulated step: a process for each class of ranks, named after its first rank."""
     classes = simulation.classes
     trace = chrome_trace(
         program,
@@ -47,9 +47,9 @@ def chrome_trace(
     step: int,
     names: Sequence[str] | None = None,
 ) -> dict[str, object]:
-    """The trace of one step as a JSON document; ``ranks`` are the spans of each rank, on one clock.
+    """Return the trace of one step as a JSON document; ``ranks`` are the spans of each rank, on one clock.
 
-    ``names`` are the names of the processes, ``rank 0``, ``rank 1`` and so on unless given.
+    ``names`` are the names of the processes; the default is ``rank 0``, ``rank 1`` and so on.
     """
     op_labels = labels(program)
     events: list[Event] = []
@@ -64,7 +64,7 @@ def chrome_trace(
 
 
 def _identity(program: Program) -> dict[str, str]:
-    """The fingerprint of the model, and the digest by which a reader of the trace knows the program."""
+    """Return the fingerprint of the model, and the digest that identifies the program."""
     return {"fingerprint": program.fingerprint, "program": program_digest(program)}
 
 
@@ -78,7 +78,7 @@ def _headings(program: Program, rank: int, name: str) -> Iterator[Event]:
 
 
 def _threads(program: Program) -> dict[str, int]:
-    """The number of each stream that the program uses, in the order of declaration; the host is first."""
+    """Number the streams that the program uses in the order of declaration, with the host first."""
     used = {effects(op).stream for op in program.ops()}
     streams = [HOST, *(stream.name for stream in program.streams)]
     return {stream: thread for thread, stream in enumerate(streams) if stream in used}
@@ -114,7 +114,7 @@ def _events(
 
 
 def _facts(program: Program, op: ops.Op) -> Event:
-    """The details of an op beside its name."""
+    """Return the details of an op besides its name."""
     match op:
         case ops.Compute():
             return {"segment": op.segment, "unit": op.unit}

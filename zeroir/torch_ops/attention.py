@@ -1,15 +1,15 @@
 """Scaled dot-product attention as one operator pair whose types are the same on every device.
 
 torch has a different operator for every device and kernel, and a graph traced on one device does not run on another.
-This one chooses the kernel when it runs: the CPU's flash kernel, CUDA's flash or memory-efficient kernels, or plain
-matrix products. All kernels yield the same pair, the output and the natural logarithm of the softmax's denominator, so
+This one selects the kernel when it runs: the CPU's flash kernel, CUDA's flash or memory-efficient kernels, or plain
+matrix products. All kernels return the same pair, the output and the natural logarithm of the softmax's denominator, so
 the backward may use another kernel than the forward.
 
 Tensors: q ``(batch, heads, length, dim)``, k and v ``(batch, kv_heads, kv_length, dim)`` with heads a multiple of
 kv_heads (grouped-query attention), mask broadcastable to ``(batch, heads, length, kv_length)``: bool (True attends) or
-added to the scores. Outputs and gradients of q, k, v are laid out in memory as (batch, length, heads, dim), as the
-fused kernels write them; the logarithm is f32 (f64 for f64 inputs), laid out as (batch, length, heads). Where a mask
-excludes every key of a row, the output is 0.
+added to the scores. Outputs and gradients of q, k, v have the memory layout (batch, length, heads, dim), as the fused
+kernels write them; the logarithm is f32 (f64 for f64 inputs) with the layout (batch, length, heads). If a mask excludes
+every key of a row, the output is 0.
 
 The calls of CUDA's kernels follow the sources and shape functions of torch 2.11 to 2.13; none has been measured yet.
 """
@@ -39,7 +39,11 @@ _LSE_ROW = 32 if torch.version.hip is None else 1
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention without dropout: the output, shaped as q with v's dim, and the logsumexp of the scaled scores."""
+    """Compute attention without dropout.
+
+    Returns:
+        the output, shaped like q with v's dim, and the logsumexp of the scaled scores.
+    """
     q, k, v, bias = _prepare(q, k, v, mask)
     match _kernel(q, k, v, bias, is_causal):
         case SDPBackend.FLASH_ATTENTION if q.device.type == "cpu":
@@ -72,7 +76,7 @@ def attend_backward(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v from that of the output."""
+    """Compute the gradients of q, k and v from that of the output."""
     kv_heads = k.shape[1]
     q, k, v, bias = _prepare(q, k, v, mask)
     match _kernel(q, k, v, bias, is_causal):
@@ -138,14 +142,14 @@ differentiate(
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """q, k and v with dense last dimensions, and the mask as a bias that is added to the scores."""
+    """Make the last dimensions of q, k and v dense, and convert the mask to a bias that is added to the scores."""
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
     return _packed(q), _packed(k), _packed(v), mask
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool) -> SDPBackend:
-    """The best kernel of the device for these shapes; it is the same in the forward and in the backward."""
+    """Select the best kernel of the device for these shapes, the same in the forward and in the backward."""
     is_grouped = q.shape[1] != k.shape[1]
     if q.device.type == "cpu":
         return SDPBackend(
@@ -165,7 +169,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: boo
 
 
 def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values with a head for every head of q, for kernels without grouped-query attention."""
+    """Repeat keys and values for every head of q, for kernels without grouped-query attention."""
     groups = q.shape[1] // k.shape[1]
     if groups == 1:
         return k, v
@@ -177,12 +181,12 @@ def _packed(x: Tensor) -> Tensor:
 
 
 def _by_length(x: Tensor) -> Tensor:
-    """The same tensor, laid out in memory as (batch, length, heads, ...)."""
+    """Return the tensor with the memory layout (batch, length, heads, ...)."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The expanded mask with rows aligned to 16 elements, as the memory-efficient kernel requires."""
+    """Return the expanded mask with rows aligned to 16 elements, as the memory-efficient kernel requires."""
     if bias is None:
         return None
     length = k.shape[2]
@@ -195,7 +199,7 @@ def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _sum_groups(grad: Tensor, kv_heads: int) -> Tensor:
-    """The backward of ``_repeated``: sum the heads of a gradient that share a key-value head."""
+    """Sum the heads of a gradient that share a key-value head, the backward of ``_repeated``."""
     batch, heads, length, dim = grad.shape
     if heads == kv_heads:
         return grad
@@ -218,8 +222,8 @@ def _math_forward(
 ) -> tuple[Tensor, Tensor]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores, _ = _scores(q.to(wide), k.to(wide), bias, is_causal, scale)
-    # A row that attends to no key has the logarithm 0, as the CPU's flash kernel writes it: its backward subtracts the
-    # logarithm from -inf.
+    # A row that attends to no key has the logarithm 0, which is what the CPU's flash kernel writes: its backward
+    # subtracts the logarithm from -inf.
     logarithms = scores.logsumexp(3).masked_fill(_excluded(scores).squeeze(3), 0.0)
     return (_weights(scores) @ v.to(wide)).to(q.dtype), logarithms
 
@@ -248,14 +252,14 @@ def _math_backward(
 
 
 def _weights(scores: Tensor) -> Tensor:
-    """The softmax; the weights of a row whose mask excludes every key are zero.
+    """Return the softmax, with weights of zero in a row whose mask excludes every key.
 
-    The logarithm of a row's sum would lose the sum itself where scores are large: beside the smallest finite number, by
-    which many masks exclude a key, it rounds to that number.
+    Computing it from the logarithm of a row's sum would be inexact if scores are large: added to the smallest finite
+    number, with which many masks exclude a key, the logarithm is rounded away.
     """
     return scores.softmax(3).masked_fill(_excluded(scores), 0.0)
 
 
 def _excluded(scores: Tensor) -> Tensor:
-    """Whether the mask of a row excludes every key; one number for each row."""
+    """Return for each row whether its mask excludes every key."""
     return (scores == -math.inf).all(3, keepdim=True)

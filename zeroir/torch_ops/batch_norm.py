@@ -28,10 +28,13 @@ def normalise(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The normalised x, the mean and inverse deviation of this batch, and the new running mean and variance.
+    """Normalise x.
 
     Without ``training`` x is normalised by the running statistics, and the batch's statistics are empty. Without
     running statistics the new running statistics are empty.
+
+    Returns:
+        the normalised x, the mean and inverse deviation of this batch, and the new running mean and variance.
     """
     if running_mean is None or running_var is None:
         mean, var = x.new_empty(0), x.new_empty(0)
@@ -59,7 +62,7 @@ def normalise_backward(
     training: bool,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, weight and bias; the running statistics are read only without ``training``."""
+    """Compute the gradients of x, weight and bias; the running statistics are read only without ``training``."""
     has_weight = weight is not None
     grad_x, grad_weight, grad_bias = aten.native_batch_norm_backward(
         grad, x, weight, running_mean, running_var, batch_mean, batch_invstd, training, eps,

@@ -1,8 +1,8 @@
 """Batches: nested containers of tensors and constants, by path.
 
-A tensor or constant has a path: positions, keys and names of fields, joined by dots, as ``0``, ``labels`` or
-``images.0``. The path of a batch that is one tensor is ``0``. The compiler and the runtime both use these functions, so
-that a path means the same to both.
+The path of a tensor or constant consists of positions, keys and names of fields, joined by dots, such as ``0``,
+``labels`` or ``images.0``. The path of a batch that is one tensor is ``0``. The compiler and the runtime both use these
+functions, so that a path means the same to both.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class BatchLeaves:
 
 
 def flatten(batch: Batch, name: str = "the batch") -> BatchLeaves:
-    """The tensors and constants of a batch. ``name`` is that of the batch in messages.
+    """Collect the tensors and constants of a batch. ``name`` is that of the batch in messages.
 
     Raises:
-        BatchError: where something in it is neither a dense tensor with values nor a constant, or two paths are equal.
+        BatchError: if it contains anything but dense tensors with values and constants, or two paths are equal.
     """
     leaves = BatchLeaves()
     if isinstance(batch, Tensor):
@@ -53,16 +53,16 @@ def flatten(batch: Batch, name: str = "the batch") -> BatchLeaves:
 
 
 def with_tensors(batch: T, replace: Callable[[Tensor], Tensor]) -> T:
-    """A batch of the same types and constants, with each tensor replaced; it calls in the order of ``flatten``.
+    """Rebuild a batch with each tensor replaced, calling ``replace`` in the order of ``flatten``.
 
     Raises:
-        TypeError: where an object of the batch cannot be copied.
+        TypeError: if an object of the batch cannot be copied.
     """
     return cast("T", _rebuilt(batch, replace))
 
 
 def undense_kind(tensor: Tensor) -> str | None:
-    """The reason in words why no dense values can be copied from a tensor; None where they can."""
+    """Return in words why no dense values can be copied from a tensor; None if they can."""
     if tensor.is_nested:
         return "a nested tensor"
     if tensor.is_meta:
@@ -75,7 +75,7 @@ def undense_kind(tensor: Tensor) -> str | None:
 
 
 def is_same_constant(a: Constant, b: Constant) -> bool:
-    """Whether two constants mean the same to a program: True is not 1, -0.0 is not 0.0, and NaN is NaN."""
+    """Return whether two constants are equal to a program: True is not 1, -0.0 is not 0.0, and NaN is NaN."""
     return type(a) is type(b) and repr(a) == repr(b)
 
 
@@ -112,7 +112,7 @@ def _collect(value: object, path: str, leaves: BatchLeaves, name: str) -> None:
 
 
 def _remedy(value: object) -> str:
-    """How a value that is common in data sets becomes a part of a batch."""
+    """Return how to convert a value that is common in data sets to a part of a batch."""
     match value:
         case np.ndarray() | np.generic():
             return "; make it a tensor with torch.as_tensor"
@@ -122,7 +122,7 @@ def _remedy(value: object) -> str:
             return ""
 
 
-# Tuples of types: a union would be made anew for each value, and the abstract Mapping is asked last.
+# Tuples of types: a union would be created for each value, and the abstract Mapping is checked last.
 _LEAVES = (Tensor, str)
 _CONSTANTS = (bool, int, float, str)
 _MAPPINGS = (dict, Mapping)
@@ -130,7 +130,7 @@ _SEQUENCES = (list, tuple)
 
 
 def _children(value: object) -> list[tuple[str, object]] | None:
-    """The items of a container by their keys; None where it is a leaf."""
+    """Return the items of a container with their keys; None if it is a leaf."""
     if isinstance(value, _LEAVES):
         return None
     if isinstance(value, _MAPPINGS):
@@ -144,7 +144,7 @@ def _children(value: object) -> list[tuple[str, object]] | None:
 
 
 def _constant(value: bool | int | float | str | None) -> Constant:
-    """A constant of Python's own type: an enumeration's member is the number or text that it is."""
+    """Convert a constant to Python's own type: a member of an enumeration to its number or string."""
     match value:
         case None | bool():
             return value
@@ -164,7 +164,7 @@ def _rebuilt(value: object, replace: Callable[[Tensor], Tensor]) -> object:
         if not isinstance(value, MutableMapping):
             make: Callable[[object], object] = type(value)
             return make(items)
-        # A copy, because the type may have more than items, as Hugging Face's BatchEncoding has.
+        # A copy, because the type may have more than items, like Hugging Face's BatchEncoding.
         mapping = copy.copy(value)
         for key, item in items.items():
             mapping[key] = item
@@ -178,7 +178,7 @@ def _rebuilt(value: object, replace: Callable[[Tensor], Tensor]) -> object:
         make_tuple: Callable[[object], object] = getattr(value, "_make", type(value))
         return make_tuple(parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # Not by its constructor, which may want other arguments or compute other fields.
+        # Not by its constructor, which may require other arguments or compute other fields.
         twin = copy.copy(value)
         for name, item in _children(value) or ():
             object.__setattr__(twin, name, _rebuilt(item, replace))

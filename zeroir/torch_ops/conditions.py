@@ -1,4 +1,4 @@
-"""The conditions under which a model is traced, and under which eager PyTorch must run to compute the same."""
+"""The conditions under which a model is traced, and eager PyTorch must run to compute the same results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 def tracing_conditions(
     checkpointing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Iterator[None]:
-    """Make a model take the branches that it takes while it is traced.
+    """Make a model take the same branches as when it is traced.
 
     * ``torch.compiler.is_compiling()`` is True: models check it before they read the values of tensors, and then use
       equivalent code that rounds differently. ``is_exporting()`` stays False: shapes are fixed, so attention may be

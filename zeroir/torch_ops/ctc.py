@@ -1,10 +1,10 @@
 """The CTC loss as one operator pair whose result types do not depend on the values of the lengths.
 
-Torch's operator sizes the tensor that it saves for the backward by the longest target, so it reads the lengths while a
-model is traced. This one sizes it by the longest possible target, and calls torch's kernels.
+The size of the tensor that torch's operator saves for the backward depends on the longest target, so it reads the
+lengths while a model is traced. This one uses the longest possible target, and calls torch's kernels.
 
-Tensors: log probabilities ``(steps, batch, classes)``; targets ``(batch, longest)``, or all one after another; lengths
-i64 ``(batch,)``.
+Tensors: log probabilities ``(steps, batch, classes)``; targets ``(batch, longest)``, or concatenated; lengths i64
+``(batch,)``.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def ctc(
     blank: int,
     zero_infinity: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each sequence (batch,), and the saved tensor alpha (batch, steps, 2 × longest + 1).
+    """Compute the loss of each sequence (batch,), and the saved tensor alpha (batch, steps, 2 × longest + 1).
 
-    Torch leaves alpha undefined behind the end of a sequence and of its target. Here it is minus infinity, so that
-    equal inputs save equal tensors.
+    Torch leaves alpha undefined after the end of a sequence and of its target. Here it is minus infinity, so that equal
+    inputs save equal tensors.
     """
     loss, alpha = aten._ctc_loss.Tensor(
         log_probs, targets, input_lengths, target_lengths, blank, zero_infinity
@@ -54,7 +54,7 @@ def ctc_backward(
     blank: int,
     zero_infinity: bool,
 ) -> Tensor:
-    """The gradient of the log probabilities, in their layout."""
+    """Compute the gradient of the log probabilities, in their layout."""
     longest = int(target_lengths.max()) if target_lengths.numel() else 0
     gradient: Tensor = aten._ctc_loss_backward.Tensor(
         grad,
@@ -101,7 +101,7 @@ def reduced_ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """``torch.nn.functional.ctc_loss`` by zeroir's operator; the arguments are the same."""
+    """Compute ``torch.nn.functional.ctc_loss`` with zeroir's operator; the arguments are the same."""
     is_batched = log_probs.dim() == 3
     steps, lengths = _lengths(input_lengths, log_probs), _lengths(target_lengths, log_probs)
     if not is_batched:

@@ -1,8 +1,8 @@
 """Define operators in torch's dispatcher without importing torch's compiler.
 
 ``torch.library.custom_op`` wraps each kernel so that the compiler does not trace into it, and the first call imports
-the compiler: that takes seconds in every process that trains, although it compiles nothing. This module defines the
-same operators by the functions that ``custom_op`` calls.
+the compiler. That takes seconds in every training process, although it compiles nothing. This module defines the same
+operators with the functions that ``custom_op`` calls.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def define(
 
 
 def fake(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Register a function as an operator's fake kernel: tracing calls it for the types of the results."""
+    """Register a function as an operator's fake kernel, which tracing calls for the types of the results."""
 
     def register(function: Callable[P, T]) -> Callable[P, T]:
         torch.library.register_fake(name, function)
@@ -61,7 +61,7 @@ def differentiate(
 ) -> None:
     """Register the backward of an operator of which only the first result has a gradient.
 
-    ``saved`` chooses from the arguments and the results what ``backward`` takes after the gradient of the first
+    ``saved`` selects from the arguments and the results what is passed to ``backward`` after the gradient of the first
     result. ``backward`` returns the gradients of the first arguments; the others have none.
     """
 

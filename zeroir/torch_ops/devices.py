@@ -1,4 +1,4 @@
-"""Ignore the devices that a model names: the device of a program is chosen when it runs.
+"""Ignore the devices that a model names: the device of a program is selected when it runs.
 
 Models call ``.cuda()`` and ``.to("cuda:0")`` and pass ``device="cuda"``. Under the mode ``OneDevice`` a move to another
 device leaves a tensor on its device, and a tensor made on an accelerator is made on the default device. A tensor made
@@ -34,13 +34,13 @@ class OneDevice(TorchFunctionMode):
 
 @contextmanager
 def one_device() -> Iterator[None]:
-    """Run the user's code without the devices that it names, a default device among them."""
+    """Run the user's code, ignoring the devices that it names or sets as default."""
     with OneDevice(), mock.patch.object(torch, "set_default_device", _ignore):
         yield
 
 
 def on_one_device(func: Callable[..., object]) -> Callable[..., object]:
-    """A torch function that leaves tensors on their device and makes new ones on the default device."""
+    """Return a torch function that leaves tensors on their device and makes new ones on the default device."""
     if func in _MOVES:
         return _stay
     if func is Tensor.to:
@@ -63,7 +63,7 @@ def _stay(tensor: Tensor, *_: object, **__: object) -> Tensor:
 
 
 def _convert(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
-    """``Tensor.to`` without the device, unless that is the meta device."""
+    """Call ``Tensor.to`` without the device, unless that is the meta device."""
     if args and not isinstance(args[0], Tensor | torch.dtype):
         names = ("device", "dtype", "non_blocking", "copy")
         args, kwargs = (), {**kwargs, **dict(zip(names, args, strict=False))}

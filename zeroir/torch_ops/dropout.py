@@ -1,7 +1,7 @@
-"""Dropout whose mask is a function of a seed and an element's position, with the same bits on every device.
+"""Dropout whose mask is a function of a seed and an element's position, bitwise equal on every device.
 
-torch's generators differ between devices and keep hidden state. Here element ``i`` is kept where a 24-bit hash of
-(seed, i) is at least p × 2^24; the seed is an operand.
+torch's generators differ between devices and have hidden state. Here element ``i`` is kept if a 24-bit hash of (seed,
+i) is at least p × 2^24; the seed is an operand.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
 def drop(x: Tensor, p: float, seed: Tensor) -> tuple[Tensor, Tensor]:
-    """Zero each element of x with probability p, scale the rest by 1 / (1 − p).
+    """Zero each element of x with probability p, and scale the rest by 1 / (1 − p).
 
-    ``seed`` is i64[1], on the host or on x's device. Returns the result, of x's type, and the bool mask, True
-    where an element was kept.
+    ``seed`` is i64[1], on the host or on x's device.
+
+    Returns:
+        the result, of x's type, and the bool mask, True where an element was kept.
     """
     # A seed on the host is read at launch, so no device has to wait for it.
     return drop_with(x, p, int(seed) if seed.device.type == "cpu" else seed)
 
 
 def drop_with(x: Tensor, p: float, seed: Tensor | int) -> tuple[Tensor, Tensor]:
-    """``dropout`` in plain operators, which a compiler can trace; a seed that is a tensor is on x's device."""
+    """Compute ``dropout`` with plain operators that a compiler can trace; a tensor seed is on x's device."""
     mask = (hashed(x.numel(), seed, x.device) >= round(p * 2**_BITS)).view(x.shape)
     # In the layout of x, so that the types do not depend on the device.
     return torch.empty_like(x).copy_(x * mask * _scale(p)), torch.empty_like(
@@ -55,7 +57,7 @@ def _scale(p: float) -> float:
 
 
 def hashed(numel: int, seed: Tensor | int, device: torch.device) -> Tensor:
-    """Uniform integers in [0, 2^24), one per position: SplitMix64 (Steele, Lea and Flood, 2014) at (seed, i)."""
+    """Return one integer in [0, 2^24) per position: SplitMix64 (Steele, Lea and Flood, 2014) at (seed, i)."""
     z = torch.arange(1, numel + 1, dtype=torch.int64, device=device)
     z = z.mul_(_signed(_WEYL)).add_(seed)
     for shift, factor in _MIX:
@@ -65,7 +67,7 @@ def hashed(numel: int, seed: Tensor | int, device: torch.device) -> Tensor:
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
-    """A logical shift to the right; torch's is arithmetic."""
+    """Shift logically to the right; torch's shift is arithmetic."""
     return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 

@@ -1,8 +1,8 @@
 """The workspaces of foreign operators, as their authors declare them.
 
-The memory model knows what torch's operators take beside their arguments and results. Of an operator that a library or
-the model registers, its author knows it, and says so where the operator is registered, as with fake kernels, autograd
-formulas and ``torch.utils.flop_counter.register_flop_formula``.
+The memory model knows what torch's operators allocate in addition to their arguments and results. For an operator of a
+library or the model, its author declares this where the operator is registered, as with fake kernels, autograd formulas
+and ``torch.utils.flop_counter.register_flop_formula``.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ ForeignOperator = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket | Cu
 """An operator by its name ``namespace::name``, or ``namespace::name.overload``, or as torch returns it."""
 
 Formula = Callable[..., int]
-"""From the arguments of a call to bytes. Tensors are fake ones: they have a shape and a dtype, but no values."""
+"""Maps the arguments of a call to bytes. Tensors are fake ones: they have a shape and a dtype, but no values."""
 
 _FORMULAS: Final[dict[str, Formula]] = {}
-"""By the name that nodes have. Like torch's registries of operators, this one belongs to the process."""
+"""The formulas by the operator names of nodes. Like torch's registries of operators, this one is global."""
 
 
 def register_workspace(op: ForeignOperator, formula: Formula) -> None:
     """Declare the workspace of an operator that a library or the model registers.
 
-    ``formula`` gets the arguments of a call, those with defaults included, and returns the most bytes that the call
-    holds at once beside its arguments, less those of its results, on any device. A compilation calls it with fake
-    tensors for each call of the model, and the program keeps the figures. Predicted memory is exact where they are.
-    Before training, the self-check refuses an operator that takes more. A second formula replaces the first.
+    ``formula`` is called with the arguments of a call, including defaults, and returns the most bytes that the call
+    allocates at once in addition to its arguments, less those of its results, on any device. A compilation calls it
+    with fake tensors for each call of the model, and the program stores the results. Predicted memory is as exact as
+    they are. Before training, the self-check refuses an operator that takes more. A second formula replaces the first.
 
     Raises:
-        UserError: if the operator is not registered, or is one of torch or zeroir, or the formula is no function.
+        UserError: if the operator is not registered, or is one of torch or zeroir, or the formula is not a function.
     """
     overload = str(resolved(op))
     if not callable(formula):
@@ -48,7 +48,7 @@ def register_workspace(op: ForeignOperator, formula: Formula) -> None:
 
 
 def resolved(op: ForeignOperator) -> torch._ops.OpOverload:
-    """The overload that is meant.
+    """Return the overload of an operator.
 
     Raises:
         UserError: if the operator is not registered, or is one of torch or zeroir.
@@ -78,10 +78,10 @@ def resolved(op: ForeignOperator) -> torch._ops.OpOverload:
 def declared_workspace_bytes(
     op: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> int | None:
-    """The declared workspace of a call; None where nothing is declared. ``args`` and ``kwargs`` hold fake tensors.
+    """Return the declared workspace of a call; None if there is none. ``args`` and ``kwargs`` have fake tensors.
 
     Raises:
-        UserError: if the formula fails, or returns no number of bytes. The sentence begins with the operator.
+        UserError: if the formula fails, or does not return a number of bytes. The sentence begins with the operator.
     """
     formula = _FORMULAS.get(str(op))
     if formula is None:

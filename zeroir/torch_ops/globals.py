@@ -22,8 +22,8 @@ _FILLS = "fill_uninitialized_memory"
 def torch_globals_kept() -> Iterator[None]:
     """Restore torch's global settings at the end, also after an exception.
 
-    They are the grad mode, the states of the generators (of GPUs where CUDA is in use), the default dtype and device,
-    the deterministic flags, autocast, anomaly detection, the number of threads, the precision of FP32 products, and the
+    They are the grad mode, the states of the generators (of GPUs if CUDA is in use), the default dtype and device, the
+    deterministic flags, autocast, anomaly detection, the number of threads, the precision of FP32 products, and the
     switches of the backends.
     """
     restores = [
@@ -56,7 +56,7 @@ def _generators() -> list[_Restore]:
 
 
 def _set_default_device(device: torch.device) -> None:
-    # A default device, once set, slows down every later call of a torch function, so CPU is restored as unset.
+    # A default device slows down every later call of a torch function, so CPU is restored as unset.
     torch.set_default_device(None if device.type == "cpu" else device)
 
 
@@ -90,7 +90,7 @@ def _anomaly_detection() -> _Restore:
 
 
 def _precisions() -> list[_Restore]:
-    """The precision of FP32 products: torch has two interfaces to it, and may refuse to read by the older one."""
+    """Save the precision of FP32 products, for which torch has two interfaces and may refuse reads by the older one."""
     # The modules' classes have properties of these names, which mypy does not know.
     mkldnn: object = torch.backends.mkldnn
     cudnn: object = torch.backends.cudnn
@@ -106,9 +106,9 @@ def _precisions() -> list[_Restore]:
 
 
 def _setting(read: Callable[[], T], write: Callable[[T], object]) -> _Restore:
-    """Restore a setting if it has changed, unless torch refuses to read it now.
+    """Save a setting, to be restored if it has changed, unless torch refuses to read it now.
 
-    An unchanged setting is not written, because torch refuses to set some flags after it froze them.
+    An unchanged setting is not written, because torch refuses to set some flags once they are frozen.
     """
     try:
         saved = read()

@@ -1,6 +1,6 @@
 """Products of groups of rows or columns in any dtype, as mixtures of experts compute them.
 
-``torch._grouped_mm`` computes them eagerly in FP32, BF16 and FP16, but torch traces it in BF16 only. This is the same
+``torch._grouped_mm`` computes them eagerly in FP32, BF16 and FP16, but can be traced in BF16 only. This is the same
 product for the other dtypes, with a backward of the same products.
 """
 
@@ -13,11 +13,11 @@ from zeroir.torch_ops.define import Saved, define, differentiate, fake
 
 
 def _grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """The product of each group, where ``ends`` (i32[groups]) tells where each group of rows or columns ends.
+    """Compute the product of each group; ``ends`` (i32[groups]) are the ends of the groups of rows or columns.
 
-    With ``x[rows, k]`` and ``weight[groups, k, n]`` the groups are of rows, and the result is ``[rows, n]``; with
-    ``x[groups, m, k]`` and ``weight[k, columns]`` they are of columns, ``[m, columns]``; and with ``x[m, rows]`` and
-    ``weight[rows, n]`` of the rows that are summed, ``[groups, m, n]``.
+    With ``x[rows, k]`` and ``weight[groups, k, n]`` rows are grouped, and the result is ``[rows, n]``; with ``x[groups,
+    m, k]`` and ``weight[k, columns]`` columns are grouped, ``[m, columns]``; and with ``x[m, rows]`` and ``weight[rows,
+    n]`` the rows that are summed, ``[groups, m, n]``.
     """
     return torch._grouped_mm(x, weight, offs=ends)
 

@@ -1,9 +1,9 @@
-"""Strides of dimensions of size 1, on which no element depends, but the results of some of torch's kernels.
+"""Canonical strides of dimensions of size 1, which affect the results of some of torch's kernels.
 
-Convolutions and norms choose among kernels by whether a tensor lies in memory by channels, and the kernels add in other
-orders. A tensor with one channel, or with one element in each, lies so in any case. Then the strides of its dimensions
-of size 1 decide, and these differ between eager PyTorch and the fake tensors of a trace. So such operands get the
-strides that follow from their other dimensions, and so do such results, whose gradients then have them, too.
+Convolutions and norms choose among kernels by whether a tensor is channels-last, and the kernels sum in different
+orders. A tensor with one channel, or with one element in each, fits either format. Then the strides of its dimensions
+of size 1 decide, and these differ between eager PyTorch and the fake tensors of a trace. So such operands and results
+get the strides that follow from their other dimensions, and the gradients of the results have them, too.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ LAYOUT_SENSITIVE: Final[frozenset[object]] = frozenset(
         torch.group_norm,
     }
 )
-"""Functions whose operands and results are settled; batch norm settles its own."""
+"""Functions whose operands and results get canonical strides; batch norm sets its own."""
 
 
 def called_with_settled(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> object:
-    """The result of a call, with the strides of operands and results settled where they are ambiguous."""
+    """Call a function with canonical strides of operands and results that are ambiguous."""
     operands, named = pytree.tree_map_only(Tensor, settled_operand, (tuple(args), dict(kwargs)))
     return settled_result(cast("Tensor", function(*operands, **named)))
 
 
 def settled_operand(x: Tensor) -> Tensor:
-    """The tensor, with other strides where its own are ambiguous."""
+    """Return the tensor with canonical strides if its own are ambiguous."""
     return _settled(x) if _is_ambiguous(x) and x.stride() != _settled_stride(x) else x
 
 
 def settled_result(x: Tensor) -> Tensor:
-    """The tensor as ``settled_operand`` has it, and where its strides are ambiguous its gradient, too."""
+    """Return the tensor with canonical strides if its own are ambiguous; its gradient has them, too."""
     return _settled(x) if _is_ambiguous(x) else x
 
 
@@ -62,7 +62,7 @@ def _settled(x: Tensor) -> Tensor:
 
 
 def _settled_stride(x: Tensor) -> tuple[int, ...]:
-    """The strides that ``_settled`` gives."""
+    """Return the canonical strides."""
     strides = list(x.stride())
     following = 1
     for dim in reversed(range(x.dim())):

@@ -1,6 +1,6 @@
 """A mode that replaces attention, dropout, batch norm, recurrence, losses and random operators by device-neutral ones.
 
-The frontend traces under it, and eager PyTorch under it computes the same bits as the traced program. Where a matrix
+The frontend traces under it, and eager PyTorch under it computes the same bits as the traced program. If a matrix
 product, a convolution or a norm mixes FP32 and 16-bit operands, as after the addition of an FP32 buffer, the FP32
 operands are rounded; in losses the 16-bit inputs are converted to FP32.
 """
@@ -109,7 +109,7 @@ _ONE_DTYPE_FUNCTIONS: frozenset[object] = frozenset(
 class NeutralOps(TorchFunctionMode):
     """Replace attention, dropout, batch norm and recurrence; compute losses of 16-bit inputs in FP32.
 
-    Devices that the model names are ignored. Each dropout and each random operator takes the next element of ``seeds``
+    Devices that the model names are ignored. Each dropout and each random operator uses the next element of ``seeds``
     (i64[sites]); ``sites`` counts them. ``around`` wraps every torch function that the model calls, so that a tracer
     can annotate its nodes.
     """
@@ -141,7 +141,7 @@ class NeutralOps(TorchFunctionMode):
         self._depth = 0
 
     def __enter__(self) -> Self:
-        """Enter the mode; it may be entered again within itself."""
+        """Enter the mode, which is reentrant."""
         if self._depth == 0:
             self._random_ops.__enter__()  # type: ignore[no-untyped-call]
         self._depth += 1
@@ -165,7 +165,7 @@ class NeutralOps(TorchFunctionMode):
         """Call ``func`` or its replacement.
 
         Raises:
-            ImpureOperatorError: where it is a foreign operator that breaks a rule.
+            ImpureOperatorError: if it is a foreign operator that breaks a rule.
         """
         call = self._wrapped(on_one_device(func))
         named_args = dict(kwargs or {})
@@ -203,7 +203,7 @@ class NeutralOps(TorchFunctionMode):
         return func if self._around is None else self._around(func)
 
     def seed(self) -> Tensor:
-        """The seed of the next dropout or random operator, i64[1]."""
+        """Return the seed of the next dropout or random operator, i64[1]."""
         if self.sites >= self.seeds.numel():
             raise IndexError(f"random numbers are drawn more often than the {self.sites} seeds")
         self.sites += 1
@@ -304,7 +304,7 @@ class NeutralOps(TorchFunctionMode):
 def _grouped_mm(
     original: Function, x: Tensor, weight: Tensor, *, offs: Tensor | None = None, **others: object
 ) -> object:
-    """The product of groups in any dtype; what it cannot do is left to torch."""
+    """Compute the product of groups in any dtype; unsupported cases are left to torch."""
     is_plain = offs is not None and all(other is None for other in others.values())
     if offs is None or not is_plain or x.dtype is torch.bfloat16 or x.dtype != weight.dtype:
         return original(x, weight, offs=offs, **others)
@@ -314,7 +314,7 @@ def _grouped_mm(
 def _with_one_dtype(
     func: Function, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """The arguments, with FP32 tensors rounded to the 16-bit dtype of the others, if there is one."""
+    """Round the FP32 tensors among the arguments to the 16-bit dtype of the others, if there is one."""
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     dtypes = {x.dtype for x in tensors}
     if torch.float64 in dtypes and len({x for x in dtypes if x.is_floating_point}) > 1:
@@ -344,7 +344,7 @@ def _never(_: object) -> bool:
 def neutral_ops(seeds: Tensor) -> Iterator[NeutralOps]:
     """Run eager PyTorch with the operators of traced programs; ``seeds`` is i64[sites], one per random operator.
 
-    The seeds are taken in call order from the first on, so enter this once per forward.
+    The seeds are used in call order, starting with the first, so enter this once per forward.
     """
     with tracing_conditions(), NeutralOps(seeds) as mode:
         yield mode

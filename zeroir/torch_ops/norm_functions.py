@@ -1,6 +1,6 @@
 """Functions of torch that normalise by statistics of the batch, computed by zeroir's batch norm.
 
-torch's own operators keep these statistics in 16 bits on a CPU and in FP32 on a GPU.
+torch's own operators store these statistics in 16 bits on a CPU and in FP32 on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def batch_normed(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Batch norm by zeroir's operator, in FP32 for 16-bit x; the running statistics are updated in place."""
+    """Compute batch norm with zeroir's operator, in FP32 for 16-bit x; the running statistics are updated in place."""
     x = settled_operand(input)
     wide = [widened(each) for each in (x, weight, bias, running_mean, running_var)]
     result, _, _, mean, var = batch_norm(*wide, training, momentum, eps)
@@ -46,7 +46,7 @@ def instance_normed(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Instance norm as torch has it: batch norm in which every channel of every sample is a channel."""
+    """Compute instance norm as torch does: batch norm with a separate channel for every channel of every sample."""
     samples, channels, *spatial = input.shape
     if use_input_stats and math.prod(spatial) == 1:
         raise ValueError(
@@ -75,7 +75,7 @@ def instance_normed(
 
 
 def in_order_of_torch(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function with the arguments of its namesake in ``torch``, which ``torch.nn.functional`` orders otherwise."""
+    """Adapt a function to the argument order of ``torch``, which differs from that of ``torch.nn.functional``."""
 
     def call(
         input: Tensor,  # noqa: A002 - torch's name, which callers may use

@@ -1,6 +1,6 @@
-"""Operators that write their result into a given tensor, for graphs whose results have an address in advance.
+"""Operators that write their result into a given tensor, for graphs whose results have fixed addresses.
 
-A compiler that traces ``torch.mm(a, b, out=view)`` makes the product in a new tensor and copies it. These operators
+A compiler that traces ``torch.mm(a, b, out=view)`` computes the product in a new tensor and copies it. These operators
 declare that they write ``out`` and return nothing, so the product is written to the view directly. The names and
 arguments of the products are those of torch's C functions for ahead-of-time compiled code (``aoti_torch_cpu_mm_out``),
 which compiled code calls instead.
@@ -42,7 +42,7 @@ def _embedding_gradient(out: Tensor, grad: Tensor, indices: Tensor, padding_idx:
     of ``aten.embedding_dense_backward`` without scaling by frequency.
     """
     out.zero_()
-    # With 64-bit indices torch would add up the contributions to a row of 16-bit elements in FP32.
+    # With 64-bit indices torch would sum the contributions to a row of 16-bit elements in FP32.
     rows = indices.flatten().int() if out.dtype.itemsize == 2 else indices.flatten()
     out.index_add_(0, rows, grad.reshape(-1, grad.shape[-1]))
     if padding_idx >= 0:

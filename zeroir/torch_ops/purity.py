@@ -1,9 +1,9 @@
 """The rules by which an operator of torch's dispatcher may be part of a program.
 
-A segment is a pure function of dense tensors. The schema and the tags of an operator say whether it can be part of one;
-some of ATen's operators are known to do more than their schemas say. The same rules make the list of ATen's pure
-operators (``tools/list_aten_ops.py``) and judge operators that a library or the model registers, when a model is
-compiled and again before its program runs.
+A segment is a pure function of dense tensors. The schema and the tags of an operator determine whether it can be part
+of one; some of ATen's operators are known to do more than their schemas declare. The same rules generate the list of
+ATen's pure operators (``tools/list_aten_ops.py``) and check operators that a library or the model registers, when a
+model is compiled and again before its program runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zeroir.ir.segments.views import BITCAST, is_view
 
 
 class Rule(StrEnum):
-    """A rule that every operator of a segment keeps; the value is its name in messages."""
+    """A rule for the operators of segments; the value is its name in messages."""
 
     MUTATION = "mutation"
     ALIASING = "aliasing"
@@ -50,7 +50,7 @@ _REMEDIES: Final[Mapping[Rule, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breach:
-    """A rule that an operator breaks, and how: ``clause`` is to be read after the operator."""
+    """A rule that an operator breaks; ``clause`` says how, and follows the operator in a message."""
 
     rule: Rule
     clause: str
@@ -71,7 +71,7 @@ class ImpureOperatorError(Exception):
 _ARGUMENT_TYPES: Final = re.compile(
     r"(Optional\[)?(List\[)?(Optional\[)?(Tensor|int|bool|float|number|str|Device)\]*"
 )
-"""All types but generators, storages, streams and classes. Dtypes, layouts and memory formats are int here."""
+"""All types except generators, storages, streams and classes. Dtypes, layouts and memory formats are int here."""
 
 _RESULT_TYPES: Final = frozenset({"Tensor", "List[Tensor]"})
 _HOST_TYPES: Final = re.compile(r".*\b(int|float|bool|number|str)\b.*")
@@ -119,16 +119,16 @@ _KNOWN_BREACHES: Final[Sequence[tuple[re.Pattern[str], Rule, str]]] = (
         "needs tensors that are not dense, or hidden state of one kind of machine",
     ),
 )
-"""ATen's operators that are pure by their schemas, but have no place in a pure function of dense tensors."""
+"""ATen's operators that are pure by their schemas, but not pure functions of dense tensors."""
 
 
 def is_foreign(op: torch._ops.OpOverload) -> bool:
-    """Whether a library or the model registered the operator, rather than torch or zeroir."""
+    """Return whether the operator was registered by a library or the model, not by torch or zeroir."""
     return op.namespace not in TORCH_NAMESPACES and op.namespace != "zeroir"
 
 
 def breach(op: torch._ops.OpOverload) -> Breach | None:
-    """The first rule that an operator breaks; None where it can only compute."""
+    """Return the first rule that an operator breaks; None if it breaks none."""
     schema = op._schema
     name = f"{op.namespace}.{op._opname}.{op._overloadname}"
     changed = [argument.name for argument in schema.arguments if _is_written(argument)]
@@ -171,20 +171,20 @@ def breach(op: torch._ops.OpOverload) -> Breach | None:
 
 
 def foreign_operator(func: object) -> torch._ops.OpOverload | None:
-    """The foreign operator that a call of a function calls; None where it calls another function."""
+    """Return the foreign operator that a function calls; None if it is another function."""
     if isinstance(func, torch._ops.OpOverloadPacket):
         func = getattr(func, "default", None)
     return func if isinstance(func, torch._ops.OpOverload) and is_foreign(func) else None
 
 
 def pure_call(op: torch._ops.OpOverload, call: Callable[[], object]) -> object:
-    """Call a foreign operator of a model while it is traced, or run as a trace runs.
+    """Call a foreign operator of a model while it is traced, or run under the same conditions.
 
-    Its call is judged and not its nodes alone: a number for the host leaves no node, and neither does a gradient that
-    the operator has no formula for.
+    The call is checked, not only its nodes: a number for the host leaves no node, and neither does a gradient for which
+    the operator has no formula.
 
     Raises:
-        ImpureOperatorError: where the operator breaks a rule.
+        ImpureOperatorError: if the operator breaks a rule.
     """
     broken = breach(op)
     if broken is not None:
@@ -205,7 +205,7 @@ def pure_call(op: torch._ops.OpOverload, call: Callable[[], object]) -> object:
 
 
 def _has_formula(op: torch._ops.OpOverload) -> bool:
-    """Whether an operator tells its backward, or is made of operators that do."""
+    """Return whether an operator has a backward formula, or consists of operators that have one."""
     name = f"{op.namespace}::{op._opname}"
     definition = OPDEFS.get(name)
     if definition is not None:
@@ -220,7 +220,7 @@ def _is_written(argument: torch.Argument) -> bool:
 
 
 def declarations(names: Iterable[str]) -> tuple[Operator, ...]:
-    """What a program says of the foreign operators among the operators of its nodes, in the order of their names."""
+    """Return the declarations of the foreign operators among a program's operators, sorted by name."""
     foreign = sorted({name for name in names if not is_allowed(name)})
     return tuple(
         Operator(name=name, schema=schema_text(op), module=_module(op))
@@ -229,7 +229,7 @@ def declarations(names: Iterable[str]) -> tuple[Operator, ...]:
 
 
 def schema_text(op: torch._ops.OpOverload) -> str:
-    """The schema of an operator without its name: ``(Tensor x, float by) -> Tensor``."""
+    """Return the schema of an operator without its name: ``(Tensor x, float by) -> Tensor``."""
     text = str(op._schema)
     return text[text.index("(") :]
 
@@ -241,7 +241,7 @@ def _overload(name: str) -> torch._ops.OpOverload:
 
 
 def _module(op: torch._ops.OpOverload) -> str:
-    """The importable module whose function the operator is, or that registers its fake kernel; empty if unknown."""
+    """Return the importable module that defines the operator or registers its fake kernel; empty if unknown."""
     qualified_name = f"{op.namespace}::{op._opname}"
     definition = OPDEFS.get(qualified_name)
     if definition is not None:
@@ -260,5 +260,5 @@ def _file(module: ModuleType) -> str | None:
 
 
 def _importable(module: str) -> str:
-    """The name of a module, unless it is the user's script or model file."""
+    """Return the name of a module, unless it is the user's script or model file."""
     return "" if module == "__main__" or module.startswith("_zeroir_model_") else module

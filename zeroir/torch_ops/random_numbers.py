@@ -1,7 +1,7 @@
 """Random numbers that are functions of a seed and an element's position, instead of torch's generators.
 
-Torch's generators differ between devices and keep hidden state. Under the mode ``SeededRandomOps`` every random
-operator takes the next seed of the program, as a dropout does, and computes its numbers from ``zeroir::uniform`` with
+Torch's generators differ between devices and have hidden state. Under the mode ``SeededRandomOps`` every random
+operator uses the next seed of the program, as a dropout does, and computes its numbers from ``zeroir::uniform`` with
 plain operators. The numbers differ from torch's, but their distributions are the same.
 """
 
@@ -25,7 +25,7 @@ _BITS = 24
 
 
 def draw(x: Tensor, seed: Tensor) -> Tensor:
-    """Numbers of (0, 1) in the shape of ``x`` and on its device, f32 and contiguous.
+    """Draw numbers from (0, 1) in the shape of ``x`` and on its device, f32 and contiguous.
 
     They are odd multiples of 2^-24: 23 bits each, and neither 0 nor 1. ``seed`` is i64[1], on the host or on x's
     device.
@@ -35,7 +35,7 @@ def draw(x: Tensor, seed: Tensor) -> Tensor:
 
 
 def draw_with(x: Tensor, seed: Tensor | int) -> Tensor:
-    """``uniform`` in plain operators, which a compiler can trace; a seed that is a tensor is on x's device."""
+    """Compute ``uniform`` with plain operators that a compiler can trace; a tensor seed is on x's device."""
     numbers = hashed(x.numel(), seed, x.device).bitwise_or_(1).to(torch.float32)
     return numbers.mul_(2.0**-_BITS).view(x.shape)
 
@@ -49,7 +49,7 @@ def _(x: Tensor, _: Tensor) -> Tensor:
 
 
 class SeededRandomOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode in which each random operator takes one or two seeds (i64[1])."""
+    """A mode in which each random operator uses one or two seeds (i64[1])."""
 
     def __init__(self, seed: Callable[[], Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -74,20 +74,20 @@ class SeededRandomOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class _SeededNumbers:
-    """Random numbers, each tensor of them from the next seeds."""
+    """Random numbers; each tensor of them uses the next seeds."""
 
     seed: Callable[[], Tensor]
 
     def uniform(self, like: Tensor) -> Tensor:
-        """Uniform numbers of (0, 1), f32."""
+        """Draw uniform numbers from (0, 1), f32."""
         return cast("Tensor", uniform(like, self.seed()))
 
     def normal(self, like: Tensor) -> Tensor:
-        """Normal numbers of mean 0 and deviation 1, f32."""
+        """Draw normal numbers with mean 0 and deviation 1, f32."""
         return torch.erfinv(self.uniform(like) * 2 - 1) * math.sqrt(2)
 
     def integers(self, like: Tensor, low: int, high: int) -> Tensor:
-        """Integers in [``low``, ``high``), i64; in a range of more than 2^44 numbers some never occur."""
+        """Draw integers from [``low``, ``high``), i64; in a range of more than 2^44 numbers some never occur."""
         values = self.uniform(like).double()
         if high - low > 1 << 12:
             values = values + self.uniform(like).double() * 2.0**-_BITS
@@ -108,12 +108,12 @@ class _NamedArguments:
         return default if value is None else cast("float", value)
 
     def factor(self, name: str, default: float) -> Tensor | float:
-        """A parameter of a distribution: a number or a tensor."""
+        """Return a parameter of a distribution, which is a number or a tensor."""
         value = self.named.get(name)
         return default if value is None else cast("Tensor | float", value)
 
     def like(self, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor of the shape and type of the result."""
+        """Return a tensor with the shape and type of the result."""
         kind = cast("torch.dtype | None", self.named.get("dtype")) or dtype
         if "self" in self.named:
             return torch.empty_like(self.tensor(), dtype=kind)
@@ -127,7 +127,7 @@ _Sampler = Callable[[_NamedArguments, _SeededNumbers, Tensor], Tensor]
 
 
 def _in_place(sample: _Sampler) -> Rule:
-    """The rule of an operator that fills its tensor."""
+    """Return the rule of an operator that fills its tensor."""
 
     def rule(args: _NamedArguments, numbers: _SeededNumbers) -> object:
         x = args.tensor()
@@ -137,7 +137,7 @@ def _in_place(sample: _Sampler) -> Rule:
 
 
 def _new(sample: _Sampler, dtype: torch.dtype | None = None) -> Rule:
-    """The rule of an operator that makes a tensor, by default of ``dtype``."""
+    """Return the rule of an operator that makes a tensor, by default of ``dtype``."""
 
     def rule(args: _NamedArguments, numbers: _SeededNumbers) -> object:
         like = args.like(dtype)
@@ -192,7 +192,7 @@ def _integers(args: _NamedArguments, numbers: _SeededNumbers, like: Tensor) -> T
 
 
 def _bernoulli_of(args: _NamedArguments, numbers: _SeededNumbers) -> object:
-    """``bernoulli(x)``, with the probabilities x, and ``bernoulli(x, p)``, with the probability p."""
+    """Compute ``bernoulli(x)`` with the probabilities x, or ``bernoulli(x, p)`` with the probability p."""
     x = args.tensor()
     values = (
         numbers.uniform(x) < args.factor("p", 0.5)
@@ -203,7 +203,7 @@ def _bernoulli_of(args: _NamedArguments, numbers: _SeededNumbers) -> object:
 
 
 def _normal_of(args: _NamedArguments, numbers: _SeededNumbers) -> object:
-    """``normal(mean, std)``, where one is a tensor or ``size`` is the shape."""
+    """Compute ``normal(mean, std)``, where one is a tensor or ``size`` is the shape."""
     mean, std = args.factor("mean", 0.0), args.factor("std", 1.0)
     tensors = [x for x in (mean, std) if isinstance(x, Tensor)]
     if tensors:
@@ -223,7 +223,7 @@ def _permutation(args: _NamedArguments, numbers: _SeededNumbers) -> object:
 
 
 def _multinomial(args: _NamedArguments, numbers: _SeededNumbers) -> object:
-    """Categories by their weights, i64: of each row ``num_samples``, with or without replacement."""
+    """Draw categories by their weights, i64: ``num_samples`` for each row, with or without replacement."""
     weights, count = args.tensor(), cast("int", args.named["num_samples"])
     if count > 1 and args.named.get("replacement"):
         bounds = weights.float().cumsum(-1)
@@ -236,11 +236,11 @@ def _multinomial(args: _NamedArguments, numbers: _SeededNumbers) -> object:
 
 
 def _leaky(args: _NamedArguments, numbers: _SeededNumbers) -> object:
-    """``rrelu``: random slopes between ``lower`` and ``upper`` below zero; ``noise`` saves them for the backward."""
+    """Compute ``rrelu``: random slopes below zero from [``lower``, ``upper``), saved in ``noise`` for the backward."""
     x, noise = args.tensor(), args.tensor("noise")
     lower, upper = args.number("lower", 1 / 8), args.number("upper", 1 / 3)
     if not args.named.get("training"):
-        # It is saved all the same, and what memory happens to hold is no value.
+        # It is saved anyway, and must not contain undefined memory.
         noise.copy_(torch.zeros_like(noise))
         return torch.where(x > 0, x, x * ((lower + upper) / 2))
     slopes = numbers.uniform(x) * (upper - lower) + lower

@@ -3,9 +3,9 @@
 torch's recurrent functions are one operator with a kernel per device or call other operators from C++, depending on the
 device and the arguments; and their dropout has a hidden random state.
 
-Tensors: x ``(length, batch, features)``, states ``(layers × directions, batch, features)``. The weights are
-in the order of ``torch.nn``: per layer and direction the input's, the state's, with ``has_biases`` their two biases,
-and for an LSTM with projections the projection's.
+Tensors: x ``(length, batch, features)``, states ``(layers × directions, batch, features)``. The weights are in the
+order of ``torch.nn``: per layer and direction the input's, the state's, with ``has_biases`` their two biases, and for
+an LSTM with projections the projection's.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from torch import Tensor
 
 Dropout = Callable[[Tensor, float], Tensor]
 RecurrentStep = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, ...]]
-"""One step: from the input's part of the gates, the states, and the state's weights to the new states.
+"""Computes the new states of one step from the input's part of the gates, the states, and the state's weights.
 
-The state's weights are its weight, then its bias and its projection, where there are any.
-"""
+The state's weights are its weight, then its bias and its projection, if there are any."""
 
 
 def recurrent(
@@ -36,7 +35,10 @@ def recurrent(
     batch_first: bool,
     drop: Dropout,
 ) -> tuple[Tensor, ...]:
-    """The output of the last layer, then the final states; ``drop`` is applied between layers where dropout > 0."""
+    """Compute the output of the last layer, then the final states.
+
+    ``drop`` is applied between layers if dropout > 0.
+    """
     directions = 2 if bidirectional else 1
     count = len(weights) // (layers * directions)
     final: list[tuple[Tensor, ...]] = []
@@ -65,7 +67,7 @@ def _run(
     weights: Sequence[Tensor],
     is_reversed: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """One direction of one layer: the outputs of all steps in order, and the final states."""
+    """Run one direction of one layer, and return the outputs of all steps in order, and the final states."""
     current = tuple(states)
     outputs: list[Tensor] = []
     parts = gates.unbind(0)
@@ -78,7 +80,7 @@ def _run(
 def lstm_step(
     gates: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Long short-term memory."""
+    """Compute a step of an LSTM."""
     h, c = states
     weight, *optional = weights
     bias = optional.pop(0) if optional and optional[0].dim() == 1 else None
@@ -91,7 +93,7 @@ def lstm_step(
 def gru_step(
     gates: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Gated recurrent unit."""
+    """Compute a step of a GRU."""
     (h,) = states
     r, z, n = gates.chunk(3, 1)
     state_r, state_z, state_n = F.linear(h, *weights).chunk(3, 1)
@@ -102,12 +104,12 @@ def gru_step(
 def tanh_step(
     gates: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """A plain recurrent network with tanh."""
+    """Compute a step of a plain recurrent network with tanh."""
     return (torch.tanh(gates + F.linear(states[0], *weights)),)
 
 
 def relu_step(
     gates: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """A plain recurrent network with ReLU."""
+    """Compute a step of a plain recurrent network with ReLU."""
     return (torch.relu(gates + F.linear(states[0], *weights)),)

@@ -14,16 +14,16 @@ from torch import Tensor
 
 
 def strided_view(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-    """The elements of ``x``'s memory in this shape, from ``offset`` elements after the first of ``x`` on."""
+    """Return the elements of ``x``'s memory in this shape, beginning ``offset`` elements after the first of ``x``."""
     return x.as_strided(size, stride, x.storage_offset() + offset)
 
 
 def scatter(
     x: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> Tensor:
-    """A copy of ``x`` in which ``strided_view`` with the same arguments equals ``source``.
+    """Return a copy of ``x`` in which ``strided_view`` with the same arguments equals ``source``.
 
-    Elements of ``source`` that lie between the elements of ``x`` or beyond them are lost.
+    Elements of ``source`` between the elements of ``x`` or beyond them are lost.
     """
     first = min(offset, 0)
     last = max(_span(x.shape, x.stride()), offset + _span(size, stride))
@@ -37,9 +37,9 @@ def scatter(
 def strided_view_by_index(
     x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> Tensor:
-    """A copy of ``strided_view``, for a compiler that chooses the layout of tensors itself.
+    """Return a copy of ``strided_view``, for a compiler that chooses the layout of tensors itself.
 
-    ``x`` holds each element of its memory once.
+    ``x`` has each element of its memory once.
     """
     return _in_memory_order(x)[_positions(size, stride, offset, x.device)]
 
@@ -47,9 +47,9 @@ def strided_view_by_index(
 def scatter_by_index(
     x: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> Tensor:
-    """The result of ``scatter``, for a compiler that chooses the layout of tensors itself.
+    """Return the result of ``scatter``, for a compiler that chooses the layout of tensors itself.
 
-    ``x`` holds each element of its memory once.
+    ``x`` has each element of its memory once.
     """
     positions = _positions(size, stride, offset, x.device).reshape(-1)
     changed = _in_memory_order(x).index_put((positions,), source.reshape(-1))
@@ -63,7 +63,7 @@ def _in_memory_order(x: Tensor) -> Tensor:
 
 
 def _memory_order(x: Tensor) -> list[int]:
-    """The dimensions, those with large strides first."""
+    """Return the dimensions, those with large strides first."""
     strides = x.stride()
     return sorted(range(x.dim()), key=lambda d: (-strides[d], -x.shape[d]))
 
@@ -71,7 +71,7 @@ def _memory_order(x: Tensor) -> list[int]:
 def _positions(
     size: Sequence[int], stride: Sequence[int], offset: int, device: torch.device
 ) -> Tensor:
-    """The position in memory of each element of a view, i64 of the view's shape."""
+    """Return the position in memory of each element of a view, i64 of the view's shape."""
     positions = torch.full((), offset, dtype=torch.int64, device=device)
     for extent, step in zip(size, stride, strict=True):
         positions = positions.unsqueeze(-1) + torch.arange(extent, device=device) * step
@@ -79,7 +79,7 @@ def _positions(
 
 
 def _span(size: Sequence[int], stride: Sequence[int]) -> int:
-    """The number of elements in memory from the first to the last of a view, both included."""
+    """Return the number of elements in memory from the first to the last of a view, both included."""
     if 0 in size:
         return 0
     return 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))

@@ -33,6 +33,6 @@ LOW_PRECISION: Final = (torch.bfloat16, torch.float16)
 
 
 def widened(value: object) -> object:
-    """A 16-bit tensor in FP32; everything else as it is."""
+    """Convert a 16-bit tensor to FP32; return everything else unchanged."""
     is_low = isinstance(value, Tensor) and value.dtype in LOW_PRECISION
     return value.float() if is_low and isinstance(value, Tensor) else value

@@ -57,7 +57,7 @@ class EagerReplicas:
         self._good_steps = 0
         self._hysteresis = options.loss_scale.hysteresis
         # torch's fused kernels compute the last elements of a tensor separately if its length is not a multiple of the
-        # # vector width, so each master is padded, as a flat is.
+        # vector width, so each master is padded, as a flat is.
         self.masters = {
             name: _padded(parameter.detach())
             for name, parameter in module.named_parameters()

@@ -1,7 +1,7 @@
-"""The charts of the page as JSON of Bokeh: the streams over time, and the memory of each program.
+"""The charts of the page as Bokeh's JSON: the streams over time, and the memory of each program.
 
 They are empty: after each pan and zoom, the script of the page fills them with the items that are visible at their
-width. Bokeh draws on a canvas, redraws marks in a layer of their own, and its script can be part of a page that opens
+width. Bokeh draws on a canvas, redraws marks in a separate layer, and its script can be embedded in a page that opens
 without a network. Only this module imports it.
 """
 
@@ -32,10 +32,10 @@ KIND_COLOURS: Final = {
     ShownKind.MEMORY: "#a89984",
     ShownKind.WAIT: "#b0b4bc",
 }
-"""Readable on white and on a dark background; the three kinds of computes are shades of one colour."""
+"""The colours of kinds, readable on white and on dark; the three kinds of computes are shades of one colour."""
 
 HIDDEN_KINDS: Final = frozenset({ShownKind.MEMORY, ShownKind.WAIT})
-"""Kinds that the page shows only when asked for."""
+"""Kinds that the page shows only on request."""
 
 CRITICAL_COLOUR: Final = "#d03a3a"
 
@@ -69,7 +69,7 @@ class AxisUnit:
 
 
 def time_scale(end_us: float) -> AxisUnit:
-    """The unit of a time axis that ends at ``end_us``."""
+    """Return the unit of a time axis that ends at ``end_us``."""
     for size, name in ((1e6, "s"), (1e3, "ms")):
         if end_us >= 10 * size:
             return AxisUnit(size=size, name=name)
@@ -77,7 +77,7 @@ def time_scale(end_us: float) -> AxisUnit:
 
 
 def memory_scale(top_bytes: int) -> AxisUnit:
-    """The unit of a memory axis that ends at ``top_bytes``."""
+    """Return the unit of a memory axis that ends at ``top_bytes``."""
     for size, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if top_bytes >= size:
             return AxisUnit(size=size, name=name)
@@ -85,13 +85,13 @@ def memory_scale(top_bytes: int) -> AxisUnit:
 
 
 def top_bytes(curve: MemoryCurve, budget_bytes: int | None) -> int:
-    """The highest value of a memory chart, which includes the budget where it is at most four times the peak."""
+    """Return the highest value of a memory chart, including the budget if it is at most four times the peak."""
     is_near = budget_bytes is not None and budget_bytes <= 4 * curve.peak_bytes
     return max(curve.peak_bytes, budget_bytes if budget_bytes is not None and is_near else 0)
 
 
 def require_bokeh() -> None:
-    """UserError where Bokeh is not installed."""
+    """Raise a UserError if Bokeh is not installed."""
     try:
         import bokeh  # noqa: F401
     except ImportError:
@@ -101,7 +101,7 @@ def require_bokeh() -> None:
 
 
 def script() -> str:
-    """The code of Bokeh, for the page."""
+    """Return Bokeh's code to embed in the page."""
     from bokeh.resources import Resources
 
     return "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
@@ -110,7 +110,7 @@ def script() -> str:
 def timeline(
     labels: Sequence[str], groups: Sequence[int], *, marks: int, end_us: float, scale: AxisUnit
 ) -> dict[str, object]:
-    """The streams over time, a lane for each label from the top; lanes of one group share a band.
+    """Draw the streams over time, with a lane for each label from the top; lanes of one group share a background.
 
     An op has at most ``marks`` bars, each of which can be marked.
     """
@@ -176,7 +176,7 @@ def memory(
     end_us: float,
     x_scale: AxisUnit,
 ) -> dict[str, object]:
-    """Memory on the axis of the timeline, stacked by role, from 0 to ``top`` bytes, with the budget as a line."""
+    """Draw memory over the timeline's axis, stacked by role, from 0 to ``top`` bytes, with a line for the budget."""
     from bokeh.embed import json_item
     from bokeh.models import ColumnDataSource
     from bokeh.models.annotations import BoxAnnotation, Label, Span
@@ -192,7 +192,7 @@ def memory(
     bounds = [
         f"{bound}_{number}" for number in range(len(curve.roles)) for bound in ("low", "high")
     ]
-    # One point, because Bokeh never finishes a band without points.
+    # One point, because Bokeh never finishes drawing an area without points.
     source = ColumnDataSource({name: [0, 0] for name in ("at", *bounds)}, name="live")
     for number, role in enumerate(curve.roles):
         chart.varea_step(
@@ -234,7 +234,7 @@ def memory(
 def _chart(
     name: str, *, height_px: int, x_end: float, y_range: tuple[float, float], scale: AxisUnit
 ) -> figure:
-    """A chart that pans and zooms from 0 to ``x_end``, with the background of the page."""
+    """Make a chart that pans and zooms from 0 to ``x_end``, with the background of the page."""
     from bokeh.models import CustomJSTickFormatter, Range1d
     from bokeh.plotting import figure
 

@@ -13,7 +13,7 @@ from zeroir.report.page import charts
 from zeroir.report.page.sides import Side, aligned_steps
 
 MOST_RANKS: Final = 16
-"""The ranks of a trace that a page holds; the extremes over all ranks are those of all."""
+"""The most ranks of a trace on a page; the extremes cover all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +30,9 @@ class Lane:
 def page_data(
     shown: Sequence[Side], lanes: Sequence[Lane], measured: MeasuredStep | None
 ) -> dict[str, object]:
-    """The data of one program, or of two side by side, as JSON.
+    """Return the data of one program, or of two to compare, as JSON.
 
-    Numbers of ops count those of all sides, one side after the other. Times are microseconds.
+    Numbers of ops are consecutive over all sides. Times are microseconds.
     """
     end_us = (
         max(
@@ -94,9 +94,9 @@ def page_data(
 
 
 def lanes_of(shown: Sequence[Side], measured: MeasuredStep | None) -> list[Lane]:
-    """A lane for every stream of every class of ranks with an op of some duration; lanes to compare are neighbours.
+    """Return a lane for each stream and class of ranks with an op of some duration; lanes to compare are adjacent.
 
-    With a measured step there are only the lanes of one class and of one rank, which the page chooses.
+    With a measured step there are only the lanes of one class and of one rank, which the page selects.
     """
     busy = {
         (number, side, op.stream)
@@ -147,7 +147,7 @@ def lanes_of(shown: Sequence[Side], measured: MeasuredStep | None) -> list[Lane]
 
 
 def _groups(lanes: Sequence[Lane]) -> list[int]:
-    """The number of the group of each lane; those of one stream of a class are in one."""
+    """Return the group number of each lane; lanes of the same stream and class are one group."""
     keys = list(dict.fromkeys((lane.rank_class, lane.stream) for lane in lanes))
     return [keys.index((lane.rank_class, lane.stream)) for lane in lanes]
 
@@ -175,7 +175,7 @@ def _columns(shown: Sequence[Side]) -> dict[str, list[object]]:
 
 
 def _pairs(shown: Sequence[Side]) -> list[list[int]] | None:
-    """For each line of the table the numbers of its ops in A and in B, -1 for none, and whether they are equal."""
+    """Return for each table row the numbers of its ops in A and in B, -1 for none, and whether they are equal."""
     if len(shown) == 1:
         return None
     old, new = shown

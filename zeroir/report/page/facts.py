@@ -27,7 +27,7 @@ from zeroir.report.schedule import buffer_owners
 
 
 class ShownKind(StrEnum):
-    """What an op is to a reader. Each kind has a colour, and can be hidden on the page."""
+    """The category of an op for the reader. Each kind has a colour, and can be hidden on the page."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -45,10 +45,10 @@ class ShownKind(StrEnum):
 class StepOp:
     """One op of a step: its place, its units, its size and its times.
 
-    ``kind`` is its colour on the page. ``size_bytes`` are the bytes that it moves, allocates or frees. ``spans`` has
-    its time on each class of ranks, and ``is_critical`` whether it is on the critical path there. ``used_bytes`` are
-    those of the buffers on the device after the op, and for a segment also its workspace. ``memory_ns`` is the time at
-    which the memory chart shows it; see ``memory_times_ns``.
+    ``kind`` determines its colour on the page. ``size_bytes`` are the bytes that it moves, allocates or frees.
+    ``spans`` has its time on each class of ranks, and ``is_critical`` whether it is on the critical path there.
+    ``used_bytes`` are those of the buffers on the device after the op, plus the workspace for a segment. ``memory_ns``
+    is the time at which the memory chart shows it; see ``memory_times_ns``.
     """
 
     position: OpPosition
@@ -87,7 +87,7 @@ class MemoryCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitFacts:
-    """A unit: its parameters, and of one step on one rank its FLOPs and the bytes that its collectives handle."""
+    """A unit: its parameters, and for one step on one rank its FLOPs and the bytes that its collectives handle."""
 
     name: str
     parameters_numel: int
@@ -97,7 +97,7 @@ class UnitFacts:
 
 
 def step_ops(program: Program, simulation: Simulation) -> list[StepOp]:
-    """Every op of a step, of as many micro-steps as were simulated, in program order."""
+    """Return every op of a step in program order, with as many micro-steps as were simulated."""
     names, owners = labels(program), buffer_owners(program)
     critical = {
         (OpPosition(item.section, item.index), item.rank_class)
@@ -144,11 +144,11 @@ def step_ops(program: Program, simulation: Simulation) -> list[StepOp]:
 
 
 def memory_times_ns(body: Sequence[ops.Op], spans: Sequence[Span]) -> list[int]:
-    """When each op counts on the time axis of the memory chart, in nanoseconds; never before the op in front of it.
+    """Return the time of each op on the memory chart's axis, in nanoseconds, in ascending order.
 
-    The memory of a step, and so its peak, is defined in program order, which streams overtake. An op of the stream
-    ``compute`` counts from its beginning. Any other op counts from its own beginning, unless this lies outside of its
-    neighbours on ``compute``: then it counts from the nearer one of those.
+    The memory of a step, and so its peak, is defined in program order, which streams may overtake. An op of the stream
+    ``compute`` is shown at its start. Any other op is shown at its own start, unless this is outside the interval of
+    its neighbours on ``compute``: then it is shown at the nearer one of those.
     """
     starts_ns = [span.start_ns for span in spans]
     latest_ns = [0] * len(body)
@@ -166,7 +166,7 @@ def memory_times_ns(body: Sequence[ops.Op], spans: Sequence[Span]) -> list[int]:
 
 
 def memory_curve(program: Program, micro_steps: int | None = None) -> MemoryCurve:
-    """The memory of a step in program order; by default of as many micro-steps as it was compiled for."""
+    """Return the memory of a step in program order; by default with the micro-steps that it was compiled for."""
     at: list[int] = []
     columns: list[Counter[str]] = []
     boundaries: list[tuple[int, str]] = []
@@ -193,7 +193,7 @@ def memory_curve(program: Program, micro_steps: int | None = None) -> MemoryCurv
 
 
 def unit_facts(program: Program, shown_ops: Sequence[StepOp]) -> list[UnitFacts]:
-    """The units in the order of their first use."""
+    """Return the units in the order of their first use."""
     numels: Counter[str] = Counter()
     for flat in program.flats:
         numels[flat.unit] += flat.numel
@@ -220,7 +220,7 @@ def unit_facts(program: Program, shown_ops: Sequence[StepOp]) -> list[UnitFacts]
 
 
 def op_kind(op: ops.Op, phase: ComputePhase | None) -> ShownKind:
-    """The kind of an op; ``phase`` is that of a compute, None for one of the update."""
+    """Return the kind of an op; ``phase`` is that of a compute, None for one of the update."""
     match op:
         case ops.Compute():
             return ShownKind.UPDATE if phase is None else ShownKind(phase.value)

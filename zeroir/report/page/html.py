@@ -24,12 +24,12 @@ def report_html(
     *,
     measured: MeasuredStep | None = None,
 ) -> str:
-    """The page of a program; with ``other`` of both side by side, with ``measured`` over a step that it took.
+    """Return the page of a program; with ``other``, of both for comparison, with ``measured``, of a measured step, too.
 
     ``measured`` has as many micro-steps as the simulation of the program.
 
     Raises:
-        UserError: where bokeh is not installed.
+        UserError: if bokeh is not installed.
         ValueError: for two programs and a measured step.
     """
     if other is not None and measured is not None:
@@ -82,7 +82,7 @@ def _asset(name: str) -> str:
 
 
 def _json(value: object) -> str:
-    """JSON that cannot end the script element of the page."""
+    """Return JSON that cannot close the script element of the page."""
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -94,7 +94,7 @@ def _title(shown: Sequence[Side]) -> str:
 
 
 def _kinds(shown: Sequence[Side]) -> str:
-    """The legend of the timeline, whose boxes show and hide kinds of ops."""
+    """Return the legend of the timeline, whose boxes show and hide kinds of ops."""
     present: Collection[str] = {op.kind for side in shown for op in side.ops}
     boxes = "".join(
         f'<label class="key"><input type="checkbox" value="{kind}"'
@@ -107,7 +107,7 @@ def _kinds(shown: Sequence[Side]) -> str:
 
 
 def _roles(shown: Sequence[Side]) -> str:
-    """The legend of the memory charts: roles, and the budgets that are drawn."""
+    """Return the legend of the memory charts: roles, and the budgets that are drawn."""
     present = {role for side in shown for role in side.curve.roles}
     keys = [
         _key(role.value.replace("_", " "), colour)
@@ -128,7 +128,7 @@ def _key(name: str, colour: str) -> str:
 
 
 def _ranks(measured: MeasuredStep) -> str:
-    """The choice of the measured rank, and whether the simulated step is stretched to the measured one."""
+    """Return the controls for the measured rank, and for stretching the simulated step to the measured one."""
     options = "".join(
         f'<option value="{rank}">rank {rank}</option>'
         for rank in range(min(MOST_RANKS, len(measured.ranks)))

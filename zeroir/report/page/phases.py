@@ -1,8 +1,8 @@
-"""Which computes of a section are its forward, its backward, and a forward that is computed again for the backward.
+"""Which computes of a section are its forward, its backward, or the forward's recomputation for the backward.
 
-Names say nothing here: what each compute reads decides. The backward begins at the loss scale, the only scalar that a
+This is derived from data dependences, not from names. The backward begins at the loss scale, the only scalar that a
 segment of a micro-step reads, and every compute that depends on it is part of the backward. Of the others, the forward
-is what the loss depends on; no loss depends on what is computed again.
+is what the loss depends on; no loss depends on what is recomputed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ComputePhase(StrEnum):
 
 
 def phases(program: Program, section: Section) -> dict[int, ComputePhase]:
-    """The phase of each compute op, by its index; empty where the section makes no loss, as ``update``."""
+    """Return the phase of each compute op by its index; empty if the section computes no loss, like ``update``."""
     backward = _backward(program, section)
     forward = _before_the_loss(program, section, backward)
     if not forward:
@@ -47,7 +47,7 @@ def _losses(program: Program) -> set[str]:
 
 
 def _backward(program: Program, section: Section) -> set[int]:
-    """The ops whose results depend on a scalar other than the loss, or that write a gradient."""
+    """Return the ops whose results depend on a scalar other than the loss, or that write a gradient."""
     scalars = {buffer.name for buffer in program.buffers if buffer.role is Role.SCALAR}
     dependent = scalars - _losses(program)
     indices: set[int] = set()
@@ -65,7 +65,7 @@ def _backward(program: Program, section: Section) -> set[int]:
 
 
 def _before_the_loss(program: Program, section: Section, backward: set[int]) -> set[int]:
-    """The ops outside of the backward on which a loss of the section depends."""
+    """Return the ops outside the backward on which a loss of the section depends."""
     needed = _losses(program)
     indices: set[int] = set()
     for index in reversed(range(len(section.body))):

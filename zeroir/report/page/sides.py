@@ -1,4 +1,4 @@
-"""What a page shows: one program, or two side by side."""
+"""The content of a page: one program, or two to compare."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from zeroir.report.summary import Summary
 from zeroir.verify import Report
 
 LETTERS: Final = ("A", "B")
-"""What stands for the names of two programs."""
+"""The letters in place of the names of two programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedProgram:
-    """A program that ``report`` verified and ``simulation`` timed.
+    """A program with its verification ``report`` and its ``simulation``.
 
     ``name`` is its name on the page; ``budget_bytes`` is the device memory of a rank, drawn as a line.
     """
@@ -37,7 +37,7 @@ class ReportedProgram:
 class Side:
     """A reported program with the ops and the memory of its step.
 
-    ``letter`` stands for its name where there are two: A or B, else nothing.
+    ``letter`` replaces its name if there are two: A or B, otherwise empty.
     """
 
     reported: ReportedProgram
@@ -47,7 +47,7 @@ class Side:
 
 
 def sides(programs: Sequence[ReportedProgram]) -> list[Side]:
-    """One side for each of at most two programs."""
+    """Return one side for each of at most two programs."""
     letters = [""] if len(programs) == 1 else LETTERS
     return [
         Side(
@@ -61,9 +61,9 @@ def sides(programs: Sequence[ReportedProgram]) -> list[Side]:
 
 
 def aligned_steps(old: Side, new: Side) -> list[AlignedOp]:
-    """The ops of both steps side by side, by their numbers in each step.
+    """Align the ops of both steps, by their numbers in each step.
 
-    The first micro-step of one stands beside the first of the other, the last one beside the last.
+    The first micro-step of one is aligned with the first of the other, the last one with the last.
     """
     old_starts, new_starts = _section_starts(old), _section_starts(new)
     by_section: dict[str, list[AlignedOp]] = {}
@@ -90,7 +90,7 @@ def _in_a_step(name: tuple[str, int]) -> tuple[int, int]:
 
 
 def _section_starts(side: Side) -> dict[tuple[str, int], int]:
-    """The number of the first op of each run of a section, by its name and the number of the run."""
+    """Return the number of the first op of each run of a section, by its name and the number of the run."""
     starts: dict[tuple[str, int], int] = {}
     number = 0
     runs: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The tiles and tables of a page, of one program or of two; where two differ, both values stand in a cell."""
+"""The tiles and tables of a page, of one program or of two; cells that differ contain both values."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from zeroir.verify import PROVED
 from zeroir.verify.laws import CODES
 
 MOST_DIFF_LINES: Final = 400
-"""The lines of a diff that a page shows; `zeroir diff` prints all."""
+"""The most lines of a diff on a page; `zeroir diff` prints all."""
 
 MOST_BUFFERS: Final = 12
-"""The resized buffers that a page shows, those of the largest changes."""
+"""The most resized buffers on a page, those with the largest changes."""
 
 NO_BREAK: Final = "\xa0"
-"""The space between a number and its unit, at which no line breaks."""
+"""The space between a number and its unit, without a line break."""
 
 Rows = Mapping[str, Sequence[str]]
-"""The rows of a table of one side: the cells after the first one, by the first one."""
+"""The rows of a table of one side: the other cells by the first one."""
 
 
 def tiles(shown: Sequence[Side], measured: MeasuredStep | None) -> str:
-    """The figures at the top of the page."""
+    """Return the figures at the top of the page."""
     columns = [_figures(side) for side in shown]
     titles = dict.fromkeys(title for column in columns for title in column)
     parts = [
@@ -52,7 +52,7 @@ def tiles(shown: Sequence[Side], measured: MeasuredStep | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TileText:
-    """A figure of a program: its text, what it is of, and its number where a change of it means something."""
+    """A figure of a program: its text, its explanation, and its number if a change of it is meaningful."""
 
     text: str
     note: str = ""
@@ -141,7 +141,7 @@ def _change(old: float, new: float) -> str:
 
 
 def streams(shown: Sequence[Side], measured: MeasuredStep | None) -> str:
-    """The working time of each stream; with a measured step also the time of its ops, as the mean over ranks."""
+    """Return the working time of each stream; with a measured step also the mean measured time over ranks."""
     columns = []
     for side in shown:
         simulation = side.reported.simulation
@@ -161,7 +161,7 @@ def streams(shown: Sequence[Side], measured: MeasuredStep | None) -> str:
 
 
 def _measured_kinds(side: Side, measured: MeasuredStep) -> str:
-    """The time of the ops of each kind, simulated and measured (as the mean over ranks), by difference."""
+    """Return the time of the ops of each kind, simulated and measured (mean over ranks), sorted by difference."""
     ranks = len(measured.ranks)
     simulated_ns: Counter[str] = Counter()
     measured_ns: Counter[str] = Counter()
@@ -182,7 +182,7 @@ def _measured_kinds(side: Side, measured: MeasuredStep) -> str:
 
 
 def units(shown: Sequence[Side]) -> str:
-    """The units: their parameters, and what a step on one rank computes and communicates for them."""
+    """Return the units: their parameters, and what a step on one rank computes and communicates for them."""
     columns: list[Rows] = [
         {
             unit.name: [
@@ -199,7 +199,7 @@ def units(shown: Sequence[Side]) -> str:
 
 
 def volume(shown: Sequence[Side]) -> str:
-    """The bytes of collectives by axis of the mesh, and those that a rank sends over each link."""
+    """Return the bytes of collectives by axis of the mesh, and those that a rank sends over each link."""
     by_kind: list[Rows] = []
     by_wire: list[Rows] = []
     for side in shown:
@@ -228,7 +228,7 @@ def volume(shown: Sequence[Side]) -> str:
 
 
 def laws(shown: Sequence[Side]) -> str:
-    """The laws and their verdicts."""
+    """Return the laws and their verdicts."""
     rows = []
     codes = dict.fromkeys(code for side in shown for code in side.reported.report.laws)
     for code in codes:
@@ -244,7 +244,7 @@ def laws(shown: Sequence[Side]) -> str:
 
 
 def passes(shown: Sequence[Side]) -> str:
-    """The passes; of two programs those of one alone are marked."""
+    """Return the passes; those of only one of two programs are marked."""
     old, new = shown[0].reported.program.passes, shown[-1].reported.program.passes
     items: list[tuple[str, str]] = []
     for tag, a, b, c, d in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
@@ -261,7 +261,7 @@ def passes(shown: Sequence[Side]) -> str:
 
 
 def options(shown: Sequence[Side]) -> str:
-    """The options of the compilations; of two programs those that differ come first."""
+    """Return the options of the compilations; for two programs those that differ come first."""
     columns: list[Rows] = [
         {name: [value] for name, value in side.reported.program.options} for side in shown
     ]
@@ -273,7 +273,7 @@ def options(shown: Sequence[Side]) -> str:
 
 
 def differences(old: Side, new: Side) -> str:
-    """What ``zeroir diff`` knows: the ops and buffers that differ, the model states, and the lines of the programs."""
+    """Return the results of ``zeroir diff``: different ops and buffers, the model states, and the programs' lines."""
     before, after = old.reported.program, new.reported.program
     facts = summary(before, after)
     keys = sorted({*facts.ops_added, *facts.ops_removed})
@@ -338,7 +338,7 @@ def _diff_lines(old: Side, new: Side) -> str:
 def merged(
     heads: Sequence[str], columns: Sequence[Rows], *, order: Sequence[str] | None = None
 ) -> str:
-    """A table of the rows of all sides by their first cells; cells that differ hold both values."""
+    """Return a table of the rows of all sides by their first cells; cells that differ contain both values."""
     names = order or list(dict.fromkeys(name for column in columns for name in column))
     rows = []
     for name in names:
@@ -350,7 +350,7 @@ def merged(
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; a head that begins with # heads a column of numbers."""
+    """Return a table; a heading that begins with # is that of a column of numbers."""
     classes = ["number" if head.startswith("#") else "" for head in heads]
     top = "".join(
         f'<th class="{kind}">{escape(head.removeprefix("#"))}</th>'
@@ -369,12 +369,12 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _versus(texts: Sequence[str]) -> str:
-    """The text of all, or the first and the last one where they differ."""
+    """Return the common text, or the first and the last one if they differ."""
     return texts[0] if len(set(texts)) == 1 else f"{texts[0]} → {texts[-1]}"
 
 
 def format_time(count_ns: int) -> str:
-    """Nanoseconds in a unit of their size, with three digits."""
+    """Format nanoseconds in a suitable unit with three digits."""
     for size, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "µs")):
         if count_ns >= size:
             count = count_ns / size
