@@ -27,7 +27,7 @@ _NO_MEMORY: Final = re.compile(
 
 
 class ZeroirError(Exception):
-    """Base of every error that zeroir raises on purpose."""
+    """The base class of all errors that zeroir raises deliberately."""
 
     exit_code: ClassVar[int] = 70
 
@@ -39,7 +39,7 @@ class UserError(ZeroirError):
 
 
 class BatchError(UserError):
-    """A batch is none, or is none that the program was compiled for."""
+    """A batch is not valid, or not one that the program was compiled for."""
 
 
 class DamagedCheckpointError(UserError):
@@ -47,7 +47,7 @@ class DamagedCheckpointError(UserError):
 
 
 class KernelWarning(UserWarning):
-    """Segments run with other kernels than requested; results are equally exact, but the step may be slower."""
+    """Segments run with other kernels than requested; results are as exact, but the step may be slower."""
 
 
 class GraphWarning(UserWarning):
@@ -59,11 +59,11 @@ class ModelWarning(UserWarning):
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint lacks something that begins anew, or has something that is left out."""
+    """A checkpoint lacks something, which starts anew, or contains something that is ignored."""
 
 
 class OffloadWarning(UserWarning):
-    """An option that moves something out of device memory moves nothing of this program."""
+    """An option that moves something out of device memory has no effect on this program."""
 
 
 class InternalError(ZeroirError):
@@ -73,7 +73,7 @@ class InternalError(ZeroirError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of Python, the system or torch means that the host or a device has no memory left."""
+    """Return whether an error of Python, the system or torch means that the host or a device is out of memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) is not None
@@ -86,11 +86,11 @@ _REFUSED_PATHS: Final = frozenset(
         *(errno.EMFILE, errno.ENFILE),
     }
 )
-"""What the system answers to a path that zeroir has used rightly; that there is no such file is not among it."""
+"""The system's errors about a path that zeroir used correctly; a missing file is not among them."""
 
 
 def explain_path(error: BaseException) -> str | None:
-    """The sentence for an error of the system about a path, where the user can mend it; None for other errors."""
+    """Return the message for a system error about a path, if the user can fix it; None for other errors."""
     if (
         not isinstance(error, OSError)
         or error.filename is None
@@ -102,7 +102,7 @@ def explain_path(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def memory_for(what: str, remedy: str = MEMORY_REMEDY) -> Iterator[None]:
-    """Turn a lack of memory in the body into a UserError; ``what`` names the use of the memory."""
+    """Convert a lack of memory in the body to a UserError; ``what`` names the use of the memory."""
     try:
         yield
     except ZeroirError:
@@ -114,7 +114,7 @@ def memory_for(what: str, remedy: str = MEMORY_REMEDY) -> Iterator[None]:
 
 
 def leave_reason(sentence: str) -> None:
-    """Leave why this process ends where torchrun, if it started the process, takes the root cause of its summary from.
+    """Record why this process ends where torchrun, if it started the process, reads the root cause of its summary.
 
     The form is that of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler``.
     """
@@ -129,11 +129,11 @@ def leave_reason(sentence: str) -> None:
 
 
 OBEYED: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-"""The characters that a terminal obeys instead of showing them."""
+"""Control characters, which a terminal interprets instead of showing them."""
 
 
 def printable(text: str) -> str:
-    r"""A text whose parts may come from any file, with such characters written as ``\x1b``; lines and tabs remain."""
+    r"""Return a text from any source with its control characters written as ``\x1b``; lines and tabs remain."""
     return OBEYED.sub(_escaped, text)
 
 

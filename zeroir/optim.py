@@ -1,9 +1,9 @@
 """Optimizers with their settings, for ``zeroir.compile(..., optimizer=zeroir.optim.AdamW(lr=1e-3))``.
 
-Each has the name of its class in ``torch.optim``, or its own where torch does not have it; ``dir(zeroir.optim)`` lists
-them. It takes the settings that have an effect with it, by the names of ``zeroir compile --help``, and the defaults of
-``torch.optim``; ``no_decay`` leaves parameters of fewer than two dimensions without weight decay, and ``bits=8`` keeps
-states of 8 bits. Classes and instances of ``torch.optim`` do as well.
+Each has the name of its class in ``torch.optim``, or its own if torch lacks it; ``dir(zeroir.optim)`` lists them. It
+accepts the settings that have an effect on it, by the names of ``zeroir compile --help``, with the defaults of
+``torch.optim``; ``no_decay`` excludes parameters of fewer than two dimensions from weight decay, and ``bits=8`` stores
+states in 8 bits. Classes and instances of ``torch.optim`` are accepted, too.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from zeroir.ir.optimizers.catalogue import OPTIONS, Algorithm, with_settings
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """An update rule that is called with its settings, on which depends which of the ``algorithms`` it is."""
+    """An update rule to call with its settings, which determine which of the ``algorithms`` it is."""
 
     name: str
     algorithms: tuple[Algorithm, ...]
 
     @property
     def settings(self) -> dict[str, object]:
-        """The settings that it takes, and their defaults."""
+        """The settings that it accepts, and their defaults."""
         usual = OptimizerOptions()
         own: dict[str, object] = {}
         for algorithm in self.algorithms:
@@ -52,10 +52,10 @@ class Optimizer:
         )
 
     def __call__(self, **settings: object) -> OptimizerOptions:
-        """The options of a compilation that these settings amount to.
+        """Return the compile options for these settings.
 
         Raises:
-            UserError: where a setting does not exist or has a wrong value.
+            UserError: if a setting does not exist or has a wrong value.
         """
         for name in settings:
             if name not in self.settings:

@@ -1,7 +1,7 @@
 """Learning-rate schedules, written as text: ``cosine{warmup=100,total=1000,minimum=0.1}``.
 
-A schedule gives the settings of a step from the number of updates before it. Steps that an overflow skipped do not
-count, in DeepSpeed and in torch alike. ``constant``, ``linear`` and ``cosine`` multiply the learning rate of the
+A schedule computes the settings of a step from the number of updates before it. Steps that an overflow skipped do not
+count, either in DeepSpeed or in torch. ``constant``, ``linear`` and ``cosine`` multiply the learning rate of the
 optimizer with the factors of Hugging Face's ``get_scheduler`` (``transformers/optimization.py``), except that the
 cosine stays at its minimum after its last step. The others are DeepSpeed's, with its names, options and defaults
 (``deepspeed/runtime/lr_schedules.py`` of version 0.19.6): DeepSpeed makes step 1 with a first value, and every later
@@ -32,7 +32,7 @@ Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledSettings:
-    """The learning rate of a step, and Adam's betas where the schedule sets them."""
+    """The learning rate of a step, and Adam's betas if the schedule sets them."""
 
     lr: float
     betas: tuple[float, float] | None = None
@@ -42,8 +42,8 @@ class ScheduledSettings:
 class SchedulePoint:
     """A step, after ``updates_done`` updates.
 
-    ``lr`` is the learning rate that the optimizer was given, and ``steps`` the number of steps of the run, which counts
-    where a schedule has no total of its own.
+    ``lr`` is the learning rate of the optimizer, and ``steps`` the number of steps of the run, which is used if a
+    schedule has no total of its own.
     """
 
     updates_done: int
@@ -60,16 +60,16 @@ class Schedule(BaseModel):
 
     @abstractmethod
     def settings(self, at: SchedulePoint) -> ScheduledSettings:
-        """The settings of the step at this point."""
+        """Return the settings of the step at this point."""
 
     @property
     def needs_steps(self) -> bool:
-        """Whether the number of steps of the run counts, because the schedule could have a total and has none."""
+        """Whether the number of steps of the run matters, because the schedule has no total although it could."""
         totals = {"total", "total_num_steps"} & type(self).model_fields.keys()
         return any(getattr(self, name) is None for name in totals)
 
     def text(self) -> str:
-        """The schedule as text, with the options that were set."""
+        """Return the schedule as text, with the options that were set."""
         values = {key: getattr(self, key) for key in type(self).model_fields}
         options = [
             f"{key}={str(value).lower() if isinstance(value, bool) else value}"
@@ -80,14 +80,13 @@ class Schedule(BaseModel):
 
 
 class Constant(Schedule):
-    """The learning rate itself, after ``warmup`` steps in which it grows linearly from 0."""
+    """The constant learning rate, after ``warmup`` steps in which it grows linearly from 0."""
 
     name: ClassVar[str] = "constant"
 
     warmup: Count = 0
 
     def settings(self, at: SchedulePoint) -> ScheduledSettings:
-        """See ``Schedule.settings``."""
         return ScheduledSettings(lr=at.lr * _warmed_up(at.updates_done, self.warmup))
 
 
@@ -101,7 +100,6 @@ class Linear(Schedule):
     minimum: Ratio = 0.0
 
     def settings(self, at: SchedulePoint) -> ScheduledSettings:
-        """See ``Schedule.settings``."""
         if at.updates_done < self.warmup:
             return ScheduledSettings(lr=at.lr * _warmed_up(at.updates_done, self.warmup))
         total = self.total or at.steps
@@ -119,7 +117,6 @@ class Cosine(Schedule):
     minimum: Ratio = 0.0
 
     def settings(self, at: SchedulePoint) -> ScheduledSettings:
-        """See ``Schedule.settings``."""
         if at.updates_done < self.warmup:
             return ScheduledSettings(lr=at.lr * _warmed_up(at.updates_done, self.warmup))
         progress = (at.updates_done - self.warmup) / max(1, (self.total or at.steps) - self.warmup)
@@ -142,7 +139,7 @@ class WarmupLR(Schedule):
     warmup_type: Literal["log", "linear"] = "log"
 
     def settings(self, at: SchedulePoint) -> ScheduledSettings:
-        """See ``Schedule.settings``. Without ``warmup_max_lr`` the optimizer's learning rate is the largest."""
+        """Return the settings; without ``warmup_max_lr`` the optimizer's learning rate is the largest."""
         largest = at.lr if self.warmup_max_lr is None else self.warmup_max_lr
         if at.updates_done == 0:
             return ScheduledSettings(lr=self.warmup_min_lr)
@@ -183,7 +180,7 @@ class WarmupCosineLR(Schedule):
     warmup_type: Literal["log", "linear"] = "log"
 
     def settings(self, at: SchedulePoint) -> ScheduledSettings:
-        """See ``Schedule.settings``. Step 1 has the learning rate 0."""
+        """Return the settings; step 1 has the learning rate 0."""
         if at.updates_done == 0:
             return ScheduledSettings(lr=0.0)
         iteration = at.updates_done - 1
@@ -230,7 +227,7 @@ class OneCycle(Schedule):
     decay_mom_rate: Rate = 0.0
 
     def settings(self, at: SchedulePoint) -> ScheduledSettings:
-        """See ``Schedule.settings``. While ``cycle_momentum`` is true, the second beta is 0.99, as in DeepSpeed."""
+        """Return the settings; while ``cycle_momentum`` is true, the second beta is 0.99, as in DeepSpeed."""
         if at.updates_done == 0:
             return self._both(self.cycle_min_lr, self.cycle_min_mom)
         iteration = at.updates_done - 1
@@ -256,7 +253,7 @@ class OneCycle(Schedule):
         return ScheduledSettings(lr=lr, betas=(momentum, 0.99) if self.cycle_momentum else None)
 
     def _height(self, at: int) -> float:
-        """The place within the cycle, from 0 at its ends to 1 between its halves."""
+        """Return the position within the cycle, from 0 at its ends to 1 between its halves."""
         first, second = float(self.cycle_first_step_size), float(self._second_step_size)
         size = first + second
         share = first / size
@@ -275,7 +272,7 @@ class OneCycle(Schedule):
 
 
 class LRRangeTest(Schedule):
-    """DeepSpeed's search for the largest learning rate: it grows linearly, or in stairs, without end."""
+    """DeepSpeed's search for the largest learning rate, which grows linearly, or in stairs, without end."""
 
     name: ClassVar[str] = "LRRangeTest"
 
@@ -285,7 +282,6 @@ class LRRangeTest(Schedule):
     lr_range_test_staircase: bool = False
 
     def settings(self, at: SchedulePoint) -> ScheduledSettings:
-        """See ``Schedule.settings``."""
         interval = at.updates_done / self.lr_range_test_step_size
         if self.lr_range_test_staircase:
             interval = float(math.floor(interval))
@@ -319,7 +315,7 @@ _TEXT: Final = re.compile(r"(?P<name>[A-Za-z]+)(?:\{(?P<options>[^{}]*)\})?")
 
 
 def parse_schedule(text: str) -> Schedule:
-    """The schedule that a text describes.
+    """Parse the text of a schedule.
 
     Raises:
         UserError: if there is no such schedule or option, or if a value does not fit.
@@ -337,10 +333,10 @@ def parse_schedule(text: str) -> Schedule:
 
 
 def make_schedule(name: str, options: Mapping[str, object]) -> Schedule:
-    """A schedule with these options, the rest by default; their values may be texts.
+    """Make a schedule with these options, and defaults for the others; their values may be strings.
 
     Raises:
-        UserError: as for ``parse_schedule``.
+        UserError: in the cases of ``parse_schedule``.
     """
     kind = SCHEDULES.get(name)
     if kind is None:

@@ -1,8 +1,8 @@
-"""DeepSpeed's configuration file, translated into zeroir's options.
+"""Translation of DeepSpeed's configuration file to zeroir's options.
 
-``model`` names every key of DeepSpeed 0.19.6 and its treatment: it is honoured, one line says why it has no meaning
-here, or one sentence refuses it. What decides the results of training has DeepSpeed's default where a key is absent;
-what decides only speed and memory has zeroir's.
+``model`` declares every key of DeepSpeed 0.19.6 with its treatment: it is honoured, ignored with a note that says why
+it has no meaning here, or refused with an error. If a key is absent, what affects the results of training gets
+DeepSpeed's default, and what affects only speed and memory zeroir's.
 """
 
 from __future__ import annotations

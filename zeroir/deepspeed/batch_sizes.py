@@ -1,4 +1,4 @@
-"""DeepSpeed's rule: train_batch_size = micro-batch size × accumulation steps × ranks; two of them give the third."""
+"""DeepSpeed's rule: train_batch_size = micro-batch size × accumulation steps × ranks; two determine the third."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _RULE = "train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizes:
-    """Sizes in samples: of a step over all ranks, and of one rank's micro-batch; and the micro-steps of a step."""
+    """Sizes in samples, of a step over all ranks and of one rank's micro-batch, and the micro-steps of a step."""
 
     train: int
     micro: int
@@ -26,13 +26,13 @@ def resolve_batch_sizes(
     world_size: int,
     example: int,
 ) -> BatchSizes:
-    """The batch sizes from those that are given.
+    """Compute the batch sizes from the given ones.
 
     With ``train`` alone there is no accumulation, as in DeepSpeed. Without ``train`` and ``micro``, where DeepSpeed
     fails, the micro-batch is the ``example``.
 
     Raises:
-        UserError: where they contradict each other, or where the third is no whole number.
+        UserError: if they contradict each other, or the third is not a whole number.
     """
     if train is None:
         micro = example if micro is None else micro

@@ -9,11 +9,11 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from zeroir.ir.limits import MOST_COUNT
 
 BLOCK: Final = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
-"""The configuration of models of JSON objects."""
+"""The configuration of pydantic models of JSON objects."""
 
 
 def _whole(value: object) -> object:
-    """5e8 as an integer: JSON has no other way to write it."""
+    """Convert a number such as 5e8 to an integer, since JSON cannot write it otherwise."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

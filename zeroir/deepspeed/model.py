@@ -1,8 +1,8 @@
 """The keys of DeepSpeed's configuration, their types and their treatments.
 
 Sources: ``docs/_pages/config-json.md``, ``deepspeed/runtime/config.py``, ``zero/config.py``, ``precision_config.py``,
-``constants.py`` and the modules that they import, all of DeepSpeed 0.19.6. A default is DeepSpeed's. Inside blocks of
-the type ``Free`` no key has a treatment of its own: the block has one for all of them.
+``constants.py`` and the modules that they import, all of DeepSpeed 0.19.6. Defaults are DeepSpeed's. Inside blocks of
+the type ``Free`` no key has its own treatment: the block has one for all of them.
 """
 
 from __future__ import annotations

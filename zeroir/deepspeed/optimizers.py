@@ -1,8 +1,8 @@
 """DeepSpeed's block ``optimizer`` as options.
 
 Sources: ``DeepSpeedEngine._configure_basic_optimizer`` and the fused optimizers in ``ops`` of DeepSpeed 0.19.6, and
-``torch.optim``, from which DeepSpeed takes the optimizers that it does not have. As in DeepSpeed, the case of a type
-counts for those of torch alone. Each optimizer declares what it is called there (``zeroir/ir/optimizers``).
+``torch.optim``, from which DeepSpeed takes the optimizers that it does not have. As in DeepSpeed, types are
+case-sensitive only for torch's. Each optimizer declares its name there (``zeroir/ir/optimizers``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _IMPLEMENTATION: Final = meaningless("zeroir has one implementation of each opti
 
 
 class OptimizerParams(BaseModel):
-    """``optimizer.params``, the arguments of the optimizer's constructor; a default is DeepSpeed's."""
+    """``optimizer.params``, the arguments of the optimizer's constructor; defaults are DeepSpeed's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -50,12 +50,12 @@ class OptimizerParams(BaseModel):
 
 
 def _params(algorithm: Algorithm, declared: InDeepSpeed) -> type[OptimizerParams]:
-    """The parameters of an optimizer: those of every one, its settings, and its switches."""
+    """Create the model of an optimizer's parameters: the common ones, its settings, and its switches."""
     settings: dict[str, list[Setting]] = {}
     for setting in algorithm.declaration.settings:
         for key, _ in setting.torch_places:
             settings.setdefault(key, []).append(setting)
-    # Their types are known at run time alone.
+    # Their types are only known at run time.
     fields: dict[str, Any] = {}
     if "lr" in declared.defaults:
         fields["lr"] = (Annotated[Rate, honoured("`lr`")], declared.defaults["lr"])
@@ -83,7 +83,7 @@ def _default(settings: Sequence[Setting]) -> object:
 
 
 def _annotation(settings: Sequence[Setting], default: object) -> object:
-    """The type of a key's value; a number whose default is null may be null."""
+    """Return the type of a key's value; a number whose default is null may be null."""
     defaults = default if isinstance(default, tuple) else (default,)
     kinds = []
     for setting, own_default in zip(settings, defaults, strict=True):
@@ -108,22 +108,22 @@ _REASONS: Final = {
     for algorithm in Algorithm
     if (reason := algorithm.declaration.not_from_deepspeed) is not None
 }
-"""Of optimizers that zeroir has, but does not take from this file."""
+"""The reasons for optimizers that zeroir has, but does not accept from this file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerTranslation:
-    """Options by name, each with the key that it comes from; and pairs of a key without meaning and the reason."""
+    """Options by name with the keys that they come from, and pairs of an ignored key and the reason."""
 
     options: Mapping[str, tuple[object, str]]
     notes: tuple[tuple[str, str], ...]
 
 
 def translate_optimizer(kind: str, params: Mapping[str, object]) -> OptimizerTranslation:
-    """The block as options.
+    """Translate the block to options.
 
     Raises:
-        UserError: where zeroir lacks the optimizer, or a parameter of it; it is named.
+        UserError: naming the optimizer, or a parameter of it, that zeroir lacks.
     """
     own = {name.lower(): name for name, known in OF_DEEPSPEED.items() if not known.is_from_torch}
     name = own.get(kind.lower(), kind)
@@ -164,7 +164,7 @@ def translate_optimizer(kind: str, params: Mapping[str, object]) -> OptimizerTra
 def _validated(
     model: type[OptimizerParams], kind: str, params: Mapping[str, object]
 ) -> OptimizerParams:
-    """The parameters; no refused one asks for anything."""
+    """Validate the parameters, and check that refused ones have values without effect."""
     for key, value in params.items():
         field = model.model_fields.get(key)
         if field is None:

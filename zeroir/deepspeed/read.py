@@ -1,4 +1,4 @@
-"""Reading a DeepSpeed configuration: unknown keys, ``"auto"``, types and treatments."""
+"""Reading of a DeepSpeed configuration: unknown keys, ``"auto"``, types and treatments."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from zeroir.errors import UserError
 
 AUTO: Final = "auto"
 _PRECISION_BLOCKS: Final = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
-"""The blocks of a precision, whose keys have an effect with that precision alone."""
+"""The blocks of each precision, whose keys have an effect only with that precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """A configuration whose values have the right types, and which asks for nothing that is refused.
+    """A configuration with valid values and no refused requests.
 
     ``given`` are the dotted keys with a value, ``automatic`` those whose value is ``"auto"``. ``notes`` are pairs of a
-    given key and the reason for which it has no meaning here.
+    given key and the reason why it has no meaning here.
     """
 
     configuration: DeepSpeedConfiguration
@@ -77,7 +77,7 @@ def _enabled_precision(configuration: DeepSpeedConfiguration) -> str:
 
 
 def block_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The block that a field holds; None for other values, and for objects without treatments inside."""
+    """Return the block type of a field; None for other values, and for objects without treatments inside."""
     annotation: object = field.annotation
     for kind in (annotation, *typing.get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -88,7 +88,7 @@ def block_of(field: FieldInfo) -> type[BaseModel] | None:
 def _without_auto(
     kind: type[BaseModel], data: Mapping[str, object], place: str, automatic: set[str]
 ) -> dict[str, object]:
-    """The values of a block without those that are ``"auto"``, which count as absent; unknown keys are errors."""
+    """Return the values of a block except those that are ``"auto"``, which count as absent; unknown keys are errors."""
     plain: dict[str, object] = {}
     for key, value in data.items():
         path = f"{place}{key}"
@@ -113,7 +113,7 @@ def _without_auto(
 def _given(
     kind: type[BaseModel], plain: Mapping[str, object], place: str
 ) -> Iterator[tuple[str, Treatment, object]]:
-    """The dotted keys with their treatments and values; a block that has treatments inside is left out itself."""
+    """Yield the dotted keys with their treatments and values, except blocks that have treatments inside."""
     for key, value in plain.items():
         field = kind.model_fields[key]
         inner = block_of(field)
@@ -137,7 +137,7 @@ def _validated(plain: Mapping[str, object]) -> DeepSpeedConfiguration:
 
 
 def _names(plain: object) -> set[object]:
-    """All keys of nested objects: pydantic's locations also name the members of unions."""
+    """Return all keys of nested objects, since pydantic's locations also name the members of unions."""
     if not isinstance(plain, Mapping):
         return set()
     return set(plain).union(*(_names(value) for value in plain.values()))

@@ -1,4 +1,4 @@
-"""The treatment of every key as tables in Markdown, for the documentation."""
+"""The treatment of every key as Markdown tables for the documentation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Row = tuple[str, str, str]
 def treatments(
     kind: type[BaseModel] = DeepSpeedConfiguration, place: str = ""
 ) -> Iterator[tuple[str, Treatment]]:
-    """Every dotted key with its treatment; blocks with treatments inside are left out themselves."""
+    """Yield every dotted key with its treatment, except blocks with treatments inside."""
     for key, field in kind.model_fields.items():
         inner = block_of(field)
         if inner is None:
@@ -29,7 +29,7 @@ def treatments(
 
 
 def tables() -> str:
-    """The tables: of the top level, then of each block, then of the parameters of optimizers and schedules."""
+    """Return the tables of the top level, of each block, and of the parameters of optimizers and schedules."""
     blocks: dict[str, list[Row]] = {}
     for key, treatment in treatments():
         block, _, name = key.rpartition(".")

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration as options of zeroir, with the key that each comes from."""
+"""Translation of a DeepSpeed configuration to zeroir's options, with the key that each comes from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEFAULT: Final = "DeepSpeed's default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
-    """Options by name, the place in the configuration that each comes from, and notes on keys without meaning.
+    """Options by name, the place in the configuration that each comes from, and notes on ignored keys.
 
     ``micro_batch_size`` is the number of samples that the example batch must have.
     """
@@ -39,7 +39,7 @@ def translate(
     world_size: int,
     example_batch_size: int,
 ) -> Translation:
-    """The options that a configuration amounts to beside those that are ``given`` elsewhere, which win.
+    """Translate a configuration to options, except those that are ``given`` elsewhere, which take precedence.
 
     ``example_batch_size`` is the number of samples of the model's example batch.
 
@@ -65,7 +65,7 @@ def translate(
 
 
 def _grouped(notes: tuple[tuple[str, str], ...]) -> list[str]:
-    """One line per reason, with all keys that it holds for."""
+    """Return one note per reason, with all keys that it applies to."""
     keys: dict[str, list[str]] = {}
     for key, reason in notes:
         keys.setdefault(reason, []).append(key)
@@ -74,7 +74,7 @@ def _grouped(notes: tuple[tuple[str, str], ...]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Translator:
-    """Collects options; its methods each translate one part of the configuration."""
+    """Collects options; each of its methods translates one part of the configuration."""
 
     reading: Reading
     given: Mapping[str, object]
@@ -83,7 +83,7 @@ class _Translator:
     notes: list[str]
 
     def set(self, option: str, value: object, key: str) -> None:
-        """Set an option unless it is given elsewhere; without ``key`` in the file the origin is a default."""
+        """Set an option unless it is given elsewhere; if ``key`` is not in the file, its origin is a default."""
         if option in self.given:
             return
         self.options[option] = value
@@ -104,7 +104,7 @@ class _Translator:
         return value if isinstance(value, ZeroOptimization) else ZeroOptimization(stage=int(value))
 
     def precision(self) -> None:
-        """``fp16`` and ``bf16``, and ``communication_data_type``, which must agree with them."""
+        """Translate ``fp16`` and ``bf16``, and ``communication_data_type``, which must be consistent with them."""
         configuration, precision = self.reading.configuration, self.reading.precision
         enabled = {"fp16": "fp16.enabled", "bf16": "bf16.enabled", "fp32": "fp16.enabled"}
         key = enabled[precision]
@@ -121,7 +121,7 @@ class _Translator:
             self.loss_scaling(configuration.fp16)
 
     def loss_scaling(self, block: FP16) -> None:
-        """The scaler's keys, of which a static scale needs none but itself."""
+        """Translate the loss scaler's keys; a static scale needs no other key."""
         if block.loss_scale or "loss_scale" in self.given:
             self.set("loss_scale", block.loss_scale, "fp16.loss_scale")
             return
@@ -136,7 +136,7 @@ class _Translator:
         self.set("minimum_loss_scale", block.min_loss_scale, "fp16.min_loss_scale")
 
     def stage_and_mesh(self, world_size: int) -> int:
-        """``zero_optimization.stage``, and MiCS's groups of ranks."""
+        """Translate ``zero_optimization.stage``, and MiCS's groups of ranks, and return the stage."""
         block = self.reading.configuration.zero_optimization
         key = "zero_optimization" if isinstance(block, bool) else "zero_optimization.stage"
         self.set("stage", self.zero.stage, key)
@@ -152,7 +152,7 @@ class _Translator:
         return stage if isinstance(stage, int) else self.zero.stage
 
     def communication(self, stage: int) -> None:
-        """Bucket sizes, prefetching and overlap."""
+        """Translate bucket sizes, prefetching and overlap."""
         zero = self.zero
         self.bucket("bucket", "reduce_bucket_size", zero.reduce_bucket_size)
         if 1 <= stage <= 2:
@@ -174,7 +174,7 @@ class _Translator:
             self.notes.append(f"{keys}: no meaning at stage {stage}, as in DeepSpeed.")
 
     def offload(self, stage: int) -> None:
-        """What is kept outside device memory; what is given elsewhere replaces all of it."""
+        """Translate offloading; options that are given elsewhere replace all of it."""
         if "offload" in self.given:
             return
         translation = translate_offload(self.reading.configuration, self.zero, stage)
@@ -191,13 +191,13 @@ class _Translator:
         self.notes.extend(translation.notes)
 
     def bucket(self, option: str, name: str, numel: int) -> None:
-        """A limit in bytes from one in elements; an absent key leaves zeroir's default."""
+        """Translate a limit in elements to one in bytes; an absent key leaves zeroir's default."""
         if self.is_given(name):
             size = _ELEMENT_BYTES[self.reading.precision]
             self.set(option, min(numel * size, MOST_BYTES), f"zero_optimization.{name}")
 
     def parameters(self) -> None:
-        """What stage 3 gathers ahead, and keeps."""
+        """Translate the limits of what stage 3 prefetches and keeps."""
         zero, size = self.zero, _ELEMENT_BYTES[self.reading.precision]
         prefetch, most = "stage3_prefetch_bucket_size", "stage3_max_live_parameters"
         ahead = {"prefetch", "prefetch_budget", "prefetch_bytes"} & self.given.keys()
@@ -223,11 +223,11 @@ class _Translator:
             )
 
     def is_given(self, name: str) -> bool:
-        """Whether a key of ``zero_optimization`` has a value."""
+        """Return whether a key of ``zero_optimization`` has a value."""
         return f"zero_optimization.{name}" in self.reading.given
 
     def optimizer(self) -> None:
-        """``optimizer`` and ``gradient_clipping``."""
+        """Translate ``optimizer`` and ``gradient_clipping``."""
         block = self.reading.configuration.optimizer
         if block is not None and "optimizer" in self.given:
             self.notes.append(f"optimizer: replaced by optimizer={self.given['optimizer']}.")
@@ -241,7 +241,7 @@ class _Translator:
             self.set("clip", clip, "gradient_clipping")
 
     def schedule(self) -> None:
-        """``scheduler``."""
+        """Translate ``scheduler``."""
         block = self.reading.configuration.scheduler
         if block is None:
             return
@@ -275,12 +275,12 @@ class _Translator:
         self.set("schedule", schedule.text(), "scheduler.type")
 
     def lr(self) -> float:
-        """The learning rate before any schedule."""
+        """Return the learning rate before any schedule."""
         value = self.given.get("lr", self.options.get("lr", 1e-3))
         return float(value) if isinstance(value, int | float) else 1e-3
 
     def batch_sizes(self, world_size: int, example: int) -> int:
-        """The micro-batch size; sets the number of micro-steps."""
+        """Set the number of micro-steps, and return the micro-batch size."""
         configuration = self.reading.configuration
         is_automatic = "train_micro_batch_size_per_gpu" in self.reading.automatic
         given_steps = self.given.get("micro_steps")

@@ -1,8 +1,8 @@
-"""DeepSpeed's keys of offloading as options.
+"""Translation of DeepSpeed's offloading keys to options.
 
 Sources: ``docs/_pages/config-json.md``, ``deepspeed/runtime/zero/offload_config.py`` and ``runtime/engine.py`` of
 DeepSpeed 0.19.6: the optimizer is offloaded at stages 1 to 3 together with its gradients, parameters at stage 3, and a
-share of the optimizer at stage 3.
+part of the optimizer at stage 3.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class OffloadTranslation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RequestedBlock:
-    """What one block asks for: the value of ``offload_to``, and the key that says so."""
+    """A request of one block: the value of ``offload_to``, and the key that it comes from."""
 
     place: str
     key: str
@@ -35,10 +35,10 @@ class _RequestedBlock:
 def translate_offload(
     configuration: DeepSpeedConfiguration, zero: ZeroOptimization, stage: int
 ) -> OffloadTranslation:
-    """The options of offloading at a stage.
+    """Return the offloading options at a stage.
 
     Raises:
-        UserError: where the blocks name different folders: a rank has one file.
+        UserError: if the blocks name different folders, since a rank has one file.
     """
     notes: list[str] = []
     asked: dict[tuple[str, ...], _RequestedBlock] = {}
@@ -102,7 +102,7 @@ def translate_offload(
 def _request(
     block: str, device: str, nvme_path: str | None, *, old: str | None, notes: list[str]
 ) -> _RequestedBlock | None:
-    """What a block asks for, or the key ``old``, which versions before the blocks had; None if neither asks."""
+    """Return the request of a block, or of the key ``old`` of earlier DeepSpeed versions; None if there is neither."""
     if nvme_path is not None and device != "nvme":
         notes.append(f"{_BLOCK}.{block}.nvme_path: no meaning with the device {device}.")
     if device == "none":
@@ -114,7 +114,7 @@ def _request(
 
 
 def _on_disk(asked: tuple[_RequestedBlock, ...]) -> _RequestedBlock | None:
-    """The first request for a disk; None without any."""
+    """Return the first request for a disk; None without any."""
     requests = [request for request in asked if request.place != "host"]
     for request in requests:
         if request.place != requests[0].place:

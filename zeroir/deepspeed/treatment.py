@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 
 class Kind(StrEnum):
-    """What becomes of a key; the value is a word of the documentation's table."""
+    """The kind of treatment; the value is a word of the documentation's table."""
 
     HONOURED = "honoured"
     WITHOUT_MEANING = "no meaning"
@@ -19,7 +19,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """A kind and its reason. ``asks`` tells whether a value of a refused key asks for anything at all."""
+    """A kind and its reason. ``asks`` tells whether a value of a refused key has any effect in DeepSpeed."""
 
     kind: Kind
     reason: str
@@ -27,42 +27,42 @@ class Treatment:
 
 
 def treatment_of(field: FieldInfo) -> Treatment:
-    """The treatment in a field's annotation."""
+    """Return the treatment in a field's annotation."""
     return next(item for item in field.metadata if isinstance(item, Treatment))
 
 
 def honoured(reason: str) -> Treatment:
-    """The key sets an option; ``reason`` names it."""
+    """Make the treatment of a key that sets an option; ``reason`` names it."""
     return Treatment(kind=Kind.HONOURED, reason=reason)
 
 
 def meaningless(reason: str) -> Treatment:
-    """The key may have any value of its type; ``reason`` is printed after its name."""
+    """Make the treatment of a key that is ignored; ``reason`` is printed after its name."""
     return Treatment(kind=Kind.WITHOUT_MEANING, reason=reason)
 
 
 def refused(reason: str, asks: Callable[[object], bool] = bool) -> Treatment:
-    """The key may only have a value that asks for nothing; ``reason`` is the sentence for the others."""
+    """Make the treatment of a key that may only have values without effect; ``reason`` is the error for the others."""
     return Treatment(kind=Kind.REFUSED, reason=reason, asks=asks)
 
 
 def is_enabled(value: object) -> bool:
-    """Whether a block is turned on by its key ``enabled``."""
+    """Return whether a block is turned on by its key ``enabled``."""
     return isinstance(value, dict) and value.get("enabled") is True
 
 
 def is_enabled_inside(value: object) -> bool:
-    """Whether a block, or one inside it, is turned on by its key ``enabled``."""
+    """Return whether a block, or one inside it, is turned on by its key ``enabled``."""
     return is_enabled(value) or (
         isinstance(value, dict) and any(is_enabled_inside(item) for item in value.values())
     )
 
 
 def is_given(value: object) -> bool:
-    """Whether the value is not null."""
+    """Return whether the value is not null."""
     return value is not None
 
 
 def differs_from(*plain: object) -> Callable[[object], bool]:
-    """Whether a value is none of these."""
+    """Return a predicate that tells whether a value is none of these."""
     return lambda value: value is not None and value not in plain

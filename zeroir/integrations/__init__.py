@@ -1,1 +1,1 @@
-"""zeroir inside the training loops of other libraries; each module needs its library installed."""
+"""Integrations into the training loops of other libraries; each module needs its library installed."""

@@ -1,8 +1,8 @@
-"""``prepare``: a training loop of accelerate over an engine, which takes the place of the wrapped model.
+"""``prepare``: run a training loop of accelerate with an engine in place of the wrapped model.
 
-The loop keeps its ``Accelerator``, which goes on to share out the data, to say when gradients accumulate, to gather
-metrics, to log, and to save and load the states of schedules, data and random generators. An engine does what
-``backward``, ``clip_grad_norm_`` and the optimizer do.
+The loop keeps its ``Accelerator``, which still distributes the data, decides when gradients accumulate, gathers
+metrics, logs, and saves and loads the states of schedules, data and random generators. The engine replaces
+``backward``, ``clip_grad_norm_`` and the optimizer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from zeroir.runtime.engine.engine import Engine
 
 _STATE: Final = "zeroir"
-"""The folder of the engine's state in what ``Accelerator.save_state`` saves."""
+"""The folder of the engine's state in a state that ``Accelerator.save_state`` saves."""
 
 _PRECISIONS: Final[Mapping[str, FloatName]] = {"bf16": "bf16", "fp16": "fp16"}
 
@@ -46,32 +46,32 @@ _REPLACED: Final[Mapping[str, str]] = {
     "clip_grad_norm_": "pass clip= to zeroir.prepare, and read grad_norm of engine.last_result",
     "clip_grad_value_": "programs clip the norm of the gradient alone; pass clip= to zeroir.prepare",
 }
-"""What to do in the place of methods of ``Accelerator`` that would do nothing, or wrong, beside an engine."""
+"""Replacements for methods of ``Accelerator`` that would have no effect, or a wrong one, with an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedOptimizer:
-    """An engine's optimizer that updates where gradients have accumulated, as accelerate's does."""
+    """An engine's optimizer that updates when gradients have accumulated, like accelerate's."""
 
     engine: Engine
     accelerator: Accelerator
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The settings of the engine's optimizer groups; changes count from the next update."""
+        """The settings of the engine's optimizer groups; changes take effect at the next update."""
         return self.engine.optimizer.param_groups
 
     def step(self) -> None:
-        """Update after the last micro-step of a step; after another one do nothing."""
+        """Update after the last micro-step of a step, and do nothing after others."""
         if self.accelerator.sync_gradients:
             self.engine.optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: every step begins with new gradients."""
+        """Do nothing, since every step begins with new gradients."""
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether an overflow has skipped the last update, so that the schedule waits."""
+        """Whether the last update was skipped because of an overflow, so that the schedule waits."""
         result = self.engine.last_result
         return result is not None and result.is_skipped
 
@@ -121,17 +121,17 @@ def prepare(
     kernels: str = "eager",
     **options: Unpack[CompileKeywords],
 ) -> tuple[object, ...]:
-    """An engine, and the optimizer, data loader and scheduler prepared, in the place of ``accelerator.prepare``.
+    """Make an engine, and prepare the optimizer, data loader and scheduler, in place of ``accelerator.prepare``.
 
     The loop then calls ``engine.micro_step(batch, is_last=accelerator.sync_gradients)``, ``optimizer.step()`` and
     ``scheduler.step()``. ``loss``, ``kernels`` and ``options`` are those of ``zeroir.compile`` and
-    ``CompiledProgram.engine``; ``precision`` and ``micro_steps`` follow from the accelerator unless given. ``batch`` is
-    an example batch of one rank, by default of the first samples of ``loader``. ``save_state`` and ``load_state`` of
-    the accelerator include the engine's state from now on. All ranks call this together.
+    ``CompiledProgram.engine``; ``precision`` and ``micro_steps`` default to the accelerator's. ``batch`` is an example
+    batch of one rank, by default of the first samples of ``loader``. From now on, ``save_state`` and ``load_state`` of
+    the accelerator include the engine's state. Collective over all ranks.
 
     Raises:
-        UserError: where the accelerator distributes the model itself or asks for another precision, where the loader
-            has no batch size and ``batch`` is missing, or as ``zeroir.compile``.
+        UserError: if the accelerator distributes the model itself or requires another precision, if the loader has no
+            batch size and ``batch`` is missing, or in the cases of ``zeroir.compile``.
     """
     _require_supported(accelerator)
     if not isinstance(loader, torch.utils.data.DataLoader):
@@ -212,7 +212,7 @@ def _require_supported(accelerator: Accelerator) -> None:
 
 
 def _ignored(accelerator: Accelerator) -> Mapping[str, object]:
-    """Settings of an Accelerator for what an engine replaces: None where it has none."""
+    """Return the settings of an Accelerator that an engine would ignore, None where unset."""
     handlers = ("autocast_handler", "ddp_handler", "scaler_handler")
     dynamo = accelerator.state.dynamo_plugin
     return {
@@ -223,7 +223,7 @@ def _ignored(accelerator: Accelerator) -> Mapping[str, object]:
 
 
 def _rows(accelerator: Accelerator, loader: DataLoader[Any]) -> int:
-    """The rows of one rank's batch."""
+    """Return the number of rows of one rank's batch."""
     rows = loader.batch_size
     if rows is None:
         raise UserError(
@@ -234,12 +234,12 @@ def _rows(accelerator: Accelerator, loader: DataLoader[Any]) -> int:
 
 
 def _include_state(accelerator: Accelerator, engine: Engine) -> None:
-    """Let the accelerator save and load the engine's state, of which each rank writes its part."""
+    """Make the accelerator save and load the engine's state, of which each rank writes its part."""
 
     def save(_models: object, _weights: object, folder: str | os.PathLike[str]) -> None:
         state = Path(folder, _STATE)
         if accelerator.is_main_process:
-            # The accelerator replaces the files of an earlier state in this folder, too.
+            # The accelerator also replaces the files of an earlier state in this folder.
             shutil.rmtree(state, ignore_errors=True)
         engine.save(state)
 

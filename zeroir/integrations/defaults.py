@@ -1,4 +1,4 @@
-"""What a user's model and data loader say about the program, where no option does."""
+"""Defaults of options that follow from a user's model and data loader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def first_batch(loader: DataLoader[Any], rows: int) -> object:
-    """A batch of the first samples of a data set; it leaves the data loader and random generators as they are."""
+    """Return a batch of a data set's first samples, without changing the data loader and random generators."""
     dataset = cast("Any", loader.dataset)
     collate = loader.collate_fn
     assert collate is not None
@@ -39,10 +39,10 @@ def require_effect(
     instead: Mapping[str, str],
     decided: Mapping[str, tuple[int, str]],
 ) -> None:
-    """Raise UserError where a loop of another library would ignore an option for the compiler, which ``giver`` has.
+    """Raise a UserError if a loop of another library would ignore a compile option in ``giver``.
 
-    ``instead`` says what to do in the place of an option that the loop has no use for; ``decided`` has the value of an
-    option that the loop decides, and where.
+    ``instead`` says what to use instead of an option that the loop ignores; ``decided`` has the value of an option that
+    the loop determines, and where.
     """
     given = cast("Mapping[str, object]", options)
     try:
@@ -60,6 +60,6 @@ def require_effect(
 
 
 def precision_of(model: nn.Module) -> FloatName:
-    """``bf16`` for a model all of whose floating-point parameters are in bfloat16, and ``fp32`` for another one."""
+    """Return ``bf16`` if all floating-point parameters of a model are in bfloat16, otherwise ``fp32``."""
     dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point}
     return "bf16" if dtypes == {torch.bfloat16} else "fp32"

@@ -1,4 +1,4 @@
-"""The engine behind a trainer of another library, and the programs that it runs, one for each shape of a batch."""
+"""The engine of a trainer of another library, and the programs that it runs, one for each batch shape."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _CANNOT_COMPUTE = (
 )
 
 TrainerLoss = Callable[[nn.Module, dict[str, object], Tensor | None, Tensor], tuple[Tensor, object]]
-"""From the module, its inputs, the number of items in the step's batches and the number of its micro-steps to the loss
-and the outputs, which are dicts, lists and tuples of tensors."""
+"""Computes the loss and the outputs, which are dicts, lists and tuples of tensors, from the module, its inputs, the
+number of items in the step's batches, and the number of its micro-steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerBatch:
-    """A micro-batch: what forward is called with, and two numbers of its step that the loss may depend on.
+    """A micro-batch: the arguments of forward, and two numbers of its step that the loss may depend on.
 
-    ``num_items`` is the number of labels in all batches of the step, or None where the trainer does not count them.
+    ``num_items`` is the number of labels in all batches of the step, or None if the trainer does not count them.
     """
 
     inputs: Inputs
@@ -49,7 +49,7 @@ class TrainerBatch:
     micro_steps: int = 1
 
     def tree(self) -> dict[str, object]:
-        """The batch as programs take it. Integers keep their values whatever the program's precision is."""
+        """Return the batch in the form of programs. Integers keep their values for any precision of the program."""
         tree: dict[str, object] = {
             _INPUTS: dict(self.inputs),
             _MICRO_STEPS: torch.tensor(self.micro_steps),
@@ -60,7 +60,7 @@ class TrainerBatch:
 
 
 class WrappedModel(nn.Module):
-    """What a trainer takes for its wrapped model: it has the parameters of the model, but the engine computes."""
+    """A trainer's wrapped model: it has the parameters of the model, but the engine computes."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -76,17 +76,17 @@ class WrappedModel(nn.Module):
 
 
 def _require_values(module: nn.Module, _arguments: object) -> None:
-    """Raise UserError where the model is called while its values are in an engine."""
+    """Raise a UserError if the model is called while its values are in an engine."""
     if any(parameter.is_meta for parameter in module.parameters()):
         raise UserError(_CANNOT_COMPUTE)
 
 
 class EngineOfTrainer:
-    """One engine, and the programs of a model that it has run so far, one for each shape of a batch.
+    """One engine, and the programs of a model that it has run so far, one for each batch shape.
 
-    ``loss`` is compiled into the programs. ``optimizer`` is an instance of torch's over the model's parameters. The
-    other arguments are those of ``zeroir.compile`` and ``CompiledProgram.engine``. Padded ids become ``pad_token``, and
-    ``most_positions`` is the greatest length that the model takes, if it has one. All ranks call each method together.
+    ``loss`` is compiled into the programs. ``optimizer`` is a torch optimizer over the model's parameters. The other
+    arguments are those of ``zeroir.compile`` and ``CompiledProgram.engine``. Ids are padded with ``pad_token``, and
+    ``most_positions`` is the model's maximum length, if it has one. Each method is collective over all ranks.
     """
 
     def __init__(
@@ -121,23 +121,23 @@ class EngineOfTrainer:
         self._watch = model.register_forward_pre_hook(_require_values)
 
     def micro_step(self, batch: TrainerBatch, *, is_last: bool) -> MicroStepResult:
-        """Take a micro-step; its batch fits since ``fit``."""
+        """Run a micro-step; ``fit`` has ensured that its batch fits."""
         self._returned = None
         return self.engine.micro_step(self._fitted(batch).tree(), is_last=is_last)
 
     def evaluate(self, batch: TrainerBatch) -> Evaluation:
-        """Evaluate a batch, which fits since ``fit``."""
+        """Evaluate a batch; ``fit`` has ensured that it fits."""
         return self.engine.evaluate(self._fitted(batch).tree())
 
     def fit(
         self, batches: Sequence[Inputs], *, in_rows_of_the_program: bool, needs_outputs: bool
     ) -> int:
-        """Go on with a program whose batches are as large as these of any rank, and return the most rows of any.
+        """Switch to a program with room for these batches of any rank, and return the most rows of any.
 
-        With ``in_rows_of_the_program`` the batches will be cut into pieces, so only their lengths count.
+        With ``in_rows_of_the_program`` the batches will be split, so only their lengths count.
 
         Raises:
-            UserError: where the ranks' batches have different tensors, or a new program cannot be compiled.
+            UserError: if the ranks' batches have different tensors, or a new program cannot be compiled.
         """
         own = largest(BatchShape.of(batch) for batch in batches)
         needed = own
@@ -159,7 +159,7 @@ class EngineOfTrainer:
         return most_rows
 
     def return_values(self) -> None:
-        """Give the model its values back, on the CPU; ``take_changes`` notices what is changed there."""
+        """Return the model's values to it, on the CPU; ``take_changes`` detects later changes."""
         self.engine.return_values(self.model)
         if self._watch is not None:
             self._watch.remove()
@@ -172,7 +172,7 @@ class EngineOfTrainer:
         return self._returned is not None
 
     def take_changes(self) -> None:
-        """Take over the values of the model where they were changed since they were returned to it."""
+        """Copy the model's values to the engine if they were changed since they were returned to it."""
         if self._returned is None:
             return
         present = self._versions()
@@ -188,7 +188,7 @@ class EngineOfTrainer:
 
     @contextmanager
     def _not_watched(self) -> Iterator[None]:
-        """Let the compiler call the model, whose values it does not need."""
+        """Allow the compiler to call the model, whose values it does not need."""
         watch = self._watch
         if watch is None:
             yield
@@ -212,7 +212,7 @@ class EngineOfTrainer:
         )
 
     def _program(self) -> CompiledProgram:
-        """The program for the present shape, compiled if it is new."""
+        """Return the program for the current shape, compiled if it is new."""
         key = self.shape, self.has_outputs
         if key not in self._programs:
             options: CompileKeywords = {**self._options, "optimizer": self._optimizer}
@@ -231,7 +231,7 @@ class EngineOfTrainer:
 def _program_loss(
     trainer_loss: TrainerLoss, *, has_outputs: bool
 ) -> Callable[[nn.Module, Mapping[str, object]], object]:
-    """The loss function of a program: it takes the tree of a ``TrainerBatch``."""
+    """Return the loss function of a program, whose batch is the tree of a ``TrainerBatch``."""
 
     def loss(module: nn.Module, tree: Mapping[str, object]) -> object:
         inputs, num_items, micro_steps = (

@@ -1,7 +1,7 @@
-"""Batches of any length made to fit a program, which is compiled for one shape.
+"""Padding of batches of any length to a program, which is compiled for one shape.
 
-Rows beyond those of a batch are copies of its last row whose labels are -100, and positions beyond its length have the
-values that tokenizers pad with. A loss that ignores the label -100, as torch's cross entropy does, is the same.
+Additional rows are copies of the last row whose labels are -100, and additional positions have the values with which
+tokenizers pad. This does not change a loss that ignores the label -100, like torch's cross entropy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _IGNORED: Final = -100
 """The label that ``torch.nn.functional.cross_entropy`` ignores."""
 
 _LENGTH_STEP: Final = 64
-"""Lengths that exceed the first one are rounded up to multiples of it, so that few programs are compiled."""
+"""Lengths greater than the first one are rounded up to multiples of it, to limit the number of programs."""
 
 _NO_TOKEN: Final = {
     _IDS: None,
@@ -32,10 +32,10 @@ _NO_TOKEN: Final = {
     "decoder_input_ids": None,
     "decoder_attention_mask": 0,
 }
-"""Tensors of the shape [rows, length] that can be padded, and with what; None stands for the padding token."""
+"""Tensors of the shape [rows, length] that can be padded, and the padding value; None is the padding token."""
 
 Inputs = Mapping[str, object]
-"""A batch by the names of forward's arguments. Values that are no tensors stay as they are."""
+"""A batch by the names of forward's arguments. Values other than tensors stay unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +47,10 @@ class BatchShape:
 
     @classmethod
     def of(cls, batch: Inputs) -> BatchShape:
-        """The shape of a batch: every tensor with dimensions has the rows as its first.
+        """Return the shape of a batch, where the first dimension of every tensor is the rows.
 
         Raises:
-            UserError: where the batch has no rows.
+            UserError: if the batch has no rows.
         """
         tensors = _tensors(batch)
         rows = [tensor.shape[0] for tensor in tensors.values() if tensor.ndim]
@@ -66,18 +66,18 @@ class BatchShape:
         return cls(rows=rows[0], lengths=tuple(lengths.items()))
 
     def numbers(self) -> list[int]:
-        """The rows and the lengths, for an exchange between ranks."""
+        """Return the rows and the lengths as numbers to exchange between ranks."""
         return [self.rows, *(length for _, length in self.lengths)]
 
     def with_numbers(self, numbers: Sequence[int]) -> BatchShape:
-        """A shape of the same tensors with these rows and lengths."""
+        """Return a shape of the same tensors with these rows and lengths."""
         names = [name for name, _ in self.lengths]
         return BatchShape(rows=numbers[0], lengths=tuple(zip(names, numbers[1:], strict=True)))
 
     def grown(self, needed: BatchShape, most: int | None) -> BatchShape:
-        """This shape with more rows and longer tensors where ``needed`` exceeds it.
+        """Return this shape with more rows and longer tensors where ``needed`` exceeds it.
 
-        Longer lengths are rounded up, but not beyond ``most``, the number of positions that the model has.
+        Longer lengths are rounded up, but not beyond ``most``, the model's number of positions.
         """
         present = dict(self.lengths)
         lengths = {
@@ -88,10 +88,10 @@ class BatchShape:
 
 
 def largest(shapes: Iterable[BatchShape]) -> BatchShape:
-    """The most rows and the greatest lengths of some shapes.
+    """Return the most rows and the greatest lengths of some shapes.
 
     Raises:
-        UserError: where they have different tensors.
+        UserError: if they have different tensors.
     """
     first, *others = shapes
     for shape in others:
@@ -104,10 +104,10 @@ def largest(shapes: Iterable[BatchShape]) -> BatchShape:
 
 
 def padded(batch: Inputs, shape: BatchShape, pad_token: int) -> dict[str, object]:
-    """A batch with the rows and lengths of ``shape``, which are at least its own.
+    """Pad a batch to the rows and lengths of ``shape``, which are at least its own.
 
     Raises:
-        UserError: where padding would change the loss: ids without an attention mask, or rows without integer labels.
+        UserError: if padding would change the loss: ids without an attention mask, or rows without integer labels.
     """
     lengths = dict(shape.lengths)
     own = BatchShape.of(batch)
@@ -134,7 +134,7 @@ def padded(batch: Inputs, shape: BatchShape, pad_token: int) -> dict[str, object
 
 
 def cropped(output: Tensor, own: BatchShape, shape: BatchShape) -> Tensor:
-    """An output of a padded batch without the rows and positions that were added.
+    """Remove the padding of rows and positions from an output.
 
     A second dimension as long as the padded ids is that of the positions.
     """
@@ -147,7 +147,7 @@ def cropped(output: Tensor, own: BatchShape, shape: BatchShape) -> Tensor:
 
 
 def rows_of(batch: Inputs, start: int, stop: int) -> dict[str, object]:
-    """The rows from ``start`` to ``stop``; the last row alone where the batch has fewer."""
+    """Return the rows from ``start`` to ``stop``; only the last row if the batch has fewer."""
     values = dict(batch)
     for name, tensor in _tensors(batch).items():
         if tensor.ndim:

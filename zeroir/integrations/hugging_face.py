@@ -1,7 +1,7 @@
-"""``ZeroirTrainer``: the ``Trainer`` of Hugging Face with an engine of zeroir in the place of DDP, FSDP or DeepSpeed.
+"""``ZeroirTrainer``: Hugging Face's ``Trainer`` with an engine of zeroir in place of DDP, FSDP or DeepSpeed.
 
-The trainer keeps its loop, callbacks, logs, schedules, metrics and folders of checkpoints. An engine does what it does
-with a wrapped model, gradients and an optimizer; the loss that the trainer computes is compiled into the program.
+The trainer keeps its loop, callbacks, logs, schedules, metrics and checkpoint folders. The engine replaces its wrapped
+model, gradients and optimizer; the trainer's loss is compiled into the program.
 """
 
 from __future__ import annotations
@@ -55,27 +55,27 @@ _IGNORED: Final[Mapping[str, str]] = {
     "ddp_broadcast_buffers": _OF_DDP,
     "ddp_static_graph": _OF_DDP,
 }
-"""Arguments that would be ignored where they are set, and why."""
+"""Arguments that would be ignored if set, and the reason."""
 
 _NO_OUTPUTS: Final = ("loss", "past_key_values")
 
 _joined: Final = cast("Callable[[object, object], object]", nested_concat)
-"""Two predictions of the same structure, one after the other, padded to one length."""
+"""Concatenates two predictions of the same structure, padded to the same length."""
 
 
 class ZeroirTrainer(Trainer):
-    """Hugging Face's ``Trainer``, trained by an engine; under torchrun, or alone.
+    """Hugging Face's ``Trainer`` with an engine; under torchrun, or on a single rank.
 
-    ``zeroir_options`` are keywords of ``zeroir.compile``, such as ``stage`` (3 unless given) or ``offload``, and have
-    precedence over what follows from ``args``: ``precision`` and ``clip``. At the end of ``train`` the
-    model gets its values back, whole on the CPU of every rank, unless ``return_model`` is False. ``others`` are further
+    ``zeroir_options`` are keywords of ``zeroir.compile``, such as ``stage`` (default 3) or ``offload``, and have
+    precedence over those derived from ``args``: ``precision`` and ``clip``. At the end of ``train`` the values are
+    returned to the model, complete on the CPU of every rank, unless ``return_model`` is False. ``others`` are other
     arguments of ``Trainer``, by name.
 
-    While it trains, the values of the model are in the engine: ``gathered`` lends them.
+    During training, the values of the model are in the engine: use ``gathered`` to read them.
 
     Raises:
-        UserError: where ``args`` ask for another way to distribute the training, or an argument or option would have
-            no effect.
+        UserError: if ``args`` request another way to distribute the training, or an argument or option would have no
+            effect.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ZeroirTrainer(Trainer):
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Lend the model with its present values, whole, for reading; see ``Engine.gathered``. Ranks call it together.
+        """Yield the model with all its current values, for reading; see ``Engine.gathered``. Collective over all ranks.
 
         Before the first training this is the model itself.
         """
@@ -130,12 +130,12 @@ class ZeroirTrainer(Trainer):
     # ------------------------------------------------------------------------------------------------------ training
 
     def _build_accelerator_args(self, **kwargs: object) -> dict[str, Any]:
-        """Leave precision to the program: without it, accelerate would scale losses and cast outputs."""
+        """Leave precision to the program; otherwise accelerate would scale losses and cast outputs."""
         arguments = super()._build_accelerator_args(**kwargs)
         return {**arguments, "mixed_precision": "no"}
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leave the model where it is: each rank's device gets its shards alone."""
+        """Leave the model where it is: each rank's device gets only its shards."""
 
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: DataLoader[object] | None = None
@@ -175,7 +175,7 @@ class ZeroirTrainer(Trainer):
     def _require_whole_groups(
         self, group: int, train_dataloader: DataLoader[object], max_steps: int
     ) -> None:
-        """Refuse data whose epochs do not end with a whole group of micro-batches, which run layer by layer."""
+        """Refuse data whose epochs end with an incomplete group of micro-batches, which run layer by layer."""
         if group == 1 or isinstance(train_dataloader.dataset, torch.utils.data.IterableDataset):
             return
         whole_steps, rest = divmod(len(train_dataloader), self.args.gradient_accumulation_steps)
@@ -237,7 +237,7 @@ class ZeroirTrainer(Trainer):
         num_items: Tensor | None,
         micro_steps: Tensor,
     ) -> tuple[Tensor, object]:
-        """The loss of a micro-batch, whose mean over the micro-steps and ranks the program differentiates."""
+        """Return the loss of a micro-batch, whose mean over micro-steps and ranks the program differentiates."""
         result = self.compute_loss(
             module, inputs, return_outputs=True, num_items_in_batch=num_items
         )
@@ -247,13 +247,16 @@ class ZeroirTrainer(Trainer):
         return loss, self._predictions(outputs)
 
     def _is_sum_over_micro_steps(self, *, has_items: bool) -> bool:
-        """Whether the loss of a step is the sum over its micro-batches and not their mean; see ``compute_loss``."""
+        """Return whether the loss of a step is the sum over its micro-batches instead of their mean.
+
+        See ``compute_loss``.
+        """
         if self.loss_is_scaled_for_ga is not None:
             return self.loss_is_scaled_for_ga
         return (self.model_accepts_loss_kwargs and has_items) or self.compute_loss_func is not None
 
     def _predictions(self, outputs: object) -> object:
-        """What an evaluation yields beside the loss: the outputs that the trainer takes for predictions."""
+        """Return the outputs that the trainer uses as predictions in an evaluation."""
         if not isinstance(outputs, Mapping):
             return outputs[1:] if isinstance(outputs, tuple) else outputs
         config = getattr(self.model, "config", None)
@@ -267,7 +270,7 @@ class ZeroirTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[object], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """Take the batches of a step, and let the engine go on with a program that they fit."""
+        """Load the batches of a step, and switch the engine to a program that they fit."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._running is not None and batches:
             self._running.fit(batches, in_rows_of_the_program=False, needs_outputs=False)
@@ -279,7 +282,7 @@ class ZeroirTrainer(Trainer):
         inputs: dict[str, Tensor | Any],
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """Take a micro-step, and return the part of the step's loss that is known by it."""
+        """Run a micro-step, and return its part of the step's loss."""
         del model  # Its values are in the engine.
         assert self._running is not None
         micro_steps = self.current_gradient_accumulation_steps
@@ -298,10 +301,10 @@ class ZeroirTrainer(Trainer):
         return torch.tensor(loss, device=self.args.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
-        """Do nothing: the program clips."""
+        """Do nothing, since the program clips."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> None:
-        """Do nothing: the norm is a result of the update, which follows."""
+        """Do nothing, since the norm is a result of the following update."""
 
     def _maybe_log_save_evaluate(
         self,
@@ -345,9 +348,9 @@ class ZeroirTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Evaluate a batch by the engine, once there is one; see ``Trainer.prediction_step``.
+        """Evaluate a batch with the engine, if there is one; see ``Trainer.prediction_step``.
 
-        A batch without labels has no loss: the model is gathered for it, and computes the predictions by itself.
+        A batch without labels has no loss: the model is gathered for it, and computes the predictions itself.
         """
         if self._running is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -369,9 +372,9 @@ class ZeroirTrainer(Trainer):
         return loss, cast("Tensor", outputs), labels[0] if len(labels) == 1 else cast("Any", labels)
 
     def _evaluated(self, inputs: Inputs, *, needs_outputs: bool) -> tuple[Tensor, object]:
-        """The loss of a batch of any number of rows, and the outputs of the model.
+        """Return the loss of a batch with any number of rows, and the outputs of the model.
 
-        Pieces of as many rows as the program's batches are evaluated one after the other.
+        It is evaluated in pieces with as many rows as the program's batches.
         """
         assert self._running is not None
         running = self._running
@@ -398,7 +401,7 @@ class ZeroirTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model for ``from_pretrained``, in the dtypes in which it was loaded.
 
-        While it trains, all ranks call this together, because rank 0 gathers the values.
+        During training this is collective over all ranks, because rank 0 gathers the values.
         """
         running = self._running
         if running is None or running.is_returned:
@@ -406,7 +409,7 @@ class ZeroirTrainer(Trainer):
             return
         values = running.engine.state_dict(
             rank0_only=not self.args.save_on_each_node,
-            # An adapter is saved without its base model, which may fit no host.
+            # An adapter is saved without its base model, which may not fit on any host.
             only_trained=hasattr(running.model, "peft_config"),
         )
         dtypes = {name: tensor.dtype for name, tensor in running.model.state_dict().items()}
@@ -418,11 +421,11 @@ class ZeroirTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save what training needs to go on: the engine's state, of which every rank writes its part."""
+        """Save the state to resume training: the engine's, of which every rank writes its part."""
         assert self._running is not None
         state = Path(output_dir, _STATE)
         if self.args.should_save and state.is_dir():
-            # The trainer has replaced the model's files of an earlier run in this folder, too.
+            # The trainer also replaces the model's files of an earlier run in this folder.
             shutil.rmtree(state)
         self._running.engine.save(state)
         if self.args.should_save and self.lr_scheduler is not None:
@@ -460,7 +463,7 @@ class ZeroirTrainer(Trainer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SkippedSteps:
-    """Tells accelerate, and so the trainer's schedule, of an update that an overflow has skipped."""
+    """Reports to accelerate, and so to the trainer's schedule, that an update was skipped because of an overflow."""
 
     running: EngineOfTrainer
 
@@ -474,7 +477,7 @@ def _require_supported(args: TrainingArguments) -> None:
     """Refuse arguments that an engine cannot follow, and keep one process on one device.
 
     Raises:
-        UserError: where there are such arguments.
+        UserError: if there are such arguments.
     """
     if args.fsdp or args.deepspeed:
         which = "fsdp" if args.fsdp else "deepspeed"
@@ -502,7 +505,7 @@ def _require_supported(args: TrainingArguments) -> None:
 
 
 def _precision(args: TrainingArguments, model: nn.Module) -> FloatName:
-    """The precision that the arguments ask for, or else that of the model's parameters."""
+    """Return the precision in the arguments, or else that of the model's parameters."""
     if args.bf16:
         return "bf16"
     if args.fp16:

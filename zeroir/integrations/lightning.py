@@ -1,8 +1,8 @@
-"""``ZeroirStrategy``: PyTorch Lightning's ``Trainer`` over an engine of zeroir, in the place of DDP, FSDP or DeepSpeed.
+"""``ZeroirStrategy``: PyTorch Lightning's ``Trainer`` with an engine of zeroir in place of DDP, FSDP or DeepSpeed.
 
 The trainer keeps its loops, callbacks, loggers, schedules and checkpoints. ``training_step`` is compiled into the step
-of a program, and ``validation_step`` into its evaluation. What they log is a value of the program, which the strategy
-logs in their place each time that the program has run.
+of a program, and ``validation_step`` into its evaluation. The values that they log are outputs of the program, which
+the strategy logs each time that the program has run.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _PRECISIONS: Final[Mapping[str, FloatName]] = {
 }
 
 _STATE: Final = ".zeroir"
-"""What the name of the folder with the engine's state has beside that of the trainer's checkpoint."""
+"""The suffix of the folder with the engine's state, after the name of the trainer's checkpoint."""
 
 _Shape = tuple[tuple[str, tuple[int, ...]], ...]
 """The shapes of a batch's tensors, by path."""
@@ -78,13 +78,13 @@ class _CompiledSteps:
 class ZeroirStrategy(DDPStrategy):
     """A strategy of PyTorch Lightning: ``Trainer(strategy=ZeroirStrategy(stage=3))``.
 
-    ``options`` are keywords of ``zeroir.compile``, and have precedence over what follows from the trainer's arguments:
-    ``precision`` and ``clip``. ``kernels`` is as for ``CompiledProgram.engine``. At the end of ``fit``
-    the module gets its values back, whole on the CPU of every rank, unless ``return_model`` is False. While it fits,
-    they are in the engine: ``gathered`` lends them.
+    ``options`` are keywords of ``zeroir.compile``, and have precedence over those derived from the trainer's arguments:
+    ``precision`` and ``clip``. ``kernels`` is that of ``CompiledProgram.engine``. At the end of ``fit`` the values are
+    returned to the module, complete on the CPU of every rank, unless ``return_model`` is False. During ``fit``, they
+    are in the engine: use ``gathered`` to read them.
 
     Raises:
-        UserError: by ``fit``, where the trainer or the module asks for what a compiled step cannot do.
+        UserError: by ``fit``, if a compiled step does not support the trainer or the module.
     """
 
     strategy_name = "zeroir"
@@ -113,7 +113,7 @@ class ZeroirStrategy(DDPStrategy):
         """The engine, from the first batch of ``fit`` to its end.
 
         Raises:
-            UserError: where there is none.
+            UserError: if there is none.
         """
         if self._engine is None:
             raise UserError("The strategy has an engine from the first batch of fit to its end.")
@@ -121,7 +121,9 @@ class ZeroirStrategy(DDPStrategy):
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Lend the module with its present values, whole, for reading; see ``Engine.gathered``. Ranks call it together.
+        """Yield the module with all its current values, for reading; see ``Engine.gathered``.
+
+        Collective over all ranks.
 
         Without an engine this is the module itself.
         """
@@ -140,7 +142,7 @@ class ZeroirStrategy(DDPStrategy):
     # ------------------------------------------------------------------------------------------------------- opening
 
     def setup(self, trainer: Trainer) -> None:
-        """Make the optimizer. The first batch opens the engine; until then the module stays where it is."""
+        """Make the optimizer. The first batch creates the engine; until then the module stays where it is."""
         if trainer.state.fn != TrainerFn.FITTING:
             super().setup(trainer)
             return
@@ -161,10 +163,10 @@ class ZeroirStrategy(DDPStrategy):
             )
 
     def _fitted(self, batch: object, index: int) -> Tree:
-        """The tree of a batch, which the engine's program fits from now on. All ranks call this together.
+        """Return the tree of a batch, after making the engine's program fit it. Collective over all ranks.
 
         Raises:
-            UserError: where the batches of two ranks have different shapes, or a program cannot be compiled.
+            UserError: if the batches of two ranks have different shapes, or a program cannot be compiled.
         """
         tree: Tree = {BATCH: batch, INDEX: torch.tensor(index)}
         tensors = flatten(tree).tensors
@@ -201,7 +203,7 @@ class ZeroirStrategy(DDPStrategy):
             engine.load(self._resumed_path)
 
     def _program(self, tree: Tree) -> CompiledProgram:
-        """The program for batches of the present shape, compiled if it is new."""
+        """Return the program for batches of the current shape, compiled if it is new."""
         if self._shape in self._compiled:
             return self._compiled[self._shape].program
         trainer = self._module.trainer
@@ -233,12 +235,12 @@ class ZeroirStrategy(DDPStrategy):
     # ------------------------------------------------------------------------------------------------------ training
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Open the engine before the loop takes the optimizer for the first step."""
+        """Make the engine before the loop uses the optimizer for the first step."""
         if self._engine is None:
             self._fitted(batch, batch_idx)
 
     def training_step(self, batch: object, batch_idx: int = 0) -> Tensor:
-        """Take a micro-step, log its loss as the module does, and return it."""
+        """Run a micro-step, log its loss as the module does, and return it."""
         tree = self._fitted(batch, batch_idx)
         is_last = not self._module.trainer.fit_loop._should_accumulate()
         result = self.engine.micro_step(tree, is_last=is_last)
@@ -263,7 +265,7 @@ class ZeroirStrategy(DDPStrategy):
         model: object = None,
         **_options: object,
     ) -> object:
-        """Take the last micro-step, which ``closure`` does, and update; the program clips."""
+        """Run the last micro-step by calling ``closure``, and update; the program clips."""
         del model
         output = closure()
         trainer = self._module.trainer
@@ -273,7 +275,7 @@ class ZeroirStrategy(DDPStrategy):
         return output
 
     def validation_step(self, batch: object, batch_idx: int = 0, *others: object) -> STEP_OUTPUT:
-        """Evaluate a batch, log what the module logs, and return what it returns; outside of ``fit``, let it do so."""
+        """Evaluate a batch, log what the module logs, and return its result; outside ``fit``, call the module."""
         if self._module.trainer.state.fn != TrainerFn.FITTING:
             return super().validation_step(batch, batch_idx, *others)
         if others:
@@ -288,13 +290,13 @@ class ZeroirStrategy(DDPStrategy):
         return cast("STEP_OUTPUT", returned_value(outputs))
 
     def on_train_end(self) -> None:
-        """Give the module its values back."""
+        """Return the values to the module."""
         if self._engine is not None and self._returns_model:
             self._engine.return_values(self._module)
         self._close()
 
     def teardown(self) -> None:
-        """Close what an error has left open; the module has lost its values then."""
+        """Close the engine after an error; the module has lost its values then."""
         self._close()
         if any(parameter.is_meta for parameter in self._module.parameters()):
             self._lightning_module = None  # Lightning would move it to the CPU.
@@ -309,7 +311,7 @@ class ZeroirStrategy(DDPStrategy):
     # --------------------------------------------------------------------------------------------------- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
-        """The state of the module, in its own dtypes; while it fits, rank 0 alone has it."""
+        """Return the state of the module in its own dtypes; during ``fit``, only on rank 0."""
         if self._engine is None:
             return super().lightning_module_state_dict()
         dtypes = {name: tensor.dtype for name, tensor in self._module.state_dict().items()}
@@ -319,9 +321,9 @@ class ZeroirStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None
     ) -> None:
-        """Save the trainer's checkpoint, and beside it the state of an engine, of which each rank writes its part."""
+        """Save the trainer's checkpoint, and the state of an engine next to it, of which each rank writes its part."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        # What an earlier checkpoint of this name left would count as this one's.
+        # The state of an earlier checkpoint with this name would be mistaken for this one's.
         self._remove_state(filepath)
         if self._engine is not None and "optimizer_states" in checkpoint:
             self._engine.save(_state_path(filepath))
@@ -343,7 +345,7 @@ class ZeroirStrategy(DDPStrategy):
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Let the engine go on with its state once it is open; without one, the optimizer begins anew."""
+        """Make the engine load its state once it exists; without a saved one, the optimizer starts anew."""
         del checkpoint
         state = _state_path(os.path.realpath(self._read_path))
         if Path(state).is_dir():
@@ -363,7 +365,7 @@ def _state_path(checkpoint: str | Path) -> str:
 
 @contextmanager
 def _evaluation_required(*, is_required: bool) -> Iterator[None]:
-    """Raise the warning that a program cannot evaluate as a UserError where the trainer will validate."""
+    """Raise the warning that a program cannot evaluate as a UserError if the trainer will validate."""
     with warnings.catch_warnings():
         if is_required:
             warnings.filterwarnings("error", "The program cannot evaluate", ModelWarning)
@@ -381,7 +383,7 @@ def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
 def _require_supported(
     trainer: Trainer, module: LightningModule, options: CompileKeywords, world_size: int
 ) -> None:
-    """Raise UserError where a compiled step cannot do what the trainer or the module asks for."""
+    """Raise a UserError if a compiled step does not support the trainer or the module."""
     if not module.automatic_optimization:
         raise UserError(
             "ZeroirStrategy compiles the whole step, so the module cannot drive it by manual optimization: use "

@@ -1,8 +1,8 @@
 """The steps of a LightningModule as the loss function of a program, and what they log.
 
-A program is compiled from one call of ``training_step`` and one of ``validation_step``. Each value that they log is
-one that the program computes: the loss in training, any tensor in an evaluation. What would be the same in every step,
-because it is read from the trainer or is a Python number, is refused.
+A program is compiled from one call of ``training_step`` and one of ``validation_step``. Each logged value must be one
+that the program computes: the loss in training, any tensor in an evaluation. A value that would be constant in every
+step, because it is read from the trainer or is a Python number, is refused.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ LOGGED: Final = "logged"
 RETURNED: Final = "returned"
 
 Tree = dict[str, object]
-"""A batch as programs take it: under ``BATCH`` that of the data loader, and under ``INDEX`` its index as a tensor."""
+"""A batch in the form of programs: under ``BATCH`` the data loader's, and under ``INDEX`` its index as a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
-    """A call of ``LightningModule.log``: the name, and the arguments beside the value."""
+    """A call of ``LightningModule.log``: the name, and the arguments other than the value."""
 
     name: str
     options: Mapping[str, object]
@@ -44,14 +44,14 @@ class Log:
 
 @dataclass(slots=True, kw_only=True)
 class StepLogs:
-    """What ``training_step`` and ``validation_step`` log, in their order; known once the program is compiled."""
+    """What ``training_step`` and ``validation_step`` log, in order; known once the program is compiled."""
 
     training: list[Log] = field(default_factory=list)
     validation: list[Log] = field(default_factory=list)
 
 
 def program_loss(logs: StepLogs) -> Callable[[nn.Module, Tree], object]:
-    """The loss function of a program, which takes a ``Tree`` and notes in ``logs`` what the steps log.
+    """Return the loss function of a program, which accepts a ``Tree`` and records in ``logs`` what the steps log.
 
     Its outputs are a dictionary of the tensors that ``validation_step`` logs, by their position, and of its result.
     """
@@ -84,7 +84,7 @@ def _training_loss(module: LightningModule, tree: Tree) -> tuple[Tensor, list[Lo
 
 
 def _evaluation(module: LightningModule, tree: Tree) -> tuple[Tensor, dict[str, object], list[Log]]:
-    """What a program evaluates: ``validation_step``, or ``training_step`` where the module has no such step."""
+    """Call the step of an evaluation: ``validation_step``, or ``training_step`` if the module lacks it."""
     if not is_overridden("validation_step", module):
         loss, _ = _training_loss(module, tree)
         return loss, {}, []
@@ -106,7 +106,7 @@ def _evaluation(module: LightningModule, tree: Tree) -> tuple[Tensor, dict[str, 
 def _called(
     module: LightningModule, step: str, tree: Tree
 ) -> tuple[object, list[tuple[Log, object]]]:
-    """The result of a step of the module, and its calls of ``log`` with their values."""
+    """Call a step of the module, and return its result and its calls of ``log`` with their values."""
     arguments = [tree[BATCH]]
     method = getattr(module, step)
     if is_param_in_hook_signature(method, INDEX, min_args=2):
@@ -120,7 +120,7 @@ def _called(
 def _recording(
     module: LightningModule, calls: list[tuple[Log, object]], step: str
 ) -> Iterator[None]:
-    """Let the module note what it logs, and refuse to read the trainer."""
+    """Record what the module logs, and make it fail if it reads the trainer."""
 
     def log(name: str, value: object, *positional: object, **options: object) -> None:
         if positional:
@@ -141,7 +141,7 @@ def _recording(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NoTrainer:
-    """Stands for the trainer while a step is compiled."""
+    """The trainer's replacement while a step is compiled."""
 
     step: str
 
@@ -153,13 +153,13 @@ class _NoTrainer:
 
 
 def logged_values(outputs: object) -> list[Tensor]:
-    """The tensors that ``validation_step`` has logged, in its order, of the outputs of an evaluation."""
+    """Return the tensors that ``validation_step`` has logged, in order, from the outputs of an evaluation."""
     values = _part(outputs, LOGGED)
     return list(cast("Mapping[str, Tensor]", values).values()) if values is not None else []
 
 
 def returned_value(outputs: object) -> object:
-    """What ``validation_step`` has returned, of the outputs of an evaluation."""
+    """Return the result of ``validation_step`` from the outputs of an evaluation."""
     return _part(outputs, RETURNED)
 
 

@@ -1,4 +1,4 @@
-"""Schedulers of torch that were made for a user's optimizer, and that go on to drive the optimizer of an engine."""
+"""Transfer of torch schedulers from a user's optimizer to that of an engine."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from zeroir.errors import UserError
 
 _FIRST_LR = "initial_lr"
-"""The key by which torch marks the groups of an optimizer that a scheduler drives."""
+"""The key with which torch marks the groups of an optimizer that has a scheduler."""
 
 
 def without_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer without empty groups, and without the mark of a scheduler, which will drive the engine's."""
+    """Remove empty groups and the marks of a scheduler from an optimizer, since it will drive the engine's."""
     groups = [g for g in optimizer.param_groups if any(p.requires_grad for p in g["params"])]
     optimizer.param_groups[:] = groups
     for group in groups:
@@ -23,17 +23,17 @@ def without_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def move_scheduler(
     scheduler: object, old: torch.optim.Optimizer | None, new: torch.optim.Optimizer
 ) -> None:
-    """Let a scheduler that was made for the optimizer ``old`` drive the engine's, and those that it consists of, too.
+    """Make a scheduler of the optimizer ``old`` drive the engine's, including those that it consists of.
 
     Raises:
-        UserError: where it was made for groups of which the engine has none, because nothing in them is trained.
+        UserError: if it was made for groups that the engine lacks, because nothing in them is trained.
     """
     if not isinstance(scheduler, LRScheduler) or old is None or old is new:
         return
     # A scheduler counts the steps of its optimizer, for which torch replaces the optimizer's method ``step``.
     LambdaLR(new, lambda _: 1.0)
     for own, theirs in zip(new.param_groups, old.param_groups, strict=False):
-        for key, setting in theirs.items():  # Cyclic schedules keep their bounds there.
+        for key, setting in theirs.items():  # Cyclic schedules store their bounds there.
             own.setdefault(key, setting)
     _attach(scheduler, new)
 
