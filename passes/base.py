@@ -96,7 +96,7 @@ def _text(value: OptionValue) -> str:
 
 
 def split_spec(text: str) -> tuple[str, Mapping[str, str]]:
-    """Return name and options, still as text, of a spec; raise UserError where it is not written as one."""
+    """Return name and options, still as text, of a spec; raise UserError if it is not written as one."""
     match = _SPEC.fullmatch(text.strip())
     if match is None:
         raise UserError(f"A pass is written name or name{{option=value}}, not `{text.strip()}`.")

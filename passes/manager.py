@@ -47,7 +47,7 @@ def steps(
     Raises:
         UserError: before anything runs, where a pass lacks what it requires or would repeat another, or where the
             program is invalid already (a VerificationError).
-        InternalError: where a pass fails or breaks the program; the message names it.
+        InternalError: if a pass fails or breaks the program; the message names it.
     """
     for step, proof in _proofs(program, passes, reference):
         if step is not None:
@@ -102,7 +102,7 @@ def _proved(program: Program, reference: Reference | None) -> Proof:
 
 
 def check_contracts(program: Program, passes: Sequence[Pass]) -> None:
-    """Raise UserError where the passes do not follow from one another and from those that have already run."""
+    """Raise a UserError if the passes do not follow from one another and from those that have already run."""
     holding: set[Fact] = set(LOGICAL_FACTS)
     establishers: dict[Fact, str] = {}
     destroyers: dict[Fact, str] = {}

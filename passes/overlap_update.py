@@ -77,7 +77,7 @@ class OverlapUpdate(Pass):
     def __call__(self, program: Program) -> Program:
         """Return the program with its update in the last micro-step.
 
-        Unchanged where a decision depends on all gradients.
+        Unchanged if a decision depends on all gradients.
         """
         last = program.section_by_name.get(LAST_MICRO_STEP)
         update = program.section_by_name.get(UPDATE)

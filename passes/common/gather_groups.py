@@ -23,7 +23,7 @@ class PlacedGather:
 
     ``begins`` precede it: the allocs of its buffers, and those and the transfers of the visits that it reads. ``ends``
     follow it: the releases of these visits. ``earliest`` is one past the last op that all of them must follow: a
-    release that ended a previous life of a buffer, or a change of the gathered values. ``first_use`` is None where no
+    release that ended a previous life of a buffer, or a change of the gathered values. ``first_use`` is None if no
     op reads the gathered buffers.
     """
 

@@ -66,7 +66,7 @@ def _host_step(
 ) -> HostStep | None:
     """Return the step at an index, whose gradient is at rest on the host, or is copied down and maybe widened there.
 
-    ``state`` is the entry state of the update. Return None where another op changes the gradient.
+    ``state`` is the entry state of the update. Return None if another op changes the gradient.
     """
     gradient, widened = op.grad, None
     changes = writers.of(gradient.buffer, index)

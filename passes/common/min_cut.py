@@ -71,7 +71,7 @@ class RecutPair:
 
 
 def choose(pair: SegmentPair) -> RecutPair | None:
-    """Return the choice that saves the fewest bytes; None where nothing is to be recomputed."""
+    """Return the choice that saves the fewest bytes; None if nothing is to be recomputed."""
     storages = Storages(pair)
     computed = _computed(storages)
     if not computed and not _is_unread(pair):

@@ -37,7 +37,7 @@ class Choices:
         return self._digests[id(segment)][1]
 
     def choose(self, pair: SegmentPair) -> RecutPair | None:
-        """Return the best choice for a pair; None where it should not change."""
+        """Return the best choice for a pair; None if it should not change."""
         rest = (pair.leaves, pair.is_parameter, pair.uses, pair.needs, pair.computes_all)
         key = (self.digest(pair.forward), self.digest(pair.backward), *rest)
         if key not in self._recut:

@@ -261,7 +261,7 @@ def full_numel(buffer: Buffer, flat: Flat) -> int:
 
 
 def _linked(op: Op) -> tuple[str, ...]:
-    """Return the buffers that an op uses element by element, none where it does not."""
+    """Return the buffers that an op uses element by element, none if it does not."""
     names: list[str] = []
     for field in op.same_elements:
         regions = getattr(op, field)

@@ -49,9 +49,9 @@ class Need(NamedTuple):
 class SegmentPair:
     """A forward segment and its backward.
 
-    ``leaves`` are for each input of the forward the bytes to keep it for the backward, None where that is impossible;
+    ``leaves`` are for each input of the forward the bytes to keep it for the backward, None if that is impossible;
     ``is_parameter`` says which of them are parameters. ``uses`` says who else reads each output, and ``needs`` which
-    value of the forward each input of the backward is, None where it is none of them. With ``computes_all`` every op of
+    value of the forward each input of the backward is, None if it is none of them. With ``computes_all`` every op of
     the forward may be recomputed, otherwise only cheap ones.
     """
 
@@ -155,14 +155,14 @@ class Storages:
         return root in self.outputs and self.pair.uses[self.outputs[root]] is Use.BACKWARDS
 
     def price_bytes(self, root: int) -> int | None:
-        """Return the bytes to save a storage, None where it cannot be saved."""
+        """Return the bytes to save a storage, None if it cannot be saved."""
         if root < self.inputs:
             return self.pair.leaves[root]
         kind = self.place(root).kind
         return kind.size_bytes if kind.is_dense else None
 
     def recipe(self, root: int) -> Recipe | None:
-        """Return the nodes that recompute a storage; None where they cost too much, or no view of it matches."""
+        """Return the nodes that recompute a storage; None if they cost too much, or no view of it matches."""
         if root not in self.recipes:
             self.recipes[root] = self._recipe(root)
         return self.recipes[root]

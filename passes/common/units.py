@@ -19,7 +19,7 @@ _MOST_LISTED: Final = 6
 
 
 def check_patterns(patterns: Iterable[str], name: str) -> None:
-    """Raise UserError where these cannot be the option ``units`` of the pass ``name``."""
+    """Raise a UserError if these cannot be the option ``units`` of the pass ``name``."""
     listed_patterns = list(patterns)
     if not listed_patterns or not all(_PATTERN.fullmatch(pattern) for pattern in listed_patterns):
         raise UserError(
@@ -32,7 +32,7 @@ def matching(patterns: Iterable[str], program: Program, option: str) -> frozense
     """Return the units that the patterns match by ``fnmatch``; ``*`` excludes the root's, which are not repeated.
 
     Raises:
-        UserError: where a pattern names no unit; ``option`` is the option that the user wrote.
+        UserError: if a pattern names no unit; ``option`` is the option that the user wrote.
     """
     units = list(dict.fromkeys(op.unit for op in program.ops() if isinstance(op, ops.Compute)))
     matched: set[str] = set()

@@ -111,7 +111,7 @@ class Bucket(Pass):
     def _merged(
         self, body: tuple[Op, ...], places: tuple[int, int, int], program: Program
     ) -> tuple[tuple[Op, ...], int] | None:
-        """Return the body with two collectives merged, and the place of the result; None where they must stay separate.
+        """Return the body with two collectives merged, and the place of the result; None if they must stay separate.
 
         ``places`` are those of the collective before both, of the first and of the second.
         """

@@ -176,7 +176,7 @@ class _LayerOrder:
                 yield name
 
     def _require_independent(self) -> None:
-        """Raise UserError where a micro-batch needs a buffer that the previous one changes in a later turn."""
+        """Raise a UserError if a micro-batch needs a buffer that the previous one changes in a later turn."""
         users: dict[str, dict[int, str]] = {}
         changed: set[str] = set()
         for number, turn in enumerate(self._turns):

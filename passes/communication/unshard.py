@@ -68,7 +68,7 @@ class Unshard(Pass):
         """Return the program with one gather of each of these units' flats in a section.
 
         Raises:
-            UserError: where a pattern names no unit.
+            UserError: if a pattern names no unit.
         """
         units = matching(self.units, program, self.spec()) if self.units is not None else ()
         params = rewrite.param_buffers(program)

@@ -78,7 +78,7 @@ class Recompute(Pass):
         """Return the program in which the values that these units save are recomputed before their backwards.
 
         Raises:
-            UserError: where a pattern names no unit.
+            UserError: if a pattern names no unit.
         """
         units = matching(self.units, program, self.spec())
         return redraft(program, lambda draft, choices: _recompute(draft, choices, units))

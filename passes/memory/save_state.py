@@ -169,7 +169,7 @@ def _state(program: Program) -> Iterator[Buffer]:
 def _covering(program: Program) -> Iterator[Buffer]:
     """Yield buffers that together have every element of each quantity of the flats.
 
-    Slices come before copies, and among these buffers in host memory before others. A buffer is omitted where another
+    Slices come before copies, and among these buffers in host memory before others. A buffer is omitted if another
     one has all of its elements.
     """
     flats = [(b, b.holds) for b in program.buffers if isinstance(b.holds, FlatContent)]

@@ -99,7 +99,7 @@ class OffloadActivations(Pass):
         """Return the program with the copies of the chosen values, and the bound that keeps the streams in order.
 
         Raises:
-            UserError: where a pattern names no unit, or the values do not save the device ``bytes``.
+            UserError: if a pattern names no unit, or the values do not save the device ``bytes``.
         """
         units = None if self.units is None else matching(self.units, program, self.spec())
         by_section = {
@@ -218,7 +218,7 @@ def _fewest(
     """Return the fewest of the first candidates that reduce the device's bytes by ``wanted_bytes``.
 
     Raises:
-        UserError: where all of them are not enough.
+        UserError: if all of them are not enough.
     """
     before_bytes = _needed_bytes(program)
 

@@ -73,7 +73,7 @@ class OffloadGradients(Pass):
         """Return the program with these gradients at home in host memory.
 
         Raises:
-            UserError: where a pattern names no unit.
+            UserError: if a pattern names no unit.
         """
         homes = _homes(program, self)
         if not homes:

@@ -78,7 +78,7 @@ class OffloadOptimizer(Pass):
         """Return the program with the update of these flats on the host.
 
         Raises:
-            UserError: where a pattern names no unit, or an optimizer works on whole parameters.
+            UserError: if a pattern names no unit, or an optimizer works on whole parameters.
         """
         flats = _chosen(program, self)
         return _Offload(program, flats).run() if flats else program

@@ -73,10 +73,10 @@ class OffloadToDisk(Pass):
     cache_bytes: int = 0
 
     def __call__(self, program: Program) -> Program:
-        """Return the program with these buffers on disk; unchanged where none of them is in host memory.
+        """Return the program with these buffers on disk; unchanged if none of them is in host memory.
 
         Raises:
-            UserError: where an option has an invalid value.
+            UserError: if an option has an invalid value.
         """
         self._check_options()
         homes = {buffer.name for buffer in self._homes(program)}

@@ -56,7 +56,7 @@ class OverlapUploads(Pass):
     )
 
     def __call__(self, program: Program) -> Program:
-        """Return the program with its last copies up pending at all boundaries; unchanged where there are none."""
+        """Return the program with its last copies up pending at all boundaries; unchanged if there are none."""
         uploads = _PendingUploads(program)
         done_within = Touched(program)
         for name in (UPDATE, LAST_MICRO_STEP):

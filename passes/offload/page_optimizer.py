@@ -73,7 +73,7 @@ _MOST_SLOTS: Final = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageOptimizer(Pass):
-    """Keep optimizer states in pages in host memory. Nothing changes where all states fit into ``device_bytes``."""
+    """Keep optimizer states in pages in host memory. Nothing changes if all states fit into ``device_bytes``."""
 
     name: ClassVar[str] = "page-optimizer"
     requires: ClassVar[frozenset[Fact]] = frozenset(
@@ -101,7 +101,7 @@ class PageOptimizer(Pass):
         """Return the program with paged optimizer states.
 
         Raises:
-            UserError: where ``device_bytes`` has no room for two pages, a page none for 256 elements of each state, or
+            UserError: if ``device_bytes`` has no room for two pages, a page none for 256 elements of each state, or
                 the states of a flat cannot be paged.
         """
         stepped = {states.buffers: states for states in _stepped_states(program)}
@@ -202,7 +202,7 @@ def _stepped_states(program: Program) -> Iterator[StepStates]:
     """Yield the states of each op that changes states of elements, in the order of the ops.
 
     Raises:
-        UserError: where an op uses only a part of a state, or settings that depend on the places of its states.
+        UserError: if an op uses only a part of a state, or settings that depend on the places of its states.
     """
     for section in program.sections:
         for op in section.body:

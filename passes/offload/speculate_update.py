@@ -5,7 +5,7 @@ backward (``offload-optimizer``). Here it begins in the last micro-step, as soon
 and in host memory. ``guess`` writes the divisor and the step count of a decision that neither clips nor skips. A
 ``speculative_step`` uses them, and keeps the old master weights and states. The guess is exact: where ``decide``
 neither clips nor skips, its divisor has the same bits. ``decide`` compares the two, and ``commit_step`` in the section
-``update`` does nothing where they are equal. Otherwise it restores the kept elements, and unless the step is skipped,
+``update`` does nothing if they are equal. Otherwise it restores the kept elements, and unless the step is skipped,
 it repeats the step. So each element is the same as without speculation, whatever the guess.
 
 The speculative step also rounds new master weights to 16 bits, where these are copied up from a separate buffer.
@@ -64,7 +64,7 @@ class SpeculateUpdate(Pass):
     )
 
     def __call__(self, program: Program) -> Program:
-        """Return the program with these updates in the last micro-step; unchanged where none is possible."""
+        """Return the program with these updates in the last micro-step; unchanged if none is possible."""
         last = program.section_by_name.get(LAST_MICRO_STEP)
         update = program.section_by_name.get(UPDATE)
         if last is None or update is None:

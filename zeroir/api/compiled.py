@@ -104,7 +104,7 @@ class CompiledProgram:
         """Write the program to a ``.zir`` file; a failure leaves no partial file.
 
         Raises:
-            UserError: where the path cannot be written.
+            UserError: if the path cannot be written.
         """
         artifacts.save(self.artifact, Path(path))
 

@@ -83,7 +83,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FactDifference:
-    """A scalar, a setting or another fact with its two values; None where a checkpoint lacks it."""
+    """A scalar, a setting or another fact with its two values; None if a checkpoint lacks it."""
 
     name: str
     first: JsonValue

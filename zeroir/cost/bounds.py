@@ -28,7 +28,7 @@ def wire_bound_s(program: Program, machine: Machine) -> float:
     """Return the seconds that the busiest wire of a rank is in use, without latencies.
 
     Raises:
-        UserError: where a ring leaves a node of a machine without a network.
+        UserError: if a ring leaves a node of a machine without a network.
     """
     durations = Durations(program, machine)
     longest_s = 0.0

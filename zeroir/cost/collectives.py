@@ -45,7 +45,7 @@ def transfer(machine: Machine, kind: CollectiveKind, ring: Ring, payload_bytes: 
     """Return the cost of a collective over the ring; ``payload_bytes`` are those of the full buffers.
 
     Raises:
-        UserError: where the ring leaves a node of a machine without a network.
+        UserError: if the ring leaves a node of a machine without a network.
     """
     sent = _sent_bytes(kind, ring.ranks, payload_bytes)
     key = kind, ring.ranks, ring.nodes

@@ -194,7 +194,7 @@ class Durations:
     def _measured_s(self, op: ops.Op) -> tuple[float, float] | None:
         """Return the measured latency of an op in seconds, and the seconds of its bytes.
 
-        None where it was not measured.
+        None if it was not measured.
         """
         if isinstance(op, ops.Compute):
             return None

@@ -36,7 +36,7 @@ class StageEstimate:
     """Bytes of one rank at a stage.
 
     ``gathered_bytes`` (stage 3, and where parameters are offloaded) and ``gradients_in_flight_bytes`` (stages 2 and 3,
-    and where gradients are offloaded) are those of full units in addition to the shards; they are None where the number
+    and where gradients are offloaded) are those of full units in addition to the shards; they are None if the number
     of layers is unknown. The same holds for ``device_staging_bytes`` and ``host_staging_bytes``, the buffers for
     copies. ``host_bytes`` and ``disk_bytes`` are kept there, and are in no other figure. ``moved`` is copied for them
     in a step. ``sent_bytes`` is sent by a rank on a ring in a step, including the parts gathered for an optimizer that
@@ -105,7 +105,7 @@ class Estimate:
 
 
 def activation_bytes(options: EstimateOptions) -> Activations | None:
-    """Return activations of the layers of a transformer by the published formula; None where its shape is unknown.
+    """Return activations of the layers of a transformer by the published formula; None if its shape is unknown.
 
     In 16 bits a layer saves sbh (34 + 5 as/h) bytes. Of these, 2sbh are the masks of two dropouts and as²b the mask of
     the dropout in attention, one byte an element. With attention that saves no scores a layer saves 34 sbh, and with

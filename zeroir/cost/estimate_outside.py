@@ -48,7 +48,7 @@ class Paged:
 
 
 def paged_at(stage: int, options: EstimateOptions) -> Paged:
-    """Return the paged bytes at a stage: nothing where all states fit into the memory for pages.
+    """Return the paged bytes at a stage: nothing if all states fit into the memory for pages.
 
     The part of this memory that the slots do not need has resident states. The others come in and go out once per step.
     """

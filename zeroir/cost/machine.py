@@ -261,7 +261,7 @@ def machine_names() -> tuple[str, ...]:
 
 
 def machine_of_device(device_name: str) -> Machine | None:
-    """Return a machine of zeroir whose accelerators have this name; None where there is none."""
+    """Return a machine of zeroir whose accelerators have this name; None if there is none."""
     machines = (load_machine(name) for name in machine_names())
     return next((machine for machine in machines if device_name in machine.device_names), None)
 
@@ -270,7 +270,7 @@ def load_machine(name: str | Path) -> Machine:
     """Load a machine by the name of its description in zeroir, or by the path of a TOML file.
 
     Raises:
-        UserError: where there is no such machine, or the file does not describe one; the message names the file, the
+        UserError: if there is no such machine, or the file does not describe one; the message names the file, the
             key, and the expected value.
     """
     names = machine_names()

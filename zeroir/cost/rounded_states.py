@@ -28,7 +28,7 @@ _KERNELS: Final = 3 + 13
 
 
 def rounding_bytes(program: Program, op: ops.Op) -> int:
-    """Return the bytes that an op reads and writes to widen its states and to round them; 0 where they have 32 bits."""
+    """Return the bytes that an op reads and writes to widen its states and to round them; 0 if they have 32 bits."""
     if not isinstance(op, ops.OptimizerStep) or not op.scales:
         return 0
     numel = op.param.local_numel(program.mesh)
@@ -43,7 +43,7 @@ def compiled_rounding_bytes(program: Program, op: ops.Op) -> int:
 
 
 def rounding_kernels(program: Program, op: ops.Op) -> int:
-    """Return the number of kernels that an op launches beyond one; 0 where its states have 32 bits."""
+    """Return the number of kernels that an op launches beyond one; 0 if its states have 32 bits."""
     if not isinstance(op, ops.OptimizerStep) or not op.scales:
         return 0
     chunks = -(-op.param.local_numel(program.mesh) // CODED_CHUNK_NUMEL)

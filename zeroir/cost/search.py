@@ -70,7 +70,7 @@ class Found:
     """The result of a search: the best point of each family, and every point that was tried.
 
     ``best`` has one point for each family. ``winner`` is the family of the best of all. ``cut_off`` are those that were
-    not improved, because their bound excludes them. ``is_finished`` is False where the search ended because enough
+    not improved, because their bound excludes them. ``is_finished`` is False if the search ended because enough
     points were tried.
     """
 
@@ -151,7 +151,7 @@ class _Search:
         )
 
     def _try(self, number: int, point: Point) -> SearchOutcome | None:
-        """Return the result for a point; None where it cannot be the family's best, or enough points were tried."""
+        """Return the result for a point; None if it cannot be the family's best, or enough points were tried."""
         evaluation = self._tried.get((number, point))
         if evaluation is not None:
             return evaluation

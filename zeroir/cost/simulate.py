@@ -92,8 +92,8 @@ class Simulation:
     ``critical_path`` is in temporal order, and its durations add up to ``step_ns``: each of its ops started as soon as
     the previous one ended. ``flops`` are those of one rank, including recomputation. ``hfu`` is the time that they take
     at the dense peak, as a fraction of the step; ``mfu`` is the same without recomputation. ``evaluation_s`` are the
-    seconds of an evaluation between two steps, None where the program has none or none was simulated. ``redone_s`` are
-    those of a step that undoes its speculative update, None where there is none or it was not simulated.
+    seconds of an evaluation between two steps, None if the program has none or none was simulated. ``redone_s`` are
+    those of a step that undoes its speculative update, None if there is none or it was not simulated.
     """
 
     machine: str
@@ -143,7 +143,7 @@ def simulate(
     no operation counts as recomputation.
 
     Raises:
-        UserError: where the machine is too small or extremely slow, the program does not support this number of
+        UserError: if the machine is too small or extremely slow, the program does not support this number of
             micro-steps, or the factor is below 1.
     """
     if straggler is not None and not 1 <= straggler < float("inf"):
@@ -191,7 +191,7 @@ def simulate(
 
 
 def simulate_evaluation(program: Program, machine: Machine) -> float | None:
-    """Return the seconds of one evaluation; None where the program has none.
+    """Return the seconds of one evaluation; None if the program has none.
 
     Raises:
         UserError: as ``simulate``.

@@ -50,7 +50,7 @@ def require_micro_steps(program: Program, micro_steps: int | None) -> int:
     """Return the number of micro-steps to simulate: the given one, or else that of the compilation.
 
     Raises:
-        UserError: where the program has no section for so many micro-steps, does not run them in equal groups, or where
+        UserError: if the program has no section for so many micro-steps, does not run them in equal groups, or where
             they are too many.
     """
     count = int(program.option.get("micro_steps", "1")) if micro_steps is None else micro_steps

@@ -21,7 +21,7 @@ def trace(source: ModelSource, options: CompileOptions) -> TracedModel:
     """Trace one device's training step of a model, without allocating any weights.
 
     Raises:
-        UserError: where the model cannot be built, traced or cut as the options require; it names the line.
+        UserError: if the model cannot be built, traced or cut as the options require; it names the line.
     """
     from zeroir.frontend.lowering.tracing import trace_model
 

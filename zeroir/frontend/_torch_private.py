@@ -119,7 +119,7 @@ class TracedGraph:
 class FunctionGraph:
     """A traced forward and backward of a function of tensors.
 
-    ``tangents`` are by output, ``gradients`` by input; None where an output or input has no gradient.
+    ``tangents`` are by output, ``gradients`` by input; None if an output or input has no gradient.
     """
 
     module: torch.fx.GraphModule
@@ -162,7 +162,7 @@ def function_graph(
     """Trace forward and backward of a module without parameters that returns a tuple of tensors.
 
     Raises:
-        UnknownDescriptorError: where the module changes its inputs or returns views.
+        UnknownDescriptorError: if the module changes its inputs or returns views.
     """
     return _as_function(_exported(mode, module, inputs), len(inputs))
 

@@ -17,7 +17,7 @@ def parse_bytes(text: str) -> int:
     """Parse ``80GB``, ``512 MiB`` or a bare number of bytes.
 
     Raises:
-        UserError: where the text is not such an amount.
+        UserError: if the text is not such an amount.
     """
     match = _AMOUNT.fullmatch(text.strip())
     if match is None:

@@ -163,7 +163,7 @@ class DeclaredField:
     default: object
 
     def mark(self, kind: type[T]) -> T | None:
-        """Return the declaration of that class, None where the field has none."""
+        """Return the declaration of that class, None if the field has none."""
         return next((mark for mark in self.marks if isinstance(mark, kind)), None)
 
     @property

@@ -34,7 +34,7 @@ def layout(
     Each starts at a multiple of ``alignment_numel``, itself a multiple of 64.
 
     Raises:
-        ValueError: where the world size is below 1.
+        ValueError: if the world size is below 1.
     """
     slots: list[Slot] = []
     stop = 0
@@ -54,7 +54,7 @@ def padded_numel(used_numel: int, world_size: int) -> int:
     """Return the smallest positive multiple of ``world_size`` × 256 that has room for ``used_numel`` elements.
 
     Raises:
-        ValueError: where the world size is below 1.
+        ValueError: if the world size is below 1.
     """
     if world_size < 1:
         raise ValueError(f"a world size of {world_size} has no ranks")

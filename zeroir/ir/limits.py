@@ -38,7 +38,7 @@ LARGEST_FILE_BYTES: Final = 2**30
 
 
 def obeyed_character(text: str) -> str | None:
-    """Return the first character that would control a terminal, such as ``U+001B``; None where there is none.
+    """Return the first character that would control a terminal, such as ``U+001B``; None if there is none.
 
     These are control characters, line separators and those that change the direction of writing.
     """

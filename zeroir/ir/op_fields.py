@@ -62,7 +62,7 @@ _NAME_USES = frozenset(FieldUse) - _REGION_USES - {FieldUse.ATTRIBUTE}
 class Operand:
     """A place in an op with a region: in ``field``, at ``path`` of the value or of each item of it.
 
-    ``path`` is a dotted path of attributes, empty where the value itself is the region.
+    ``path`` is a dotted path of attributes, empty if the value itself is the region.
     """
 
     field: DeclaredField
@@ -74,7 +74,7 @@ def op_fields(kind: type) -> tuple[DeclaredField, ...]:
     """Return the fields of an op class, or of a dataclass inside one, in their order.
 
     Raises:
-        TypeError: where a field does not declare its use, or declares one that does not fit its type.
+        TypeError: if a field does not declare its use, or declares one that does not fit its type.
     """
     return _op_fields(kind)
 
@@ -100,7 +100,7 @@ def _op_fields(kind: type) -> tuple[DeclaredField, ...]:
 
 
 def op_field(kind: type, use: FieldUse) -> DeclaredField | None:
-    """Return the field of an op class with that use, None where it has none; the use must not occur twice."""
+    """Return the field of an op class with that use, None if it has none; the use must not occur twice."""
     matching = [field for field in op_fields(kind) if field.use is use]
     if len(matching) > 1:
         raise TypeError(f"{kind.__name__} has more than one field with the use {use.name}.")

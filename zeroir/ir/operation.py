@@ -35,7 +35,7 @@ class Operation:
     """The declarations of a class of ops in addition to its fields.
 
     * ``syntax`` is the op's line of text after its keyword: words, and the names of fields in braces. ``|`` starts the
-      column of attributes. A part in square brackets is omitted where its field has the default. Every op has
+      column of attributes. A part in square brackets is omitted if its field has the default. Every op has
       ``!event =`` before the keyword and ``stream=`` at the end, so ``syntax`` does not repeat them.
     * ``participle`` says what the op does to the regions that it writes, for the histories of buffers: ``copied``.
     * ``is_asynchronous`` says that other streams see its results only after a wait.

@@ -39,7 +39,7 @@ def steps_of(path: str) -> tuple[Step, ...]:
     """Return the steps of a path.
 
     Raises:
-        OutputPathError: where the text is not a path.
+        OutputPathError: if the text is not a path.
     """
     steps: list[Step] = []
     position = 0
@@ -56,12 +56,12 @@ def steps_of(path: str) -> tuple[Step, ...]:
 
 
 def structured(values: Sequence[tuple[str, object]]) -> object:
-    """Return outputs with the value of each path; None where there are no values.
+    """Return outputs with the value of each path; None if there are no values.
 
     An object with attributes becomes a ``types.SimpleNamespace``.
 
     Raises:
-        OutputPathError: where the paths contradict each other.
+        OutputPathError: if the paths contradict each other.
     """
     if not values:
         return None

@@ -141,7 +141,7 @@ class ConstantBinding:
 class OutputBinding:
     """One tensor that an evaluation returns in addition to its loss, and its buffer, row-major in ``shape``.
 
-    ``path`` is its place in the user's outputs: empty where it is all of them, otherwise the steps that lead to it,
+    ``path`` is its place in the user's outputs: empty if it is all of them, otherwise the steps that lead to it,
     ``['logits']`` for a key of a dict, ``[0]`` for an item of a list, ``(0)`` of a tuple, ``.logits`` for an attribute.
     """
 
@@ -338,17 +338,17 @@ class Program:
 
     @property
     def loss(self) -> str | None:
-        """The buffer of this rank's loss of the step, a sum over its micro-batches; None where none is reported."""
+        """The buffer of this rank's loss of the step, a sum over its micro-batches; None if none is reported."""
         return self._reported(Quantity.LOSS)
 
     @property
     def batch_loss(self) -> str | None:
-        """The buffer of the losses of the micro-batches of a section; None where none is reported."""
+        """The buffer of the losses of the micro-batches of a section; None if none is reported."""
         return self._reported(Quantity.BATCH_LOSS)
 
     @property
     def eval_loss(self) -> str | None:
-        """The buffer of the loss of an evaluation; None where none is reported."""
+        """The buffer of the loss of an evaluation; None if none is reported."""
         return self._reported(Quantity.EVAL_LOSS)
 
     @cached_property
@@ -372,7 +372,7 @@ class Program:
     def at_rest(self, region: Region) -> Region | None:
         """Return the region of a persistent buffer that a region corresponds to: itself, or what it is a copy of.
 
-        It has as many elements on each rank. Return None where the region is not a copy, or a slice of a copy of a
+        It has as many elements on each rank. Return None if the region is not a copy, or a slice of a copy of a
         slice.
         """
         if self.buffer_by_name[region.buffer].is_persistent:

@@ -31,8 +31,8 @@ class Quantity(StrEnum):
     * ``summed_weight``: the sum of the weights of the step's micro-batches on all ranks, f32[1], where the host gives
       the weights;
     * ``squared_norm``: the sum of the squares of the gradients that the decision read, f32[1];
-    * ``skip``: 1 where the decision is to leave everything as it was, else 0, f32[1];
-    * ``redo``: 1 where a speculative update was undone, else 0, f32[1].
+    * ``skip``: 1 if the decision is to leave everything as it was, else 0, f32[1];
+    * ``redo``: 1 if a speculative update was undone, else 0, f32[1].
 
     After an evaluation:
 

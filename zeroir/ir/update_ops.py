@@ -65,7 +65,7 @@ class Decide(Update):
     """Take the one decision of an update, alike on every rank, and advance the step count.
 
     ``overflow`` (f32[1], from check_finite) and ``norm`` (f32[1], a sum of squares of scaled, summed gradients) are
-    global by now, or None where the program does not need them. With S = ``divisor`` × ``weight`` × the loss scale
+    global by now, or None if the program does not need them. With S = ``divisor`` × ``weight`` × the loss scale
     (``loss_scale[0]``; either is 1 when None):
 
     * ``skip`` (f32[1], with ``overflow`` or ``weight`` alone): 1 when overflow > 0 or the weight is 0, else 0;
@@ -74,10 +74,10 @@ class Decide(Update):
     * ``step`` (f32[1]): + 1 − skip.
 
     ``weight`` (f32[1]) is the sum of the weights of the step's micro-batches. ``divisor`` is the size of the mesh axes
-    that it is not summed over: the world size where each rank counts its own micro-steps, 1 where the weights of all
+    that it is not summed over: the world size if each rank counts its own micro-steps, 1 if the weights of all
     ranks are summed. Without ``weight``, ``divisor`` is the world size × the number of micro-steps.
 
-    ``guess`` (f32[1]) is the divisor that speculative steps took. ``redo`` (f32[1]) is then 1 where that was wrong,
+    ``guess`` (f32[1]) is the divisor that speculative steps took. ``redo`` (f32[1]) is then 1 if that was wrong,
     because ``gradient_divisor`` is another number or ``skip`` is 1, else 0.
     """
 

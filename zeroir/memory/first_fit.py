@@ -4,7 +4,7 @@ The result depends on the order in which buffers are placed, and no order is bes
 tried, and each is then tried again with the buffers that ended too high moved to its front, until a placement needs no
 more than can be live at once or enough were tried. The search is deterministic, so every run finds the same places.
 
-Buffers conflict where two of their lives may overlap in time, and pairs of these are listed. Where there would be too
+Buffers conflict if two of their lives may overlap in time, and pairs of these are listed. Where there would be too
 many, as in a deep network whose every layer saves values for the backward, the lives that overlap most others are
 stacked first: the longest at the bottom, those within its time on top of it. All others are placed above the stack and
 have far fewer pairs.
@@ -157,7 +157,7 @@ def _stack(
 ) -> tuple[Ints, Ints]:
     """Stack the buffers that overlap most others; return their offsets, and the lowest place for all others.
 
-    A buffer is stacked where the stack is level throughout its lives. Where it is not, the buffer is skipped, unless
+    A buffer is stacked if the stack is level throughout its lives. Where it is not, the buffer is skipped, unless
     the skipped buffers then overlap more than ``most_pairs`` lives.
     """
     count = len(sizes)

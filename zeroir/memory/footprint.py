@@ -29,9 +29,9 @@ WORKSPACE: Final = "workspace"
 class FullestMoment:
     """The moment with the most live bytes in the worst legal order of ops, and the computation that causes it.
 
-    ``index`` is the op of ``section`` that begins the last of the live buffers, -1 where all of them are live at the
-    section's entry; ``section`` is empty where no temporary buffer is ever live. ``unit`` and ``source``
-    (``file:line``) are those of the computation that needs the buffer begun by that op, empty where there is none.
+    ``index`` is the op of ``section`` that begins the last of the live buffers, -1 if all of them are live at the
+    section's entry; ``section`` is empty if no temporary buffer is ever live. ``unit`` and ``source``
+    (``file:line``) are those of the computation that needs the buffer begun by that op, empty if there is none.
     ``role_bytes`` are the bytes live then by role, with scratch memory under ``workspace``, largest first. Where
     ``is_exact`` is False, some order of ops may need more, but never more than ``bound_bytes``.
     """

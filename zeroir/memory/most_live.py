@@ -94,7 +94,7 @@ def _excluding(
 
     All these lives may overlap the one that begins last, at that moment. Those that reach it in program order also
     overlap each other; but others ended before, unknown to its stream, and exclude those that began after their end.
-    Return None where these may be too many pairs.
+    Return None if these may be too many pairs.
     """
     ended = [life for life in live if lifetimes.lasts[life] < moment]
     if not ended:

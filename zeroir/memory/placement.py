@@ -29,7 +29,7 @@ class Placement:
     """Byte offsets of the temporary buffers of one space in a block of ``size_bytes``.
 
     ``live_bytes`` are live at once in some order of ops that the program allows, with buffers rounded up to the
-    alignment: no placement needs less. They are 0 where they were not computed.
+    alignment: no placement needs less. They are 0 if they were not computed.
     """
 
     offsets: Mapping[str, int]

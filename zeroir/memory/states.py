@@ -29,5 +29,5 @@ def model_state_bytes(program: Program) -> Mapping[str, int]:
 
 
 def snapshot_bytes(program: Program) -> int:
-    """Return bytes of host memory on one rank that snapshots need from the first save on; 0 where nothing is saved."""
+    """Return bytes of host memory on one rank that snapshots need from the first save on; 0 if nothing is saved."""
     return sum(b.size_bytes for b in program.buffers if b.role is Role.SNAPSHOT)

@@ -1,7 +1,7 @@
 """The verifier: proves that a program trains as the unsharded one would, or says which law it breaks and where.
 
 It has three stages: the *structure* of each declaration and each op on its own, the *ordering* of accesses by vector
-clocks, and the *values* in memory, by abstract interpretation. A stage runs only where the previous ones found nothing,
+clocks, and the *values* in memory, by abstract interpretation. A stage runs only if the previous ones found nothing,
 so a report names causes and not their consequences.
 """
 
@@ -127,7 +127,7 @@ def check(
     """Raise an error for what ``verify`` finds.
 
     Raises:
-        VerificationError: where the program breaks a law.
+        VerificationError: if the program breaks a law.
     """
     report = verify(program, reference, budget_bytes)
     if not report.is_valid:

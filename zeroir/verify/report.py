@@ -18,7 +18,7 @@ class Finding:
     """One broken law.
 
     ``sentence`` says what is wrong. ``section`` and ``line`` identify the op; ``line`` is its index in the section,
-    from 0, or None where no single op is wrong. ``op`` is the op's text, ``window`` the text of the five lines around
+    from 0, or None if no single op is wrong. ``op`` is the op's text, ``window`` the text of the five lines around
     it. ``history`` lists what the section does to each buffer involved (``%b: allocated @12, gathered @14``),
     ``sources`` the lines of the model that the op came from. ``advice`` says what to do in this case, where that is
     more specific than the remedy of the law.
@@ -67,7 +67,7 @@ def _shortened(line: str) -> str:
 class Report:
     """All findings in the order of the checks.
 
-    Ordering is checked where the structure is valid, values where both are.
+    Ordering is checked if the structure is valid, values if both are.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -83,8 +83,8 @@ class Report:
     def laws(self) -> Mapping[str, str]:
         """For each law's code ``proved``, the first finding's sentence, or why it was not checked.
 
-        Z106 is listed only where memory is planned, Z301 where a budget is given, Z406 where a logical program is, and
-        Z501 to Z503 where there are pages.
+        Z106 is listed only if memory is planned, Z301 if a budget is given, Z406 if a logical program is, and
+        Z501 to Z503 if there are pages.
         """
         results = {code: self.unexamined.get(code, PROVED) for code in self.asked}
         for finding in reversed(self.findings):
@@ -92,7 +92,7 @@ class Report:
         return results
 
     def render(self, limit: int = 10) -> str:
-        """Return the long form of the first findings; empty where there are none."""
+        """Return the long form of the first findings; empty if there are none."""
         parts = [finding.render() for finding in self.findings[:limit]]
         if len(self.findings) > limit:
             parts.append(f"... and {len(self.findings) - limit} more findings")

@@ -206,7 +206,7 @@ def _undone(node: Node, types: Sequence[TensorType | None]) -> tuple[int, ViewSt
 
 
 def _viewed(kind: TensorType, views: Sequence[ViewStep]) -> TensorType | None:
-    """Return the type of a tensor after these steps; None where its strides do not allow them."""
+    """Return the type of a tensor after these steps; None if its strides do not allow them."""
     for view in views:
         match view:
             case Permute(order):

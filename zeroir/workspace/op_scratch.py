@@ -63,7 +63,7 @@ def scratch_bytes(
 
     They are in the memory of the stream's executor, the device or the host; with a ``space`` only those in that space
     count. For ops over scalars the result is a bound, ``SCALAR_BYTES``, and for ``compute`` the declaration of its
-    segment for these kernels, 0 where there is none.
+    segment for these kernels, 0 if there is none.
     """
     if space is not None and scratch_space(program, op) is not space:
         return 0

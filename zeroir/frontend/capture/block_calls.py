@@ -55,7 +55,7 @@ class TorchCall:
         """Repeat the call on other tensors, ``values`` by number, and add its results, whose kinds are ``kinds``.
 
         Raises:
-            UnrecordableError: where a result is of another kind.
+            UnrecordableError: if a result is of another kind.
         """
         args = cast("tuple[object, ...]", filled(self.args, values.__getitem__))
         kwargs = cast("dict[str, object]", filled(self.kwargs, values.__getitem__))

@@ -38,7 +38,7 @@ class BlockGraph:
     a dropout to the number of that dropout. ``nodes`` are the graph's operators, and ``is_backward`` marks those of the
     backward; the annotation of each is the index of its call in the sequence. ``tangents`` are the kinds of the
     outputs' gradients that the backward takes, ``gradients`` the kinds of the gradients that it returns for the
-    external tensors; None where there is no gradient. ``is_sum`` says which of those are sums.
+    external tensors; None if there is no gradient. ``is_sum`` says which of those are sums.
     """
 
     sequence: CallSequence
@@ -56,7 +56,7 @@ def make_block_graph(sequence: CallSequence, mode: FakeTensorMode) -> BlockGraph
     """Trace a call sequence.
 
     Raises:
-        UnrecordableError: where the traced calls differ from the sequence.
+        UnrecordableError: if the traced calls differ from the sequence.
         Exception: any exception that torch raises for calls that it cannot trace alone, such as a change of a leaf.
     """
     with mode:

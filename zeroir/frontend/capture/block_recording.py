@@ -42,7 +42,7 @@ class BlockCall:
 
     ``inputs`` are the numbers of the external tensors, in the order of first use, and ``outputs`` those of the results
     that are used after the block. For each input ``is_last_user`` says whether nothing uses it after the call, and
-    ``is_leaf`` whether it is a parameter itself or has no gradient. ``sequence`` is None where the block did something
+    ``is_leaf`` whether it is a parameter itself or has no gradient. ``sequence`` is None if the block did something
     that call sequences cannot represent.
     """
 
@@ -112,7 +112,7 @@ class ForwardRecorder(TorchFunctionMode):
         """Return the recorded forward, which returned ``results``.
 
         Raises:
-            UnrecordableError: where the calls cannot be repeated.
+            UnrecordableError: if the calls cannot be repeated.
         """
         has_backward = any(x.grad is not None for number, x in self._tensors.items() if number < 0)
         if not self._is_repeatable or has_backward:

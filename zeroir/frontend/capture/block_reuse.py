@@ -57,7 +57,7 @@ class ReusePlan:
         """Repeat the forward on other inputs and tensors of the model; return its results.
 
         Raises:
-            UnrecordableError: where a call does something else than when it was recorded.
+            UnrecordableError: if a call does something else than when it was recorded.
         """
 
         def origin() -> NodeOrigin:

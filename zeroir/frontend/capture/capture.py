@@ -129,7 +129,7 @@ def capture(
     Where at least ``fewest_equal_calls`` calls of blocks are equal, only one of them is traced; the result is the same.
 
     Raises:
-        UserError: where the model cannot be built or traced; it names the line and a remedy.
+        UserError: if the model cannot be built or traced; it names the line and a remedy.
     """
     names = source.names
     example = source.batch()
@@ -215,7 +215,7 @@ def _evaluation(
     """Return the graph of an evaluation, or None and a sentence where the model cannot be captured under ``eval()``.
 
     Raises:
-        UserError: where an output that the user requests does not exist.
+        UserError: if an output that the user requests does not exist.
     """
     try:
         with step.evaluating(outputs):
@@ -291,7 +291,7 @@ def _built(source: ModelSource) -> nn.Module:
 
 
 def _require_no_autocast() -> None:
-    """Raise UserError where the caller compiles within autocast, which would not apply to training steps outside it."""
+    """Raise a UserError if the caller compiles within autocast, which would not apply to training steps outside it."""
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             raise UserError(
@@ -311,7 +311,7 @@ def _note_on_eval_mode(source: ModelSource, model: nn.Module) -> str | None:
 
 
 def _checked_leaves(example: Batch, name: str) -> BatchLeaves:
-    """Return the tensors and constants of an example batch; UserError where it has no tensor or is not a batch."""
+    """Return the tensors and constants of an example batch; UserError if it has no tensor or is not a batch."""
     leaves = flatten(example, name)
     if not leaves.tensors:
         raise UserError(

@@ -31,7 +31,7 @@ class Checkpoint:
     modules: list[str] = field(default_factory=list)
 
     def units(self, units: Units) -> list[str]:
-        """Return the units that are completely inside it; none where it is inside a unit."""
+        """Return the units that are completely inside it; none if it is inside a unit."""
         if any(name in units.labels for name in self.around):
             return []
         return [
@@ -48,7 +48,7 @@ def recomputed_units(checkpoints: Sequence[Checkpoint], units: Units) -> tuple[s
 
 
 def note_on_small_checkpoints(checkpoints: Sequence[Checkpoint], units: Units) -> str | None:
-    """Return a sentence on the checkpoints that contain no whole unit; None where there are none."""
+    """Return a sentence on the checkpoints that contain no whole unit; None if there are none."""
     sources = dict.fromkeys(c.source for c in checkpoints if not c.units(units))
     if not sources:
         return None
@@ -79,7 +79,7 @@ def noting_autocasts(devices: dict[str, str], line: Callable[[], str]) -> Iterat
 
 
 def note_on_autocasts(devices: dict[str, str]) -> str | None:
-    """Return a sentence on autocasts by ``file:line``; None where there are none."""
+    """Return a sentence on autocasts by ``file:line``; None if there are none."""
     if not devices:
         return None
     device = next(iter(devices.values()))
@@ -92,7 +92,7 @@ def note_on_autocasts(devices: dict[str, str]) -> str | None:
 def line_of_caller(folder: Path, *, in_libraries: bool = True) -> str:
     """Return ``file:line`` of the innermost frame outside torch and zeroir, with the file's path in ``folder``.
 
-    Return an empty text where there is no such frame, or where it is in a library and ``in_libraries`` is False.
+    Return an empty text if there is no such frame, or if it is in a library and ``in_libraries`` is False.
     """
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(NOT_THE_USERS):

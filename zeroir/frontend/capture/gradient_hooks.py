@@ -14,7 +14,7 @@ class ParameterHooks:
     """The hooks of a model's parameters. ``idle`` names the parameters whose hook did not change the gradient.
 
     Raises:
-        UserError: where a program cannot call a hook.
+        UserError: if a program cannot call a hook.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,7 +45,7 @@ class ParameterHooks:
     def note(self) -> str | None:
         """Return a sentence on hooks that did not change gradients in the traced backward.
 
-        None where there are none.
+        None if there are none.
         """
         if not self.idle:
             return None

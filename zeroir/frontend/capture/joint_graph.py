@@ -49,7 +49,7 @@ class ModuleCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointNode:
-    """One op. ``calls`` are the module calls that contain it, outermost first; None where they are unknown.
+    """One op. ``calls`` are the module calls that contain it, outermost first; None if they are unknown.
 
     ``origin`` is the number of the torch function's call, in the order of the model's calls; all nodes of one call
     share it. A backward node has the calls and the origin of the forward node that it differentiates. The sum of two

@@ -36,7 +36,7 @@ def loss_of(source: ModelSource, model: nn.Module, batch: object) -> Tensor:
     A loss function may return a pair of the loss and outputs.
 
     Raises:
-        UserError: where there is none, or where it is not one floating-point number that depends on a parameter.
+        UserError: if there is none, or if it is not one floating-point number that depends on a parameter.
     """
     output, _ = _returned(source, model, batch)
     with refusals_at(lambda: source.line_of_loss(model)):
@@ -55,7 +55,7 @@ def evaluated(
     values with these names in that part or, where there is no pair, in the object that contains the loss.
 
     Raises:
-        UserError: where the loss is invalid, an output is missing, or one is not a tensor.
+        UserError: if the loss is invalid, an output is missing, or one is not a tensor.
     """
     first, second = _returned(source, model, batch)
     named = first if second is None else second

@@ -113,7 +113,7 @@ class LossStep(nn.Module):
         """Run the model once, without changing its buffers, and return the recorded calls.
 
         Raises:
-            UnrecordableError: where the calls cannot be repeated.
+            UnrecordableError: if the calls cannot be repeated.
             Exception: any error of the model or of torch.
         """
         *tensors, seeds = inputs

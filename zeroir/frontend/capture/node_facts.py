@@ -48,7 +48,7 @@ def facts_of(node: fx.Node, source: str) -> NodeFacts:
     """Return the properties of a node; ``source`` is its ``file:line``.
 
     Raises:
-        UserError: where the operator or an element type does not exist in programs, a view exceeds its tensor, or the
+        UserError: if the operator or an element type does not exist in programs, a view exceeds its tensor, or the
             formula of a declared workspace fails.
     """
     op: object = node.target

@@ -36,7 +36,7 @@ def apply_precision(module: nn.Module, precision: FloatName, keep_fp32: Sequence
     the whole module that contains it.
 
     Raises:
-        UserError: where a pattern matches nothing.
+        UserError: if a pattern matches nothing.
     """
     dtype = compute_dtype(precision)
     fp32_modules = _fp32_modules(module, keep_fp32)

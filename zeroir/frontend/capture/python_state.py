@@ -239,7 +239,7 @@ class PythonState:
 def _names_in_functions(text: str) -> frozenset[str] | None:
     """Return the names that a file's functions and classes mention: no other global can change while they run.
 
-    Return None where any global may change, because the text can access all of them, or is not Python.
+    Return None if any global may change, because the text can access all of them, or is not Python.
     """
     try:
         codes = _inner_codes(compile(text, "<globals>", "exec"))
@@ -294,7 +294,7 @@ def _attributes(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[nn.Mod
 
 
 def _own_attributes(value: object) -> Namespace | None:
-    """Return the attributes of an object that are its state; None where its class is Python's or torch's."""
+    """Return the attributes of an object that are its state; None if its class is Python's or torch's."""
     kind = type(value)
     if _is_pythons_or_torchs(kind):
         return None

@@ -54,7 +54,7 @@ def read_graph(
     of a whole block is replaced by the nodes of its block graph in ``plan``.
 
     Raises:
-        UserError: where the model uses an operator, element type or argument that programs do not have.
+        UserError: if the model uses an operator, element type or argument that programs do not have.
     """
     reader = _Reader(place, plan)
     for placeholder in graph.placeholders:

@@ -47,7 +47,7 @@ def tie_equal_tensors(model: nn.Module) -> list[NamePair]:
 
 
 def note_on_ties(tied: Sequence[NamePair]) -> str | None:
-    """Return a sentence on merged parameters; None where there are none."""
+    """Return a sentence on merged parameters; None if there are none."""
     if not tied:
         return None
     first, second = tied[0]
@@ -71,7 +71,7 @@ def overlapping_tensors(model: nn.Module) -> list[NamePair]:
     """Return the names of buffers that share elements with a parameter or another buffer, parameters first.
 
     Raises:
-        UserError: where two parameters share elements.
+        UserError: if two parameters share elements.
     """
     parameters = list(model.named_parameters())
     for first, second in _overlaps(parameters):
@@ -83,7 +83,7 @@ def overlapping_tensors(model: nn.Module) -> list[NamePair]:
 
 
 def require_apart(joint: JointGraph, overlapping: Sequence[NamePair]) -> None:
-    """Raise UserError where one of two tensors that share memory changes in a step and the other one is used."""
+    """Raise a UserError if one of two tensors that share memory changes in a step and the other one is used."""
     changing = {name for name, _ in (*joint.gradients, *joint.mutations)}
     read = {value for node in joint.nodes for value in node.refs()}
     read |= {joint.loss, *(value for _, value in joint.mutations)}

@@ -38,12 +38,12 @@ def note_on_state(
     step: LossStep,
     capture: Callable[[], JointGraph],
 ) -> str | None:
-    """Return a sentence on state that forward changes and a program does not; None where the next forward is the same.
+    """Return a sentence on state that forward changes and a program does not; None if the next forward is the same.
 
     ``joint`` is the graph that ``capture`` created from the present state of ``step``, which is restored at the end.
 
     Raises:
-        UserError: where the next forward computes something else, or every forward leaves another state.
+        UserError: if the next forward computes something else, or every forward leaves another state.
     """
     first = step.state
     second = PythonState.of(model, step.state.code)
@@ -162,7 +162,7 @@ def _kept_tensor_note(
     changed: Sequence[str],
     capture: Callable[[], JointGraph],
 ) -> str:
-    """Return a sentence on tensors that the first forward stores and later ones use; UserError where they change."""
+    """Return a sentence on tensors that the first forward stores and later ones use; UserError if they change."""
     step.state.restore()
     attributes = list(tensor_attributes(model, changed))
     refusal = UserError(

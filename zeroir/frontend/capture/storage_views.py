@@ -42,7 +42,7 @@ def rewrite_storage_views(graph: fx.Graph) -> None:
 
 
 def bounds_error(node: fx.Node) -> str | None:
-    """Return by how much a rewritten view exceeds its tensor, as the end of a sentence; None where it does not.
+    """Return by how much a rewritten view exceeds its tensor, as the end of a sentence; None if it does not.
 
     Fake tensors have no memory, so the tracer does not check it.
     """

@@ -55,7 +55,7 @@ def lower(
     ``owners`` has the unit of every parameter that no segment of the step uses.
 
     Raises:
-        UserError: where no parameter is trained.
+        UserError: if no parameter is trained.
     """
     trained = {
         sink.parameter for call in calls for sink in call.sinks if isinstance(sink, GradientSink)

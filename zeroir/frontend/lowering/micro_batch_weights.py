@@ -119,7 +119,7 @@ def cast(source: str, destination: str, mode: ops.Mode = ops.Mode.WRITE) -> ops.
 
 
 def with_batch_loss(op: ops.Compute, loss: str) -> ops.Compute | None:
-    """Return the call with its loss in ``%batch_loss``; None where it does not compute the loss."""
+    """Return the call with its loss in ``%batch_loss``; None if it does not compute the loss."""
     destinations = tuple(
         replace(d, view=replace(d.view, region=first(BATCH_LOSS)))
         if d is not None and d.view.region.buffer == loss

@@ -48,7 +48,7 @@ def parameter_groups(
     A parameter is in the first group that matches one of its names.
 
     Raises:
-        UserError: where no parameter is in a group, or where two groups have the same name.
+        UserError: if no parameter is in a group, or if two groups have the same name.
     """
     parameters = tuple(parameters)
     specs = options.groups

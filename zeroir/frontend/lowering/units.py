@@ -45,7 +45,7 @@ def find_units(module: nn.Module, spec: str | None) -> Units:
     """Return the units that ``spec`` names, or the repeated blocks.
 
     Raises:
-        UserError: where the specification is invalid or matches no module.
+        UserError: if the specification is invalid or matches no module.
     """
     names = (
         _repeated(module)

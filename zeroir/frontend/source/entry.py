@@ -80,7 +80,7 @@ def load_model_file(spec: str) -> ModelSource:
     ``:factory(layers=12)`` also passes arguments to it.
 
     Raises:
-        UserError: where the file cannot be read, is not Python, raises, or lacks ``model`` or ``batch``.
+        UserError: if the file cannot be read, is not Python, raises, or lacks ``model`` or ``batch``.
     """
     return run_model_file(read_model_file(spec))
 
@@ -97,7 +97,7 @@ def read_model_file(spec: str, default: Factory | None = None) -> ModelText:
     """Read what ``load_model_file`` takes, without executing it; ``default`` is the factory if none is named.
 
     Raises:
-        UserError: where the file cannot be read.
+        UserError: if the file cannot be read.
     """
     parsed = ModelSpec.parse(spec)
     path = _file(parsed)
@@ -111,7 +111,7 @@ def run_model_file(text: ModelText) -> ModelSource:
     the module's modules, children first; ``build`` does not.
 
     Raises:
-        UserError: where the file is not Python, raises, or lacks ``model`` or ``batch``.
+        UserError: if the file is not Python, raises, or lacks ``model`` or ``batch``.
     """
     path, factory = text.path, text.factory
     _forget_changed_modules()
@@ -275,7 +275,7 @@ class _Functions:
     def optional(self, name: str, signature: str, *counts: int) -> Callable[..., object] | None:
         """Return the function ``name``, which is called with one of these numbers of arguments.
 
-        None where there is none.
+        None if there is none.
         """
         function = self._function(name, f"rename it, or define `{signature}`")
         if function is not None and not takes_positional(function, counts):
@@ -326,7 +326,7 @@ class _Functions:
     def iterator(self, name: str, signature: str, *counts: int) -> BatchFunction | None:
         """Return the function ``name``, with one of these parameter counts, which must return an iterable of batches.
 
-        Return None where there is none.
+        Return None if there is none.
         """
         function = self.optional(name, signature, *counts)
         if function is None:

@@ -69,7 +69,7 @@ def hashes_of_modules(names: set[str]) -> dict[str, str]:
 
 
 def file_of_module(name: str) -> Path | None:
-    """Return the Python file of a module, found by its full name without running anything; None where there is none."""
+    """Return the Python file of a module, found by its full name without running anything; None if there is none."""
     folders: list[str] | None = None
     spec: ModuleSpec | None = None
     for full_name in _with_parents(name):
@@ -120,7 +120,7 @@ def _imported_names(source: bytes, package: str) -> Iterator[str]:
 def _base(node: ast.ImportFrom, package: str) -> str | None:
     """Return the full name of the module that names are imported from.
 
-    None where a relative import has no such module.
+    None if a relative import has no such module.
     """
     if not node.level:
         return node.module
@@ -137,7 +137,7 @@ def _with_parents(name: str) -> Iterator[str]:
 
 
 def _find(name: str, specs: Mapping[str, ModuleSpec | None]) -> ModuleSpec | None:
-    """Return the spec of a module, loaded or not; None where there is no such module or it is not the user's."""
+    """Return the spec of a module, loaded or not; None if there is no such module or it is not the user's."""
     parent, _, _ = name.rpartition(".")
     folders: list[str] | None = None
     if parent:
@@ -190,7 +190,7 @@ def _is_installed(spec: ModuleSpec) -> bool:
 
 
 def _users_file(spec: ModuleSpec) -> Path | None:
-    """Return the file of a module; None where it has none, such as a package without ``__init__.py``."""
+    """Return the file of a module; None if it has none, such as a package without ``__init__.py``."""
     if spec.origin is None or not spec.has_location:
         return None
     file = Path(spec.origin)

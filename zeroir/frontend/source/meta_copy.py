@@ -26,7 +26,7 @@ def meta_copy(module: nn.Module) -> nn.Module:
     """Copy a module to the meta device.
 
     Raises:
-        UserError: where an object in the module cannot be copied.
+        UserError: if an object in the module cannot be copied.
     """
     twins = _Twins()
     # Parameters have their own method for copies, which would copy their values.
@@ -44,7 +44,7 @@ def deep_copy(module: nn.Module, memo: dict[int, object]) -> nn.Module:
     """Copy a module by ``copy.deepcopy``, and let hooks and functions in attributes refer to the copies of modules.
 
     Raises:
-        UserError: where an object in the module cannot be copied.
+        UserError: if an object in the module cannot be copied.
     """
     try:
         copied = copy.deepcopy(module, memo)

@@ -102,7 +102,7 @@ def source_of(
 
 
 def _require_functions(loss: LossFunction | None, weight: WeightFunction | None) -> None:
-    """Raise UserError where the loss is one of torch, which takes no model and batch, or has other parameters."""
+    """Raise a UserError if the loss is one of torch, which takes no model and batch, or has other parameters."""
     if loss is not None:
         package = str(getattr(loss, "__module__", "")).partition(".")[0]
         if package == "torch" or not takes_positional(loss, (2,)):
@@ -191,7 +191,7 @@ def _user_modules(objects: Iterable[object]) -> tuple[str, ...]:
 
 
 def _users_module_of(value: object) -> str | None:
-    """Return the name of the Python module that an object is or that defines it; None where that is not the user's."""
+    """Return the name of the Python module that an object is or that defines it; None if that is not the user's."""
     if not isinstance(value, ModuleType | FunctionType | type):
         return None
     name = value.__name__ if isinstance(value, ModuleType) else value.__module__

@@ -78,7 +78,7 @@ class ModelSource:
 
     ``folder`` is that of the user's code: traces show its files. ``modules`` names the user's Python modules in this
     process. ``autocasts`` maps ``file:line`` to the accelerator for which that code entered autocast while it was
-    loaded. ``file`` is None where there is no model file.
+    loaded. ``file`` is None if there is no model file.
     """
 
     names: SourceNames
@@ -150,7 +150,7 @@ def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def require_same_parameters(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], what: str, maker: str
 ) -> None:
-    """Raise UserError where a model's parameters differ from ``shapes``, those that ``maker`` created.
+    """Raise a UserError if a model's parameters differ from ``shapes``, those that ``maker`` created.
 
     ``what`` is the user's code that changed them.
     """

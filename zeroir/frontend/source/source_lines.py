@@ -21,7 +21,7 @@ _INSTALLED: Final = Path(sysconfig.get_paths()["purelib"])
 
 
 def line_in(error: BaseException, path: Path) -> str | None:
-    """Return ``file:line`` of the innermost frame of an exception that is in ``path``; None where there is none."""
+    """Return ``file:line`` of the innermost frame of an exception that is in ``path``; None if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f"{path}:{frame.lineno}" for frame in frames if Path(frame.filename) == path]
     return lines[-1] if lines else None
@@ -31,7 +31,7 @@ def line_of_error(error: BaseException) -> str | None:
     """Return ``file:line`` of the innermost frame of an exception outside Python, torch and zeroir.
 
     If that is a line of an installed package, the user's line that called it follows: ``transformers/…/modeling_x.py:90
-    (called at train.py:12)``. Return None where there is no such frame.
+    (called at train.py:12)``. Return None if there is no such frame.
     """
     frames = [
         frame
@@ -48,7 +48,7 @@ def line_of_error(error: BaseException) -> str | None:
 
 
 def line_of_user() -> str:
-    """Return ``file:line`` of the user's code that called zeroir; empty where no frame is the user's."""
+    """Return ``file:line`` of the user's code that called zeroir; empty if no frame is the user's."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         filename = frame.f_code.co_filename
@@ -59,7 +59,7 @@ def line_of_user() -> str:
 
 
 def line_of_definition(definition: object) -> str:
-    """Return ``file:line`` of a function, a method, or a class's constructor; empty where it is Python's or torch's."""
+    """Return ``file:line`` of a function, a method, or a class's constructor; empty if it is Python's or torch's."""
     while isinstance(definition, functools.partial):
         definition = definition.func
     definition = getattr(definition, "__func__", definition)
@@ -73,14 +73,14 @@ def line_of_definition(definition: object) -> str:
 
 
 def line_of_forward(module: nn.Module) -> str:
-    """Return ``file:line`` of a module's forward; empty where it is torch's."""
+    """Return ``file:line`` of a module's forward; empty if it is torch's."""
     return line_of_definition(type(module).forward)
 
 
 def line_of_module(model: nn.Module, name: str) -> str:
     """Return ``file:line`` of the constructor of the submodule of this name, or of the nearest one around it.
 
-    The modules of torch are skipped; the result is empty where all are torch's.
+    The modules of torch are skipped; the result is empty if all are torch's.
     """
     parts = name.split(".") if name else []
     for length in range(len(parts), -1, -1):

@@ -39,7 +39,7 @@ def require_supported(model: object, names: SourceNames) -> nn.Module:
     """Return the model, if it is a module that can be traced and trained.
 
     Raises:
-        UserError: where it is not, or has a feature that a program would ignore.
+        UserError: if it is not, or has a feature that a program would ignore.
     """
     if not isinstance(model, nn.Module):
         with refusals_at(names.maker_line):

@@ -85,7 +85,7 @@ def _effects_of(kind: type[ops.Op]) -> Callable[[ops.Op], Effects]:
 
 
 def _regions(operand: Operand, use: FieldUse) -> _Getter | None:
-    """Return a function from an op to the regions of one operand with that use; None where none can have it."""
+    """Return a function from an op to the regions of one operand with that use; None if none can have it."""
     field, path = operand.field, operand.path
     if operand.use is not FieldUse.RESULT:
         if operand.use is not use:

@@ -60,7 +60,7 @@ class StreamClocks:
         return clock[stream]
 
     def signaller(self, event: str) -> Position | None:
-        """Return the op that signalled the event; None where it belongs to an earlier step."""
+        """Return the op that signalled the event; None if it belongs to an earlier step."""
         if event not in self._signals:
             return None
         stream, clock = self._signals[event]

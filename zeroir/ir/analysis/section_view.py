@@ -73,7 +73,7 @@ class SectionView:
 
     @cached_property
     def loss(self) -> int | None:
-        """The last compute op that computes the loss, None where there is none. It ends the forward.
+        """The last compute op that computes the loss, None if there is none. It ends the forward.
 
         The loss may be copied from the destination of that op.
         """
@@ -86,7 +86,7 @@ class SectionView:
 
     @property
     def backward(self) -> range:
-        """The ops after the loss; none where the section computes no loss."""
+        """The ops after the loss; none if the section computes no loss."""
         return range(len(self.body) if self.loss is None else self.loss + 1, len(self.body))
 
     @cached_property

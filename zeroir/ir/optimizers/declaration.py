@@ -90,7 +90,7 @@ class Declaration:
     ``settings`` are in the order of the elements of ``OptimizerStep.hyper``, ``states`` in that of its states. Without
     a ``whole`` step an update only uses an element and its states. ``torch`` and ``deepspeed`` are its names there;
     ``not_from_deepspeed`` says why DeepSpeed's optimizer of its name is another one. ``marks`` are the settings whose
-    keys identify it, together with its states, in a checkpoint that does not name it; None where they do not.
+    keys identify it, together with its states, in a checkpoint that does not name it; None if they do not.
     ``problem`` says why settings are inconsistent, in words that continue a sentence. ``most_numbers`` is the maximum
     of FP32 numbers that other implementations keep for each element, where they keep more.
 

@@ -51,7 +51,7 @@ class Setting:
 
     The type of the default is the type of every value. ``effect`` is its description in the help. ``choices`` are the
     values of a text; programs store the index of one. torch has the setting under its own name, or as an element of the
-    pair ``torch_pair``. A setting is ``fixed`` where the optimizer has no such option: programs store its default, and
+    pair ``torch_pair``. A setting is ``fixed`` if the optimizer has no such option: programs store its default, and
     the text is the reason.
     """
 
@@ -156,7 +156,7 @@ def betas(first: float, second: float, of_second: str) -> tuple[Setting, Setting
 
 
 def nesterov_problem(values: Mapping[str, float]) -> str | None:
-    """Return why Nesterov momentum is impossible with these numbers of a program; None where it is possible."""
+    """Return why Nesterov momentum is impossible with these numbers of a program; None if it is possible."""
     if values["nesterov"] and (values.get("dampening") or not values["momentum"]):
         return "nesterov needs a momentum above 0 and no dampening"
     return None

@@ -24,7 +24,7 @@ def is_allowed(op: str) -> bool:
 
 
 def refusal(op: str, operators: Container[str] = ()) -> str | None:
-    """Return why a segment may not name the op, as words that follow its name; None where it may.
+    """Return why a segment may not name the op, as words that follow its name; None if it may.
 
     ``operators`` are the names of the foreign operators that the program declares.
     """

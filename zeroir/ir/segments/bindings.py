@@ -23,7 +23,7 @@ class Binding:
 
 
 Bindings = Sequence[Binding | None]
-"""One per output of a segment; None where the call drops the output."""
+"""One per output of a segment; None if the call drops the output."""
 
 
 def bindings(op: Compute) -> list[Binding | None]:

@@ -34,7 +34,7 @@ class Operator:
     """A foreign operator: ``name`` as in nodes, such as ``mylib.scale.default``, and what torch knows about it.
 
     ``schema`` is torch's, without the name: ``(Tensor x, float by) -> Tensor``. ``module`` is the Python module that
-    registered it; it is empty where the user's own script or model file did, or where torch does not know.
+    registered it; it is empty if the user's own script or model file did, or if torch does not know.
     """
 
     syntax: ClassVar[str] = "{name} schema={schema} [module={module}]"
@@ -63,7 +63,7 @@ _WORD: Final = re.compile(r"[A-Za-z0-9_]{0,64}")
 
 
 def declaration_problem(operator: Operator) -> str | None:
-    """Return why a program may not declare an operator, as words that follow its name; None where it may."""
+    """Return why a program may not declare an operator, as words that follow its name; None if it may."""
     name = _NAME.fullmatch(operator.name)
     if name is None:
         return "is not named as NAMESPACE.NAME.OVERLOAD"
@@ -83,7 +83,7 @@ def declaration_problem(operator: Operator) -> str | None:
 def call_problem(node: Node, operators: Mapping[str, Operator]) -> str | None:
     """Return why a node may not call the foreign operator that it names, as words that follow its name.
 
-    None where it may.
+    None if it may.
 
     A program may come from anywhere, and a text that is not a word could name a file.
     """

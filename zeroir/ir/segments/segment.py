@@ -87,7 +87,7 @@ class Node:
     that the node came from, ``file:line``; it is not part of the segment's digest.
 
     ``workspace_bytes`` is declared by an operator of a library or the model: the most bytes that a call holds at once
-    in addition to its arguments and results. It is None where nothing is declared, and for all other operators.
+    in addition to its arguments and results. It is None if nothing is declared, and for all other operators.
     """
 
     op: Annotated[str, Declares(NameKind.OPERATOR)]
@@ -134,7 +134,7 @@ class Segment:
         return self.inputs + tuple(result for node in self.nodes for result in node.results)
 
     def output_types(self) -> tuple[TensorType, ...]:
-        """Return the type of every output; ValueError where an output is an undefined tensor."""
+        """Return the type of every output; ValueError if an output is an undefined tensor."""
         types = self.types()
         outputs: list[TensorType] = []
         for index in self.outputs:

@@ -38,7 +38,7 @@ def parts(node: Node, source: TensorType) -> tuple[Part, ...] | None:
     """Return the part of ``source``, the first argument, for each result of a view; None for an op that is not a view.
 
     Raises:
-        ViewError: where the op does not accept these arguments.
+        ViewError: if the op does not accept these arguments.
     """
     rule = _RULES.get(node.op)
     if rule is None:
@@ -102,7 +102,7 @@ def is_same_stride(shape: tuple[int, ...], first: tuple[int, ...], second: tuple
 def view_stride(kind: TensorType, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the strides of a tensor viewed in another shape, as in ``torch.Tensor.view``.
 
-    None where it is impossible.
+    None if it is impossible.
     """
     if kind.numel == 0:
         return kind.stride if kind.shape == shape else contiguous_stride(shape)

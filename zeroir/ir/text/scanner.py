@@ -59,7 +59,7 @@ def _window(line: str, indent: str, width: int = 160) -> tuple[str, str]:
 
 
 class Scanner:
-    """The cursor. Each reader skips spaces, and raises :class:`ParseError` where the text does not match."""
+    """The cursor. Each reader skips spaces, and raises :class:`ParseError` if the text does not match."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -141,7 +141,7 @@ class Scanner:
         return items
 
     def separated(self, read: Callable[[], T], beginning: str) -> tuple[T, ...]:
-        """Read items separated by commas, none where the next text does not start with ``beginning``."""
+        """Read items separated by commas, none if the next text does not start with ``beginning``."""
         return self._separated(read) if self.text.startswith(beginning, self.here()) else ()
 
     def _separated(self, read: Callable[[], T]) -> tuple[T, ...]:

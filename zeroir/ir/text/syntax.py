@@ -44,7 +44,7 @@ def slots(kind: type, syntax: str) -> tuple[SyntaxSlot, ...]:
     """Return the slots of a class with that syntax, in the order of its line.
 
     Raises:
-        TypeError: where the syntax cannot be parsed, or does not name every field once.
+        TypeError: if the syntax cannot be parsed, or does not name every field once.
     """
     head, _, attributes = syntax.partition(" | ")
     fields = {field.name: field for field in declared_fields(kind)}
@@ -88,7 +88,7 @@ def _slots(
 
 
 def own_syntax(kind: type) -> tuple[str, str]:
-    """Return the keyword with which a record begins, empty where it has none, and the rest of its syntax."""
+    """Return the keyword with which a record begins, empty if it has none, and the rest of its syntax."""
     syntax = getattr(kind, "syntax", None)
     if not isinstance(syntax, str):
         raise TypeError(f"{kind.__name__} stands in the text and has no syntax.")

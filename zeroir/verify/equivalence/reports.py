@@ -88,7 +88,7 @@ def check_reports(run: SectionRun) -> None:
 
 
 def _problem(run: SectionRun, quantity: Quantity, buffer: Buffer, value: Value) -> str | None:
-    """Return why a value in the buffer of a report is not the quantity; None where it is."""
+    """Return why a value in the buffer of a report is not the quantity; None if it is."""
     if isinstance(value, Undefined):
         return f"has {CAUSES[value.cause]}"
     match quantity:

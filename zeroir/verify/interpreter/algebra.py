@@ -77,7 +77,7 @@ class Sum(NamedTuple):
         """Return the sum of two gradients of one flat.
 
         A schedule may sum over ranks before or after micro-steps, although the two round differently, as the
-        documentation says. So the axes of both sides are ignored where one side includes earlier micro-steps.
+        documentation says. So the axes of both sides are ignored if one side includes earlier micro-steps.
         """
         sides = (left.terms, right.terms)
         if any(term.source in (PAST_TERM, ALL_TERM) for terms in sides for term in terms):
@@ -333,7 +333,7 @@ def reduced(value: Value, how: Combination) -> Value:
 
 
 def from_rank(value: Value, axis: str, rank: int, numbering: Numbering) -> Value:
-    """Return the value of one rank of the axis, as every rank sees it; unchanged where all ranks have the same."""
+    """Return the value of one rank of the axis, as every rank sees it; unchanged if all ranks have the same."""
 
     def leaf(inner: Value) -> Value:
         match inner:

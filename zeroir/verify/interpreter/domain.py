@@ -19,7 +19,7 @@ Strides = tuple[tuple[str, int], ...]
 class FlatKey:
     """A flat quantity (param, master, a state) at a version.
 
-    ``guess`` is the value number of the scalars and settings that a speculative step used; None where the elements are
+    ``guess`` is the value number of the scalars and settings that a speculative step used; None if the elements are
     final.
     """
 
@@ -95,7 +95,7 @@ def current_term(micro_batch: int) -> int:
 
 
 def current_micro_batch(source: int) -> int | None:
-    """Return the micro-batch of a weight's source; None where it is something else."""
+    """Return the micro-batch of a weight's source; None if it is something else."""
     return _CURRENT_TERM - source if source <= _CURRENT_TERM else None
 
 

@@ -57,7 +57,7 @@ def _check_kept(run: SectionRun) -> None:
 
 
 def _declared_version(run: SectionRun, buffer: Buffer, content: NamedContent) -> int:
-    """Return the version of a counter by the exit state: 1 where the decision was taken early, otherwise 0."""
+    """Return the version of a counter by the exit state: 1 if the decision was taken early, otherwise 0."""
     advanced = replace(content, version=content.version + 1)
     holdings = run.section.exit.holdings
     return int(any(h.region == whole(buffer) and h.content == advanced for h in holdings))

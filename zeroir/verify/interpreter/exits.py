@@ -178,7 +178,7 @@ def _check_flat(run: SectionRun, region: Region, pieces: PieceList, content: Fla
 
 
 def _final(value: Value, *, is_guessed: bool) -> Value | None:
-    """Return the value without its guess; None where it has a guess and should not, or the reverse."""
+    """Return the value without its guess; None if it has a guess and should not, or the reverse."""
     if not isinstance(value, Elements) or not isinstance(value.key, FlatKey):
         return value
     if (value.key.guess is not None) is not is_guessed:

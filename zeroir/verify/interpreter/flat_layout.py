@@ -80,7 +80,7 @@ class FlatLayout:
     def grouped(self, cover: Cover) -> Iterator[tuple[int, int, str | None, Slot]]:
         """Yield the parts of parameters among the covered elements, split by group: ``(start, stop, group, slot)``.
 
-        The group is None where no group contains the elements.
+        The group is None if no group contains the elements.
         """
         for start, stop, slot in self.covered(cover):
             for a, b, group in self._groups_of(cover.flat).read(start, stop):

@@ -121,7 +121,7 @@ def direction(run: SectionRun, op: ops.Direction) -> None:
 
 
 def _place_of(states: Sequence[PieceList]) -> tuple[str, int, Strides] | None:
-    """Return flat, shift and strides of the elements that these states belong to; None where they are only padding."""
+    """Return flat, shift and strides of the elements that these states belong to; None if they are only padding."""
     for pieces in states:
         for _, _, value in pieces:
             if isinstance(value, Elements) and isinstance(value.key, FlatKey):

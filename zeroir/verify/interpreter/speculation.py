@@ -31,7 +31,7 @@ _Speculation = ops.SpeculativeStep | ops.CommitStep
 
 
 class _Change(NamedTuple):
-    """The version of parameters and states before and after an op, each with its guess, None where it is final."""
+    """The version of parameters and states before and after an op, each with its guess, None if it is final."""
 
     before: tuple[int, int | None]
     after: tuple[int, int | None]

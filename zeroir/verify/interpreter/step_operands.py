@@ -117,7 +117,7 @@ def apply_settings(
 def resting_elements(run: SectionRun, region: Region, *, is_needed: bool) -> PieceList | None:
     """Return the values at rest of a region's elements, by which the op finds groups and padding.
 
-    Return None where it treats the region as one piece instead: these elements are not in a flat at rest, and
+    Return None if it treats the region as one piece instead: these elements are not in a flat at rest, and
     ``is_needed`` is false.
     """
     resting = run.program.at_rest(region)

@@ -26,7 +26,7 @@ from zeroir.verify.interpreter.section_run import SectionRun
 def collective(run: SectionRun, op: ops.CollectiveOp) -> None:
     """Apply a collective: each destination gets the combination of the ranks' sources.
 
-    A gather is an error where its content is already in the destination (Z102).
+    A gather is an error if its content is already in the destination (Z102).
     """
     axis = run.program.comm_by_name[op.comm].axis
     sources = _sources(run, op)

@@ -14,7 +14,7 @@ from typing import Final
 
 
 class Stage(StrEnum):
-    """The stage of the proof that checks a law; a stage runs only where the previous ones found nothing."""
+    """The stage of the proof that checks a law; a stage runs only if the previous ones found nothing."""
 
     STRUCTURE = "first"
     ORDERING = "once the structure holds"

@@ -62,7 +62,7 @@ class HappensBefore:
         return number
 
     def wait(self, op: ops.Wait) -> bool:
-        """Order a stream, or all, after an event; return False where no op before the wait signals it."""
+        """Order a stream, or all, after an event; return False if no op before the wait signals it."""
         at_event = self._done_at_event.get(op.waited)
         if at_event is None:
             return False

@@ -52,7 +52,7 @@ _SCORES_BLOCK: Final = 512
 
 
 def allowance_bytes(node: Node, types: Types) -> int:
-    """Return an upper bound of the bytes of a node's op besides the counted ones; 0 where all its bytes are counted."""
+    """Return an upper bound of the bytes of a node's op besides the counted ones; 0 if all its bytes are counted."""
     if node.workspace_bytes is not None:
         return 0
     if node.op in PRODUCTS or node.op in GROUPED_PRODUCTS:

@@ -76,6 +76,6 @@ def is_contiguous(kind: TensorType) -> bool:
 
 
 def dense_bytes(arg: NodeArg, types: Types) -> int:
-    """Return the bytes of the copy of a tensor that must be row-major; none where it is."""
+    """Return the bytes of the copy of a tensor that must be row-major; none if it is."""
     kind = tensor_of(arg, types)
     return 0 if is_contiguous(kind) else kind.size_bytes
