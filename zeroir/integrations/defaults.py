@@ -39,7 +39,7 @@ def require_effect(
     instead: Mapping[str, str],
     decided: Mapping[str, tuple[int, str]],
 ) -> None:
-    """Raise a UserError if a loop of another library would ignore a compile option in ``giver``.
+    """Raise a UserError if a loop of another library would ignore an option; ``giver`` is what takes the options.
 
     ``instead`` says what to use instead of an option that the loop ignores; ``decided`` has the value of an option that
     the loop determines, and where.
