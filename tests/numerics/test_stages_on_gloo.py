@@ -53,7 +53,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.dist]
 @pytest.mark.parametrize(
     ("world_size", "precisions", "backend"),
     [
-        (2, "fp32", "gloo"),
         (3, "fp32,bf16,fp16,8-bit", "gloo"),
         (3, "fp32,bf16,fp16", "peer-memory"),
         (4, "fp32", "peer-memory"),

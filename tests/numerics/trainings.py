@@ -90,14 +90,14 @@ def overlapped() -> Iterator[Training]:
 def offloaded(*names: str) -> Iterator[Training]:
     """Those of ``OFFLOADS``, in a program deep enough that values are away from the device.
 
-    What moves everything does so at every stage; the others take turns at two of the four.
+    What moves everything does so at every stage; the others take turns at the four.
     """
     for number, name in enumerate(names):
         # Of four steps, two are clipped.
         clip = 10.0 if "speculative" in name else None
         logical = mlp(blocks=4, precision="bf16", micro_steps=2, clip=clip)
-        has_all_stages = name.startswith("everything")
-        for stage in range(4) if has_all_stages else (number % 2, 3 - number % 2):
+        stages = (number % 2, 3 - number % 2) if name.startswith("everything") else (number % 4,)
+        for stage in range(4) if name == "everything" else stages:
             passes = for_stage(stage, RANKS, overlap_update=True)
             yield Training(
                 name=f"{name}, stage {stage}",

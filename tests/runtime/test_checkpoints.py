@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,6 +23,7 @@ from tests.runtime.support import (
 )
 from tests.runtime.workers_cases import varied, weight_of_values
 from tests.support.eager import traced
+from tests.support.evaluations import evaluating_what_is_handed_on
 from tests.support.examples import examples
 from tests.support.lowering import proved_for
 from tests.support.programs import mlp
@@ -32,12 +32,8 @@ from zeroir.checkpoint.reading import read_manifest
 from zeroir.config import make_options
 from zeroir.errors import CheckpointWarning
 from zeroir.frontend.source.entry import load_model_file
-from zeroir.ir import ops
-from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
 from zeroir.ir.contents import EMA, PARAM, FlatContent
-from zeroir.ir.dtypes import DType
-from zeroir.ir.program import EVALUATE, Holding, Program, Section, State
-from zeroir.ir.reports import Quantity, with_report
+from zeroir.ir.program import Program
 from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.execution.lockstep import Lockstep
 
@@ -220,27 +216,8 @@ def test_every_element_is_written_once(tmp_path: Path, layout: tuple[int, int, i
 def test_what_steps_hand_on_comes_from_the_checkpoint(tmp_path: Path) -> None:
     """A gathered copy that crosses the boundary between steps has the values of the last load, not of the last step."""
     program = lowered(mlp(), 3, 2)
-    numel = program.flat_by_name["blocks.0"].padded_numel
-    gathered = Buffer(
-        name="gathered", dtype=DType.F32, numel=numel, space=Space.DEVICE, role=Role.GATHERED
-    )
     content = FlatContent(quantity=PARAM, flat="blocks.0")
-    state = State(
-        live=(gathered.name,), holdings=(Holding(region=whole(gathered), content=content),)
-    )
-    body = (
-        ops.Cast(
-            source=Region(buffer=gathered.name, offset=3, numel=1),
-            destination=Region(buffer="loss", offset=0, numel=1),
-            stream="compute",
-        ),
-    )
-    program = replace(
-        program,
-        buffers=(*program.buffers, gathered),
-        sections=(Section(name=EVALUATE, entry=state, body=body, exit=state),),
-        reports=with_report(program.reports, Quantity.EVAL_LOSS, "loss"),
-    )
+    program = evaluating_what_is_handed_on(program, content)
     ((batch,), (other,)) = random_batches(1, 2)[0]
     source, lockstep = Lockstep(program), Lockstep(program)
     values = initial_flats(program, seed=1)

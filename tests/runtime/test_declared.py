@@ -40,9 +40,7 @@ def test_a_program_that_declares_something_else_does_not_run(name: str) -> None:
     old, new = DAMAGES[name]
     assert old in TEXT
     program = parse(TEXT.replace(old, new))
-    with pytest.raises(
-        UserError, match=r"^The program cannot run: node \d+ of segment @.*compile it"
-    ):
+    with pytest.raises(UserError, match=r"^The program cannot run: node \d+ of segment @"):
         Lockstep(program)
 
 
@@ -89,13 +87,11 @@ def test_modules_in_16_bits_declare_what_torch_makes_on_any_device(precision: st
     for name in filter(is_module, subjects()):
         for sample in chosen(name, 1):
             model = partial(ThreeUnitModel, sample)
+            source = source_of(model, batch_of(sample), None, None)
             try:
-                program = trace_model(
-                    source_of(model, batch_of(sample), None, None), options
-                ).program
-            except (
-                UserError
-            ):  # what has no program in FP32 has none here; a few more need values of one dtype
+                program = trace_model(source, options).program
+            except UserError:
+                # What has no program in FP32 has none here; a few more need values of one dtype.
                 continue
             traced_count += 1
             clause = misdeclared(program.segments)

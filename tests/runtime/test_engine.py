@@ -13,15 +13,14 @@ import torch
 
 from tests.runtime.constructors import Mlp
 from tests.runtime.support import ROOT, begun, initial_flats, lowered, random_batches, require_same
-from tests.support.edits import with_report_of
+from tests.support.evaluations import evaluating_what_is_handed_on
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.ir import ops
-from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
+from zeroir.ir.buffers import Buffer, Role, Space, whole
 from zeroir.ir.contents import Content, FlatContent, Micro, NamedContent, Zeros
 from zeroir.ir.dtypes import DType
-from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, UPDATE, Holding, Pending, Section, State
-from zeroir.ir.reports import Quantity
+from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Pending, Section, State
 from zeroir.ir.text import parse
 from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.engine.rank_program import RankProgram
@@ -188,18 +187,7 @@ def test_a_job_may_begin_with_an_evaluation(content: Content, expected: float | 
     """What a step would have handed on to it is brought about as for a first step."""
     logical = mlp()
     program = lowered(logical, 3, 2)
-    numel = program.flat_by_name["blocks.0"].padded_numel
-    buffer = Buffer(
-        name="handed_on", dtype=DType.F32, numel=numel, space=Space.DEVICE, role=Role.GATHERED
-    )
-    holding = Holding(region=whole(buffer), content=content)
-    state = State(live=(buffer.name,), holdings=(holding,))
-    one = Region(buffer=buffer.name, offset=3, numel=1)
-    loss = Region(buffer="loss", offset=0, numel=1)
-    body = (ops.Cast(source=one, destination=loss, stream="compute"),)
-    sections = (Section(name=EVALUATE, entry=state, body=body, exit=state),)
-    program = replace(program, buffers=(*program.buffers, buffer), sections=sections)
-    lockstep = Lockstep(with_report_of(program, Quantity.EVAL_LOSS, "loss"))
+    lockstep = Lockstep(evaluating_what_is_handed_on(program, content))
     values = initial_flats(logical)
     lockstep.initialise_flats(values)
     ((batch,), (other,)) = random_batches(1, 2)[0]

@@ -60,7 +60,7 @@ def save_run(engine: Engine, losses: list[float], name: str) -> None:
 
 
 def stages(precisions: str, backend: str) -> None:
-    """Ten AdamW steps at every stage; rank 0 writes losses and states."""
+    """Some AdamW steps at every stage; rank 0 writes losses and states."""
     for name in precisions.split(","):
         precision, clip = CASES[name]
         logical = mlp(precision=precision, clip=clip, has_codes=name in CODED)

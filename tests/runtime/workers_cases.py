@@ -10,7 +10,7 @@ from tests.runtime.support import random_batches
 from zeroir.config import CompileOptions, make_options
 from zeroir.torch_ops.batches import Batch
 
-STEPS = 10
+STEPS = 6
 MODEL_STEPS = 4
 CASES: dict[str, tuple[str, float | None]] = {
     "fp32": ("fp32", None),

@@ -6,10 +6,20 @@ from dataclasses import replace
 
 from zeroir.ir import ops
 from zeroir.ir.analysis.effects import effects
-from zeroir.ir.contents import NamedContent
+from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
+from zeroir.ir.contents import Content, NamedContent
+from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Mode
-from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, Program, ScalarBinding, Section
+from zeroir.ir.program import (
+    EVALUATE,
+    LAST_MICRO_STEP,
+    Holding,
+    Program,
+    ScalarBinding,
+    Section,
+    State,
+)
 from zeroir.ir.reports import Quantity, with_report
 
 
@@ -60,3 +70,23 @@ def _into_eval_loss(op: ops.Op) -> ops.Op:
         for d in op.destinations
     )
     return replace(op, destinations=destinations)
+
+
+def evaluating_what_is_handed_on(program: Program, content: Content) -> Program:
+    """An evaluation alone, whose loss is element 3 of a buffer with a content of ``blocks.0`` that steps hand on."""
+    numel = program.flat_by_name["blocks.0"].padded_numel
+    buffer = Buffer(
+        name="handed_on", dtype=DType.F32, numel=numel, space=Space.DEVICE, role=Role.GATHERED
+    )
+    holding = Holding(region=whole(buffer), content=content)
+    state = State(live=(buffer.name,), holdings=(holding,))
+    one, loss = (
+        Region(buffer=name, offset=at, numel=1) for name, at in ((buffer.name, 3), ("loss", 0))
+    )
+    body = (ops.Cast(source=one, destination=loss, stream=COMPUTE),)
+    return replace(
+        program,
+        buffers=(*program.buffers, buffer),
+        sections=(Section(name=EVALUATE, entry=state, body=body, exit=state),),
+        reports=with_report(program.reports, Quantity.EVAL_LOSS, "loss"),
+    )

@@ -72,10 +72,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", ["", *flip_checkpoint.OTHER_KINDS])
 def test_every_damage_is_named(saved: Path, kind: str) -> None:
-    newest, previous = (
-        saved / "checkpoints" / "step-00000002",
-        saved / "checkpoints" / "step-00000001",
-    )
+    newest, previous = (saved / "checkpoints" / f"step-0000000{step}" for step in (2, 1))
     chance = Random(kind)
     for _ in range(3):
         content = {path: path.read_bytes() for path in newest.iterdir()}
@@ -94,9 +91,8 @@ def test_every_damage_is_named(saved: Path, kind: str) -> None:
 
 def test_without_damage_the_proof_of_flips_fails(saved: Path) -> None:
     none = flip_checkpoint.CheckpointDamage(kind="none", file="rank-00000.safetensors", names=())
-    assert (
-        len(list(flip_checkpoint.problems(saved / "checkpoints", saved / "alone.zir", none))) == 2
-    )
+    problems = flip_checkpoint.problems(saved / "checkpoints", saved / "alone.zir", none)
+    assert len(list(problems)) == 2
 
 
 @pytest.fixture(scope="module")
@@ -124,14 +120,12 @@ def test_cuts_lose_what_was_not_synchronised(
     recorded: tuple[Path, Sequence[FileOperation]], forgotten: str
 ) -> None:
     root, operations = recorded
-    folders = {
-        operation.inode for operation in operations if operation.kind is OperationKind.MAKE_FOLDER
-    } | {root.stat().st_ino}
+    folders = {op.inode for op in operations if op.kind is OperationKind.MAKE_FOLDER}
+    folders.add(root.stat().st_ino)
     kept = [
-        operation
-        for operation in operations
-        if operation.kind is not OperationKind.SYNC
-        or (operation.inode in folders) != (forgotten == "folders")
+        op
+        for op in operations
+        if op.kind is not OperationKind.SYNC or (op.inode in folders) != (forgotten == "folders")
     ]
     assert len(kept) < len(operations)
     assert next(problems_of_cuts(root, kept), None) is not None
