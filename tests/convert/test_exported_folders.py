@@ -16,7 +16,11 @@ from torch import nn
 from tests.convert.trained import trained, write_trained
 from tests.support.stored_modules import adamw_group, write_checkpoint
 from zeroir.convert.export import export_checkpoint
+from zeroir.convert.exported import ExportedTensor
 from zeroir.convert.formats import CheckpointFormat
+from zeroir.convert.import_checkpoint import import_checkpoint
+from zeroir.convert.loaded_tensor import loaded_tensor
+from zeroir.convert.stored_tensors import StoredTensors, TensorInFiles
 from zeroir.errors import UserError
 
 FORMATS: tuple[CheckpointFormat, ...] = ("hf", "state-dict", "dcp", "deepspeed")
@@ -189,3 +193,40 @@ def test_memory_is_bounded_whatever_the_size_of_the_model(
     arguments = [str(checkpoints(to in WITH_STATES)), str(tmp_path), to]
     used_bytes = int(subprocess.check_output([sys.executable, "-c", MEMORY, *arguments]))
     assert used_bytes < 4 * MEGABYTE + 256 * MEGABYTE
+
+
+# ---- A checkpoint that is exported and imported again has the same bits under the same names
+
+
+def bits(stored: StoredTensors, tensor: TensorInFiles | None) -> torch.Tensor:
+    assert tensor is not None
+    exported = ExportedTensor(names=(), dtype=tensor.dtype, tensor=tensor)
+    return loaded_tensor(stored, exported).view(torch.int32)
+
+
+@pytest.mark.parametrize("to", ["hf", "state-dict", "dcp"])
+def test_every_bit_comes_back(to: CheckpointFormat, tmp_path: Path) -> None:
+    module, optimizer = trained()
+    write_trained(tmp_path / "first", module, optimizer, rank_count=3)
+    export_checkpoint(str(tmp_path / "first"), tmp_path / "out", to=to)
+    import_checkpoint(tmp_path / "out", str(tmp_path / "second"))
+    quantities = ["master", *(["exp_avg", "exp_avg_sq"] if to == "dcp" else [])]
+    with (
+        StoredTensors(str(tmp_path / "first")) as first,
+        StoredTensors(str(tmp_path / "second")) as second,
+    ):
+        for name, _ in module.named_parameters():
+            for quantity in quantities:
+                before = first.state(first.parameter_by_name[name], quantity)
+                after = second.state(second.parameter_by_name[name], quantity)
+                assert torch.equal(bits(first, before), bits(second, after)), (name, quantity)
+        if to != "dcp":
+            return
+        assert second.step_count == first.step_count
+        assert [set(group.parameters) for group in second.manifest.groups] == [
+            set(group.parameters) for group in first.manifest.groups
+        ]
+        for before_group, after_group in zip(
+            first.manifest.groups, second.manifest.groups, strict=True
+        ):
+            assert before_group.settings.items() <= after_group.settings.items()
