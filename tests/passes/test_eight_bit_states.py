@@ -15,15 +15,18 @@ from tests.support.groups import in_groups
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
+from zeroir.ir import ops
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.optimizers.forms import ABSMAX, CODES
 from zeroir.ir.program import Program
+from zeroir.passes import manager
 from zeroir.passes.base import Pass
 from zeroir.passes.memory.plan_memory import PlanMemory
 from zeroir.passes.memory.save_state import SaveState
 from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload.offload_parameters import OffloadParameters
+from zeroir.passes.offload.offload_to_disk import OffloadToDisk
 from zeroir.passes.offload.page_optimizer import PageOptimizer
 from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.verify import verify
@@ -96,6 +99,17 @@ def test_pages_bring_codes_and_scales_together() -> None:
     pages = {buffer.dtype.value for buffer in program.buffers if buffer.role is Role.PAGE}
     assert pages == {"u8", "f32"}
     assert equal(trained(program), trained(scheduled("fp32", 3, ())))
+
+
+def test_a_piece_of_codes_on_disk_comes_with_the_scales_of_its_blocks() -> None:
+    whole = mlp(dim=96, features=20, has_codes=True)
+    plain = applied(whole, for_stage(1, 2))
+    program = manager.run(plain, [OffloadOptimizer(), OffloadToDisk(piece_numel=4096)], whole)
+    steps = [op for op in program.ops() if isinstance(op, ops.OptimizerStep)]
+    assert len({op.param.numel for op in steps}) > 1
+    for op in steps:
+        assert {scale.numel for scale in op.scales} == {-(-op.param.numel // op.form.block_numel)}
+    assert equal(trained(program), trained(plain))
 
 
 @pytest.mark.slow

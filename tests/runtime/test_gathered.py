@@ -75,7 +75,6 @@ def test_a_lent_module_has_the_present_values(stage: int, precision: str) -> Non
             require_parameters(whole, "", expected, torch.float32)
 
 
-@pytest.mark.slow
 def test_averages_are_lent() -> None:
     engine = engine_with_module("bf16", ema=0.5)
     step(engine)

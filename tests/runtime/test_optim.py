@@ -10,8 +10,8 @@ from torch import Tensor
 
 from zeroir.ir.ops import Algorithm
 from zeroir.runtime.optimizers import arithmetic, lion
-from zeroir.runtime.optimizers.catalogue import element_update
-from zeroir.runtime.optimizers.operands import Operands
+from zeroir.runtime.optimizers.catalogue import element_update, whole_update
+from zeroir.runtime.optimizers.operands import Operands, WholeOperands, WholeParameter
 
 NUMEL = 1000
 CASES = [
@@ -133,3 +133,52 @@ def test_one_call_updates_pieces_as_it_updates_the_whole(
     assert torch.equal(torch.cat(list(parts.params)), whole.params[0])
     for of_parts, of_whole in zip(parts.states, whole.states, strict=True):
         assert torch.equal(torch.cat(list(of_parts)), of_whole[0])
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("shape", [(12, 8), (8, 12)])
+def test_muon_equals_torch_on_matrices(
+    shape: tuple[int, int], nesterov: bool, is_scaled: bool
+) -> None:
+    """Tall and wide ones; where losses are scaled, a step with an infinite gradient in between is skipped."""
+    generator = torch.Generator().manual_seed(4)
+    param = torch.randn(shape, generator=generator)
+    parameter = param.clone().requires_grad_()
+    coefficients = (3.0, -4.0, 2.0)
+    optimizer: torch.optim.Optimizer = torch.optim.Muon(
+        [parameter], 0.02, 0.1, 0.9, nesterov=nesterov, ns_coefficients=coefficients, ns_steps=3
+    )
+    direction = torch.empty(shape, dtype=torch.bfloat16)
+    momentum, gradient = torch.zeros(param.numel()), torch.empty(param.numel())
+    skip = torch.zeros(1) if is_scaled else None
+    step, lr = torch.zeros(1), torch.tensor([0.02], dtype=torch.float64)
+    hyper = torch.tensor([0.9, nesterov, 0.1, 1e-7, 3, *coefficients, 0], dtype=torch.float64)
+    operands = Operands(
+        params=[direction.view(-1)],
+        grads=[gradient],
+        states=[[momentum]],
+        step=step,
+        lr=lr,
+        hyper=hyper,
+        divisor=torch.tensor([3.0]),
+        skip=skip,
+    )
+    parameters = [WholeParameter(direction=direction, param=param.view(-1), start=0)]
+    whole = WholeOperands(parameters=parameters, step=step, lr=lr, hyper=hyper, skip=skip)
+    update = whole_update(Algorithm.MUON)
+    for is_skipped in (False, is_scaled, False):
+        parameter.grad = torch.randn(shape, generator=generator)
+        gradient.copy_(parameter.grad.flatten() * 3.0)
+        if is_skipped:
+            gradient.fill_(float("inf"))
+        else:
+            parameter.grad = gradient.view(shape) / 3.0
+            optimizer.step()
+        if skip is not None:
+            skip.fill_(is_skipped)
+        update.directions(operands)
+        update.step(whole)
+        assert torch.equal(param, parameter.detach())
+        kept = optimizer.state[parameter]["momentum_buffer"]
+        assert torch.equal(momentum, kept.flatten())

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from zeroir.errors import UserError
-from zeroir.runtime.training.users_code import in_users_code, naming_lost_workers
+from zeroir.runtime.training.users_code import in_users_code, naming_lost_workers, sentence_on
 
 
 class Samples(Dataset[Tensor]):
@@ -81,3 +81,11 @@ def test_a_worker_that_ended_is_named_with_its_process_and_what_to_do(
 def test_other_errors_pass() -> None:
     with pytest.raises(RuntimeError, match=r"^other$"), naming_lost_workers():
         raise RuntimeError("other")
+
+
+def test_without_a_line_of_the_users_code_only_the_reason_is_told() -> None:
+    assert sentence_on("batches()", KeyError()) == "batches() failed: KeyError"
+    error = ValueError("two\nlines")
+    assert sentence_on("batches()", error, " at step 3") == (
+        "batches() failed at step 3: ValueError: two lines"
+    )

@@ -151,6 +151,26 @@ def test_jobs_must_issue_the_same_collectives() -> None:
     assert codes(verify_job([program, ZERO2.scheduled])) == {"Z201"}
 
 
+def test_a_prefetch_meets_an_all_gather_and_nothing_else() -> None:
+    program = ZERO3.scheduled
+    section = program.section_by_name[LAST_MICRO_STEP]
+    (line, gather), *_ = (
+        (line, op) for line, op in enumerate(section.body) if isinstance(op, ops.AllGather)
+    )
+    fields = {name: getattr(gather, name) for name in ("pairs", "comm", "stream", "event")}
+
+    def with_op(op: Op) -> Program:
+        body = (*section.body[:line], op, *section.body[line + 1 :])
+        sections = (replace(s, body=body) if s is section else s for s in program.sections)
+        return replace(program, sections=tuple(sections))
+
+    assert verify_job([program, with_op(ops.Prefetch(**fields))]).is_valid
+    report = verify_job([program, with_op(ops.Broadcast(**fields, root=0))])
+    sentence = report.findings[0].sentence
+    assert "is all_gather on gather" in sentence
+    assert "and broadcast on gather" in sentence
+
+
 def test_a_budget_is_kept_or_exceeded() -> None:
     program = ZERO3.scheduled
     assert verify(program, budget_bytes=10**9).laws["Z301"] == PROVED

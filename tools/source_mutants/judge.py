@@ -10,6 +10,7 @@ import gc
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import signal
@@ -19,6 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import NoReturn
@@ -35,16 +37,29 @@ _WALL_S_PER_CPU_S = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """What one test reaches."""
+    """What one test reaches; ``names`` are those of the functions and their classes alone."""
 
     test: str
     functions: frozenset[str]
+    names: frozenset[str]
 
 
 def read_reach(file: Path) -> list[Reach]:
-    """What each test reaches, as ``reach.ReachRecorder`` has written it."""
-    lines = map(json.loads, file.read_text().splitlines())
-    return [Reach(test=x["test"], functions=frozenset(x["functions"])) for x in lines]
+    """What each test reaches, as ``reach.ReachRecorder`` has written it; tests that reach little first."""
+    lines = sorted(
+        map(json.loads, file.read_text().splitlines()), key=lambda x: len(x["functions"])
+    )
+    found = []
+    for line in lines:
+        names = (name for function in line["functions"] for name in _names(function))
+        functions = frozenset(map(sys.intern, line["functions"]))
+        found.append(Reach(test=line["test"], functions=functions, names=frozenset(names)))
+    return found
+
+
+@cache
+def _names(function: str) -> tuple[str, ...]:
+    return tuple(map(sys.intern, function.partition(" ")[2].split(".")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +99,7 @@ class MutantJudge:
         """Judge each mutant in place of running the tests."""
         assert not session.testsfailed, "the tests cannot be collected"
         self._items = {item.nodeid: item for item in session.items}
+        self._reach = [reach for reach in self._reach if reach.test in self._items]
         self._capture()
         # Files change within a second, which compiled code does not notice.
         sys.dont_write_bytecode = True
@@ -133,25 +149,24 @@ class MutantJudge:
         return self._judged(mutant)
 
     def _ordered(self, mutant: Mutant) -> list[str]:
-        """The tests that reach the function; those that say most about it first, and variants of a test last."""
+        """The tests that reach the function, those that may say most about it first.
+
+        These reach what the changed lines name, too; then come the package's own, one variant of each after the other,
+        and those that reach little else.
+        """
         name = f"{mutant.module} {mutant.function}"
-        reaching = [
-            each
-            for each in self._reach
-            if name in each.functions and each.test in self._items and each.test not in self._unfit
-        ]
         places = tuple(f"{folder}/" for folder in TESTS[mutant.package])
-        reaching.sort(key=lambda each: len(each.functions))
+        words = {word for line in _changed(mutant.diff) for word in re.findall(r"\w+", line)}
+        ranks: list[tuple[int, int, int, str]] = []
         variants: Counter[str] = Counter()
-        keys = {}
-        for each in reaching:
-            of = each.test.partition("[")[0]
-            keys[each.test] = (
-                variants[of] + 2 * (not each.test.startswith(places)),
-                len(each.functions),
-            )
-            variants[of] += 1
-        return sorted(keys, key=lambda test: keys[test])
+        for reach in self._reach:
+            if name in reach.functions and reach.test not in self._unfit:
+                variants[reach.test.partition("[")[0]] += 1
+                is_elsewhere = not reach.test.startswith(places)
+                variant = variants[reach.test.partition("[")[0]] + 2 * is_elsewhere
+                named = len(words & reach.names)
+                ranks.append((-named, variant, len(reach.functions), reach.test))
+        return [test for *_, test in sorted(ranks, key=lambda rank: rank[:3])]
 
     def _run(self, tests: Sequence[str], change: tuple[str, Mutant] | None) -> Verdict:
         """Run tests in a forked process to the first that fails."""
@@ -214,6 +229,10 @@ class MutantJudge:
             if place in new and new[place] != code:
                 for function in self._functions.get((str(mutant.file), *place), ()):
                     function.__code__ = new[place]
+
+
+def _changed(diff: str) -> list[str]:
+    return [line for line in diff.splitlines() if line.startswith(("-", "+"))]
 
 
 def _place(code: CodeType) -> tuple[str, str, int]:
