@@ -39,24 +39,20 @@ def closure():
 """
 
 FORWARDS = {
-    "if self.layer(x).sum() > 0: x = x * 2": r"model.py:13 uses the values of a tensor to decide",
     "return self.layer(x).sum().item()": r"model.py:13 uses the values of a tensor to decide",
     "return x[x > 0].mean() + self.layer(x).mean()": r"model.py:13 uses the values of a tensor",
     "return (self.layer(x) + torch.poisson(x)).mean()": (
         r"model.py:13 uses the operator aten.poisson.default, which breaks the rule of randomness: it draws"
     ),
-    "return self.layer(x)": r"loss must be one number, but it has the shape \(3, 4\)",
     "return None": r"forward must return the loss: .* it returned NoneType",
     "return {'value': self.layer(x).mean()}": r"it returned dict, which has none",
     "return self.layer(x).mean(), x": r"it returned tuple, which has none",
     "return {'loss': 1.0}": r"it returned dict whose loss is float",
     "return self.layer(x).argmax()": r"must be a floating-point number, but it is torch.int64",
     "return x.mean()": r"does not depend on any trainable parameter",
-    "x.add_(1); return self.layer(x).mean()": r"model.py:13 changes the model's input 0 in place; clone it first",
     "return torch.view_as_complex(self.layer(x).view(3, 2, 2)).abs().mean()": (
         r"model.py:13 makes a tensor of torch.complex64, an element type that programs do not have"
     ),
-    "return (self.layer(x) @ torch.ones(3, 3)).mean()": r"cannot be traced at .*model.py:13: Runtime",
     "raise RuntimeError('one' + chr(10) + 'two')": r"cannot be traced at .*:13: RuntimeError: one two$",
     "return (self.layer(x) * self.hidden[0]).mean()": (
         r"model.py:13 uses a tensor that is not a parameter or buffer of the model: .* nn.ModuleList"
@@ -74,8 +70,6 @@ FORWARDS = {
     "with torch.no_grad(): self.layer.bias.add_(1)\n        return self.layer(x).mean()": (
         r"model.py:13 changes the model's parameter layer.bias in place during forward"
     ),
-    "return torch.cond(x.sum() > 0, torch.sin, torch.cos, (self.layer(x),)).mean()": r"model.py:13",
-    "return float(x.numpy().sum()) * self.layer(x).mean()": r"cannot be traced at .*model.py:13",
 }
 
 

@@ -46,15 +46,6 @@ def test_bytes_per_rank(stage: int, world_size: int, precision: str, blocks: int
     assert sum(model_state_bytes(program).values()) == expected
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "k"), [("sgd", 4), ("momentum", 8), ("adam", 12), ("adamw", 12)]
-)
-def test_k_of_each_optimizer(optimizer: str, k: int) -> None:
-    program = applied(mlp(precision="bf16", optimizer=optimizer), for_stage(1, 4))
-    numel = sum(flat.padded_numel for flat in program.flats)
-    assert sum(model_state_bytes(program).values()) == 4 * numel + k * numel // 4
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fp32_sums_of_micro_steps_are_four_bytes_a_gradient(stage: int) -> None:
     program = applied(mlp(precision="bf16", micro_steps=2), for_stage(stage, 4))

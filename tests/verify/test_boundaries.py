@@ -1,119 +1,18 @@
-"""Valid programs with two mesh axes, with data that leaves the device and returns, and with changed segments."""
+"""Valid programs with data that leaves the device and returns, and with changed segments."""
 
 from dataclasses import replace
 
-import pytest
-
-from tests.support.edits import mapped, with_body, with_buffers, without_ops
+from tests.support.edits import mapped, with_body, with_buffers
 from tests.support.lowering import codes
 from tests.support.schedules import Case
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
-from zeroir.ir.contents import FlatContent, Micro
-from zeroir.ir.mesh import COMPUTE, Axis, Communicator, Mesh
-from zeroir.ir.ops import Op, Pair
-from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program, Section, State
+from zeroir.ir.mesh import COMPUTE
+from zeroir.ir.ops import Op
+from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.ir.segments.segment import Segment
 
 CASE = Case(stage=3, precision="bf16")
-
-
-# ------------------------------------------------------------------------------------------------- two mesh axes
-
-
-def on_two_axes(program: Program) -> Program:
-    """Stage 3 within a group of ``dp`` ranks, replicated over ``replicate``: hybrid sharding."""
-    sections: list[Section] = []
-    for section in program.sections:
-        body: list[Op] = []
-        for op in section.body:
-            match op:
-                case ops.ReduceScatter():
-                    to = tuple(
-                        Pair(source=p.destination, destination=p.destination) for p in op.pairs
-                    )
-                    body += [op, ops.AllReduce(pairs=to, comm="replicas", stream=op.stream)]
-                case ops.AllReduce() if section.name == UPDATE:
-                    loss = tuple(p for p in op.pairs if p.source.buffer == "loss")
-                    body.append(op)
-                    if loss:
-                        body.append(replace(op, pairs=loss, comm="replicas", event=None))
-                case ops.Decide():
-                    body.append(replace(op, divisor=op.divisor * 2))
-                case _:
-                    body.append(op)
-        sections.append(
-            replace(
-                section,
-                entry=_reduced_twice(section.entry),
-                body=tuple(body),
-                exit=_reduced_twice(section.exit),
-            )
-        )
-    return replace(
-        program,
-        mesh=Mesh(axes=(Axis(name="replicate", size=2), *program.mesh.axes)),
-        comms=(*program.comms, Communicator(name="replicas", axis="replicate")),
-        sections=tuple(sections),
-    )
-
-
-def _reduced_twice(state: State) -> State:
-    return replace(
-        state,
-        holdings=tuple(
-            replace(h, content=replace(h.content, reduced=("replicate", "dp")))
-            if isinstance(h.content, FlatContent) and h.content.micro is Micro.ALL
-            else h
-            for h in state.holdings
-        ),
-    )
-
-
-def hybrid(**options: object) -> tuple[Program, Program]:
-    """Gathers wait for reductions, so that communicators over different axes have an order."""
-    case = replace(Case(stage=3, precision="bf16"), **options)  # type: ignore[arg-type]
-    program = on_two_axes(case.scheduled)
-    sections: list[Section] = []
-    for section in program.sections:
-        body: list[Op] = []
-        last: dict[str, str] = {}
-        for i, op in enumerate(section.body):
-            if isinstance(op, ops.AllGather | ops.Prefetch | ops.ReduceScatter | ops.AllReduce):
-                body += [
-                    ops.Wait(waited=e, on=op.stream) for s, e in last.items() if s != op.stream
-                ]
-                event = op.event or f"c{i}"
-                last[op.stream] = event
-                body.append(replace(op, event=event))
-            else:
-                body.append(op)
-        sections.append(replace(section, body=tuple(body)))
-    return replace(program, sections=tuple(sections)), case.logical
-
-
-@pytest.mark.parametrize("clip", [None, 1.0])
-def test_hybrid_sharding_is_proved(clip: float | None) -> None:
-    assert codes(*hybrid(clip=clip)) == set()
-
-
-def test_communicators_over_different_axes_need_an_order() -> None:
-    case = Case(stage=3, precision="bf16")
-    assert codes(on_two_axes(case.scheduled)) == {"Z202"}
-
-
-def test_a_gradient_summed_over_one_of_two_axes_is_found() -> None:
-    def is_dropped(op: Op) -> bool:
-        return isinstance(op, ops.AllReduce) and op.pairs[0].source.buffer == "root.pre.grad"
-
-    program = without_ops(hybrid()[0], is_dropped)
-    signalled = {getattr(op, "event", None) for op in program.ops()}
-    assert "Z404" in codes(
-        without_ops(program, lambda op: isinstance(op, ops.Wait) and op.waited not in signalled)
-    )
-
-
-# ------------------------------------------------------------------------------------------------------ transfers
 
 
 def offloaded(program: Program, *, comes_back: bool = True) -> Program:
@@ -149,9 +48,6 @@ def test_what_comes_back_from_the_host_is_what_went() -> None:
 
 def test_what_does_not_come_back_is_missed() -> None:
     assert codes(offloaded(CASE.scheduled, comes_back=False)) == {"Z103"}
-
-
-# ------------------------------------------------------------------------------------- segments that were cut anew
 
 
 def with_cut_segment(program: Program) -> Program:
