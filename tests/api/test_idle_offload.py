@@ -56,7 +56,8 @@ def test_a_warning_says_that_nothing_moves(
 ) -> None:
     with pytest.warns(OffloadWarning) as warned:
         specialised(compiled, options)
-    assert [str(warning.message) for warning in warned] == [why]
+    (warning,) = warned
+    assert str(warning.message).startswith(why)
 
 
 def test_no_warning_where_something_moves(compiled: CompiledProgram) -> None:

@@ -30,7 +30,7 @@ ignore_missing_imports = true
 disable_error_code = misc,no-any-return
 [mypy-zeroir]
 follow_imports = silent
-[mypy-zeroir.api,zeroir.api.compiled,zeroir.api.search.costs,zeroir.api.keywords,zeroir.api.search.plan]
+[mypy-zeroir.api,zeroir.api.compiled,zeroir.api.compiling,zeroir.api.search.costs,zeroir.api.keywords,zeroir.api.search.plan]
 follow_imports = silent
 [mypy-zeroir.config.*,zeroir.cost.estimate,zeroir.ir.optimizers.catalogue,zeroir.ir.ops]
 follow_imports = silent
