@@ -47,6 +47,13 @@ def first_gather(section: Section) -> tuple[int, int, str]:
     return alloc, gather, op.event
 
 
+def issued(param: Buffer, full: Buffer) -> list[Op]:
+    """The gather that crosses a boundary."""
+    pair = Pair(source=whole(param), destination=whole(full))
+    gather = ops.Prefetch(pairs=(pair,), comm="gather", stream=GATHER, event=CROSSING)
+    return [ops.Alloc(buffer=FULL, stream=GATHER), gather]
+
+
 def carried(program: Program, *, says_after: bool = True, gathers_early: bool = False) -> Program:
     """The program whose first gather is issued at the end of the section before."""
     full, param = program.buffer_by_name[FULL], program.buffer_by_name["root.pre.param"]
@@ -72,15 +79,7 @@ def carried(program: Program, *, says_after: bool = True, gathers_early: bool = 
         for i, op in enumerate(last.body)
         if i not in (alloc, gather)
     ]
-    issue: list[Op] = [
-        ops.Alloc(buffer=FULL, stream=GATHER),
-        ops.Prefetch(
-            pairs=(Pair(source=whole(param), destination=whole(full)),),
-            comm="gather",
-            stream=GATHER,
-            event=CROSSING,
-        ),
-    ]
+    issue = issued(param, full)
     ending: list[Op] = list(update.body)
     cast = next(
         i
@@ -144,15 +143,7 @@ def test_a_pending_event_needs_a_signal() -> None:
 def crossing_micro_steps(program: Program) -> Program:
     """A program of several micro-steps in which every section gathers the first unit for the next section."""
     full, param = program.buffer_by_name[FULL], program.buffer_by_name["root.pre.param"]
-    issue: list[Op] = [
-        ops.Alloc(buffer=FULL, stream=GATHER),
-        ops.Prefetch(
-            pairs=(Pair(source=whole(param), destination=whole(full)),),
-            comm="gather",
-            stream=GATHER,
-            event=CROSSING,
-        ),
-    ]
+    issue = issued(param, full)
     holding = Holding(
         region=whole(full), content=FlatContent(quantity=PARAM, flat="root.pre"), after=CROSSING
     )

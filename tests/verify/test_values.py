@@ -326,19 +326,24 @@ def test_an_evaluation_leaves_sums_alone() -> None:
         )
 
 
-def test_an_evaluation_leaves_running_statistics_alone() -> None:
-    program = parse((GATES / "evaluate.zir").read_text())
-    statistic = Buffer(
-        name="mean",
-        dtype=DType.F32,
-        numel=4,
-        space=Space.DEVICE,
-        role=Role.MODULE_BUFFER,
-        holds=NamedContent(name="mean"),
-    )
+STATISTIC = Buffer(
+    name="mean",
+    dtype=DType.F32,
+    numel=4,
+    space=Space.DEVICE,
+    role=Role.MODULE_BUFFER,
+    holds=NamedContent(name="mean"),
+)
+
+
+def with_statistic(program: Program) -> Program:
     binding = ModuleBufferBinding(name="mean", buffer="mean", shape=(4,))
-    program = replace(program, buffers=(*program.buffers, statistic), module_buffers=(binding,))
-    fill = ops.Fill(destination=whole(statistic), value=1.0, stream=COMPUTE)
+    return replace(program, buffers=(*program.buffers, STATISTIC), module_buffers=(binding,))
+
+
+def test_an_evaluation_leaves_running_statistics_alone() -> None:
+    program = with_statistic(parse((GATES / "evaluate.zir").read_text()))
+    fill = ops.Fill(destination=whole(STATISTIC), value=1.0, stream=COMPUTE)
     assert verify(appended(program, LAST_MICRO_STEP, fill)).is_valid
     assert codes(appended(program, EVALUATE, fill)) == {"Z103"}
 
@@ -347,21 +352,9 @@ def test_an_evaluation_leaves_running_statistics_alone() -> None:
 def test_a_value_is_summed_over_no_more_axes_than_in_the_logical_program(section: str) -> None:
     """Such as running statistics: their sum over ranks is another value."""
     case = Case(stage=1, ranks=2)
-    statistic = Buffer(
-        name="mean",
-        dtype=DType.F32,
-        numel=4,
-        space=Space.DEVICE,
-        role=Role.MODULE_BUFFER,
-        holds=NamedContent(name="mean"),
-    )
-    binding = ModuleBufferBinding(name="mean", buffer="mean", shape=(4,))
-    logical, program = (
-        replace(p, buffers=(*p.buffers, statistic), module_buffers=(binding,))
-        for p in (case.logical, case.scheduled)
-    )
+    logical, program = with_statistic(case.logical), with_statistic(case.scheduled)
     assert verify(program, logical).is_valid
-    pair = Pair(source=whole(statistic), destination=whole(statistic))
+    pair = Pair(source=whole(STATISTIC), destination=whole(STATISTIC))
     reduce = ops.AllReduce(pairs=(pair,), comm="reduce", stream=REDUCE)
     summed = derive_waits(appended(without_waits(program), section, reduce))
     assert codes(summed, logical) == {"Z406"}
