@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,15 @@ import torch
 from torch import Tensor
 
 from zeroir.ir.ops import Algorithm
-from zeroir.runtime.optimizers import arithmetic, lion
+from zeroir.ir.optimizers.declaration import StatePart
+from zeroir.runtime.optimizers import arithmetic, lion, shampoo
 from zeroir.runtime.optimizers.catalogue import element_update, whole_update
-from zeroir.runtime.optimizers.operands import Operands, WholeOperands, WholeParameter
+from zeroir.runtime.optimizers.operands import (
+    KeptPart,
+    Operands,
+    WholeOperands,
+    WholeParameter,
+)
 
 NUMEL = 1000
 CASES = [
@@ -182,3 +189,80 @@ def test_muon_equals_torch_on_matrices(
         assert torch.equal(param, parameter.detach())
         kept = optimizer.state[parameter]["momentum_buffer"]
         assert torch.equal(momentum, kept.flatten())
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (2, 3, 4), (5,)])
+def test_adafactor_equals_torch_on_any_shape(shape: tuple[int, ...], is_scaled: bool) -> None:
+    generator = torch.Generator().manual_seed(5)
+    start = torch.randn(shape, generator=generator)
+    parameter = start.clone().requires_grad_()
+    optimizer = torch.optim.Adafactor(
+        [parameter], 0.3, beta2_decay=-0.7, eps=(1e-4, 0.02), d=1.5, weight_decay=0.1
+    )
+    kept = [torch.zeros(part.shape) for part in own_parts(Algorithm.ADAFACTOR, shape)]
+    hyper = (-0.7, 1e-4, 0.02, 1.5, 0.1)
+    param = steps_like(optimizer, parameter, Algorithm.ADAFACTOR, hyper, 0.3, kept, is_scaled)
+    assert torch.equal(param, parameter.detach())
+    names = ("row_var", "col_var") if len(kept) == 2 else ("variance",)
+    for name, own in zip(names, kept, strict=True):
+        assert torch.equal(own, optimizer.state[parameter][name])
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
+def test_shampoo_equals_its_reference_on_matrices(shape: tuple[int, int], is_scaled: bool) -> None:
+    parameter = torch.randn(shape, generator=torch.Generator().manual_seed(6)).requires_grad_()
+    settings = {"lr": 0.3, "eps": 0.01, "weight_decay": 0.1}
+    reference = shampoo.PlainShampoo([parameter], settings)
+    kept = [torch.zeros(part.shape) for part in own_parts(Algorithm.SHAMPOO, shape)]
+    param = steps_like(reference, parameter, Algorithm.SHAMPOO, (0.01, 0.1), 0.3, kept, is_scaled)
+    assert torch.allclose(param, parameter.detach(), rtol=1e-5)
+    assert all(map(torch.allclose, kept, reference.state[parameter]))
+
+
+def own_parts(algorithm: Algorithm, shape: tuple[int, ...]) -> Sequence[StatePart]:
+    state = algorithm.declaration.own_state
+    assert state is not None
+    return state.parts(shape)
+
+
+def steps_like(
+    optimizer: torch.optim.Optimizer | shampoo.PlainShampoo,
+    parameter: Tensor,
+    algorithm: Algorithm,
+    hyper: tuple[float, ...],
+    lr: float,
+    kept: Sequence[Tensor],
+    is_scaled: bool,
+) -> Tensor:
+    """Steps of both; what ours leaves of the parameter. Where losses are scaled, one in between is skipped."""
+    generator = torch.Generator().manual_seed(7)
+    param, direction = parameter.detach().clone(), torch.empty(parameter.shape)
+    skip = torch.zeros(1) if is_scaled else None
+    whole = WholeParameter(
+        direction=direction,
+        param=param.view(-1),
+        start=0,
+        whole=param,
+        kept=[KeptPart(whole=each, own=each.view(-1), start=0) for each in kept],
+    )
+    operands = WholeOperands(
+        parameters=[whole],
+        step=torch.zeros(1),
+        lr=torch.tensor([lr], dtype=torch.float64),
+        hyper=torch.tensor(hyper, dtype=torch.float64),
+        skip=skip,
+    )
+    for is_skipped in (False, is_scaled, False):
+        direction.copy_(torch.randn(parameter.shape, generator=generator))
+        if skip is not None:
+            skip.fill_(is_skipped)
+        if is_skipped:
+            direction.fill_(float("inf"))
+        else:
+            parameter.grad = direction.clone()
+            optimizer.step()
+            operands.step.add_(1)
+        whole_update(algorithm).step(operands)
+    return param

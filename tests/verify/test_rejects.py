@@ -149,6 +149,10 @@ def test_jobs_must_issue_the_same_collectives() -> None:
     assert verify_job([]).is_valid
     assert codes(verify_job([program, other])) == {"Z201"}
     assert codes(verify_job([program, ZERO2.scheduled])) == {"Z201"}
+    options = {**program.option, "micro_steps": "3"}
+    report = verify_job([program, replace(program, options=tuple(options.items()))])
+    (finding,) = report.findings
+    assert finding.sentence == "program 1 takes 3 micro-steps a step, program 0 takes 1"
 
 
 def test_a_prefetch_meets_an_all_gather_and_nothing_else() -> None:
