@@ -24,6 +24,8 @@ from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Pending, Section, State
 from zeroir.ir.text import parse
 from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.engine.rank_program import RankProgram
+from zeroir.runtime.engine.read_results import RankEvaluation, RankResult
+from zeroir.runtime.engine.results import Evaluation, StepResult
 from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.torch_ops.batches import Batch, flatten
 
@@ -50,6 +52,21 @@ def test_a_batch_that_does_not_fit_is_refused(batch: Batch, expected: str) -> No
     engine = begun(Engine(lowered(mlp(), 3, 1)))
     with pytest.raises(UserError, match=expected):
         engine.step(batch)
+
+
+def test_results_print_the_values_that_the_program_reports() -> None:
+    one, three = torch.tensor(1.0), torch.tensor(3.0)
+    few = RankResult(loss=three, weight=2, mean_loss=None, is_skipped=None, grad_norm=None)
+    assert repr(StepResult(rank=few)) == "StepResult(loss=3.0, weight=2.0)"
+    all_values = RankResult(
+        loss=three, weight=one, mean_loss=one, is_skipped=0 * one, grad_norm=three, is_redone=one
+    )
+    assert repr(StepResult(rank=all_values)) == (
+        "StepResult(loss=3.0, mean_loss=1.0, weight=1.0, grad_norm=3.0, is_skipped=False, is_redone=True)"
+    )
+    assert repr(Evaluation(rank=RankEvaluation(loss=one, outputs=None))) == "Evaluation(loss=1.0)"
+    outputs = Evaluation(rank=RankEvaluation(loss=one, outputs={"x": 2}))
+    assert repr(outputs) == "Evaluation(loss=1.0, outputs={'x': 2})"
 
 
 LOOK_UP = """zeroir 1
