@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import NamedTuple, assert_never
 
 from zeroir.ir.analysis.effects import Effects, effects
@@ -344,8 +345,7 @@ class _Derivation:
         """Return the body with events numbered in order of signalling, and only those that an op waits for."""
         fixed = {p.event for p in (*self.section.entry.pending, *self.section.exit.pending)}
         waited = {op.waited for op in self.body if isinstance(op, Wait)}
-        numbers = (str(number) for number in range(len(self.issued) + len(fixed) + 1))
-        free = (number for number in numbers if number not in fixed)
+        free = (number for number in map(str, count()) if number not in fixed)
         names: dict[str, str] = {name: name for name in fixed}
         body: list[Op] = []
         for item in self.body:

@@ -27,6 +27,7 @@ from zeroir.checkpoint.reading import (
     verify_all,
     verify_items,
 )
+from zeroir.checkpoint.storages import open_storage
 from zeroir.errors import DamagedCheckpointError, UserError
 
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors")
@@ -264,6 +265,14 @@ def test_what_the_manifest_does_not_name_is_not_read(copied: tuple[Path, Manifes
     path, manifest = copied
     (path / "README").write_text("A note of the user's.")
     verify_all(str(path), manifest)
+
+
+def test_what_has_become_a_pipe_or_a_folder_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "pipe", tmp_path / "folder"):
+        with pytest.raises(DamagedCheckpointError, match=f"^'{path}' is not a file: use another"):
+            open_storage(str(path)).open(str(path))
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:

@@ -175,6 +175,24 @@ def test_a_prefetch_meets_an_all_gather_and_nothing_else() -> None:
     assert "and broadcast on gather" in sentence
 
 
+def test_a_micro_step_that_leaves_something_out_is_compared_with_the_last() -> None:
+    """The op of the last one is named that contributes, to each gradient and to the loss."""
+    program = dropped(MICRO_STEP, ops.Compute)(ZERO2.scheduled)
+    body = program.section_by_name[LAST_MICRO_STEP].body
+    contributors = {
+        finding.sentence: body[finding.line]
+        for finding in verify(program).findings
+        if finding.section == LAST_MICRO_STEP and finding.line is not None
+    }
+    of_gradient = "the gradient of {} has other contributions in the last micro-step than before"
+    for parameter in ("pre.weight", "blocks.0.bias", "post.weight"):
+        op = contributors[of_gradient.format(parameter)]
+        assert isinstance(op, ops.Compute)
+        assert parameter in {destination.gradient for destination in op.destinations}
+    of_loss = "the last micro-step adds another value to the loss than the micro-steps before"
+    assert isinstance(contributors[of_loss], ops.Cast)
+
+
 def test_a_budget_is_kept_or_exceeded() -> None:
     program = ZERO3.scheduled
     assert verify(program, budget_bytes=10**9).laws["Z301"] == PROVED
