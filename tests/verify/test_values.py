@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -374,10 +375,13 @@ def test_a_broadcast_of_one_ranks_gradient_is_no_sum(is_late: bool, expected: se
     assert codes(put(program, place, *new)) == expected
 
 
-def test_stale_gradients_stay_unread_on_every_axis() -> None:
+def test_on_two_axes_slices_are_summed_over_the_other_one_and_stale_gradients_stay_unread() -> None:
     logical = Case(stage=3, precision="bf16").logical
     program = applied(logical, for_stage(3, 4, replicas=2))
     assert codes(program, logical) == set()
+    scatter = the(program, ops.ReduceScatter, LAST_MICRO_STEP)[1]
+    place, reduce = the(program, ops.AllReduce, LAST_MICRO_STEP)
+    assert "Z402" in codes(put(program, place, replace(reduce, comm=scatter.comm)))
     stale = [
         b.name
         for b in program.buffers
@@ -390,3 +394,17 @@ def test_stale_gradients_stay_unread_on_every_axis() -> None:
     )
     section = [s.name for s in program.sections].index(LAST_MICRO_STEP)
     assert "Z402" in codes(edit(program, section, lambda body: body.insert(0, copy)))
+
+
+def test_an_argument_has_the_layout_and_the_dtype_that_its_segment_has() -> None:
+    program = Case(stage=0).scheduled
+    place, compute = the(program, ops.Compute, LAST_MICRO_STEP)
+    first, *others = compute.arguments
+    view = first.view
+    flat = replace(view, shape=(math.prod(view.shape), 1), stride=(1, 1))
+    laid = replace(compute, arguments=(replace(first, view=flat), *others))
+    assert "Z005" in codes(put(program, place, laid))
+    activation = next(b for b in program.buffers if b.role is Role.ACTIVATION)
+    halved = replace(activation, dtype=DType.BF16)
+    buffers = tuple(halved if b is activation else b for b in program.buffers)
+    assert "Z004" in codes(replace(program, buffers=buffers))
