@@ -126,11 +126,7 @@ def test_weights_of_one_change_nothing(micro_steps: int, is_overlapped: bool) ->
             plain, weighted = (
                 applied(
                     mlp(precision=precision, micro_steps=micro_steps, is_weighted=is_weighted),
-                    for_stage(
-                        stage,
-                        3,
-                        overlap_update=is_overlapped,
-                    ),
+                    for_stage(stage, 3, overlap_update=is_overlapped),
                 )
                 for is_weighted in (False, True)
             )

@@ -146,7 +146,7 @@ def test_a_part_of_a_buffer_on_disk_is_cleared_also_where_it_is_one_element() ->
 PROGRAM = """
 import json, resource, sys
 import torch
-from zeroir.runtime import malloc
+from zeroir.runtime.memory import malloc
 
 torch.set_num_threads(1)
 SIZES = (8 << 20, 3 << 20, 512 << 10)
