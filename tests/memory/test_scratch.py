@@ -261,12 +261,12 @@ def bounded() -> Iterator[OneCall]:
         pytest.param(bounded, marks=pytest.mark.slow),
         copies,
         lookups,
+        elementwise,
+        reductions,
+        norms,
         *(
             pytest.param(calls, marks=pytest.mark.slow)
             for calls in (
-                elementwise,
-                reductions,
-                norms,
                 products,
                 grouped_products,
                 convolutions,
