@@ -21,13 +21,15 @@ from typing import Annotated, Final
 import pytest
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
-from pydantic import BaseModel, TypeAdapter
+from filelock import FileLock, Timeout
+from pydantic import TypeAdapter
 
 from tools import record_file
 from tools.source_mutants.judge import MutantJudge, read_reach, restore
 from tools.source_mutants.packages import PACKAGES, modules
 from tools.source_mutants.reach import ReachRecorder, instrumented
 from tools.source_mutants.sample import Mutant, sample
+from tools.source_mutants.verdicts import Line, read_verdicts
 
 NOT_COPIED: Final = (".git", ".venv", "build", ".*_cache", "__pycache__", ".hypothesis")
 HEAD: Final = (
@@ -37,30 +39,6 @@ HEAD: Final = (
 FAST: Final = "not slow and not gpu"
 
 app = App(name="python -m tools.mutate_source", help=__doc__.partition("\n")[0])
-
-
-class Line(BaseModel):
-    """A line of FOLDER/verdicts.jsonl."""
-
-    package: str
-    module: str
-    function: str
-    diff: str
-    outcome: str
-    run: int
-    left: int
-    seconds: float
-    test: str | None
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """As ``Mutant.key``."""
-        return self.module, self.function, self.diff
-
-    @property
-    def is_noticed(self) -> bool:
-        """Whether a test has failed, hung or crashed."""
-        return self.outcome not in ("survived", "unreached")
 
 
 @app.default
@@ -85,6 +63,19 @@ def measure(
     """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = FileLock(folder / ".lock", timeout=0).acquire()
+    except Timeout:
+        sys.exit(f"Another process uses '{folder}': wait for it, or name another folder.")
+    with lock:
+        lines = _measured(folder, count, seed, seconds, hang_seconds)
+    _publish(lines, record)
+
+
+def _measured(
+    folder: Path, count: int, seed: int, seconds: float, hang_seconds: float
+) -> list[Line]:
+    """The verdicts on the sample, after those that were missing."""
     if not (folder / "reached.jsonl").exists():
         instrumented_copy = _copy(folder, "instrumented")
         for _, file, module in modules(instrumented_copy):
@@ -93,9 +84,9 @@ def measure(
         _start(instrumented_copy, "reach", folder)
         (folder / "reached.unfinished").rename(folder / "reached.jsonl")
     _start(folder / "source", "judge", folder, count, seed, seconds, hang_seconds)
-    lines = _verdicts(folder)
+    lines = read_verdicts(folder / "verdicts.jsonl")
     mutants = [mutant.key for mutant in _sample(folder, count, seed)]
-    _publish([lines[key] for key in mutants if key in lines], record)
+    return [lines[key] for key in mutants if key in lines]
 
 
 @app.command(show=False)
@@ -110,7 +101,7 @@ def reach(folder: Path) -> None:
 def judge(folder: Path, count: int, seed: int, seconds: float, hang_seconds: float) -> None:
     """Judge mutants in the copy, which is the current folder."""
     restore(Path.cwd())
-    lines = _verdicts(folder)
+    lines = read_verdicts(folder / "verdicts.jsonl")
     mutants = [
         mutant
         for mutant in _sample(folder, count, seed)
@@ -147,16 +138,6 @@ def _start(copy: Path, command: str, *arguments: object) -> None:
 def _pytest_options(folder: Path) -> list[str]:
     places = ["--basetemp", str(folder / "tests"), "-p", "no:cacheprovider"]
     return ["-q", "-m", FAST, "--hypothesis-seed=0", *places]
-
-
-def _verdicts(folder: Path) -> dict[tuple[str, str, str], Line]:
-    """The last verdict on each mutant. A line that was being written when the process ended is cut off."""
-    file = folder / "verdicts.jsonl"
-    text = file.read_text("utf-8") if file.exists() else ""
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        file.write_text(whole, "utf-8")
-    return {line.key: line for line in map(Line.model_validate_json, whole.splitlines())}
 
 
 def _sample(folder: Path, count: int, seed: int) -> list[Mutant]:

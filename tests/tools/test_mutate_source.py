@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from filelock import FileLock
 
-from tools.mutate_source import Line, app
+from tools.mutate_source import app
 from tools.source_mutants.sample import sample
+from tools.source_mutants.verdicts import Line
 
 ROOT: Final = Path(__file__).parents[2]
 TEST: Final = "tests/test_it.py::test_"
@@ -195,6 +197,15 @@ def test_functions_that_have_not_changed_have_the_same_mutants(tmp_path: Path) -
     assert {mutant.key for mutant in before if mutant.function != "unused"} <= after
     others = list(sample(tmp_path / "before", 1, 5))
     assert [mutant.key for mutant in others] != [mutant.key for mutant in before]
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
+    with (
+        FileLock(tmp_path / ".lock"),
+        pytest.raises(SystemExit, match=rf"^Another process uses '{tmp_path}': wait for it"),
+    ):
+        app([str(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize("option", ["--count=0", "--seconds=-1"])

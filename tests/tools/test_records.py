@@ -11,6 +11,7 @@ import pytest
 from tools import record_file
 from tools.bench_offload import OFFLOADS
 from tools.bench_predict import MODELS, MOST_ERROR, STAGES
+from tools.source_mutants.packages import PACKAGES
 from zeroir.ir.byte_sizes import parse_bytes
 
 RECORDS = Path(__file__).parents[2] / "docs" / "records"
@@ -101,3 +102,14 @@ def test_a_record_says_how_it_was_made(parser: argparse.ArgumentParser, tmp_path
     assert found["about"]["rounds"] == 2
     record_file.write(None, "bench_x", {})
     assert [one.name for one in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_every_package_has_mutants_that_tests_were_asked_about() -> None:
+    record = json.loads((RECORDS / "source-mutants.json").read_text())
+    rows = {row[0]: list(map(int, row[1:-1])) for row in record["rows"]}
+    assert set(rows) == {*PACKAGES, "all"}
+    for made, noticed, survived, unreached, unfinished in rows.values():
+        assert made == noticed + survived
+        assert unreached + unfinished <= survived
+    packages = [counts for package, counts in rows.items() if package != "all"]
+    assert [sum(column) for column in zip(*packages, strict=True)] == rows["all"]
