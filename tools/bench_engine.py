@@ -75,9 +75,9 @@ class TimedRanks(LocalRanks):
 
     timer = CallTimer()
 
-    def prepare(self, op: ops.Op) -> PreparedOp:
+    def prepare(self, op: ops.Op, by_rank: Sequence[tuple[LocalRanks, ops.Op]] = ()) -> PreparedOp:
         """See ``LocalRanks.prepare``."""
-        step = super().prepare(op)
+        step = super().prepare(op, by_rank)
         match op:
             case ops.Wait() | ops.Alloc() | ops.Release() | ops.Compute():
                 return step

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from zeroir.config.loss_scale import LossScale
     from zeroir.config.offload import Offload
     from zeroir.config.precision import Precision
-    from zeroir.config.steps import MicroSteps, Recompute
+    from zeroir.config.steps import Evaluate, MicroSteps, Recompute
     from zeroir.errors import InternalError, UserError
     from zeroir.integrations.accelerate import prepare
     from zeroir.integrations.hugging_face import ZeroirTrainer
@@ -52,6 +52,7 @@ __all__ = [
     "CompileOptions",
     "CompiledProgram",
     "Engine",
+    "Evaluate",
     "Evaluation",
     "InternalError",
     "LoadedState",
@@ -88,6 +89,7 @@ _HOMES = {
     "Offload": ("zeroir.config.offload", "Offload"),
     "Precision": ("zeroir.config.precision", "Precision"),
     "Prefetch": ("zeroir.config.communication", "Prefetch"),
+    "Evaluate": ("zeroir.config.steps", "Evaluate"),
     "Recompute": ("zeroir.config.steps", "Recompute"),
     "Unshard": ("zeroir.config.communication", "Unshard"),
     "CompileOptions": ("zeroir.config", "CompileOptions"),

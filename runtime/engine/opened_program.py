@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zeroir.errors import ZeroirError
+from zeroir.errors import UserError, ZeroirError
 from zeroir.ir.program import Program
 from zeroir.runtime.comm.job import Backend, Job
 from zeroir.runtime.eight_bit.compiled_rounding import open_rounding
+from zeroir.runtime.execution.batch import Shape
 from zeroir.runtime.execution.executor import StepExecutor
 from zeroir.runtime.execution.handlers import LocalRanks
 from zeroir.runtime.execution.streams import Streams, ThreadStreams
@@ -88,9 +89,15 @@ def open_program(
         kernels=open_kernels(settings.kernels, device),
         rounding=open_rounding(program, device),
     )
-    local_ranks.compile()
+    if program.dims and settings.kernels is not KernelBackend.EAGER:
+        raise UserError(
+            f"--kernels {settings.kernels} compiles kernels for one shape, and the program is for many: leave it out, "
+            "or compile the program without --shapes."
+        )
+    if not program.dims:
+        local_ranks.compile()
     if settings.self_check:
-        check_kernels(local_ranks, settings.kernels)
+        check_kernels(local_ranks.at(_small(program)), settings.kernels)
     if kept is not None:  # only now, because the self-check overwrites the buffers
         state_of_buffers.take_over(program, memory, kept)
     streams, graphs = _open_streams(program, memory, job, cuda_graphs=settings.cuda_graphs)
@@ -104,6 +111,13 @@ def open_program(
     return OpenedProgram(memory=memory, executor=executor, graphs=graphs)
 
 
+def _small(program: Program) -> Shape:
+    """Values of dims with which kernels are checked: small ones, which differ."""
+    return tuple(
+        min(max(dim.minimum, 2 + index), dim.maximum) for index, dim in enumerate(program.dims)
+    )
+
+
 def _open_streams(
     program: Program, memory: RankMemory, job: Job, *, cuda_graphs: bool
 ) -> tuple[Streams, SectionGraphs | None]:
@@ -112,7 +126,7 @@ def _open_streams(
     from zeroir.runtime.execution.cuda import CudaStreams
 
     streams = CudaStreams(program, memory.device)
-    if not cuda_graphs:
+    if not cuda_graphs or program.dims:
         return streams, None
     from zeroir.runtime.execution.cuda_graphs import SectionGraphs
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,6 +12,7 @@ from zeroir.errors import UserError
 from zeroir.ir.output_paths import structured
 from zeroir.ir.program import Program
 from zeroir.ir.reports import Quantity
+from zeroir.ir.sizes import Size
 from zeroir.runtime.memory.rank_memory import RankMemory
 
 
@@ -98,12 +101,14 @@ class RankResults:
             is_redone=None if redo is None else redo[0].clone(),
         )
 
-    def evaluation(self, memory: RankMemory) -> RankEvaluation:
-        """Return the results of the section ``evaluate``, which has just run."""
-        values = [
-            (output.path, memory.buffer(output.buffer).clone().view(output.shape))
-            for output in self.program.outputs
-        ]
+    def evaluation(self, memory: RankMemory, dims: Sequence[int] = ()) -> RankEvaluation:
+        """Return the results of the section ``evaluate``, which has just run for a batch with these values of dims."""
+        by_name = dict(zip((dim.name for dim in self.program.dims), dims, strict=True))
+        values: list[tuple[str, Tensor]] = []
+        for output in self.program.outputs:
+            shape = [s.at(by_name) if isinstance(s, Size) else s for s in output.shape]
+            elements = memory.buffer(output.buffer)[: math.prod(shape)]
+            values.append((output.path, elements.clone().view(shape)))
         return RankEvaluation(
             loss=self._required(memory, Quantity.EVAL_LOSS)[0].clone(), outputs=structured(values)
         )

@@ -2,24 +2,66 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from zeroir.errors import BatchError
 from zeroir.ir.analysis.micro_batches import slice_region
 from zeroir.ir.program import ConstantBinding, InputBinding, Program
+from zeroir.ir.sizes import Size, value_of_dim
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.torch_ops.batches import Batch, BatchLeaves, flatten, is_same_constant
 from zeroir.torch_ops.types import TORCH_DTYPE
+
+Shape = tuple[int, ...]
+"""The values of the dims of a program, in their order, for one micro-batch; empty without dims."""
 
 
 def write_inputs(program: Program, memory: RankMemory, batch: Batch, micro_batch: int) -> None:
     """Copy a batch, after the checks of ``inputs_of``, to a micro-batch's slices of the program's input buffers."""
     for binding, tensor in inputs_of(program, batch):
-        numel = math.prod(binding.shape)
-        region = slice_region(program, binding.buffer, micro_batch, numel)
-        memory.region(region).view(binding.shape).copy_(tensor, non_blocking=True)
+        region = slice_region(program, binding.buffer, micro_batch, tensor.numel())
+        memory.region(region).view(tensor.shape).copy_(tensor, non_blocking=True)
+
+
+def shape_of(program: Program, batch: Batch) -> Shape:
+    """Return the values of the program's dims in a batch.
+
+    Raises:
+        BatchError: where a tensor has another number of dimensions, a dim would be outside its range, or two tensors
+            give it different values.
+    """
+    if not program.dims:
+        return ()
+    tensors = flatten(batch).tensors
+    values: dict[str, tuple[int, str]] = {}
+    for binding in program.inputs:
+        tensor = tensors.get(binding.path)
+        if tensor is None or tensor.dim() != len(binding.shape):
+            continue  # inputs_of says so
+        for size, number in zip(binding.shape, tensor.shape, strict=True):
+            if not isinstance(size, Size):
+                continue
+            dim, value = value_of_dim(size, number)
+            if value is None or not dim.minimum <= value <= dim.maximum:
+                prefix = "" if str(size) == dim.name else f"{size} with "
+                raise BatchError(
+                    f"The batch's '{binding.path}' has a dimension of {number}, but the program was compiled for "
+                    f"{prefix}{dim.name} from {dim.minimum} to {dim.maximum}: give other batches, or compile for these."
+                )
+            known, path = values.setdefault(dim.name, (value, binding.path))
+            if known != value:
+                raise BatchError(
+                    f"The batch's '{path}' gives {dim.name} the value {known}, and '{binding.path}' {value}: the "
+                    "program was compiled for batches in which both have the same."
+                )
+    missing = next((dim.name for dim in program.dims if dim.name not in values), None)
+    if missing is not None:
+        raise BatchError(
+            f"The batch has no tensor with the dim {missing}: give batches like the example that it was compiled with."
+        )
+    return tuple(values[dim.name][0] for dim in program.dims)
 
 
 def inputs_of(program: Program, batch: Batch) -> list[tuple[InputBinding, Tensor]]:
@@ -32,15 +74,17 @@ def inputs_of(program: Program, batch: Batch) -> list[tuple[InputBinding, Tensor
     leaves = flatten(batch)
     for constant in program.batch_constants:
         _check_constant(constant, leaves)
-    inputs = [(binding, _checked(binding, leaves)) for binding in program.inputs]
+    values = dict(zip((dim.name for dim in program.dims), shape_of(program, batch), strict=True))
+    inputs = [(binding, _checked(binding, leaves, values)) for binding in program.inputs]
     if len(leaves.tensors) > len(inputs) or len(leaves.constants) > len(program.batch_constants):
         raise _unknown(program, leaves)
     return inputs
 
 
-def _checked(binding: InputBinding, leaves: BatchLeaves) -> Tensor:
+def _checked(binding: InputBinding, leaves: BatchLeaves, values: Mapping[str, int]) -> Tensor:
     tensor = leaves.tensors.get(binding.path)
-    expected = _describe(str(TORCH_DTYPE[binding.dtype]), binding.shape)
+    shape = tuple(s.at(values) if isinstance(s, Size) else s for s in binding.shape)
+    expected = _describe(str(TORCH_DTYPE[binding.dtype]), shape)
     if tensor is None:
         found = (
             f"has the constant {leaves.constants[binding.path]!r} at '{binding.path}'"
@@ -50,9 +94,9 @@ def _checked(binding: InputBinding, leaves: BatchLeaves) -> Tensor:
         raise BatchError(
             f"The batch {found}; the program was compiled for {expected} there: {_REMEDY}."
         )
-    if tuple(tensor.shape) != binding.shape or tensor.dtype is not TORCH_DTYPE[binding.dtype]:
+    if tuple(tensor.shape) != shape or tensor.dtype is not TORCH_DTYPE[binding.dtype]:
         actual = _describe(str(tensor.dtype), tuple(tensor.shape))
-        remedy = _DROP_LAST if _is_shorter(tuple(tensor.shape), binding.shape) else _REMEDY
+        remedy = _DROP_LAST if _is_shorter(tuple(tensor.shape), shape) else _REMEDY
         raise BatchError(
             f"The batch's '{binding.path}' is {actual}, but the program was compiled for {expected}: {remedy}, or "
             "compile for the new ones."

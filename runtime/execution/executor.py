@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from itertools import repeat
 from typing import Protocol
 
 import torch
@@ -29,7 +30,7 @@ from zeroir.ir.program import (
 from zeroir.runtime.distributed.rank_position import RankPosition
 from zeroir.runtime.distributed.section_comparison import SectionsOfRanks
 from zeroir.runtime.engine.read_results import RankEvaluation, RankResult, RankResults
-from zeroir.runtime.execution.batch import write_inputs
+from zeroir.runtime.execution.batch import Shape, shape_of, write_inputs
 from zeroir.runtime.execution.handlers import LocalRanks
 from zeroir.runtime.execution.section_runner import RunSection, SectionRunner
 from zeroir.runtime.execution.seeds import site_seed
@@ -139,7 +140,7 @@ class StepExecutor:
         for weights, own in zip(self._weights, groups, strict=True):
             for index, batch in enumerate(own):
                 weights.add(batch, self._weight, index)
-        self._runner.run(name, self._in_step, self._watch())
+        self._runner.run(name, self._in_step, self._watch(), self._shapes(groups))
         self.micro_steps_done = done
 
     def _update(self) -> list[RankResult]:
@@ -194,10 +195,16 @@ class StepExecutor:
         if self.micro_steps_done:
             raise UserError("A step has begun with micro_step(): call update() before evaluate().")
         with self._streams.entered():
+            shapes = self._shapes([[batch] for batch in batches])
             self._set_inputs([[batch] for batch in batches], 0)
             self._runner.approach(EVALUATE, self.step_count + 1, 0)
-            self._runner.run(EVALUATE, self._between_steps)
-            return [self._results.evaluation(memory) for memory in self.local_ranks.memories]
+            self._runner.run(EVALUATE, self._between_steps, shapes=shapes)
+            return [
+                self._results.evaluation(memory, shape)
+                for memory, shape in zip(
+                    self.local_ranks.memories, shapes or repeat(()), strict=False
+                )
+            ]
 
     def save_state(self) -> list[SavedState]:
         """Copy the training state to host memory by the program's section ``save``; return one result per local rank.
@@ -293,6 +300,12 @@ class StepExecutor:
     def close(self) -> None:
         """Stop the streams."""
         self._streams.close()
+
+    def _shapes(self, groups: Sequence[Sequence[Batch]]) -> tuple[Shape, ...]:
+        """The shapes of the local ranks' micro-batches; none where the program has no dims."""
+        if not self._program.dims:
+            return ()
+        return tuple(shape_of(self._program, batch) for own in groups for batch in own)
 
     def _set_inputs(self, groups: Sequence[Sequence[Batch]], micro_step: int) -> None:
         """Write the batches of local ranks and their seeds; ``micro_step`` is the index of each rank's first batch."""

@@ -5,16 +5,19 @@ Each op is prepared once: its tensors and its kernel are looked up, its views cr
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import assert_never
+from itertools import repeat
+from typing import Final, assert_never
 
 from torch import Tensor
 
-from zeroir.errors import UserError
+from zeroir.errors import InternalError, UserError
 from zeroir.ir import ops
 from zeroir.ir.analysis.effects import effects
+from zeroir.ir.analysis.instances import instance, segments_at_ends
 from zeroir.ir.buffers import Region
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Program
@@ -22,13 +25,18 @@ from zeroir.ir.segments.bindings import Binding, bindings
 from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
 from zeroir.runtime.eight_bit.compiled_rounding import CompiledRounding
 from zeroir.runtime.execution import numerics
+from zeroir.runtime.execution.batch import Shape
 from zeroir.runtime.execution.prepared_op import PreparedOp
 from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.kernels.declared import misdeclared
+from zeroir.runtime.kernels.eager import EagerKernels
 from zeroir.runtime.kernels.foreign import require_registered
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.optimizers.preparation import prepare_update
 from zeroir.torch_ops.types import TORCH_DTYPE
+
+MOST_SHAPES: Final = 64
+"""The number of shapes of micro-batches for which prepared ops are kept."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,18 +56,43 @@ class LocalRanks:
     comm: Comm
     kernels: Kernels
     rounding: CompiledRounding | None = None
+    is_checked: bool = False
     _kernels: dict[tuple[str, tuple[Binding | None, ...]], Kernel] = field(default_factory=dict)
     _temporary: frozenset[str] = field(init=False)
+    _instances: OrderedDict[Shape, LocalRanks] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
+        self._temporary = frozenset(b.name for b in self.program.buffers if not b.is_persistent)
+        if self.is_checked:
+            return
         require_registered(self.program)
-        problem = misdeclared(self.program.segments)
+        problem = misdeclared(segments_at_ends(self.program))
         if problem is not None:
             raise UserError(
                 f"The program cannot run: {problem}. It is damaged, or made for another version of torch; compile it "
                 "again."
             )
-        self._temporary = frozenset(b.name for b in self.program.buffers if not b.is_persistent)
+
+    def at(self, shape: Shape) -> LocalRanks:
+        """Return the same ranks with the program for batches whose dims have these values; recent ones are kept."""
+        if not shape:
+            return self
+        ranks = self._instances.get(shape)
+        if ranks is None:
+            values = dict(zip((dim.name for dim in self.program.dims), shape, strict=True))
+            ranks = replace(
+                self,
+                program=instance(self.program, values),
+                kernels=EagerKernels(self.memories[0].device),
+                is_checked=True,
+                _kernels={},
+                _instances=OrderedDict(),
+            )
+            self._instances[shape] = ranks
+        self._instances.move_to_end(shape)
+        while len(self._instances) > MOST_SHAPES:
+            self._instances.popitem(last=False)
+        return ranks
 
     def compile(self) -> None:
         """Compile every segment that the program calls, before the first step."""
@@ -78,10 +111,12 @@ class LocalRanks:
             kernel = self._kernels[key] = self.kernels.compile(segment, key[1])
         return kernel
 
-    def prepare(self, op: ops.Op) -> PreparedOp:
+    def prepare(self, op: ops.Op, by_rank: Sequence[tuple[LocalRanks, ops.Op]] = ()) -> PreparedOp:
         """Return a function that runs an op for every local rank. Streams order the ops, so a ``wait`` does nothing.
 
-        The function raises InternalError where the op uses a buffer that is not allocated at that time.
+        ``by_rank`` is the same op for the shape of each rank's micro-batch, and the ranks at that shape; without it the
+        op is the same for all. The function raises InternalError where the op uses a buffer that is not allocated at
+        that time.
         """
         match op:
             case ops.Wait():
@@ -95,18 +130,20 @@ class LocalRanks:
 
                 return run
             case ops.Memory():
-                by_rank = [_prepare_locally(op, memory, self) for memory in self.memories]
+                prepared_ops = [_prepare_locally(op, memory, self) for memory in self.memories]
             case _:
                 names = self._temporaries(op)
-                by_rank = [
-                    _checked(_prepare_locally(op, memory, self), memory, names)
-                    for memory in self.memories
+                prepared_ops = [
+                    _checked(_prepare_locally(own, memory, ranks), memory, names)
+                    for memory, (ranks, own) in zip(
+                        self.memories, by_rank or repeat((self, op)), strict=False
+                    )
                 ]
-        if len(by_rank) == 1:
-            return by_rank[0]
+        if len(prepared_ops) == 1:
+            return prepared_ops[0]
 
         def run_on_every_rank() -> None:
-            for prepared in by_rank:
+            for prepared in prepared_ops:
                 prepared()
 
         return run_on_every_rank
@@ -182,7 +219,7 @@ def communicate(op: ops.CollectiveOp, tensors: CollectiveTensors, comm: Comm) ->
 
 
 def _prepare_locally(
-    op: ops.MemoryOp | ops.Compute | ops.ElementwiseOp | ops.UpdateOp | ops.TransferOp,
+    op: ops.Op,
     memory: RankMemory,
     local_ranks: LocalRanks,
 ) -> PreparedOp:
@@ -269,6 +306,8 @@ def _prepare_locally(
             return partial(
                 memory.region(op.destination).copy_, memory.region(op.source), non_blocking=True
             )
+        case ops.Wait() | ops.Collective():
+            raise InternalError(f"a rank does not run {ops.op_name(type(op))} by itself")
         case _:
             assert_never(op)
 

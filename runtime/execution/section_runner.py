@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
+from typing import TypeVar
 
 import torch
 from torch.profiler import record_function
@@ -22,10 +24,13 @@ from zeroir.ir.program import OpPosition, Section
 from zeroir.runtime.comm.base import DifferentCollectivesError
 from zeroir.runtime.comm.job import LostPeersError, is_lost_connection
 from zeroir.runtime.distributed.section_comparison import SHOWN_S, SectionsOfRanks
-from zeroir.runtime.execution.handlers import LocalRanks
+from zeroir.runtime.execution.batch import Shape
+from zeroir.runtime.execution.handlers import MOST_SHAPES, LocalRanks
 from zeroir.runtime.execution.streams import Streams
 from zeroir.runtime.execution.trace import Task, Watch
 from zeroir.runtime.state import state
+
+K = TypeVar("K")
 
 RunSection = Callable[[Section, Callable[[], None]], None]
 """A function that runs a section, whose ops the given function submits."""
@@ -49,8 +54,9 @@ class SectionRunner:
         self._has_failed = False
         self._position: OpPosition | None = None
         self._when: dict[str, str] = {}
-        self._prepared: dict[str, list[Task]] = {}
-        self._bound: dict[tuple[str, Watch | None], list[Task]] = {}
+        self._prepared: OrderedDict[tuple[str, tuple[Shape, ...]], list[Task]] = OrderedDict()
+        self._bound: OrderedDict[tuple[str, Watch | None, tuple[Shape, ...]], list[Task]]
+        self._bound = OrderedDict()
         self.sections: SectionsOfRanks | None = None
         """The record of the sections with collectives, which the ranks compare."""
         self._shared = {
@@ -76,8 +82,12 @@ class SectionRunner:
         """Whether a section or a change of values started and did not finish."""
         return self._has_failed
 
-    def run(self, name: str, when: str, watch: Watch | None = None) -> None:
+    def run(
+        self, name: str, when: str, watch: Watch | None = None, shapes: tuple[Shape, ...] = ()
+    ) -> None:
         """Run a section, observed by ``watch`` if that is given; errors mention ``when``, such as ``of step 3``.
+
+        ``shapes`` are those of the micro-batches of the local ranks, where the program has dims.
 
         Raises:
             UserError: where the program has no such section, an earlier one failed, memory runs out or a batch does
@@ -103,9 +113,9 @@ class SectionRunner:
             self._streams.join(entering)
             # Only ops that are issued one by one can be observed.
             if self._run_section is None or watch is not None:
-                self._issue(section, watch)
+                self._issue(section, watch, shapes)
             else:
-                self._run_section(section, partial(self._issue, section, None))
+                self._run_section(section, partial(self._issue, section, None, shapes))
             self._streams.join(leaving)
         self._has_failed = False
         self._position = None
@@ -154,29 +164,39 @@ class SectionRunner:
         for pending in section.entry.pending:
             self._streams.signal(pending.event)
 
-    def _issue(self, section: Section, watch: Watch | None) -> None:
+    def _issue(self, section: Section, watch: Watch | None, shapes: tuple[Shape, ...]) -> None:
         if watch is None and torch.autograd.profiler._is_profiler_enabled:
             watch = self._named
         # Bound ops are kept, observed ones too: otherwise a recorded step would run ops for the first time.
-        tasks = self._bound.get((section.name, watch))
+        key = section.name, watch, shapes
+        tasks = self._bound.get(key)
         if tasks is None:
-            tasks = self._bound[section.name, watch] = self._bind(section, watch)
+            tasks = self._bound[key] = self._bind(section, watch, shapes)
+        if shapes:
+            _keep_recent(self._bound, key)
         for task in tasks:
             task()
 
-    def _bind(self, section: Section, watch: Watch | None) -> list[Task]:
-        runs = self._prepared.get(section.name)
+    def _bind(self, section: Section, watch: Watch | None, shapes: tuple[Shape, ...]) -> list[Task]:
+        key = section.name, shapes
+        runs = self._prepared.get(key)
         if runs is None:
-            runs = [self._task(position, op) for position, op in section.positioned_ops()]
-            self._prepared[section.name] = runs
+            runs = [self._task(position, op, shapes) for position, op in section.positioned_ops()]
+            self._prepared[key] = runs
+        if shapes:
+            _keep_recent(self._prepared, key)
         return [
             self._streams.bind(op, run, None if watch is None else partial(watch, position, op))
             for (position, op), run in zip(section.positioned_ops(), runs, strict=True)
         ]
 
-    def _task(self, position: OpPosition, op: ops.Op) -> Task:
+    def _task(self, position: OpPosition, op: ops.Op, shapes: tuple[Shape, ...]) -> Task:
         """Return the function that runs an op, observed or not."""
-        step = self._local_ranks.prepare(op)
+        ranks = [self._local_ranks.at(shape) for shape in shapes]
+        by_rank = [
+            (at, at.program.section_by_name[position.section].body[position.index]) for at in ranks
+        ]
+        step = self._local_ranks.prepare(op, by_rank)
 
         def run() -> None:
             self._position = position
@@ -226,3 +246,10 @@ class SectionRunner:
             problem = str(error).rstrip(".")
             return UserError(f"The batch does not suit the model: {problem}, in {place}.")
         return InternalError(f"{place}: {error}")
+
+
+def _keep_recent(kept: OrderedDict[K, list[Task]], key: K) -> None:
+    """Note the use of an entry, and drop the one whose use is longest ago where there are too many."""
+    kept.move_to_end(key)
+    if len(kept) > MOST_SHAPES:
+        kept.popitem(last=False)

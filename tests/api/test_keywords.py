@@ -67,7 +67,7 @@ def _alternatives(hint: object) -> set[object]:
 @pytest.mark.parametrize(
     ("keywords", "options", "positional"),
     [
-        (CompileKeywords, CompileOptions, {"lr", "optimizer_bits"}),
+        (CompileKeywords, CompileOptions, {"lr", "optimizer_bits", "shapes"}),
         (EstimateKeywords, EstimateOptions, {"params"}),
     ],
 )

@@ -74,6 +74,25 @@ def test_accumulation_on_processes_equals_lockstep(zeroir: Zeroir, tmp_path: Pat
         assert losses == expected, f"compiled for {compiled_for}"
 
 
+ANY_LENGTH = Path(__file__).parents[2] / "examples" / "any_length.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_ranks_train_on_batches_of_their_own_shapes(
+    zeroir: Zeroir, tmp_path: Path, stage: str
+) -> None:
+    options = ["--stage", stage, "--micro-steps", "3", "--world-size", "4"]
+    checked = zeroir("check", ANY_LENGTH, *options, "--steps", "5", "--json").json
+    assert checked["is_equal"]
+    expected = [pytest.approx(sum(ranks) / 4, rel=1e-6) for ranks in checked["losses"]]
+    assert zeroir("compile", ANY_LENGTH, *options, "-o", tmp_path / "any.zir").exit_code == 0
+    arguments = ["--nproc", "4", "--steps", "5", "--log-every", "1", "--json"]
+    made = run("run", "any.zir", *arguments, "--model", ANY_LENGTH, cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert [json.loads(line)["loss"] for line in made.stdout.splitlines()] == expected
+
+
 def test_a_step_has_whole_groups_of_micro_batches(zeroir: Zeroir, tmp_path: Path) -> None:
     path = tmp_path / "groups.zir"
     order = ["--micro-steps", "4", "--order", "layer=2", "--world-size", "2"]

@@ -107,7 +107,9 @@ def test_equal_blocks_are_traced_once_with_the_same_result(path: Path) -> None:
 def test_the_users_module_stays_as_it_is() -> None:
     module = Net()
     module.kept.eval()
-    compiled = zeroir.compile(module, BATCH, stage=0, world_size=1, outputs="hidden")
+    compiled = zeroir.compile(
+        module, BATCH, stage=0, world_size=1, evaluate=zeroir.Evaluate(outputs=("hidden",))
+    )
     assert [m.training for m in module.modules()] == [True, True, True, False, True]
     engine = compiled.engine()
     evaluation = engine.evaluate(BATCH)
@@ -159,13 +161,19 @@ def test_without_outputs_there_are_none() -> None:
 
 def test_an_unknown_output_is_refused() -> None:
     with pytest.raises(UserError, match=r"no output called logits; it returns a dict of loss"):
-        zeroir.compile(Net(), BATCH, outputs=("logits",), world_size=1)
+        zeroir.compile(Net(), BATCH, evaluate=zeroir.Evaluate(outputs=("logits",)), world_size=1)
     with pytest.raises(UserError, match="returns no output called logits; it returns a tensor"):
         zeroir.compile(
-            Net(), BATCH, loss=lambda net, x: net(x)["loss"], outputs=("logits",), world_size=1
+            Net(),
+            BATCH,
+            loss=lambda net, x: net(x)["loss"],
+            evaluate=zeroir.Evaluate(outputs=("logits",)),
+            world_size=1,
         )
     with pytest.raises(UserError, match="--outputs hidden needs evaluations"):
-        zeroir.compile(Net(), BATCH, outputs="hidden", evaluate=False, world_size=1)
+        zeroir.compile(
+            Net(), BATCH, evaluate=zeroir.Evaluate(is_on=False, outputs=("hidden",)), world_size=1
+        )
 
 
 class NoEval(Net):

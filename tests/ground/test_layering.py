@@ -71,6 +71,7 @@ def imported_modules(path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
 
 DEFINITIONS = {
     "zeroir.ir.segments.allowlist": "which operators are pure",
+    "zeroir.ir.analysis.instances": "what a program is for batches of one shape",
     "zeroir.ir.buffers": "which elements a region names",
     "zeroir.ir.contents": "what a region can hold",
     "zeroir.ir.dtypes": "what an element type is",
@@ -87,6 +88,7 @@ DEFINITIONS = {
     "zeroir.ir.program": "which names a program declares",
     "zeroir.ir.reports": "what the engine reads",
     "zeroir.ir.segments.segment": "which values a segment has",
+    "zeroir.ir.sizes": "which number a size is",
     "zeroir.ir.update_ops": "which states and settings an optimizer step names",
     "zeroir.ir.segments.views": "which elements the result of a view has",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -76,9 +77,11 @@ def test_a_step_that_is_recorded_prepares_nothing_anew(monkeypatch: pytest.Monke
     prepared: list[ops.Op] = []
     prepare = LocalRanks.prepare
 
-    def counted(self: LocalRanks, op: ops.Op) -> PreparedOp:
+    def counted(
+        self: LocalRanks, op: ops.Op, by_rank: Sequence[tuple[LocalRanks, ops.Op]]
+    ) -> PreparedOp:
         prepared.append(op)
-        return prepare(self, op)
+        return prepare(self, op, by_rank)
 
     monkeypatch.setattr(LocalRanks, "prepare", counted)
     found = []

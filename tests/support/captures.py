@@ -10,8 +10,10 @@ import gc
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 
 from zeroir.config.precision import FloatName
+from zeroir.config.shapes import BatchShapes
 from zeroir.frontend.capture.capture import CapturedModel, capture
 from zeroir.frontend.lowering import tracing
 from zeroir.frontend.source.entry import load_model_file
@@ -29,12 +31,15 @@ def captured(
     *,
     evaluate: bool = True,
     outputs: Sequence[str] = (),
+    shapes: BatchShapes = MappingProxyType({}),
 ) -> CapturedModel:
     """What the frontend's ``capture`` returns; for a file of the repository, what it returned before."""
     file = model_file.file
     path = None if file is None else file.path.resolve()
-    if file is None or path is None or path.parent not in FOLDERS:
-        return capture(model_file, precision, keep_fp32, evaluate=evaluate, outputs=outputs)
+    if file is None or path is None or path.parent not in FOLDERS or shapes:
+        return capture(
+            model_file, precision, keep_fp32, evaluate=evaluate, outputs=outputs, shapes=shapes
+        )
     # The digest, lest an edited file is taken for what it was.
     spec = f"{path}:{file.factory}"
     return _captured(spec, file.sha256, precision, tuple(keep_fp32), evaluate, tuple(outputs))

@@ -15,6 +15,7 @@ from zeroir.ir.bounds import BehindBound, BoundKind
 from zeroir.ir.fields import Declares, NameKind, Refers, declared_fields
 from zeroir.ir.limits import LONGEST_NAME
 from zeroir.ir.program import Program
+from zeroir.ir.sizes import Dim
 from zeroir.verify import verify
 
 STORED_PROGRAM = load(STORED).scheduled
@@ -107,6 +108,8 @@ def test_a_name_has_a_limit(kind: NameKind) -> None:
         case NameKind.AXIS:
             mesh = replace(PROGRAM.mesh, axes=(replace(PROGRAM.mesh.axes[0], name=long),))
             program = replace(PROGRAM, mesh=mesh)
+        case NameKind.DIM:
+            program = replace(PROGRAM, dims=(Dim(name=long, minimum=1, maximum=2),))
         case NameKind.PARAMETER:
             flat, *flats = PROGRAM.flats
             slots = (replace(flat.slots[0], aliases=(long,)), *flat.slots[1:])

@@ -14,6 +14,7 @@ from zeroir.api.keywords import CompileKeywords, flat_values, is_torchs
 from zeroir.api.lowering import lower
 from zeroir.artifact import Artifact, ConfigRecord
 from zeroir.config import CompileOptions, options_from_pairs
+from zeroir.config.shapes import shapes_text
 from zeroir.errors import InternalError
 from zeroir.verify import Report, VerificationError
 
@@ -40,9 +41,13 @@ def compile_model(
     ``batch`` is an example micro-batch of one rank. It is required, except for a model file, which has its own. The
     loss is what the module's forward returns, or ``loss(module, batch)``, which returns it or a pair of it and outputs.
     ``weight`` returns the weight of a batch. ``config`` is DeepSpeed's configuration, as its file or its contents, or a
-    TOML file of options. The other keywords are options, which override the configuration. Related options are one
-    object, such as ``offload=zeroir.Offload(what="optimizer", to="disk:/nvme")``, which may be shortened to its first
-    option (``offload="optimizer"``). ``optimizer`` is a name, one of ``zeroir.optim`` with its settings, a class of
+    TOML file of options. ``shapes`` says which sizes differ from batch to batch: as ``torch.export`` takes it, such as
+    ``{"input_ids": (Dim("batch", max=16), Dim("length", max=8192))}``, or as a text, such as
+    ``"input_ids: batch<=16, length<=8192"``.
+
+    The other keywords are options, which override the configuration. Related options are one object, such as
+    ``offload=zeroir.Offload(what="optimizer", to="disk:/nvme")``, which may be shortened to its first option
+    (``offload="optimizer"``). ``optimizer`` is a name, one of ``zeroir.optim`` with its settings, a class of
     ``torch.optim``, or an instance of one over the parameters of a module, whose groups the program takes over.
 
     A module stays unchanged; its values are used when an engine is made.
@@ -51,6 +56,14 @@ def compile_model(
         UserError: if the file, the module, the batch or an option is wrong.
     """
     source = given_source(model, batch, loss, weight)
+    shapes = options.get("shapes")
+    if shapes is not None:
+        from zeroir.frontend.source.given_shapes import given_shapes
+
+        text = (
+            shapes if isinstance(shapes, str) else shapes_text(given_shapes(shapes, source.batch()))
+        )
+        options = {**options, "shapes": text}
     optimizer = options.get("optimizer")
     if is_torchs(optimizer):
         from zeroir.api.torch_optimizers import translated
@@ -80,9 +93,10 @@ def compile_source(
         lowered = lower(artifact.logical, captured.options)
     except VerificationError as error:
         raise InternalError(f"The traced program is broken before any pass. {error}") from error
+    from zeroir.ir.analysis.instances import segments_at_ends
     from zeroir.runtime.kernels.declared import misdeclared
 
-    problem = misdeclared(lowered.proof.program.segments)
+    problem = misdeclared(segments_at_ends(lowered.proof.program))
     if problem is not None:
         raise InternalError(f"The program declares results that torch does not compute: {problem}.")
     compiled = with_proof(artifact, captured.options, lowered)

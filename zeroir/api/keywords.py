@@ -16,7 +16,7 @@ from zeroir.config.offload import Offload
 from zeroir.config.optimizer import OptimizerOptions
 from zeroir.config.options import CompileOptions
 from zeroir.config.precision import FloatName, Precision
-from zeroir.config.steps import MicroSteps, Recompute
+from zeroir.config.steps import Evaluate, MicroSteps, Recompute
 from zeroir.config.table import OptionObject, object_type
 from zeroir.cost.estimate_options import Optimizer
 from zeroir.errors import UserError
@@ -44,8 +44,8 @@ class CompileKeywords(TypedDict, total=False):
     units: str | None
     precision: FloatName | Precision
     micro_steps: int | MicroSteps
-    evaluate: bool
-    outputs: str | Sequence[str]
+    shapes: object
+    evaluate: bool | Evaluate
     optimizer: (
         Algorithm
         | OptimizerName

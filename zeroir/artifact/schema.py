@@ -24,12 +24,14 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 
 from zeroir.errors import InternalError, UserError
+from zeroir.ir.analysis.instances import with_integers
 from zeroir.ir.dtypes import DType
 from zeroir.ir.limits import LONGEST_TEXT, obeyed_character
 from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import NodeArg, Ref, Symbol
+from zeroir.ir.sizes import LONGEST_SIZE_TEXT, Size, UnknownDimError, parse_size
 
-SCHEMA_VERSION: Final = (3, 0)
+SCHEMA_VERSION: Final = (3, 1)
 """(major, minor). A minor version adds fields with defaults, or classes; a major one changes what files mean."""
 
 _MAX_DEPTH: Final = 64
@@ -150,6 +152,8 @@ def _form(hint: object) -> _StoredForm:
         return _StoredForm(_Int64)
     if hint is float:
         return _StoredForm(float, float)
+    if hint is Program:
+        return _program()
     if Ref in arguments:
         return _StoredForm(_StoredArg, _write_arg, _read_arg)
     if origin in (UnionType, typing.Union):
@@ -283,6 +287,73 @@ def _dataclass(kind: type, tag: str | None) -> _StoredForm:
         return kind(**items)
 
     return _StoredForm(wire, write, read)
+
+
+# ------------------------------------------------------------------------------------------- sizes
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class _StoredProgram(Program):
+    """A program whose integers from ``_FIRST_SIZE`` down are numbers of ``sizes``, which are polynomials of dims."""
+
+    sizes: tuple[str, ...] = ()
+
+
+_FIRST_SIZE: Final = -(2**62)
+_MOST_SIZES: Final = 1 << 20
+
+
+@cache
+def _program() -> _StoredForm:
+    form = _dataclass(_StoredProgram, None)
+    write, read = form.write, form.read
+    assert write is not None
+    assert read is not None
+    return _StoredForm(
+        form.wire,
+        lambda program: write(_with_numbered_sizes(program)),
+        lambda wire: _with_sizes(read(wire)),
+    )
+
+
+def _with_numbered_sizes(program: Program) -> _StoredProgram:
+    fields = {field.name: getattr(program, field.name) for field in dataclasses.fields(Program)}
+    stored = _StoredProgram(**fields)
+    if not program.dims:
+        return stored
+    numbers: dict[Size, int] = {}
+
+    def number(size: int) -> int:
+        if not isinstance(size, Size):
+            return size
+        return _FIRST_SIZE - numbers.setdefault(size, len(numbers))
+
+    numbered = with_integers(stored, number)
+    fields = {field.name: getattr(numbered, field.name) for field in dataclasses.fields(Program)}
+    return _StoredProgram(**fields, sizes=tuple(map(str, numbers)))
+
+
+def _with_sizes(stored: _StoredProgram) -> Program:
+    dims = {dim.name: dim for dim in stored.dims}
+    sizes: list[int] = []
+    for index, text in enumerate(stored.sizes[:_MOST_SIZES]):
+        try:
+            size = parse_size(text, dims) if len(text) <= LONGEST_SIZE_TEXT else None
+        except UnknownDimError as error:
+            raise SchemaError(
+                f"a size names the dim '{error}', which is not declared", f".sizes[{index}]"
+            ) from None
+        if size is None or not isinstance(size, Size) or not -(2**62) < size.at_bound < 2**62:
+            raise SchemaError(f"{text!r:.60} is no size that depends on dims", f".sizes[{index}]")
+        sizes.append(size)
+
+    def sized(number: int) -> int:
+        index = _FIRST_SIZE - number
+        return sizes[index] if 0 <= index < len(sizes) else number
+
+    fields = {field.name: getattr(stored, field.name) for field in dataclasses.fields(Program)}
+    program = Program(**fields)
+    return with_integers(program, sized) if sizes else program
 
 
 # ---------------------------------------------------------------------------------- node arguments

@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from zeroir.config.groups import SEPARATOR, GroupError, group_text
 from zeroir.config.meshes import parse_mesh
+from zeroir.config.shapes import parse_shapes, shapes_text
 from zeroir.errors import UserError
 from zeroir.ir.byte_sizes import parse_bytes
 from zeroir.ir.limits import MOST_COUNT
@@ -95,6 +96,19 @@ def _is_a_schedule(value: str | None) -> str | None:
         ) from None
 
 
+def _shapes_in_canonical_form(value: str | None) -> str | None:
+    if value is None:
+        return None
+    try:
+        return shapes_text(parse_shapes(value))
+    except UserError as error:
+        raise PydanticCustomError(
+            "shapes",
+            "shapes such as 'input_ids: batch<=16, length<=8192; labels: batch, length': {problem}",
+            {"problem": str(error).removesuffix(".")},
+        ) from None
+
+
 def _mesh_in_canonical_order(value: str | None) -> str | None:
     if value is None:
         return None
@@ -106,6 +120,9 @@ Groups = Annotated[tuple[str, ...], BeforeValidator(_group_texts)]
 
 ScheduleText = Annotated[str | None, AfterValidator(_is_a_schedule)]
 """A learning-rate schedule, such as ``cosine{warmup=100}``, in its canonical form."""
+
+ShapesText = Annotated[str | None, AfterValidator(_shapes_in_canonical_form)]
+"""Shapes of a batch that depend on dims, such as ``input_ids: batch<=16, length<=8192; labels: batch, length``."""
 
 MeshText = Annotated[str | None, AfterValidator(_mesh_in_canonical_order)]
 """A mesh such as ``replicate=2,shard=4``."""

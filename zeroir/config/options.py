@@ -7,7 +7,13 @@ from typing import Annotated, ClassVar, Final, Self
 from pydantic import Field, model_validator
 
 from zeroir.config.communication import Communication, Prefetch, Unshard
-from zeroir.config.field_types import Groups, MeshText, Names, OptionalAmount, ScheduleText
+from zeroir.config.field_types import (
+    Groups,
+    MeshText,
+    OptionalAmount,
+    ScheduleText,
+    ShapesText,
+)
 from zeroir.config.groups import SEPARATOR, GroupError, GroupSpec, parse_groups
 from zeroir.config.loss_scale import LossScale
 from zeroir.config.meshes import default_world_size, parse_mesh
@@ -15,7 +21,7 @@ from zeroir.config.offload import Offload
 from zeroir.config.offload_places import OPTIMIZER, without_folders
 from zeroir.config.optimizer import OptimizerOptions
 from zeroir.config.precision import Precision
-from zeroir.config.steps import MicroSteps, Recompute
+from zeroir.config.steps import Evaluate, MicroSteps, Recompute
 from zeroir.config.table import Option, OptionObject, text_of
 from zeroir.errors import UserError
 from zeroir.ir.limits import LARGEST_SCALAR, MOST_RANKS
@@ -65,21 +71,16 @@ class CompileOptions(OptionObject):
     ] = None
     precision: Precision = Precision()
     micro_steps: MicroSteps = MicroSteps()
-    evaluate: Annotated[
-        bool,
+    shapes: Annotated[
+        ShapesText,
         Option(
             group=_STEPS,
-            help="Capture the model under eval(), too: the program can evaluate between training steps.",
+            help="Sizes of the batch's tensors that differ from batch to batch, such as "
+            "'input_ids: batch<=16, length<=8192; labels: batch, length'. [default: those of shapes() in the model "
+            "file, or else the sizes of the example batch alone]",
         ),
-    ] = True
-    outputs: Annotated[
-        Names,
-        Option(
-            group=_STEPS,
-            help="What an evaluation yields beside the loss: names in the object or dict that forward, or the loss "
-            "function, returns, separated by commas. [default: the second part of a pair (loss, outputs)]",
-        ),
-    ] = ()
+    ] = None
+    evaluate: Evaluate = Evaluate()
     optimizer: OptimizerOptions = OptimizerOptions()
     schedule: Annotated[
         ScheduleText,

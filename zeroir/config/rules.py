@@ -42,7 +42,7 @@ def _stage_problem(options: CompileOptions) -> str | None:
 
 
 def _evaluation_problem(options: CompileOptions) -> str | None:
-    if options.outputs and not options.evaluate:
+    if options.evaluate.outputs and not options.evaluate.is_on:
         return f"{options.flag('outputs')} needs evaluations, but --no-evaluate leaves them out"
     return None
 

@@ -65,6 +65,27 @@ class MicroSteps(OptionObject):
         return self.interleaved == self.count > 1
 
 
+class Evaluate(OptionObject):
+    """Evaluations between training steps: whether the program has them, and what they yield beside the loss."""
+
+    is_on: Annotated[
+        bool,
+        Option(
+            name="evaluate",
+            group=_GROUP,
+            help="Capture the model under eval(), too: the program can evaluate between training steps.",
+        ),
+    ] = True
+    outputs: Annotated[
+        Names,
+        Option(
+            group=_GROUP,
+            help="What an evaluation yields beside the loss: names in the object or dict that forward, or the loss "
+            "function, returns, separated by commas. [default: the second part of a pair (loss, outputs)]",
+        ),
+    ] = ()
+
+
 class Recompute(OptionObject):
     """What the backward computes once more instead of keeping it.
 

@@ -52,6 +52,7 @@ class NameKind(StrEnum):
     INPUT = "input"
     OUTPUT = "output"
     CONSTANT = "constant"
+    DIM = "dim"
     MODULE_BUFFER = "module buffer"
     EVENT = "event"
     VALUE = "value"

@@ -25,6 +25,7 @@ from zeroir.ir.ops import Algorithm, Op, Transfer
 from zeroir.ir.reports import Quantity, ReportBinding
 from zeroir.ir.segments.operators import Operator
 from zeroir.ir.segments.segment import Segment
+from zeroir.ir.sizes import Dim
 
 MICRO_STEP: Final = "micro_step"
 LAST_MICRO_STEP: Final = "last_micro_step"
@@ -251,9 +252,9 @@ class Program:
     """A program, as the module's docstring describes. ``options`` and ``passes`` are not used in execution.
 
     ``operators`` are the foreign operators that the nodes of segments call. ``reports`` are the values that the engine
-    reads. ``weight`` names the buffer that receives the weight of each micro-batch; without it each has the weight 1.
-    ``interleaved`` is the number of micro-batches that a micro-step section runs, as
-    ``zeroir/ir/analysis/micro_batches.py`` describes.
+    reads. ``dims`` are what sizes depend on (``zeroir/ir/sizes.py``). ``weight`` names the buffer that receives the
+    weight of each micro-batch; without it each has the weight 1. ``interleaved`` is the number of micro-batches that a
+    micro-step section runs, as ``zeroir/ir/analysis/micro_batches.py`` describes it.
     """
 
     syntax: ClassVar[str] = """
@@ -263,6 +264,7 @@ class Program:
         comm {comms}
         streams {streams}...
         bound {bounds}
+        dim {dims}
         report {reports}
         [weight {weight}]
         [interleaved {interleaved}]
@@ -283,6 +285,7 @@ class Program:
     comms: tuple[Communicator, ...] = ()
     streams: tuple[Stream, ...] = STREAMS
     bounds: tuple[Bound, ...] = ()
+    dims: tuple[Dim, ...] = ()
     flats: tuple[Flat, ...] = ()
     buffers: tuple[Buffer, ...] = ()
     operators: tuple[Operator, ...] = ()

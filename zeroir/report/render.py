@@ -62,6 +62,9 @@ def render_summary(summary: Summary) -> RenderableType:
         "parameters",
         f"{summary['parameters_numel']:,} in {counted(len(units), 'unit')}: {' '.join(shortened(units))}",
     )
+    if summary["dims"]:
+        ranges = [f"{name} {low} to {high}" for name, (low, high) in summary["dims"].items()]
+        grid.add_row("batches", f"of any {', '.join(ranges)}; figures are for the largest")
     grid.add_row("segments", f"{summary['distinct_segments']} distinct")
     grid.add_row(
         "sections",

@@ -49,11 +49,12 @@ class Summary(TypedDict):
 
     A step has one micro-step, or one group of ``interleaved`` micro-batches that run unit by unit. The peak is that of
     the buffers on the device in a step, in program order and without the workspaces of segments. ``bounds`` have the
-    form of the program's text. ``ops`` and ``distinct_segments`` count those of training steps. ``evaluation`` has the
-    figures of one evaluation; None if the program has none. ``snapshot_bytes_per_rank`` is the host memory that saving
-    takes from the first save on; 0 if the program cannot save. ``transfer_bytes`` are the bytes that a rank copies to
-    and from its host and its disk in a step, by op, and ``outside_bytes_per_rank`` what it keeps there, by space.
-    ``staging_bytes_per_rank`` is the peak of the temporary buffers of these copies, by space; it is part of the blocks.
+    form of the program's text. ``dims`` are what sizes of a batch depend on, each with its smallest and largest value.
+    ``ops`` and ``distinct_segments`` count those of training steps. ``evaluation`` has the figures of one evaluation;
+    None if the program has none. ``snapshot_bytes_per_rank`` is the host memory that saving takes from the first save
+    on; 0 if the program cannot save. ``transfer_bytes`` are the bytes that a rank copies to and from its host and its
+    disk in a step, by op, and ``outside_bytes_per_rank`` what it keeps there, by space. ``staging_bytes_per_rank`` is
+    the peak of the temporary buffers of these copies, by space; it is part of the blocks.
     """
 
     stage: int
@@ -64,6 +65,7 @@ class Summary(TypedDict):
     units: list[str]
     ops: dict[str, int]
     sections: dict[str, int]
+    dims: dict[str, tuple[int, int]]
     interleaved: int
     distinct_segments: int
     bounds: list[str]
@@ -95,6 +97,7 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
         units=list(dict.fromkeys(flat.unit for flat in program.flats)),
         ops={name: names[name] for name in sorted(names)},
         sections={section.name: len(section.body) for section in program.sections},
+        dims={dim.name: (dim.minimum, dim.maximum) for dim in program.dims},
         interleaved=program.interleaved,
         distinct_segments=len({program.segment_by_name[name].digest() for name in called}),
         bounds=[print_record(bound, program) for bound in program.bounds],

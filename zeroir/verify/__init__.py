@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from zeroir.ir.analysis.instances import instance, smallest
 from zeroir.ir.buffers import Role, whole
 from zeroir.ir.program import (
     LAST_MICRO_STEP,
@@ -41,6 +42,7 @@ from zeroir.verify.order.collectives import check_collectives, compare_jobs
 from zeroir.verify.order.races import check_ordering
 from zeroir.verify.report import PROVED, Finding, Report, VerificationError
 from zeroir.verify.structure.declarations import check_declarations
+from zeroir.verify.structure.dims import check_dims
 from zeroir.verify.structure.limits import check_limits
 from zeroir.verify.structure.ops import check_structure
 
@@ -58,7 +60,7 @@ __all__ = [
     "verify_job",
 ]
 
-_STRUCTURE_CHECKS = (check_limits, check_declarations, check_structure, check_snapshots)
+_STRUCTURE_CHECKS = (check_limits, check_dims, check_declarations, check_structure, check_snapshots)
 """Checks of each declaration and each op on its own, on which all other checks rely."""
 _ORDER_CHECKS = (check_collectives, check_ordering, check_arenas, check_bounds)
 """Checks that every interleaving of the streams is safe; values are then checked in program order only."""
@@ -106,6 +108,22 @@ def verify(
     """
     if isinstance(reference, Program):
         reference = Reference(reference)
+    report = _verified(program, reference, budget_bytes)
+    if not program.dims or not report.is_valid:
+        return report
+    # Sizes were compared as polynomials, and at the largest dims where one must be less than another.
+    values = smallest(program)
+    logical = None if reference is None else Reference(instance(reference.program, values))
+    at_smallest = _verified(instance(program, values), logical, None)
+    sizes = ", ".join(f"{name} is {value}" for name, value in values.items())
+    findings = tuple(
+        replace(finding, sentence=f"if {sizes}, {finding.sentence}")
+        for finding in at_smallest.findings
+    )
+    return replace(report, findings=findings)
+
+
+def _verified(program: Program, reference: Reference | None, budget_bytes: int | None) -> Report:
     if reference is not None and program is reference.program and budget_bytes is None:
         return reference.report
     if reference is None or program is reference.program or reference.report.is_valid:

@@ -161,4 +161,5 @@ def _declared(program: Program, names: Collection[str]) -> Program:
 
 
 def _most_bytes(segment: Segment, outputs: Sequence[Binding | None]) -> int:
-    return eager_workspace(segment, outputs).most_bytes
+    # Not a polynomial of dims: at each batch it is at most this.
+    return int(eager_workspace(segment, outputs).most_bytes)

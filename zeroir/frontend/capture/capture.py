@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeroir.config.precision import FloatName
+from zeroir.config.shapes import BatchShapes
 from zeroir.errors import InternalError, UserError, ZeroirError
 from zeroir.frontend._torch_private import (
     DATA_DEPENDENT,
@@ -50,6 +52,7 @@ from zeroir.frontend.capture.node_origins import origin_of
 from zeroir.frontend.capture.precision import apply_precision, compute_dtype, note_on_precision
 from zeroir.frontend.capture.python_state import PythonState, UsersCode
 from zeroir.frontend.capture.read_graph import read_graph, without_dead_nodes
+from zeroir.frontend.capture.shapes import dim_env, require_any_size, sizes_of
 from zeroir.frontend.capture.shared_memory import (
     note_on_ties,
     overlapping_tensors,
@@ -123,10 +126,12 @@ def capture(
     evaluate: bool = True,
     outputs: Sequence[str] = (),
     fewest_equal_calls: int = FEWEST_EQUAL_CALLS,
+    shapes: BatchShapes = MappingProxyType({}),
 ) -> CapturedModel:
     """Trace a model: a step and, with ``evaluate``, an evaluation with the outputs of these names.
 
     Where at least ``fewest_equal_calls`` calls of blocks are equal, only one of them is traced; the result is the same.
+    Tensors of the batch that ``shapes`` names have sizes that depend on dims.
 
     Raises:
         UserError: if the model cannot be built or traced; it names the line and a remedy.
@@ -137,6 +142,8 @@ def capture(
         leaves = _checked_leaves(example, names.batch)
         tensors = leaves.tensors
         batch = tuple(tensor_info(f"input {path}", path, x) for path, x in tensors.items())
+        env, sizes = dim_env(shapes, {info.name: info.shape for info in batch})
+        batch = tuple(replace(info, shape=sizes[info.name]) for info in batch)
     autocasts = dict(source.autocasts)
     folder = source.folder
     noting = noting_autocasts(autocasts, lambda: line_of_caller(folder))
@@ -153,7 +160,7 @@ def capture(
             overlapping = overlapping_tensors(model)
         on_precision = note_on_precision(model, precision, names.model)
         apply_precision(model, precision, keep_fp32)
-        mode = fake_mode()
+        mode = fake_mode(env)
         with refusals_at(place):
             parameters, buffers = become_fake(model, mode)
         shapes = parameter_shapes(model)
@@ -163,7 +170,10 @@ def capture(
         at_the_end.callback(state.restore_exactly)
         step = LossStep(model, source, example, compute_dtype(precision), hooks, state)
         with mode:
-            inputs = [torch.empty(x.shape, dtype=x.dtype) for x in tensors.values()]
+            inputs = [
+                torch.empty(sizes_of(info.shape, env), dtype=x.dtype)
+                for info, x in zip(batch, tensors.values(), strict=True)
+            ]
             inputs.append(torch.empty(MAX_DROPOUT_SITES, dtype=torch.int64))
 
         def joint_graph_of_a_step() -> tuple[JointGraph, tuple[str, ...]]:
@@ -190,6 +200,8 @@ def capture(
             notes.append(why_not)
     with refusals_at(place):
         require_apart(joint, overlapping)
+    if env is not None:
+        require_any_size(env, step.line)
     return CapturedModel(
         joint=joint,
         module=model,
@@ -242,7 +254,8 @@ def _joint_graph(
     fewest_equal_calls: int,
 ) -> tuple[JointGraph, tuple[str, ...]]:
     """Return the joint graph of a step as plain data, and the blocks whose calls were not traced one by one."""
-    if len(step.blocks) >= fewest_equal_calls:
+    # Graphs of blocks are traced with sizes of their own.
+    if len(step.blocks) >= fewest_equal_calls and mode.shape_env is None:
         with_reuse = _with_reuse(mode, step, inputs, paths, fewest_equal_calls)
         if with_reuse is not None:
             return with_reuse

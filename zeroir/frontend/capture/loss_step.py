@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from zeroir.frontend._torch_private import tensors_replaced, whole_operators
+from zeroir.frontend._torch_private import (
+    Function,
+    has_dims,
+    tensors_replaced,
+    whole_operators,
+    whole_where_different,
+)
 from zeroir.frontend.capture.block_recording import ForwardRecorder, ForwardRecording
 from zeroir.frontend.capture.block_reuse import ReusePlan
 from zeroir.frontend.capture.gradient_hooks import ParameterHooks
@@ -101,13 +107,20 @@ class LossStep(nn.Module):
         if not self._is_evaluating:
             # The parameters are now tensors of the tracer, which have no hooks.
             self._hooks.attach(self.model)
-        with whole_operators(), torch.set_grad_enabled(not self._is_evaluating):
+        # C++ decompositions of operators take sizes for numbers, those in Python do not.
+        is_sized = has_dims(tensors)
+        operators = nullcontext() if is_sized else whole_operators()
+        around = self._around_sized if is_sized else self.tracker.around
+        with operators, torch.set_grad_enabled(not self._is_evaluating):
             if self.plan is not None:
                 return self.plan.repeat(
                     [*inputs, *self._model_tensors().values()], seeds, self.tracker
                 )
-            with NeutralOps(seeds, self.tracker.around) as neutral:
+            with NeutralOps(seeds, around) as neutral:
                 return self._results(tensors, neutral)
+
+    def _around_sized(self, func: Function) -> Function:
+        return self.tracker.around(whole_where_different(func))
 
     def record(self, inputs: Sequence[Tensor]) -> ForwardRecording:
         """Run the model once, without changing its buffers, and return the recorded calls.

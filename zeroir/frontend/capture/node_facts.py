@@ -11,7 +11,12 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from zeroir.errors import InternalError, UserError
-from zeroir.frontend._torch_private import is_backward, is_gradient_sum
+from zeroir.frontend._torch_private import (
+    NoPolynomialError,
+    is_backward,
+    is_gradient_sum,
+    size_of,
+)
 from zeroir.frontend.capture.storage_views import bounds_error
 from zeroir.ir.segments.allowlist import refusal
 from zeroir.ir.segments.segment import TensorType
@@ -73,11 +78,11 @@ def facts_of(node: fx.Node, source: str) -> NodeFacts:
     return NodeFacts(
         op=op,
         types=tuple(None if x is None else tensor_type(x, source) for x in tensors),
-        offsets=_offsets(node, tensors) if is_view else (0,) * len(tensors),
+        offsets=_offsets(node, tensors, source) if is_view else (0,) * len(tensors),
         is_view=is_view,
         is_backward=is_backward(node),
         is_gradient_sum=is_gradient_sum(node) and op is aten.add.Tensor,
-        flops=_flops(op, args, kwargs, node.meta["val"]),
+        flops=size_in(_flops(op, args, kwargs, node.meta["val"]), source),
         workspace_bytes=workspace_bytes,
     )
 
@@ -91,9 +96,20 @@ def tensor_type(tensor: Tensor, source: str) -> TensorType:
     require_dtype(tensor.dtype, source)
     return TensorType(
         dtype=IR_DTYPE[tensor.dtype],
-        shape=tuple(int(size) for size in tensor.shape),
-        stride=tuple(int(step) for step in tensor.stride()),
+        shape=tuple(size_in(size, source) for size in tensor.shape),
+        stride=tuple(size_in(step, source) for step in tensor.stride()),
     )
+
+
+def size_in(size: int | torch.SymInt, source: str) -> int:
+    """A size that torch computed at the line ``source``; UserError where it is no polynomial of dims."""
+    try:
+        return size_of(size)
+    except NoPolynomialError as error:
+        raise UserError(
+            f"{source} makes a size that is no polynomial of dims, {error}: give that dimension one size, or let the "
+            "data have it."
+        ) from None
 
 
 def require_dtype(dtype: torch.dtype, source: str) -> None:
@@ -125,13 +141,14 @@ def _tensors(value: object) -> list[Tensor | None]:
     raise InternalError(f"a node of the joint graph yields {type(value).__name__}")
 
 
-def _offsets(node: fx.Node, tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+def _offsets(node: fx.Node, tensors: Sequence[Tensor | None], source: str) -> tuple[int, ...]:
     """Return the number of elements from the first of the viewed tensor to the first of each result."""
     (viewed, *_) = node.args
     start = cast("fx.Node", viewed).meta["val"].storage_offset()
     # A result without elements may start anywhere; with its tensor it starts within a buffer.
     return tuple(
-        0 if x is None or not x.numel() else int(x.storage_offset() - start) for x in tensors
+        0 if x is None or not x.numel() else size_in(x.storage_offset() - start, source)
+        for x in tensors
     )
 
 
@@ -158,17 +175,17 @@ def _flops(
     """
     if op is torch.ops.zeroir.attention.default:
         q, k, v = (cast("Tensor", x) for x in args[:3])
-        return int(_FORWARD(q.shape, _grouped(q, k), _grouped(q, v)))
+        return _FORWARD(q.shape, _grouped(q, k), _grouped(q, v))
     if op is torch.ops.zeroir.attention_backward.default:
         grad, q, k, v = (cast("Tensor", x) for x in args[:4])
-        return int(_BACKWARD(grad.shape, q.shape, _grouped(q, k), _grouped(q, v)))
+        return _BACKWARD(grad.shape, q.shape, _grouped(q, k), _grouped(q, v))
     if str(op) in GROUPED_PRODUCTS:
         first, second = (cast("Tensor", x) for x in args[:2])
         groups = first.shape[0] if (first.dim(), second.dim()) == (3, 2) else 1
         products = 2 if str(op).endswith("_backward.default") else 1
         return products * 2 * first.numel() * second.shape[-1] // groups
     formula = _FORMULAE.get(getattr(op, "overloadpacket", None))
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    return 0 if formula is None else formula(*args, **kwargs, out_val=result)
 
 
 def _grouped(q: Tensor, x: Tensor) -> tuple[int, ...]:

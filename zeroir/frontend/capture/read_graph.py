@@ -19,7 +19,13 @@ from zeroir.frontend._torch_private import Placeholder, TracedGraph, annotation_
 from zeroir.frontend.capture.block_graph import BlockGraph
 from zeroir.frontend.capture.block_reuse import ReusePlan
 from zeroir.frontend.capture.joint_graph import Alias, InputKind, JointGraph, JointInput, JointNode
-from zeroir.frontend.capture.node_facts import NodeFacts, facts_of, require_dtype, tensor_type
+from zeroir.frontend.capture.node_facts import (
+    NodeFacts,
+    facts_of,
+    require_dtype,
+    size_in,
+    tensor_type,
+)
 from zeroir.frontend.capture.node_origins import UNKNOWN_ORIGIN, NodeOrigin, origin_of
 from zeroir.frontend.source.unsupported import MAKE_PART_OF_MODEL
 from zeroir.ir.segments.segment import NodeArg, Ref, Symbol, TensorType
@@ -237,6 +243,8 @@ class _Reader:
 
     def add_node(self, node: fx.Node) -> None:
         """Add a call of an operator, unless it has no effect."""
+        if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
+            return  # a number, which its users hold as an argument
         if node.target is operator.getitem:
             tensors, position = cast("tuple[fx.Node, int]", node.args)
             self.values[node] = (self.values[tensors][position],)
@@ -274,7 +282,7 @@ class _Reader:
         is_backward = facts.is_backward or (
             origin is UNKNOWN_ORIGIN
             and any(
-                not self.backward_values.isdisjoint(self.values[arg])
+                not self.backward_values.isdisjoint(self.values.get(arg, ()))
                 for arg in node.all_input_nodes
             )
         )
@@ -298,7 +306,8 @@ class _Reader:
 
     def _first_operand(self, node: fx.Node) -> int | None:
         first = node.args[0] if node.args else None
-        return self.value(first) if isinstance(first, fx.Node) else None
+        # A size that torch computed is no value.
+        return self.value(first) if isinstance(first, fx.Node) and first in self.values else None
 
     def _equal_ancestor(self, parent: int, kind: TensorType, offset: int) -> int | None:
         """Return the ancestor in a chain of views that equals a new view, if that undoes the views between them."""
@@ -321,10 +330,25 @@ class _Reader:
         }
         return tuple(args), tuple((k, v) for k, v in kwargs.items() if k not in dropped)
 
+    def _number(self, arg: fx.Node, node: fx.Node) -> int | None:
+        """The size that an argument is; None where it is a tensor."""
+        number = arg.meta.get("val")
+        match number:
+            case torch.SymInt():
+                return size_in(number, self._place(node))
+            case torch.SymFloat() | torch.SymBool():
+                raise UserError(
+                    f"{self._place(node)} passes a number to {node.target} that depends on the sizes of the batch and "
+                    "is no whole number: compute it with tensors, or give that dimension one size."
+                )
+            case _:
+                return None
+
     def _argument(self, arg: object, node: fx.Node) -> NodeArg:
         match arg:
             case fx.Node():
-                return Ref(self.value(arg))
+                number = self._number(arg, node)
+                return Ref(self.value(arg)) if number is None else number
             case list() | tuple():
                 return tuple(self._argument(item, node) for item in arg)
             case torch.dtype():

@@ -40,6 +40,7 @@ from zeroir.ir.program import (
     Section,
     State,
 )
+from zeroir.ir.sizes import Dim, Size
 from zeroir.torch_ops.purity import declarations
 
 
@@ -104,6 +105,7 @@ def lower(
     return Program(
         mesh=Mesh(axes=(Axis(name="dp", size=1),)),
         flats=flats,
+        dims=_dims(captured),
         buffers=(
             *_state_buffers(flats, options, states_by_name),
             *scalar_buffers,
@@ -127,6 +129,13 @@ def lower(
         options=options.to_pairs(),
         fingerprint=_fingerprint(flats, calls),
     )
+
+
+def _dims(captured: CapturedModel) -> tuple[Dim, ...]:
+    """The dims of the batch, by name."""
+    sizes = [size for info in captured.batch for size in info.shape if isinstance(size, Size)]
+    dims = {dim for size in sizes for dim in size.dims}
+    return tuple(sorted(dims, key=lambda dim: dim.name))
 
 
 def _outputs(joint: JointGraph) -> tuple[OutputBinding, ...]:

@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass, replace
 
 from zeroir.config import CompileOptions, replaced
+from zeroir.config.shapes import BatchShapes, parse_shapes, shapes_text
 from zeroir.errors import ModelWarning, UserError
 from zeroir.frontend.capture.capture import CapturedModel, capture
 from zeroir.frontend.capture.code_contexts import note_on_small_checkpoints, recomputed_units
@@ -31,12 +32,24 @@ class TracedModel:
 
 def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
     """Run the stages of ``zeroir.frontend.trace``."""
+    shapes: BatchShapes = {}
+    if options.shapes is not None:
+        shapes = parse_shapes(options.shapes)
+    elif source.shapes is not None:
+        shapes = source.shapes()
+        options = replaced(options, shapes=shapes_text(shapes) or None)
+    if shapes and options.micro_steps.is_step_interleaved:
+        raise UserError(
+            "--order layer runs several micro-batches together, and the dims of --shapes may differ among them: leave "
+            "one of the two out."
+        )
     captured = capture(
         source,
         options.precision.dtype,
         options.precision.keep_fp32,
-        evaluate=options.evaluate,
-        outputs=options.outputs,
+        evaluate=options.evaluate.is_on,
+        outputs=options.evaluate.outputs,
+        shapes=shapes,
     )
     units = find_units(captured.module, options.units)
     notes = [*captured.notes]
@@ -54,7 +67,7 @@ def program_of(
     captured: CapturedModel, options: CompileOptions, *, is_weighted: bool = False
 ) -> Program:
     """Return the logical program of a captured model, whose micro-batches have weights if ``is_weighted``."""
-    if not options.evaluate:
+    if not options.evaluate.is_on:
         captured = replace(captured, evaluation=None)
     units = find_units(captured.module, options.units)
     canonical = {

@@ -27,6 +27,7 @@ from torch import nn
 from zeroir.config.model_spec import Factory, ModelSpec
 from zeroir.errors import UserError, ZeroirError
 from zeroir.frontend.capture.code_contexts import line_of_caller, noting_autocasts
+from zeroir.frontend.source.given_shapes import given_shapes
 from zeroir.frontend.source.imports import file_of_module, hashes_of_imports, hashes_of_modules
 from zeroir.frontend.source.source import (
     BatchFunction,
@@ -145,6 +146,8 @@ def run_model_file(text: ModelText) -> ModelSource:
     batch = functions.required("batch", "batch() -> tuple or dict of example tensors")
     loss = functions.optional("loss", "loss(module, batch)", 2)
     weight = functions.optional("weight", "weight(batch)", 1)
+    shapes = functions.optional("shapes", "shapes()", 0)
+    guarded_batch = functions.guarded(cast("Callable[[], Batch]", batch), "batch()")
     return ModelSource(
         names=SourceNames(
             model=f"the model in {path}",
@@ -157,7 +160,7 @@ def run_model_file(text: ModelText) -> ModelSource:
         folder=path.parent,
         build=build,
         model=functions.initialised(build, factory.call),
-        batch=functions.guarded(cast("Callable[[], Batch]", batch), "batch()"),
+        batch=guarded_batch,
         loss=loss,
         weight=weight,
         batches=functions.iterator(
@@ -166,6 +169,11 @@ def run_model_file(text: ModelText) -> ModelSource:
         eval_batches=functions.iterator("eval_batches", "eval_batches(rank, world_size, seed)", 3),
         modules=(module.__name__, *imports),
         autocasts=autocasts,
+        shapes=None
+        if shapes is None
+        else lambda: given_shapes(
+            functions.guarded(shapes, "shapes()")(), guarded_batch(), f"batch() in {path}"
+        ),
         file=FileOrigin(path=path, factory=factory.text, sha256=text.sha256, imports=imports),
     )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch import nn
 
+from zeroir.config.shapes import BatchShapes
 from zeroir.errors import MEMORY_REMEDY, UserError, is_out_of_memory
 from zeroir.frontend.source.source_lines import line_of_definition, line_of_error, line_of_forward
 from zeroir.torch_ops.batches import Batch
@@ -78,7 +79,8 @@ class ModelSource:
 
     ``folder`` is that of the user's code: traces show its files. ``modules`` names the user's Python modules in this
     process. ``autocasts`` maps ``file:line`` to the accelerator for which that code entered autocast while it was
-    loaded. ``file`` is None if there is no model file.
+    loaded. ``file`` is None if there is no model file. ``shapes`` returns the shapes of the batch's tensors that
+    depend on dims.
     """
 
     names: SourceNames
@@ -94,6 +96,7 @@ class ModelSource:
     autocasts: Mapping[str, str] = field(default_factory=dict)
     file: FileOrigin | None = None
     is_in_hand: bool = False
+    shapes: Callable[[], BatchShapes] | None = None
 
     def line_of_loss(self, model: nn.Module) -> str:
         """Return ``file:line`` of the function that returns the loss, or of the model's creation if that is torch's."""

@@ -10,13 +10,14 @@ from typing import Final
 from zeroir.ir.buffers import Region, View
 from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import Segment, TensorType
+from zeroir.ir.sizes import SIZE_TEXT
 from zeroir.ir.text.lexical import BARE_NAME, STRING, name
 from zeroir.ir.text.scanner import Scanner
 from zeroir.ir.text.segments import parse_strided, strided
 
 _REGION: Final = re.compile(
     rf"[ \t]*%(?:({BARE_NAME})|({STRING}))"
-    rf"(?:\[(-?[0-9]{{1,30}}):(-?[0-9]{{1,30}})\](?:@(?:({BARE_NAME})|({STRING})))?"
+    rf"(?:\[({SIZE_TEXT}):({SIZE_TEXT})\](?:@(?:({BARE_NAME})|({STRING})))?"
     rf"(?:\[(-?[0-9]{{1,30}}):(-?[0-9]{{1,30}})\])?)?"
 )
 
@@ -103,9 +104,9 @@ class TextReader:
             shard = match[5] or (scan.unquote(match[6], match.start(6)) if match[6] else None)
             if shard is None and scan.text.startswith("@", match.end()):
                 scan.fail("expected a mesh axis right after '@'.", match.end() + 1)
-            start = int(match[3])
+            start = scan.size_of(match[3], match.start(3))
             part = None if match[7] is None else (int(match[7]), int(match[8]))
-            numel = int(match[4]) - start
+            numel = scan.size_of(match[4], match.start(4)) - start
             return Region(buffer=buffer, offset=start, numel=numel, shard=shard, part=part)
         if scan.text.startswith("[", match.end()):
             scan.fail("expected a range such as '[0:64]', without spaces.", match.end())

@@ -233,7 +233,7 @@ _TYPES: Final[Mapping[type, Notation]] = {
     ),
     DType: Notation(lambda value, _: str(value.value), lambda reader: parse_dtype(reader.scanner)),
     float: Notation(lambda value, _: number(value), lambda reader: reader.scanner.float()),
-    int: Notation(lambda value, _: str(value), lambda reader: reader.scanner.integer()),
+    int: Notation(lambda value, _: str(value), lambda reader: reader.scanner.size()),
     bytes: Notation(lambda value, _: f'"{base64.b64encode(value).decode()}"', _bytes),
 }
 
@@ -241,7 +241,7 @@ _FORMS: Final[Mapping[Form | None, Notation]] = {
     Form.QUOTED: Notation(lambda value, _: quote(value), lambda reader: reader.scanner.string()),
     Form.BRACKETED: Notation(
         lambda value, _: f"[{value}]",
-        lambda reader: reader.scanner.between("[", "]", reader.scanner.integer),
+        lambda reader: reader.scanner.between("[", "]", reader.scanner.size),
     ),
     Form.INTERVAL: Notation(
         lambda value, _: f"{name(value[0])}[{value[1]}:{value[2]}]",

@@ -10,6 +10,7 @@ from zeroir.ir.buffers import Buffer
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section, State
 from zeroir.ir.segments.segment import Segment
+from zeroir.ir.sizes import Dim
 from zeroir.ir.text.lexical import VERSION
 from zeroir.ir.text.names import TextReader, declared_outputs
 from zeroir.ir.text.notation import slot_notation, value_notation
@@ -81,6 +82,8 @@ class _ProgramParser:
             scan.fail(f"expected only one '{keyword}' line.", start)
         value = self.lines.read(line)
         match value:
+            case Dim():
+                self.scanner.dims[value.name] = value
             case Buffer():
                 self.reader.numels[value.name] = value.numel
             case Segment():

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Final, NoReturn, TypeVar
 
 from zeroir.errors import UserError
+from zeroir.ir.sizes import SIZE_TEXT, Dim, UnknownDimError, parse_size
 from zeroir.ir.text.lexical import BARE_NAME, BARE_WORD, FLOAT, INTEGER, STRING
 
 T = TypeVar("T")
@@ -28,6 +29,7 @@ _NAME: Final = re.compile(rf"[ \t]*(?:({BARE_NAME})|({STRING}))")
 _WORD: Final = re.compile(rf"[ \t]*(?:({BARE_WORD})|({STRING}))")
 _STRING: Final = re.compile(rf"[ \t]*({STRING})")
 _INTEGER: Final = re.compile(rf"[ \t]*({INTEGER})(?![A-Za-z0-9_.])")
+_SIZE: Final = re.compile(rf"[ \t]*({SIZE_TEXT})(?![A-Za-z0-9_.])")
 _FLOAT: Final = re.compile(rf"[ \t]*({FLOAT})")
 
 
@@ -59,11 +61,15 @@ def _window(line: str, indent: str, width: int = 160) -> tuple[str, str]:
 
 
 class Scanner:
-    """The cursor. Each reader skips spaces, and raises :class:`ParseError` if the text does not match."""
+    """The cursor. Each reader skips spaces, and raises :class:`ParseError` if the text does not match.
+
+    ``dims`` are those that the lines so far have declared, by name.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.position = 0
+        self.dims: dict[str, Dim] = {}
 
     # --------------------------------------------------------------------------------------- errors
 
@@ -220,11 +226,27 @@ class Scanner:
         self.position = match.end()
         return int(match[1])
 
+    def size(self) -> int:
+        """An integer, or a polynomial of dims such as ``batch*length*64``."""
+        match = _SIZE.match(self.text, self.position) if self.dims else None
+        if match is None:
+            return self.integer()
+        self.position = match.end()
+        return self.size_of(match[1], match.start(1))
+
+    def size_of(self, text: str, position: int) -> int:
+        """The size that a text at a position spells."""
+        try:
+            size = parse_size(text, self.dims)
+            return int(text) if size is None else size
+        except UnknownDimError as error:
+            self.fail(f"expected a 'dim {error}' line above, since a size names it.", position)
+
     def range(self) -> tuple[int, int]:
-        """Read two integers with a colon between them."""
-        start = self.integer()
+        """Read two sizes with a colon between them."""
+        start = self.size()
         self.expect(":")
-        return start, self.integer()
+        return start, self.size()
 
     def float(self) -> float:
         """Read a float, also ``inf``, ``-inf`` and ``nan``."""

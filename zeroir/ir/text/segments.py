@@ -10,6 +10,7 @@ from zeroir.ir.buffers import contiguous_stride
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Constant
 from zeroir.ir.segments.segment import Node, NodeArg, Ref, Segment, Symbol, TensorType
+from zeroir.ir.sizes import RESERVED_NAMES, SIZE_TEXT
 from zeroir.ir.text.lexical import BARE_NAME, STRING, name, number, quote
 from zeroir.ir.text.scanner import Scanner
 
@@ -25,8 +26,10 @@ _KEY: Final = re.compile(rf"[ \t]*(?:({BARE_NAME})|({STRING}))[ \t]*=")
 _INTEGER: Final = re.compile(r"[ \t]*(-?[0-9]{1,1000})(?![A-Za-z0-9_.])")
 _REF: Final = re.compile(r"[ \t]*\$(-?[0-9]{1,30})(?![A-Za-z0-9_.])")
 _SHAPE: Final = re.compile(
-    r"((?:-?[0-9]{1,30}(?:,-?[0-9]{1,30})*)?)(?:;((?:-?[0-9]{1,30}(?:,-?[0-9]{1,30})*)?))?"
+    rf"((?:{SIZE_TEXT}(?:,{SIZE_TEXT})*)?)(?:;((?:{SIZE_TEXT}(?:,{SIZE_TEXT})*)?))?"
 )
+_DIM: Final = re.compile(r"-?([A-Za-z_][A-Za-z0-9_]*)")
+_OPERATORS: Final = ("*", "+", "-")
 _MAX_DEPTH: Final = 64
 """The largest depth of lists in arguments; torch's own schemas need 2."""
 
@@ -97,12 +100,18 @@ def parse_strided(
     if match is None or not scan.text.startswith(closing, match.end()):
         scan.fail(f"expected a shape such as '2,3' or '2,3;3,1', without spaces, and '{closing}'.")
     scan.position = match.end() + len(closing)
-    shape = _integers(match[1])
-    return shape, contiguous_stride(shape) if match[2] is None else _integers(match[2])
+    shape = _sizes(scan, match[1], match.start(1))
+    if match[2] is None:
+        return shape, contiguous_stride(shape)
+    return shape, _sizes(scan, match[2], match.start(2))
 
 
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(","))) if text else ()
+def _sizes(scan: Scanner, text: str, position: int) -> tuple[int, ...]:
+    if not text:
+        return ()
+    if scan.dims or not text.replace(",", "").replace("-", "").isdecimal():
+        return tuple([scan.size_of(size, position) for size in text.split(",")])
+    return tuple(map(int, text.split(",")))
 
 
 def _ref(scan: Scanner) -> int:
@@ -156,7 +165,7 @@ def _node(scan: Scanner, first: int) -> Node:
         scan.fail(
             f"expected {count} types, one for each result, but found {len(results)}.", position
         )
-    flops = scan.optional("flops", scan.integer, 0)
+    flops = scan.optional("flops", scan.size, 0)
     workspace_bytes: int | None = scan.optional("workspace", scan.integer, None)
     source = scan.string("the line of the model, as a string") if scan.accept_keyword("at") else ""
     return Node(
@@ -202,7 +211,7 @@ def parse_constant(scan: Scanner) -> Constant:
 
 def _constant(scan: Scanner) -> Constant | DType:
     match = _INTEGER.match(scan.text, scan.position)
-    if match is not None:
+    if match is not None and scan.text[match.end() : match.end() + 1] not in _OPERATORS:
         scan.position = match.end()
         return int(match[1])
     match = _KEYWORD.match(scan.text, scan.position)
@@ -210,6 +219,9 @@ def _constant(scan: Scanner) -> Constant | DType:
         scan.position = match.end()
         return _KEYWORDS[match[1]]
     position = scan.here()
+    name_of_dim = _DIM.match(scan.text, position)
+    if name_of_dim is not None and name_of_dim[1] in scan.dims.keys() - RESERVED_NAMES:
+        return scan.size()
     if scan.text[position : position + 1] not in "-0123456789in" or position == len(scan.text):
         scan.fail(
             "expected an argument: a value such as '$0', a number, true, false, none, "

@@ -1,0 +1,145 @@
+"""Shapes as people give them: torch.export's forms, a text, a function of the model file; and what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ShapesCollection
+
+import zeroir
+from examples import any_length
+from zeroir.config.shapes import parse_shapes, shapes_text
+from zeroir.errors import UserError
+from zeroir.frontend.source.given_shapes import given_shapes
+from zeroir.torch_ops.batches import Batch
+
+ROWS, LENGTH = Dim("rows", max=8), Dim("length", min=2, max=64)
+TEXT = "ids: rows<=8, 2<=length<=64; mask: rows, length"
+TOKENS = {"ids": torch.zeros(3, 4), "mask": torch.zeros(3, 4)}
+
+
+def collection(batch: dict[str, Tensor]) -> ShapesCollection:
+    shapes = ShapesCollection()  # type: ignore[no-untyped-call]
+    for tensor in batch.values():
+        shapes[tensor] = (ROWS, LENGTH)
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("batch", "given", "text"),
+    [
+        (TOKENS, {"ids": (ROWS, LENGTH), "mask": {0: ROWS, 1: LENGTH}}, TEXT),
+        (TOKENS, collection(TOKENS), TEXT),
+        (TOKENS, {"ids": {-1: 8 * LENGTH}, "mask": None}, "ids: _, 2<=8*length<=64"),
+        (torch.zeros(3, 4), (ROWS, 4), "0: rows<=8, 4"),
+        ((torch.zeros(2), [torch.zeros(2, 3)]), (None, [(ROWS, Dim.STATIC)]), "1.0: rows<=8, _"),
+    ],
+)
+def test_forms_of_torch_export(batch: Batch, given: object, text: str) -> None:
+    assert shapes_text(given_shapes(given, batch)) == text
+    assert shapes_text(parse_shapes(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("given", "fact"),
+    [
+        ({"ids": (Dim("rows"), 4)}, "rows at axis 0 of ids has no largest value"),
+        ({"ids": (Dim.AUTO, 4)}, "axis 0 of ids"),
+        ({"ids": (ROWS + 1, 4)}, "axis 0 of ids"),
+        ({"ids": {5: ROWS}}, "axis 5 of ids"),
+        ({"tokens": (ROWS,)}, "tokens"),
+        (7, "7 at its top"),
+        (
+            {"ids": (ROWS, LENGTH), "mask": (Dim("rows", max=9), LENGTH)},
+            "two ranges to the dim rows",
+        ),
+    ],
+)
+def test_shapes_that_fit_no_batch_are_refused(given: object, fact: str) -> None:
+    with pytest.raises(UserError, match=re.escape(fact)):
+        given_shapes(given, TOKENS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "ids",
+        ": rows<=4",
+        "ids: rows",
+        "ids: rows<=4, 9<=rows",
+        "ids: 0*rows<=4",
+        "ids: 4<=x<=3",
+        "a: b<=3; a: b",
+    ],
+)
+def test_texts_that_are_no_shapes_are_refused(text: str) -> None:
+    with pytest.raises(UserError):
+        parse_shapes(text)
+
+
+class Mean(nn.Module):
+    def __init__(self, decide: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+        self.decide = decide
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.line(self.decide(x)).square().mean()
+        return loss
+
+
+def _longer(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[0] > 5 else x
+
+
+def _halved(x: Tensor) -> Tensor:
+    return x[: x.shape[0] // 2]
+
+
+def _fixed(x: Tensor) -> Tensor:
+    return x + torch.zeros(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("decide", "fact"),
+    [(_longer, "<= rows <= 5"), (_halved, "rows//2"), (_fixed, "rows = 3")],
+)
+def test_code_that_sizes_decide_is_named(decide: Callable[[Tensor], Tensor], fact: str) -> None:
+    with pytest.raises(UserError, match=rf"test_shapes\.py:\d+ .*{re.escape(fact)}"):
+        zeroir.compile(Mean(decide), torch.zeros(3, 4), shapes=(ROWS, 4))
+
+
+def test_an_engine_takes_batches_within_the_contract(tmp_path: Path) -> None:
+    path = tmp_path / "any.zir"
+    zeroir.compile(any_length.__file__, stage=2).save(path)
+    program = zeroir.load(path)
+    assert program.options.shapes == "input_ids: rows<=6, 2<=length<=64; labels: rows, length"
+    engine = program.engine(model=any_length.__file__)
+    for rows, length in ((6, 64), (1, 2), (3, 12), (2, 39)):
+        assert engine.step(any_length.batch_of(rows, length)).loss > 0
+        logits = engine.evaluate(any_length.batch_of(rows, length)).outputs
+        assert isinstance(logits, Tensor)
+        assert logits.shape == (rows, length, 50)
+    tokens = any_length.batch_of(3, 12)
+    for batch, fact in (
+        (any_length.batch_of(7, 12), "rows from 1 to 6"),
+        (any_length.batch_of(3, 1), "length from 2 to 64"),
+        ({**tokens, "labels": tokens["labels"][:2]}, "gives rows the value 3, and 'labels' 2"),
+    ):
+        with pytest.raises(UserError, match=fact):
+            engine.step(batch)
+    assert engine.step(tokens).loss > 0
+    engine.close()
+
+
+def test_order_by_layer_and_compiled_kernels_refuse_dims() -> None:
+    with pytest.raises(UserError, match="--order layer runs several micro-batches together"):
+        zeroir.compile(any_length.__file__, micro_steps=zeroir.MicroSteps(count=2, order="layer"))
+    with pytest.raises(UserError, match="--kernels inductor compiles kernels for one shape"):
+        zeroir.compile(any_length.__file__).engine(kernels="inductor")

@@ -1,0 +1,130 @@
+"""Programs with dims are proved for all shapes, and damaged sizes are found, also those that fit the example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from examples import any_length
+from zeroir.api.compiling import compile_model
+from zeroir.artifact.schema import SchemaError, pack, unpack
+from zeroir.ir.analysis.instances import (
+    instance,
+    segments_at_ends,
+    sizes_in,
+    with_integers,
+)
+from zeroir.ir.program import Program
+from zeroir.ir.sizes import Size
+from zeroir.ir.text import parse, print_program
+from zeroir.runtime.execution.lockstep import Lockstep
+from zeroir.runtime.kernels.declared import misdeclared
+from zeroir.verify import verify
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "stage 3": {"stage": 3},
+    "bf16, accumulating": {"stage": 2, "precision": "bf16", "micro_steps": 2},
+    "offloaded": {"stage": 1, "precision": "bf16", "offload": "optimizer"},
+    "recomputed": {"stage": 3, "recompute": "*"},
+}
+
+
+@cache
+def compiled(name: str) -> tuple[Program, Program]:
+    program = compile_model(any_length.__file__, world_size=2, **OPTIONS[name])  # type: ignore[arg-type]
+    return program.program, program.logical
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_program_with_dims_is_valid_at_every_shape(name: str) -> None:
+    program, logical = compiled(name)
+    assert [dim.name for dim in program.dims] == ["length", "rows"]
+    for values in ({"rows": 1, "length": 2}, {"rows": 5, "length": 17}):
+        assert verify(instance(program, values), instance(logical, values)).is_valid
+    text = print_program(program)
+    assert "i64[rows,length]" in text
+    assert print_program(parse(text)) == text
+    assert unpack(Program, pack(program)) == program
+
+
+def damages(program: Program, seed: int) -> Iterator[tuple[str, Program]]:
+    """Yield programs of which one size, chosen by chance, is another one."""
+    rows, length = (next(d for d in program.dims if d.name == n).size for n in ("rows", "length"))
+    changes: dict[str, Callable[[Size], int]] = {
+        "the number at the bound": int,
+        "another dim": lambda size: sum(
+            c * _product([rows if d.name == "length" else length] * p for d, p in m)
+            for c, m in size.terms
+        ),
+        "one more": lambda size: size + 1,
+        "the example's": lambda size: size.at({"rows": 3, "length": 12}),
+        "twice": lambda size: size * 2,
+    }
+    chance = Random(seed)
+    sizes = list(sizes_in([program.buffers, program.segments, program.sections]))
+    for what, change in changes.items():
+        for _ in range(6):
+            victim, seen = chance.choice(sizes), 0
+            target = chance.randrange(3)
+
+            def damaged(size: int, victim: Size = victim, target: int = target) -> int:
+                nonlocal seen
+                if not isinstance(size, Size) or size != victim:
+                    return size
+                seen += 1
+                return change(size) if seen == target + 1 else size  # noqa: B023
+
+            yield what, with_integers(program, damaged)
+
+
+def _product(factors: Iterator[list[int]]) -> int:
+    product = 1
+    for group in factors:
+        for factor in group:
+            product = product * factor
+    return product
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_size_that_is_another_one_is_found_or_changes_nothing(name: str) -> None:
+    """A buffer may be larger than what it holds, for example."""
+    program, logical = compiled(name)
+    expected = trained(program)
+    refused = 0
+    for what, damaged in damages(program, seed=len(name)):
+        # Opening a program compares what operators make with the types that it declares.
+        if not verify(damaged, logical).is_valid or misdeclared(segments_at_ends(damaged)):
+            refused += 1
+            continue
+        for key, value in trained(damaged).items():
+            assert torch.equal(value, expected[key]), (what, key)
+    assert refused >= 10
+
+
+def trained(program: Program) -> dict[str, Tensor]:
+    """Train two steps on batches of other shapes for each rank: losses and parameters."""
+    lockstep = Lockstep(program, seed=1)
+    lockstep.initialise(any_length.model, 1)
+    streams = [any_length.batches(rank, 2, seed=5) for rank in range(2)]
+    count = int(program.option["micro_steps"])
+    values: dict[str, Tensor] = {}
+    for step in range(2):
+        batches = [[next(stream) for _ in range(count)] for stream in streams]
+        for rank, result in enumerate(lockstep.step(batches)):
+            values[f"loss {step} of rank {rank}"] = result.loss
+    return values | lockstep.full_parameters()
+
+
+@pytest.mark.parametrize("text", ["depth*2", "length*", "12", "length^99*rows^99", "x" * 3000])
+def test_a_stored_size_that_is_none_is_refused(text: str) -> None:
+    from zeroir.artifact.schema import _with_numbered_sizes, _with_sizes
+
+    stored = _with_numbered_sizes(compiled("stage 3")[0])
+    with pytest.raises(SchemaError):
+        _with_sizes(replace(stored, sizes=(text, *stored.sizes[1:])))

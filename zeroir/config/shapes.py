@@ -1,0 +1,116 @@
+"""The shapes of a batch that depend on dims, as a text: ``input_ids: batch<=16, length<=8192; labels: batch, length``.
+
+Each tensor of a batch that is named by its path has one item for each of its dimensions: a number, ``_`` for the number
+of the example batch, a dim, or a multiple of one such as ``8*blocks``. A dim's largest value is said once, by ``<=``,
+and its smallest one, 1 otherwise, before it: ``2<=length<=8192``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from zeroir.errors import UserError
+from zeroir.ir.limits import MOST_COUNT
+from zeroir.ir.sizes import RESERVED_NAMES, Dim, Size
+
+BatchShapes = Mapping[str, tuple[int | None, ...]]
+"""The sizes of each named tensor by its path; None is the size of the example batch."""
+
+_ITEM: Final = re.compile(
+    r"(?:(?P<minimum>\d{1,18})<=)?(?:(?P<factor>\d{1,18})\*)?(?P<name>[A-Za-z]\w{0,63})(?:<=(?P<maximum>\d{1,18}))?"
+)
+
+
+def parse_shapes(text: str) -> BatchShapes:
+    """The shapes that a text describes.
+
+    Raises:
+        UserError: where it is none, gives a dim two ranges or no largest value.
+    """
+    rows: dict[str, list[str]] = {}
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        path, colon, items = part.rpartition(":")
+        if not colon or not path.strip():
+            raise UserError(_explained(part, "has no path of a tensor before a colon"))
+        if path.strip() in rows:
+            raise UserError(f"The tensor {path.strip()} is named twice.")
+        rows[path.strip()] = [item.replace(" ", "") for item in items.split(",")]
+    if not rows:
+        raise UserError(_explained(text, "names no tensor"))
+    dims = _dims([item for items in rows.values() for item in items])
+    return {path: tuple(_size(item, dims) for item in items) for path, items in rows.items()}
+
+
+def shapes_text(shapes: BatchShapes) -> str:
+    """The text of shapes, from which ``parse_shapes`` makes equal ones."""
+    said: set[str] = set()
+    rows: list[str] = []
+    for path, sizes in shapes.items():
+        items: list[str] = []
+        for size in sizes:
+            if not isinstance(size, Size):
+                items.append("_" if size is None else str(size))
+                continue
+            (dim,) = size.dims
+            factor = size.at({dim.name: 1})
+            item = dim.name if factor == 1 else f"{factor}*{dim.name}"
+            if dim.name not in said:
+                said.add(dim.name)
+                smallest = "" if dim.minimum == 1 else f"{dim.minimum}<="
+                item = f"{smallest}{item}<={dim.maximum}"
+            items.append(item)
+        rows.append(f"{path}: {', '.join(items)}")
+    return "; ".join(rows)
+
+
+def _dims(items: list[str]) -> dict[str, Dim]:
+    ranges: dict[str, dict[str, int]] = {}
+    for item in items:
+        match = _ITEM.fullmatch(item)
+        if match is None:
+            if item == "_" or re.fullmatch(r"\d{1,18}", item):
+                continue
+            raise UserError(_explained(item, "is neither a number nor a dim"))
+        known = ranges.setdefault(match["name"], {})
+        for end in ("minimum", "maximum"):
+            if match[end] is None:
+                continue
+            value = int(match[end])
+            if known.setdefault(end, value) != value:
+                raise UserError(f"The dim {match['name']} has the {end} {known[end]} and {value}.")
+    dims: dict[str, Dim] = {}
+    for name, ends in ranges.items():
+        if name in RESERVED_NAMES:
+            raise UserError(
+                f"A dim cannot be called {name}, which means something else in the text of a program."
+            )
+        if "maximum" not in ends:
+            raise UserError(
+                f"The dim {name} has no largest value, for which memory is planned: write {name}<=8192 once."
+            )
+        smallest, largest = ends.get("minimum", 1), ends["maximum"]
+        if not 1 <= smallest < largest <= MOST_COUNT:
+            raise UserError(
+                f"The dim {name} is from {smallest} to {largest}, but should be from at least 1 to more than that, "
+                f"{MOST_COUNT} at the most."
+            )
+        dims[name] = Dim(name=name, minimum=smallest, maximum=largest)
+    return dims
+
+
+def _size(item: str, dims: Mapping[str, Dim]) -> int | None:
+    if item == "_":
+        return None
+    match = _ITEM.fullmatch(item)
+    if match is None:
+        return int(item)
+    factor = int(match["factor"] or 1)
+    if factor == 0:
+        raise UserError(_explained(item, "is 0 times a dim"))
+    return dims[match["name"]].size * factor
+
+
+def _explained(text: str, problem: str) -> str:
+    return f"{text!r:.80} {problem}."

@@ -1,0 +1,78 @@
+"""Tensors of a batch whose sizes depend on dims, while a model is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from zeroir.config.shapes import BatchShapes
+from zeroir.errors import UserError
+from zeroir.frontend._torch_private import DimEnv
+from zeroir.ir.sizes import Dim, Size, value_of_dim
+
+
+def dim_env(
+    shapes: BatchShapes, examples: Mapping[str, tuple[int, ...]]
+) -> tuple[DimEnv | None, dict[str, tuple[int, ...]]]:
+    """The symbols of the dims of a batch, None where there are none, and the shapes of all its tensors by path.
+
+    Raises:
+        UserError: where the example batch does not have such shapes.
+    """
+    values: dict[Dim, int] = {}
+    sizes = dict(examples)
+    for path, shape in shapes.items():
+        example = examples.get(path)
+        if example is None:
+            raise UserError(
+                f"The shapes name the input {path}, which the batch does not have; it has {', '.join(examples)}."
+            )
+        if len(shape) != len(example):
+            raise UserError(
+                f"The shape of the input {path} has {len(shape)} dimensions, and the batch's tensor has {len(example)}."
+            )
+        sizes[path] = tuple(
+            _noted(
+                number if size is None else size,
+                number,
+                f"Dimension {axis} of the input {path}",
+                values,
+            )
+            for axis, (size, number) in enumerate(zip(shape, example, strict=True))
+        )
+    return (DimEnv(values) if values else None), sizes
+
+
+def _noted(size: int, number: int, where: str, values: dict[Dim, int]) -> int:
+    """The size, after the value that the example batch gives its dim is noted."""
+    if not isinstance(size, Size):
+        if size != number:
+            raise UserError(f"{where} is {size} by the shapes and {number} in the example batch.")
+        return size
+    dim, value = value_of_dim(size, number)
+    if value is None or not dim.minimum <= value <= dim.maximum:
+        raise UserError(
+            f"{where} is {number} in the example batch, but should be {size} with {dim.name} from {dim.minimum} to "
+            f"{dim.maximum}."
+        )
+    if values.setdefault(dim, value) != value:
+        raise UserError(
+            f"{where} gives the dim {dim.name} the value {value}, and another one gives it {values[dim]} in the "
+            "example batch: give dims that differ names of their own."
+        )
+    return size
+
+
+def sizes_of(shape: Sequence[int], env: DimEnv | None) -> list[int | torch.SymInt]:
+    """A shape as torch computes with it."""
+    return [size if env is None else env.symint(size) for size in shape]
+
+
+def require_any_size(env: DimEnv, place: str) -> None:
+    """Raise UserError where the model's code lets sizes decide, so that a trace is not one for all of them."""
+    for assumption, line in env.broken_assumptions():
+        raise UserError(
+            f"{line or place} lets the sizes of the batch decide: the program would be right only where {assumption}. "
+            "Narrow the dims to that, or express it without a decision."
+        )

@@ -1,0 +1,130 @@
+"""The shapes of a batch as a user gives them in Python: as ``torch.export`` takes them, or as a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from torch.export import Dim as ExportDim
+from torch.export import ShapesCollection
+
+from zeroir.config.shapes import BatchShapes, parse_shapes
+from zeroir.errors import UserError
+from zeroir.ir.limits import MOST_COUNT
+from zeroir.ir.sizes import RESERVED_NAMES, Dim
+from zeroir.torch_ops.batches import Batch, flatten
+
+_EXAMPLE: Final = "torch.export.Dim('length', max=8192)"
+
+
+def given_shapes(given: object, batch: Batch, name: str = "the batch") -> BatchShapes:
+    """The shapes of a batch that a user gives: a text, a ``ShapesCollection``, or the structure of the batch.
+
+    In the structure a tuple or list of sizes, a dict from axes to sizes, or None, stands in the place of each tensor.
+    A size is a ``torch.export.Dim`` with a ``max``, a multiple of one, a number, or None for that of the batch.
+
+    Raises:
+        UserError: where it is none of these, does not fit the batch, or a dim has no largest value.
+    """
+    if isinstance(given, str):
+        return parse_shapes(given)
+    tensors = flatten(batch, name).tensors
+    if isinstance(given, ShapesCollection):
+        specs: dict[str, object] = {path: given[tensor] or None for path, tensor in tensors.items()}
+    elif isinstance(batch, torch.Tensor):
+        specs = {"0": given}
+    else:
+        specs = dict(_specs(given, "", tensors))
+    dims: dict[str, Dim] = {}
+    shapes: dict[str, tuple[int | None, ...]] = {}
+    for path, spec in specs.items():
+        if spec is None:
+            continue
+        if path not in tensors:
+            raise UserError(
+                f"shapes= names {path}, which {name} does not have; its tensors are {', '.join(tensors)}."
+            )
+        shapes[path] = _shape(spec, tensors[path].dim(), path, dims)
+    return shapes
+
+
+def _specs(
+    given: object, path: str, tensors: Mapping[str, torch.Tensor]
+) -> list[tuple[str, object]]:
+    """What stands in the place of each tensor, by its path."""
+    if path in tensors or given is None:
+        return [(path, given)] if path else []
+    match given:
+        case Mapping():
+            items = [(str(key), item) for key, item in given.items()]
+        case list() | tuple():
+            items = [(str(index), item) for index, item in enumerate(given)]
+        case _:
+            raise UserError(
+                f"shapes= has {given!r:.60} at {path or 'its top'}, but should have the structure of the batch, with "
+                f"sizes such as {_EXAMPLE} in the places of tensors."
+            )
+    return [
+        pair
+        for key, item in items
+        for pair in _specs(item, f"{path}.{key}" if path else key, tensors)
+    ]
+
+
+def _shape(spec: object, rank: int, path: str, dims: dict[str, Dim]) -> tuple[int | None, ...]:
+    match spec:
+        case Mapping():
+            by_axis = {
+                axis + rank if isinstance(axis, int) and axis < 0 else axis: size
+                for axis, size in spec.items()
+            }
+            unknown = [axis for axis in by_axis if axis not in range(rank)]
+            if unknown:
+                raise UserError(
+                    f"shapes= names the axis {unknown[0]!r} of {path}, which has {rank} dimensions."
+                )
+            sizes: Sequence[object] = [by_axis.get(axis) for axis in range(rank)]
+        case list() | tuple():
+            sizes = spec
+        case _:
+            raise UserError(
+                f"shapes= has {spec!r:.60} for {path}, but should have a tuple of its sizes, or a dict from axes to "
+                "sizes."
+            )
+    return tuple(_size(size, f"axis {axis} of {path}", dims) for axis, size in enumerate(sizes))
+
+
+def _size(size: object, where: str, dims: dict[str, Dim]) -> int | None:
+    if size is None or size is ExportDim.STATIC:
+        return None
+    if isinstance(size, int):
+        return size
+    root, factor = size, 1
+    if hasattr(size, "root") and hasattr(size, "fn"):  # a multiple of a dim, or a sum
+        root = size.root
+        first, second = size.fn(1), size.fn(2)
+        factor = second - first
+        if first != factor:
+            raise UserError(
+                f"shapes= has {size} at {where}, but a size is a dim or a multiple of one."
+            )
+    if not isinstance(root, ExportDim):
+        raise UserError(
+            f"shapes= has {size!r:.60} at {where}, but should have a dim with a name and a largest value, such as "
+            f"{_EXAMPLE}."
+        )
+    name = root.__name__
+    if name in RESERVED_NAMES:
+        raise UserError(
+            f"A dim cannot be called {name}, which means something else in the text of a program."
+        )
+    if not isinstance(root.max, int) or root.max > MOST_COUNT:
+        raise UserError(
+            f"The dim {name} at {where} has no largest value, for which memory is planned: give "
+            f"torch.export.Dim({name!r}, max=8192)."
+        )
+    dim = Dim(name=name, minimum=max(int(root.min), 1), maximum=root.max)
+    if dims.setdefault(name, dim) != dim:
+        raise UserError(f"shapes= gives two ranges to the dim {name}.")
+    return dim.size * factor

@@ -1,0 +1,106 @@
+"""A program for batches of one shape, made from a program that has dims; and other changes of all integers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Final, TypeVar
+
+from zeroir.ir.program import Program
+from zeroir.ir.segments.segment import Segment
+from zeroir.ir.sizes import Size
+
+T = TypeVar("T")
+
+SIZED_FIELDS: Final = ("buffers", "inputs", "outputs", "segments", "sections")
+"""The fields of a program that may hold sizes which depend on dims."""
+
+
+def instance(program: Program, values: Mapping[str, int]) -> Program:
+    """Return the program where each dim has this value: it has plain integers for sizes, and no dims.
+
+    Places in memory stay as they are, so that buffers of all instances begin at the same bytes.
+    """
+    if not program.dims:
+        return program
+    return with_integers(
+        program, lambda size: size.at(values) if isinstance(size, Size) else size, dims=()
+    )
+
+
+def smallest(program: Program) -> dict[str, int]:
+    """Return the smallest value of each dim, by name."""
+    return {dim.name: dim.minimum for dim in program.dims}
+
+
+def sizes_in(data: object) -> Iterator[Size]:
+    """Yield each size that depends on dims in plain data, once."""
+    found: dict[Size, None] = {}
+
+    def note(size: int) -> int:
+        if isinstance(size, Size):
+            found.setdefault(size)
+        return size
+
+    _Integers(note).of(tuple(data) if isinstance(data, list) else data)
+    yield from found
+
+
+def segments_at_ends(program: Program) -> tuple[Segment, ...]:
+    """Return the segments of a program where all dims have their largest values, and where they have their smallest."""
+    if not program.dims:
+        return program.segments
+    ends = ({dim.name: dim.maximum for dim in program.dims}, smallest(program))
+    return tuple(segment for values in ends for segment in instance(program, values).segments)
+
+
+def with_integers(program: Program, change: Callable[[int], int], **others: object) -> Program:
+    """Return the program with other integers in the fields that may hold sizes, and other values of other fields."""
+    changed = _Integers(change)
+    fields = {name: changed.of(getattr(program, name)) for name in SIZED_FIELDS}
+    return dataclasses.replace(program, **fields, **others)  # type: ignore[arg-type]
+
+
+class _Integers:
+    """Changes the integers in plain data; what has none that changes stays the same object."""
+
+    def __init__(self, change: Callable[[int], int]) -> None:
+        self._change = change
+        self._done: dict[int, object] = {}
+        # What the ids are of must not be freed meanwhile.
+        self._kept: list[object] = []
+
+    def of(self, value: object) -> object:
+        kind = type(value)
+        if kind is int or kind is Size:
+            return self._change(value)  # type: ignore[arg-type]
+        if kind is tuple:
+            return self._of_items(value)  # type: ignore[arg-type]
+        if not _field_names(kind):  # type: ignore[arg-type] # a class is hashable
+            return value
+        key = id(value)
+        if key not in self._done:
+            self._done[key] = self._of_record(value)
+            self._kept.append(value)
+        return self._done[key]
+
+    def _of_items(self, items: tuple[object, ...]) -> tuple[object, ...]:
+        changed = [self.of(item) for item in items]
+        is_same = all(new is old for new, old in zip(changed, items, strict=True))
+        return items if is_same else tuple(changed)
+
+    def _of_record(self, record: object) -> object:
+        changes: dict[str, object] = {}
+        for name in _field_names(type(record)):  # type: ignore[arg-type]
+            old = getattr(record, name)
+            new = self.of(old)
+            if new is not old:
+                changes[name] = new
+        return dataclasses.replace(record, **changes) if changes else record  # type: ignore[type-var]
+
+
+@cache
+def _field_names(kind: type[object]) -> tuple[str, ...]:
+    """The fields of a dataclass; none of another class."""
+    return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()

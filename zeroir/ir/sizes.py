@@ -1,0 +1,258 @@
+"""Sizes that depend on dims: a program that has dims is for batches of many shapes.
+
+A dim is a number of elements that each micro-batch has for itself, such as its length. Shapes, strides and numbers of
+elements that depend on dims are polynomials in them. A ``Size`` is such a polynomial, and an integer: the polynomial's
+value where each dim has its largest value. So whatever computes with integers computes at that bound, sums and products
+keep the polynomial, and everything else (quotients, comparisons) is about the bound.
+
+Two sizes are equal if they are the same polynomial; a size that depends on a dim equals no plain integer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Final
+
+from zeroir.ir.dtypes import DType
+from zeroir.ir.fields import Declares, NameKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dim:
+    """A number that each micro-batch has for itself: any of ``minimum`` to ``maximum``, both included."""
+
+    syntax: ClassVar[str] = "{name} from={minimum} to={maximum}"
+
+    name: Annotated[str, Declares(NameKind.DIM)]
+    minimum: int
+    maximum: int
+
+    @property
+    def size(self) -> Size:
+        """The dim itself as a size."""
+        return Size(((1, ((self, 1),)),))
+
+
+RESERVED_NAMES: Final = frozenset(("inf", "nan", "none", "true", "false", *map(str, DType)))
+"""What no dim can be called, because it means something else in the text of a program."""
+
+Monomial = tuple[tuple[Dim, int], ...]
+"""The dims of a product with their powers, in the order of their names."""
+
+Terms = tuple[tuple[int, Monomial], ...]
+"""The products that a polynomial adds up, each with its coefficient; a constant has no dims."""
+
+
+class Size(int):
+    """A number of elements that depends on dims; see the module's docstring."""
+
+    terms: Terms
+
+    def __new__(cls, terms: Terms) -> Size:
+        size = super().__new__(cls, _value(terms, lambda dim: dim.maximum))
+        size.terms = terms
+        return size
+
+    def at(self, values: Mapping[str, int]) -> int:
+        """The value where the dims have these values, by name."""
+        return _value(self.terms, lambda dim: values[dim.name])
+
+    @property
+    def at_bound(self) -> int:
+        """The value where each dim is as large as it may be, a plain integer."""
+        return int.__add__(self, 0)
+
+    @property
+    def dims(self) -> frozenset[Dim]:
+        """The dims that it depends on."""
+        return frozenset(dim for _, monomial in self.terms for dim, _ in monomial)
+
+    @property
+    def grows(self) -> bool:
+        """Whether it is never negative and never shrinks where a dim grows, so that its bound is its largest value.
+
+        Where coefficients are negative, the answer may be no for a polynomial that grows.
+        """
+        smallest = {dim.name: dim.minimum for dim in self.dims}
+        return self.at(smallest) >= 0 and all(
+            self._derivative_is_positive(dim) for dim in self.dims
+        )
+
+    def _derivative_is_positive(self, by: Dim) -> bool:
+        """Whether the derivative's positive terms at the smallest dims outweigh its negative ones at the largest."""
+        lowest = 0
+        for coefficient, monomial in self.terms:
+            powers = dict(monomial)
+            power = powers.pop(by, 0)
+            if not power:
+                continue
+            product = coefficient * power
+            for dim, exponent in ((by, power - 1), *powers.items()):
+                product *= (dim.minimum if coefficient > 0 else dim.maximum) ** exponent
+            lowest += product
+        return lowest >= 0
+
+    def __reduce__(self) -> tuple[type[Size], tuple[Terms]]:
+        return Size, (self.terms,)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Size) and self.terms == other.terms
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.terms)
+
+    def __add__(self, other: int) -> int:
+        return _sum([*self.terms, *_terms(other)])
+
+    __radd__ = __add__
+
+    def __neg__(self) -> int:
+        return _sum([(-coefficient, monomial) for coefficient, monomial in self.terms])
+
+    def __sub__(self, other: int) -> int:
+        return self + -other
+
+    def __rsub__(self, other: int) -> int:
+        return -self + other
+
+    def __mul__(self, other: int) -> int:
+        return _sum([(a * b, _product(x, y)) for a, x in self.terms for b, y in _terms(other)])
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: int) -> int:
+        """Return an exact quotient as a size; any other is about the bound."""
+        quotient = self._quotient(other)
+        return int(self) // int(other) if quotient is None else quotient
+
+    def __mod__(self, other: int) -> int:
+        return int(self) % int(other) if self._quotient(other) is None else 0
+
+    def _quotient(self, divisor: int) -> int | None:
+        """Return the quotient if each product of the polynomial is a multiple of the divisor, which is one product."""
+        if not divisor or len(_terms(divisor)) != 1:
+            return None
+        ((factor, powers_of_divisor),) = _terms(divisor)
+        terms: list[tuple[int, Monomial]] = []
+        for coefficient, monomial in self.terms:
+            powers = dict(monomial)
+            for dim, power in powers_of_divisor:
+                powers[dim] = powers.get(dim, 0) - power
+            if coefficient % factor or min(powers.values(), default=0) < 0:
+                return None
+            left = tuple((dim, power) for dim, power in powers.items() if power)
+            terms.append((coefficient // factor, left))
+        return _sum(terms)
+
+    def __str__(self) -> str:
+        """The polynomial, such as ``batch*length*64-batch``, in the form that ``parse_size`` reads."""
+        parts: list[str] = []
+        for coefficient, monomial in self.terms:
+            factors = [dim.name if power == 1 else f"{dim.name}^{power}" for dim, power in monomial]
+            if not factors or abs(coefficient) != 1:
+                factors.append(str(abs(coefficient)))
+            parts.append(("-" if coefficient < 0 else "+" if parts else "") + "*".join(factors))
+        return "".join(parts)
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        return str(self) if not spec else format(int(self), spec)
+
+    def __int__(self) -> int:
+        return self.at_bound
+
+    def __index__(self) -> int:
+        return self.at_bound
+
+    def __getnewargs__(self) -> tuple[Terms]:  # type: ignore[override]
+        return (self.terms,)
+
+
+def _value(terms: Terms, value_of: Callable[[Dim], int]) -> int:
+    return sum(
+        coefficient * math.prod(value_of(dim) ** power for dim, power in monomial)
+        for coefficient, monomial in terms
+    )
+
+
+def _terms(value: int) -> Terms:
+    if isinstance(value, Size):
+        return value.terms
+    return ((value, ()),) if value else ()
+
+
+def _product(left: Monomial, right: Monomial) -> Monomial:
+    powers = dict(left)
+    for dim, power in right:
+        powers[dim] = powers.get(dim, 0) + power
+    return tuple(sorted(powers.items(), key=lambda item: item[0].name))
+
+
+def _sum(terms: list[tuple[int, Monomial]]) -> int:
+    """A plain integer where no dim is left."""
+    by_monomial: dict[Monomial, int] = {}
+    for coefficient, monomial in terms:
+        by_monomial[monomial] = by_monomial.get(monomial, 0) + coefficient
+    left = [(coefficient, monomial) for monomial, coefficient in by_monomial.items() if coefficient]
+    if not any(monomial for _, monomial in left):
+        return sum(coefficient for coefficient, _ in left)
+    return Size(tuple(sorted(left, key=_order)))
+
+
+def _order(term: tuple[int, Monomial]) -> tuple[int, list[tuple[str, int]]]:
+    """Products of higher degree first."""
+    return -sum(power for _, power in term[1]), [(dim.name, power) for dim, power in term[1]]
+
+
+_FACTOR: Final = r"(?:[A-Za-z_][A-Za-z0-9_]*(?:\^[0-9]{1,2})?|[0-9]{1,30})"
+SIZE_TEXT: Final = rf"-?{_FACTOR}(?:[*+-]{_FACTOR})*"
+"""A size as ``str`` spells it."""
+
+_SIZE: Final = re.compile(SIZE_TEXT)
+LONGEST_SIZE_TEXT: Final = 2_000
+"""The most characters of a polynomial; those of models have a few dozen."""
+
+_TERM: Final = re.compile(r"([+-]?)([^+-]+)")
+
+
+class UnknownDimError(ValueError):
+    """A text names a dim that the program does not declare."""
+
+
+def parse_size(text: str, dims: Mapping[str, Dim]) -> int | None:
+    """The size that a text spells, None where it spells none; a plain integer where it names no dim.
+
+    Raises:
+        UnknownDimError: where it names another dim than these.
+    """
+    if _SIZE.fullmatch(text) is None:
+        return None
+    total: int = 0
+    for sign, product in _TERM.findall(text):
+        value: int = -1 if sign == "-" else 1
+        for factor in product.split("*"):
+            name, _, power = factor.partition("^")
+            if name.isdecimal():
+                value = value * int(name)
+                continue
+            if name not in dims:
+                raise UnknownDimError(name)
+            for _ in range(int(power or 1)):
+                value = dims[name].size * value
+        total = total + value
+    return total
+
+
+def value_of_dim(size: Size, number: int) -> tuple[Dim, int | None]:
+    """The dim of a size ``a * dim + b``, and its value where the size is ``number``; None where it has none."""
+    (dim,) = size.dims
+    factor = size.at({dim.name: 1}) - size.at({dim.name: 0})
+    value, rest = divmod(number - size.at({dim.name: 0}), factor)
+    return dim, None if rest else value

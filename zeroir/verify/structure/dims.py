@@ -1,0 +1,78 @@
+"""Dims: sizes that differ between micro-batches are those of a rank's own values, and of nothing that ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zeroir.ir import ops
+from zeroir.ir.analysis.effects import effects
+from zeroir.ir.analysis.instances import SIZED_FIELDS, sizes_in
+from zeroir.ir.buffers import Role
+from zeroir.ir.program import Program
+from zeroir.ir.sizes import RESERVED_NAMES, Dim, Size
+from zeroir.verify.context import Findings, title
+
+
+def check_dims(program: Program, findings: Findings) -> None:
+    """Report sizes that may not depend on a dim, and dims that no batch tells (Z203)."""
+    for sentence in _header_problems(program):
+        findings.add("Z203", sentence)
+    if findings.items:
+        return
+    sized = {b.name for b in program.buffers if isinstance(b.numel, Size)}
+    for section in program.sections:
+        for line, op in enumerate(section.body):
+            problem = _op_problem(op, sized)
+            if problem is not None:
+                findings.add("Z203", f"{title(op)} {problem}", section=section, line=line)
+
+
+def _header_problems(program: Program) -> Iterator[str]:
+    declared = {dim.name: dim for dim in program.dims}
+    for size in sizes_in([getattr(program, name) for name in SIZED_FIELDS]):
+        unknown = next((dim for dim in size.dims if declared.get(dim.name) != dim), None)
+        if unknown is not None:
+            yield f"the size {size} depends on {unknown.name}, which is not declared with that range"
+        elif not size.grows:
+            yield f"the size {size} may shrink where a dim grows, so that memory is not planned for its largest value"
+    others = [getattr(program, name) for name in vars(program) if name not in SIZED_FIELDS]
+    for size in sizes_in(others):
+        yield f"the size {size} stands in the header where ranks need one size"
+    for buffer in program.buffers:
+        is_kept = buffer.is_persistent and buffer.role not in (Role.INPUT, Role.OUTPUT)
+        if isinstance(buffer.numel, Size) and is_kept:
+            yield f"%{buffer.name} keeps its content between steps, and its size {buffer.numel} depends on a dim"
+    told = {dim for binding in program.inputs for size in binding.shape for dim in _told_by(size)}
+    for dim in program.dims:
+        if not dim.name.isidentifier() or not dim.name.isascii() or dim.name in RESERVED_NAMES:
+            yield f"the dim {dim.name} is no name that a size can have in the text"
+        elif not 0 <= dim.minimum < dim.maximum:
+            yield f"the dim {dim.name} is from {dim.minimum} to {dim.maximum}"
+        elif dim not in told:
+            yield f"no input tells the dim {dim.name}: none has a dimension that is a multiple of it alone"
+    if program.dims and program.interleaved != 1:
+        yield "a section runs several micro-batches, whose dims may differ"
+
+
+def _told_by(size: int) -> Iterator[Dim]:
+    """Yield the dim whose value follows from a dimension of this size."""
+    if isinstance(size, Size) and len(size.terms) == 1:
+        ((_, monomial),) = size.terms
+        if len(monomial) == 1 and monomial[0][1] == 1:
+            yield monomial[0][0]
+
+
+def _op_problem(op: ops.Op, sized: set[str]) -> str | None:
+    """Return why an op may not have a size that depends on a dim; None if it has none, or may have it."""
+    match op:
+        case ops.Collective() | ops.Update() | ops.Scale() | ops.Wait():
+            effect = effects(op)
+            regions = (*effect.reads, *effect.writes, *effect.accumulates)
+            shared = next((r.buffer for r in regions if r.buffer in sized), None)
+            if shared is not None:
+                return f"works on %{shared}, whose size depends on a dim, while ranks need one size"
+            if next(iter(sizes_in([op])), None) is not None:
+                return "has a size that depends on a dim, while ranks need one size"
+        case _:
+            pass
+    return None
