@@ -45,6 +45,20 @@ def test_forms_of_torch_export(batch: Batch, given: object, text: str) -> None:
     assert shapes_text(parse_shapes(text)) == text
 
 
+def test_examples_that_differ_make_dims() -> None:
+    batch = {"ids": torch.zeros(3, 4), "lengths": torch.zeros(3), "scale": torch.zeros(2)}
+    others = [
+        {"ids": torch.zeros(5, 9), "lengths": torch.zeros(5), "scale": torch.zeros(2)},
+        {"ids": torch.zeros(1, 4), "lengths": torch.zeros(1), "scale": torch.zeros(2)},
+    ]
+    text = "ids: dim_ids_0<=5, 4<=dim_ids_1<=9; lengths: dim_ids_0"
+    assert shapes_text(given_shapes(others, batch)) == text
+    with pytest.raises(UserError, match="the same sizes"):
+        given_shapes([batch], batch)
+    with pytest.raises(UserError, match="other tensors"):
+        given_shapes([{"ids": torch.zeros(5, 9)}], batch)
+
+
 @pytest.mark.parametrize(
     ("given", "fact"),
     [

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, TypeGuard
 
 import torch
 from torch.export import Dim as ExportDim
@@ -21,6 +22,9 @@ _EXAMPLE: Final = "torch.export.Dim('length', max=8192)"
 def given_shapes(given: object, batch: Batch, name: str = "the batch") -> BatchShapes:
     """The shapes of a batch that a user gives: a text, a ``ShapesCollection``, or the structure of the batch.
 
+    A list of further example batches gives a dim to each size that differs among them and the batch; sizes that are
+    equal in all of them share one, from the smallest to the largest of its values there.
+
     In the structure a tuple or list of sizes, a dict from axes to sizes, or None, stands in the place of each tensor.
     A size is a ``torch.export.Dim`` with a ``max``, a multiple of one, a number, or None for that of the batch.
 
@@ -30,6 +34,8 @@ def given_shapes(given: object, batch: Batch, name: str = "the batch") -> BatchS
     if isinstance(given, str):
         return parse_shapes(given)
     tensors = flatten(batch, name).tensors
+    if _are_batches(given):
+        return _differing_sizes([tensors, *(flatten(each).tensors for each in given)])
     if isinstance(given, ShapesCollection):
         specs: dict[str, object] = {path: given[tensor] or None for path, tensor in tensors.items()}
     elif isinstance(batch, torch.Tensor):
@@ -46,6 +52,51 @@ def given_shapes(given: object, batch: Batch, name: str = "the batch") -> BatchS
                 f"shapes= names {path}, which {name} does not have; its tensors are {', '.join(tensors)}."
             )
         shapes[path] = _shape(spec, tensors[path].dim(), path, dims)
+    return shapes
+
+
+def _are_batches(given: object) -> TypeGuard[list[Batch]]:
+    """Return whether a list of batches is given, rather than sizes in the places of tensors."""
+    return isinstance(given, list) and bool(given) and all(_has_tensors(each) for each in given)
+
+
+def _has_tensors(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    items = value.values() if isinstance(value, Mapping) else value
+    return (
+        isinstance(items, Iterable) and not isinstance(items, str) and any(map(_has_tensors, items))
+    )
+
+
+def _differing_sizes(examples: Sequence[Mapping[str, torch.Tensor]]) -> BatchShapes:
+    """Give each size that differs among the examples a dim, which sizes with the same values share."""
+    first = examples[0]
+    for other in examples[1:]:
+        if {path: x.dim() for path, x in other.items()} != {
+            path: x.dim() for path, x in first.items()
+        }:
+            raise UserError(
+                "shapes= has a batch with other tensors, or other numbers of dimensions, than the example batch."
+            )
+    dims: dict[tuple[int, ...], Dim] = {}
+    shapes: dict[str, tuple[int | None, ...]] = {}
+    for path, tensor in first.items():
+        sizes: list[int | None] = []
+        for axis in range(tensor.dim()):
+            values = tuple(example[path].shape[axis] for example in examples)
+            if len(set(values)) == 1:
+                sizes.append(None)
+                continue
+            name = re.sub(r"\W", "_", f"dim_{path}_{axis}", flags=re.ASCII)
+            dim = Dim(name=name, minimum=min(values), maximum=max(values))
+            sizes.append(dims.setdefault(values, dim).size)
+        if any(size is not None for size in sizes):
+            shapes[path] = tuple(sizes)
+    if not shapes:
+        raise UserError(
+            "shapes= has batches of the same sizes as the example batch: give some with other sizes."
+        )
     return shapes
 
 
