@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from zeroir.ir import ops
@@ -35,7 +36,8 @@ def _header_problems(program: Program) -> Iterator[str]:
             yield f"the size {size} depends on {unknown.name}, which is not declared with that range"
         elif not size.grows:
             yield f"the size {size} may shrink where a dim grows, so that memory is not planned for its largest value"
-    others = [getattr(program, name) for name in vars(program) if name not in SIZED_FIELDS]
+    header = (field.name for field in dataclasses.fields(program))
+    others = [getattr(program, name) for name in header if name not in SIZED_FIELDS]
     for size in sizes_in(others):
         yield f"the size {size} stands in the header where ranks need one size"
     for buffer in program.buffers:
