@@ -8,6 +8,7 @@ from zeroir.errors import OBEYED
 
 MOST_RANKS: Final = 1_048_576
 MOST_AXES: Final = 8
+MOST_DIMS: Final = 32
 MOST_STREAMS: Final = 64
 MOST_COMMUNICATORS: Final = 64
 MOST_ITEMS: Final = 1_000_000

@@ -29,7 +29,7 @@ def _counts(program: Program) -> Iterator[str]:
         ("streams", len(program.streams), limits.MOST_STREAMS),
         ("communicators", len(program.comms), limits.MOST_COMMUNICATORS),
         ("bounds", len(program.bounds), limits.MOST_ITEMS),
-        ("dims", len(program.dims), limits.MOST_AXES),
+        ("dims", len(program.dims), limits.MOST_DIMS),
         ("flats", len(program.flats), limits.MOST_ITEMS),
         ("parameters", slots, limits.MOST_ITEMS),
         ("buffers", len(program.buffers), limits.MOST_ITEMS),
