@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import zeroir
 from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
 
 # Imports of lightning take seconds, so tests that are left out make none.
@@ -78,7 +79,6 @@ IGNORED = {
     "world_size": 4,
     "micro_steps": 2,
     "schedule": "cosine",
-    "outputs": "loss",
     "optimizer": "sgd",
 }
 
@@ -89,6 +89,10 @@ IGNORED = {
         *(
             ({name: value}, f"{name}={value!r} of ZeroirStrategy has no effect")
             for name, value in IGNORED.items()
+        ),
+        (
+            {"evaluate": zeroir.Evaluate(outputs=("loss",))},
+            "outputs=('loss',) of ZeroirStrategy has no effect",
         ),
         ({"find_unused_parameters": True}, "There is no keyword find_unused_parameters="),
         ({"world_size": 1, "micro_steps": 1}, None),

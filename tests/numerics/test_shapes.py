@@ -15,12 +15,12 @@ CASES: dict[str, dict[str, object]] = {
     },
     "stage 3 in fp16, recomputed": {"stage": 3, "world_size": 4, "precision": "fp16", "recompute": "*"},
     "everything offloaded": {
-        "stage": 3, "world_size": 2, "precision": "bf16", "offload": "optimizer,parameters,gradients,activations",
+        "stage": 3, "world_size": 2, "precision": "bf16", "offload": "optimizer,parameters,gradients",
     },
     "hybrid, speculative": {
         "stage": 2, "mesh": "replicate=2,shard=2", "offload": "optimizer,gradients", "clip": 1.0, "speculate": True,
     },
-    "paged": {"stage": 3, "world_size": 2, "precision": "bf16", "page_optimizer": 2, "page_bytes": "4KiB"},
+    "paged": {"stage": 3, "world_size": 2, "precision": "bf16", "page_optimizer": "16KiB", "page_bytes": "4KiB"},
     "8-bit states, moving averages": {"stage": 1, "world_size": 2, "optimizer_bits": 8, "ema": 0.9},
 }  # fmt: skip
 

@@ -50,8 +50,9 @@ def require_effect(
     except UserError as error:
         raise UserError(f"{giver} takes the keywords of zeroir.compile. {error}") from None
     for name, remedy in instead.items():
-        if given.get(name) is not None:
-            raise UserError(f"{name}={given[name]!r} of {giver} has no effect: {remedy}.")
+        value = {**given, **flat}.get(name)
+        if value is not None:
+            raise UserError(f"{name}={value!r} of {giver} has no effect: {remedy}.")
     for name, (value, place) in decided.items():
         if flat.get(name, value) != value:
             raise UserError(
