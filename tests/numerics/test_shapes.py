@@ -33,6 +33,7 @@ def test_every_shape_gives_the_bits_of_eager_pytorch(name: str) -> None:
     assert len(set(result.losses)) == 5
 
 
+@pytest.mark.slow
 def test_one_step_of_each_rank_s_own_shape() -> None:
     result = check_model(
         any_length.__file__, make_options({"stage": 3, "world_size": 2}), steps=2, seed=1

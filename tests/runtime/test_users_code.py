@@ -67,6 +67,7 @@ def test_an_error_of_several_lines_in_a_worker_is_whole() -> None:
         first_batch(fail_in_lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", [lambda: in_users_code("batches()"), naming_lost_workers])
 def test_a_worker_that_ended_is_named_with_its_process_and_what_to_do(
     context: Callable[[], AbstractContextManager[None]],

@@ -146,6 +146,7 @@ def outcomes(lines: Sequence[Line]) -> dict[str, tuple[str, str | None]]:
     return {match[1]: (line.outcome, line.test) for line in lines if (match := changed[line.key])}
 
 
+@pytest.mark.slow
 def test_tests_judge_the_functions_that_they_reach(tmp_path: Path) -> None:
     printed = measured(project(tmp_path), "--record", str(tmp_path / "record.json"))
     lines = verdicts(tmp_path)

@@ -41,7 +41,10 @@ def compiled(name: str) -> tuple[Program, Program]:
     return program.program, program.logical
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "stage 3" else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS],
+)
 def test_a_program_with_dims_is_valid_at_every_shape(name: str) -> None:
     program, logical = compiled(name)
     assert [dim.name for dim in program.dims] == ["length", "rows"]
@@ -91,6 +94,7 @@ def _product(factors: Iterator[list[int]]) -> int:
     return product
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_size_that_is_another_one_is_found_or_changes_nothing(name: str) -> None:
     """A buffer may be larger than what it holds, for example."""
