@@ -9,7 +9,7 @@ from torch import Tensor
 from zeroir.errors import BatchError
 from zeroir.ir.analysis.micro_batches import slice_region
 from zeroir.ir.program import ConstantBinding, InputBinding, Program
-from zeroir.ir.sizes import Size, value_of_dim
+from zeroir.ir.sizes import Size
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.torch_ops.batches import Batch, BatchLeaves, flatten, is_same_constant
 from zeroir.torch_ops.types import TORCH_DTYPE
@@ -41,10 +41,11 @@ def shape_of(program: Program, batch: Batch) -> Shape:
         if tensor is None or tensor.dim() != len(binding.shape):
             continue  # inputs_of says so
         for size, number in zip(binding.shape, tensor.shape, strict=True):
-            if not isinstance(size, Size):
-                continue
-            dim, value = value_of_dim(size, number)
-            if value is None or not dim.minimum <= value <= dim.maximum:
+            multiple = size.multiple if isinstance(size, Size) else None
+            if multiple is None:
+                continue  # inputs_of compares it
+            dim, value = multiple.dim, multiple.value_of_dim(number)
+            if value is None:
                 prefix = "" if str(size) == dim.name else f"{size} with "
                 raise BatchError(
                     f"The batch's '{binding.path}' has a dimension of {number}, but the program was compiled for "

@@ -58,7 +58,8 @@ def _misdeclared(segments: Iterable[Segment]) -> str | None:
                 continue
             problem = _problem(node, types)
             if problem is not None:
-                return f"node {number} of segment @{segment.name} ({node.op}) {problem}"
+                op = f"{node.op}, {node.source}" if node.source else node.op
+                return f"node {number} of segment @{segment.name} ({op}) {problem}"
             checked.add(key)
     return None
 

@@ -53,6 +53,9 @@ def test_examples_that_differ_make_dims() -> None:
     ]
     text = "ids: dim_ids_0<=5, 4<=dim_ids_1<=9; lengths: dim_ids_0"
     assert shapes_text(given_shapes(others, batch)) == text
+    deep = [{"k" * 99: (torch.zeros(size),)} for size in (2, 3)]
+    (path,) = given_shapes(deep[1:], deep[0])
+    assert parse_shapes(shapes_text(given_shapes(deep[1:], deep[0]))).keys() == {path}
     with pytest.raises(UserError, match="the same sizes"):
         given_shapes([batch], batch)
     with pytest.raises(UserError, match="other tensors"):
@@ -67,7 +70,7 @@ def test_examples_that_differ_make_dims() -> None:
         ({"ids": (ROWS + 1, 4)}, "axis 0 of ids"),
         ({"ids": {5: ROWS}}, "axis 5 of ids"),
         ({"tokens": (ROWS,)}, "tokens"),
-        (7, "7 at its top"),
+        (7, "7 at the top"),
         (
             {"ids": (ROWS, LENGTH), "mask": (Dim("rows", max=9), LENGTH)},
             "two ranges to the dim rows",
@@ -77,6 +80,24 @@ def test_examples_that_differ_make_dims() -> None:
 def test_shapes_that_fit_no_batch_are_refused(given: object, fact: str) -> None:
     with pytest.raises(UserError, match=re.escape(fact)):
         given_shapes(given, TOKENS)
+
+
+def test_an_error_in_the_shapes_of_a_file_names_its_line(tmp_path: Path) -> None:
+    text = Path(any_length.__file__).read_text()
+    body = text[
+        text.index("    rows, length = Dim(") : text.index(
+            "\n\n", text.index("rows, length = Dim(")
+        )
+    ]
+    for wrong, fact in (
+        ("    return 7", "7 at the top"),
+        ("    return {'input_ids': (Dim('none', max=6), None)}", "cannot be called none"),
+        ("    return {'input_ids': (None,) * 3}", "3 dimensions"),
+    ):
+        path = tmp_path / "wrong.py"
+        path.write_text(text.replace(body, wrong))
+        with pytest.raises(UserError, match=rf"wrong\.py:\d+: .*{fact}"):
+            zeroir.compile(path)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +111,9 @@ def test_shapes_that_fit_no_batch_are_refused(given: object, fact: str) -> None:
         "ids: 0*rows<=4",
         "ids: 4<=x<=3",
         "a: b<=3; a: b",
+        "ids: f32<=4",
+        "ids: élan<=4",
+        "ids: -2*rows<=4",
     ],
 )
 def test_texts_that_are_no_shapes_are_refused(text: str) -> None:
@@ -112,6 +136,22 @@ def _longer(x: Tensor) -> Tensor:
     return x * 2 if x.shape[0] > 5 else x
 
 
+def _first(x: Tensor) -> Tensor:
+    return x[:3]
+
+
+def _later(x: Tensor) -> Tensor:
+    return x[2:]
+
+
+def _alone(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[0] == 1 else x
+
+
+def _squeezed(x: Tensor) -> Tensor:
+    return x.squeeze(0)
+
+
 def _halved(x: Tensor) -> Tensor:
     return x[: x.shape[0] // 2]
 
@@ -122,11 +162,44 @@ def _fixed(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("decide", "fact"),
-    [(_longer, "<= rows <= 5"), (_halved, "rows//2"), (_fixed, "rows = 3")],
+    [
+        (_longer, "rows <= 5"),
+        (_alone, "rows != 1"),
+        (_squeezed, "where rows is 1"),
+        (_halved, "rows//2"),
+        (_fixed, "rows = 3"),
+    ],
 )
 def test_code_that_sizes_decide_is_named(decide: Callable[[Tensor], Tensor], fact: str) -> None:
     with pytest.raises(UserError, match=rf"test_shapes\.py:\d+ .*{re.escape(fact)}"):
         zeroir.compile(Mean(decide), torch.zeros(3, 4), shapes=(ROWS, 4))
+
+
+@pytest.mark.parametrize(("code", "fact"), [(_first, "if rows is 1"), (_later, "size rows-2")])
+def test_code_that_fits_only_larger_sizes_is_named(
+    code: Callable[[Tensor], Tensor], fact: str
+) -> None:
+    with pytest.raises(UserError, match=rf"(?i)narrow the dims.*{fact}|{fact}.*narrow the dims"):
+        zeroir.compile(Mean(code), torch.zeros(6, 4), shapes=(ROWS, 4))
+
+
+def test_code_that_compares_two_dims_is_named() -> None:
+    """An answer that follows from an earlier one, or from the example, is not that of all sizes."""
+
+    class Compares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.line(x).sum(2)
+            loss: Tensor = (x * 2 if x.shape[0] < x.shape[1] else x).square().mean()
+            return loss
+
+    with pytest.raises(UserError, match=r"test_shapes\.py:\d+ .* only where rows < length"):
+        zeroir.compile(
+            Compares(), torch.zeros(3, 5, 4), shapes=(ROWS, Dim("length", min=4, max=99), 4)
+        )
 
 
 def test_an_engine_takes_batches_within_the_contract(tmp_path: Path) -> None:

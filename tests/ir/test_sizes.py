@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroir.ir.sizes import Dim, Size, UnknownDimError, parse_size, value_of_dim
+from zeroir.errors import UserError
+from zeroir.ir.sizes import Dim, Size, UnknownDimError, parse_size
 
 DIMS = {
     name: Dim(name=name, minimum=low, maximum=high)
@@ -88,10 +90,36 @@ def test_sizes_in_shapes() -> None:
     assert isinstance(shrinking, Size)
     assert str(rows * length * 64 - rows) == "length*rows*64-rows"
     assert (rows * length * 32) // (rows * 32) == length
-    assert value_of_dim(multiple, 24) == (DIMS["length"], 3)
-    assert value_of_dim(multiple, 25) == (DIMS["length"], None)
+    assert multiple.multiple == (8, DIMS["length"])
+    values = {number: multiple.multiple.value_of_dim(number) for number in (8, 24, 25, 328)}
+    assert values == {8: None, 24: 3, 25: None, 328: None}
+    assert shrinking.multiple is None
     assert not shrinking.grows
     assert parse_size("12", DIMS) == 12
     assert parse_size("rows*", DIMS) is None
     with pytest.raises(UnknownDimError, match="depth"):
         parse_size("depth*2", DIMS)
+
+
+def test_a_size_is_bounded() -> None:
+    """A file may say anything, also what would take hours to multiply out or to print."""
+    assert parse_size("+".join(["rows"] * 10_000), DIMS) is None
+    power = parse_size("rows^16*length^16", DIMS)
+    assert isinstance(power, Size)
+    too_large: list[Callable[[], object]] = [
+        lambda: power * power,
+        lambda: parse_size("rows^99", DIMS),
+        lambda: parse_size("*".join(["rows^99"] * 2_000), DIMS),
+        lambda: parse_size(f"{10**18 + 1}*rows", DIMS),
+        lambda: power * 10**19,
+        lambda: math.prod(
+            sum(
+                (Dim(name=f"{letter}{index}", minimum=1, maximum=9).size for index in range(50)),
+                start=0,
+            )
+            for letter in "ab"
+        ),
+    ]
+    for attempt in too_large:
+        with pytest.raises(UserError, match="give fewer dims"):
+            attempt()

@@ -14,6 +14,7 @@ from torch import Tensor
 from examples import any_length
 from zeroir.api.compiling import compile_model
 from zeroir.artifact.schema import SchemaError, pack, unpack
+from zeroir.errors import BatchError
 from zeroir.ir.analysis.instances import (
     instance,
     segments_at_ends,
@@ -22,7 +23,8 @@ from zeroir.ir.analysis.instances import (
 )
 from zeroir.ir.program import Program
 from zeroir.ir.sizes import Size
-from zeroir.ir.text import parse, print_program
+from zeroir.ir.text import ParseError, parse, print_program
+from zeroir.runtime.execution.batch import inputs_of, shape_of
 from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.runtime.kernels.declared import misdeclared
 from zeroir.verify import verify
@@ -70,7 +72,7 @@ def damages(program: Program, seed: int) -> Iterator[tuple[str, Program]]:
         "twice": lambda size: size * 2,
     }
     chance = Random(seed)
-    sizes = list(sizes_in([program.buffers, program.segments, program.sections]))
+    sizes = list(sizes_in((program.buffers, program.segments, program.sections)))
     for what, change in changes.items():
         for _ in range(6):
             victim, seen = chance.choice(sizes), 0
@@ -132,3 +134,22 @@ def test_a_stored_size_that_is_none_is_refused(text: str) -> None:
     stored = _with_numbered_sizes(compiled("stage 3")[0])
     with pytest.raises(SchemaError):
         _with_sizes(replace(stored, sizes=(text, *stored.sizes[1:])))
+
+
+def test_a_size_that_no_model_has_is_refused_in_a_text() -> None:
+    text = print_program(compiled("stage 3")[0])
+    for size, fact in (("rows^99", "more than"), ("9*" * 20_000 + "rows", "expected a size")):
+        with pytest.raises(ParseError, match=fact):
+            parse(text.replace("i64[rows,", f"i64[{size},", 1))
+
+
+def test_a_batch_is_compared_with_sizes_of_several_dims() -> None:
+    program = compiled("stage 3")[0]
+    rows, length = (dim.size for dim in sorted(program.dims, key=lambda dim: dim.name)[::-1])
+    ids, labels = program.inputs
+    flat = replace(program, inputs=(ids, replace(labels, shape=(rows * length,))))
+    tokens = any_length.batch_of(3, 12)
+    assert shape_of(flat, tokens) == (12, 3)
+    inputs_of(flat, {**tokens, "labels": tokens["labels"].flatten()})
+    with pytest.raises(BatchError, match="labels"):
+        inputs_of(flat, {**tokens, "labels": tokens["labels"].flatten()[1:]})

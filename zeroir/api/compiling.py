@@ -15,12 +15,14 @@ from zeroir.api.lowering import lower
 from zeroir.artifact import Artifact, ConfigRecord
 from zeroir.config import CompileOptions, options_from_pairs
 from zeroir.config.shapes import shapes_text
-from zeroir.errors import InternalError
-from zeroir.verify import Report, VerificationError
+from zeroir.errors import InternalError, UserError
+from zeroir.ir.analysis.instances import instance, segments_at_ends
+from zeroir.verify import Report, VerificationError, verify
 
 if TYPE_CHECKING:
     from zeroir.cost.machine import Machine
     from zeroir.frontend.source.source import LossFunction, Model, ModelSource, WeightFunction
+    from zeroir.ir.program import Program
     from zeroir.torch_ops.batches import Batch
 
 
@@ -92,15 +94,29 @@ def compile_source(
         # The model itself sets options, too, such as the units to recompute.
         lowered = lower(artifact.logical, captured.options)
     except VerificationError as error:
+        _require_every_size(artifact.logical, error.report.findings[0].sentence)
         raise InternalError(f"The traced program is broken before any pass. {error}") from error
-    from zeroir.ir.analysis.instances import segments_at_ends
     from zeroir.runtime.kernels.declared import misdeclared
 
     problem = misdeclared(segments_at_ends(lowered.proof.program))
     if problem is not None:
+        _require_every_size(artifact.logical, problem)
         raise InternalError(f"The program declares results that torch does not compute: {problem}.")
     compiled = with_proof(artifact, captured.options, lowered)
     return compiled if source.file is not None else replace(compiled, source=source)
+
+
+def _require_every_size(logical: Program, problem: str) -> None:
+    """Raise UserError where a broken program is right at the largest sizes, so that the shapes allow too many."""
+    from zeroir.runtime.kernels.declared import misdeclared
+
+    if logical.dims:
+        largest = instance(logical, {dim.name: dim.maximum for dim in logical.dims})
+        if verify(largest).is_valid and misdeclared(largest.segments) is None:
+            raise UserError(
+                "The model does not compute the same for all sizes that its shapes allow. Narrow the dims, or let the "
+                f"model's code not depend on them: {problem}."
+            )
 
 
 def lowered_for(artifact: Artifact, options: CompileOptions, machine: Machine) -> CompiledProgram:

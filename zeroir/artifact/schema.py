@@ -29,7 +29,7 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.limits import LONGEST_TEXT, obeyed_character
 from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import NodeArg, Ref, Symbol
-from zeroir.ir.sizes import LONGEST_SIZE_TEXT, Size, UnknownDimError, parse_size
+from zeroir.ir.sizes import Size, UnknownDimError, parse_size
 
 SCHEMA_VERSION: Final = (3, 1)
 """(major, minor). A minor version adds fields with defaults, or classes; a major one changes what files mean."""
@@ -338,7 +338,9 @@ def _with_sizes(stored: _StoredProgram) -> Program:
     sizes: list[int] = []
     for index, text in enumerate(stored.sizes[:_MOST_SIZES]):
         try:
-            size = parse_size(text, dims) if len(text) <= LONGEST_SIZE_TEXT else None
+            size = parse_size(text, dims)
+        except UserError as error:
+            raise SchemaError(str(error), f".sizes[{index}]") from None
         except UnknownDimError as error:
             raise SchemaError(
                 f"a size names the dim '{error}', which is not declared", f".sizes[{index}]"

@@ -19,12 +19,13 @@ BatchShapes = Mapping[str, tuple[int | None, ...]]
 """The sizes of each named tensor by its path; None is the size of the example batch."""
 
 _ITEM: Final = re.compile(
-    r"(?:(?P<minimum>\d{1,18})<=)?(?:(?P<factor>\d{1,18})\*)?(?P<name>[A-Za-z]\w{0,63})(?:<=(?P<maximum>\d{1,18}))?"
+    r"(?:(?P<minimum>\d{1,9})<=)?(?:(?P<factor>\d{1,9})\*)?(?P<name>[A-Za-z]\w*|_\w+)(?:<=(?P<maximum>\d{1,10}))?",
+    re.ASCII,
 )
 
 
 def parse_shapes(text: str) -> BatchShapes:
-    """The shapes that a text describes.
+    """Return the shapes that a text describes.
 
     Raises:
         UserError: where it is none, gives a dim two ranges or no largest value.
@@ -44,7 +45,7 @@ def parse_shapes(text: str) -> BatchShapes:
 
 
 def shapes_text(shapes: BatchShapes) -> str:
-    """The text of shapes, from which ``parse_shapes`` makes equal ones."""
+    """Return the text of shapes, from which ``parse_shapes`` makes equal ones."""
     said: set[str] = set()
     rows: list[str] = []
     for path, sizes in shapes.items():
@@ -53,8 +54,9 @@ def shapes_text(shapes: BatchShapes) -> str:
             if not isinstance(size, Size):
                 items.append("_" if size is None else str(size))
                 continue
-            (dim,) = size.dims
-            factor = size.at({dim.name: 1})
+            multiple = size.multiple
+            assert multiple is not None  # nothing else is a shape of a batch
+            factor, dim = multiple
             item = dim.name if factor == 1 else f"{factor}*{dim.name}"
             if dim.name not in said:
                 said.add(dim.name)

@@ -14,19 +14,17 @@ import inspect
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 from unittest import mock
 
-import sympy
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, nn
 from torch._dynamo.exc import UncapturedHigherOrderOpError
-from torch._dynamo.source import ConstantSource
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors as d
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -37,21 +35,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    GuardOnDataDependentSymNode,
-    ShapeEnv,
-    StrictMinMaxConstraint,
-)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn import functional
 from torch.nn.modules import module as nn_module
 from torch.nn.utils import stateless
-from torch.utils._sympy.functions import Max
-from torch.utils._sympy.value_ranges import ValueRanges
 
-from zeroir.errors import InternalError
 from zeroir.frontend.capture.storage_views import rewrite_storage_views
-from zeroir.ir.sizes import Dim, Size
 
 Function = Callable[..., object]
 GradientHook = Callable[[Tensor], Tensor | None]
@@ -93,149 +82,8 @@ def is_higher_order(error: BaseException) -> bool:
     return Path(innermost.filename).name == "flex_attention.py"
 
 
-class DimEnv(ShapeEnv):
-    """The symbols of dims while a model is traced, and the sizes that torch computes with them."""
-
-    def __init__(self, examples: Mapping[Dim, int]) -> None:
-        super().__init__(duck_shape=False)
-        self.dims: dict[sympy.Symbol, Dim] = {}
-        self._symints: dict[Dim, torch.SymInt] = {}
-        for dim, example in examples.items():
-            # Torch takes sizes of 0 and 1 for constants, so a trace is one of larger sizes.
-            hint = example if example > 1 else min(dim.maximum, 2 + len(self.dims))
-            source = ConstantSource(dim.name)
-            range_of_dim = ValueRanges(dim.minimum, dim.maximum)
-            symbol = self.create_symbol(
-                hint,
-                source=source,
-                dynamic_dim=DimDynamic.DYNAMIC,
-                constraint_dim=StrictMinMaxConstraint(vr=range_of_dim, warn_only=False),
-            )
-            symint = self.create_symintnode(symbol, hint=hint, source=source)
-            if isinstance(symint, int):
-                raise InternalError(f"torch takes the dim {dim.name} for the constant {symint}")
-            self.dims[symint.node.expr] = dim
-            self._symints[dim] = symint
-
-    def symint(self, size: int) -> int | torch.SymInt:
-        """A size as torch computes with it."""
-        if not isinstance(size, Size):
-            return size
-        total: int | torch.SymInt = 0
-        for coefficient, monomial in size.terms:
-            product: int | torch.SymInt = coefficient
-            for dim, power in monomial:
-                for _ in range(power):
-                    product = product * self._symints[dim]
-            total = total + product
-        return total
-
-    def size(self, expression: sympy.Expr) -> int:
-        """The size that an expression of torch means.
-
-        Raises:
-            NoPolynomialError: where it is none.
-        """
-        expression = expression.replace(Max, self._largest)
-        symbols = sorted(expression.free_symbols, key=str)
-        if not symbols:
-            return int(expression)
-        try:
-            polynomial = sympy.Poly(expression, *symbols)
-        except sympy.PolynomialError:
-            raise NoPolynomialError(self.text(expression)) from None
-        total: int = 0
-        for powers, coefficient in polynomial.terms():
-            if not coefficient.is_Integer or any(symbol not in self.dims for symbol in symbols):
-                raise NoPolynomialError(self.text(expression))
-            product: int = int(coefficient)
-            for symbol, power in zip(symbols, powers, strict=True):
-                for _ in range(power):
-                    product = self.dims[symbol].size * product
-            total = total + product
-        return total
-
-    def _largest(self, *numbers: sympy.Expr) -> sympy.Expr:
-        """The number that is the largest for all values of dims; torch's strides count a size of 0 as 1."""
-        for number in numbers:
-            others = (other for other in numbers if other is not number)
-            if all(self._holds_everywhere(sympy.Ge(number, other)) for other in others):
-                return number
-        return cast("sympy.Expr", Max(*numbers))  # type: ignore[no-untyped-call]
-
-    def text(self, expression: sympy.Expr) -> str:
-        """An expression with the names of dims."""
-        names = {symbol: sympy.Symbol(dim.name) for symbol, dim in self.dims.items()}
-        return str(expression.xreplace(names)).replace("**", "^")
-
-    def broken_assumptions(self) -> Iterator[tuple[str, str]]:
-        """Yield what a trace assumes of dims beyond their ranges, and ``file:line`` of what asked, or ``""``.
-
-        Torch's operators ask which sizes are 1, and in which order strides are, to choose the layout of a result. A
-        program declares layouts, and values do not depend on them, so these questions count as no assumption.
-        """
-        about_layout: set[sympy.Symbol] = set()
-        for guard in self.guards:
-            place = guard.sloc.maybe_user_loc or guard.sloc.framework_loc
-            if _is_about_layout(guard.expr) and _is_of_zeroir(place):
-                about_layout |= guard.expr.free_symbols
-            elif not self._holds_everywhere(self.simplify(guard.expr)):
-                yield self.text(guard.expr), _line_of(place)
-        for symbol, dim in self.dims.items():
-            narrowed = self.var_to_range[symbol]
-            if symbol in self.replacements:
-                yield f"{dim.name} = {self.text(self.replacements[symbol])}", ""
-            elif narrowed.upper < dim.maximum or (
-                narrowed.lower > max(dim.minimum, 2) and symbol not in about_layout
-            ):
-                yield f"{narrowed.lower} <= {dim.name} <= {narrowed.upper}", ""
-
-    def _holds_everywhere(self, expression: sympy.Expr) -> bool:
-        return expression is sympy.true or self._maybe_evaluate_static(expression) is sympy.true
-
-
-def _is_about_layout(guard: sympy.Expr) -> bool:
-    """Whether a guard says that a size is not 0 or 1, or compares two strides."""
-    if isinstance(guard, sympy.Ne):
-        return any(side in (0, 1) for side in guard.args)
-    return isinstance(
-        guard, sympy.StrictLessThan | sympy.LessThan | sympy.GreaterThan | sympy.StrictGreaterThan
-    )
-
-
-def _is_of_zeroir(place: traceback.FrameSummary | str | None) -> bool:
-    """Whether the innermost code outside torch is zeroir's, which calls torch's operator for the user's code."""
-    return isinstance(place, traceback.FrameSummary) and place.filename.startswith(_OWN_FOLDER)
-
-
-def _line_of(place: traceback.FrameSummary | str | None) -> str:
-    if not isinstance(place, traceback.FrameSummary) or _is_of_zeroir(place):
-        return ""
-    return f"{Path(place.filename).name}:{place.lineno}"
-
-
-_OWN_FOLDER = f"{Path(__file__).parents[1]}/"
-
-
-class NoPolynomialError(Exception):
-    """A size is no polynomial of dims; the text says which it is."""
-
-
-def size_of(size: int | torch.SymInt) -> int:
-    """A size that torch computed as a plain integer or a polynomial of dims.
-
-    Raises:
-        NoPolynomialError: where it is neither.
-    """
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    env = size.node.shape_env
-    assert isinstance(env, DimEnv)
-    return env.size(size.node.expr)
-
-
-def fake_mode(env: DimEnv | None = None) -> FakeTensorMode:
-    """A mode whose tensors have no data; real tensors that a model holds become constants.
+def fake_mode(env: ShapeEnv | None = None) -> FakeTensorMode:
+    """Return a mode whose tensors have no data; real tensors that a model holds become constants.
 
     With ``env`` its tensors may have sizes that depend on dims.
     """
@@ -362,11 +210,6 @@ def operator_context() -> tuple[object, ...]:
         torch._C._len_torch_dispatch_stack(),
         torch._C._autograd._top_saved_tensors_default_hooks(False),
     )
-
-
-def has_dims(tensors: Iterable[Tensor]) -> bool:
-    """Return whether a size of one of these tensors depends on a dim."""
-    return any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape)
 
 
 _DECOMPOSED_DIFFERENTLY: tuple[Function, ...] = (functional.interpolate, functional.upsample)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, ClassVar, Final, NamedTuple
 
+from zeroir.errors import UserError
 from zeroir.ir.dtypes import DType
 from zeroir.ir.fields import Declares, NameKind
 
@@ -57,7 +58,7 @@ class Size(int):
         return size
 
     def at(self, values: Mapping[str, int]) -> int:
-        """The value where the dims have these values, by name."""
+        """Return the value where the dims have these values, by name."""
         return _value(self.terms, lambda dim: values[dim.name])
 
     @property
@@ -71,6 +72,15 @@ class Size(int):
         return frozenset(dim for _, monomial in self.terms for dim, _ in monomial)
 
     @property
+    def multiple(self) -> Multiple | None:
+        """The factor and the dim of a multiple of one dim; None of any other size."""
+        match self.terms:
+            case ((factor, ((dim, 1),)),):
+                return Multiple(factor, dim)
+            case _:
+                return None
+
+    @property
     def grows(self) -> bool:
         """Whether it is never negative and never shrinks where a dim grows, so that its bound is its largest value.
 
@@ -82,7 +92,7 @@ class Size(int):
         )
 
     def _derivative_is_positive(self, by: Dim) -> bool:
-        """Whether the derivative's positive terms at the smallest dims outweigh its negative ones at the largest."""
+        """Return whether the derivative is positive where positive terms are smallest and negative ones largest."""
         lowest = 0
         for coefficient, monomial in self.terms:
             powers = dict(monomial)
@@ -146,12 +156,11 @@ class Size(int):
                 powers[dim] = powers.get(dim, 0) - power
             if coefficient % factor or min(powers.values(), default=0) < 0:
                 return None
-            left = tuple((dim, power) for dim, power in powers.items() if power)
-            terms.append((coefficient // factor, left))
+            terms.append((coefficient // factor, _monomial(powers)))
         return _sum(terms)
 
     def __str__(self) -> str:
-        """The polynomial, such as ``batch*length*64-batch``, in the form that ``parse_size`` reads."""
+        """Return the polynomial, such as ``batch*length*64-batch``, in the form that ``parse_size`` reads."""
         parts: list[str] = []
         for coefficient, monomial in self.terms:
             factors = [dim.name if power == 1 else f"{dim.name}^{power}" for dim, power in monomial]
@@ -171,8 +180,17 @@ class Size(int):
     def __index__(self) -> int:
         return self.at_bound
 
-    def __getnewargs__(self) -> tuple[Terms]:  # type: ignore[override]
-        return (self.terms,)
+
+class Multiple(NamedTuple):
+    """A multiple of one dim, from whose value that of the dim follows."""
+
+    factor: int
+    dim: Dim
+
+    def value_of_dim(self, number: int) -> int | None:
+        """Return the dim's value where the multiple is ``number``; None where it has none in its range."""
+        value, rest = divmod(number, self.factor)
+        return value if not rest and self.dim.minimum <= value <= self.dim.maximum else None
 
 
 def _value(terms: Terms, value_of: Callable[[Dim], int]) -> int:
@@ -192,23 +210,50 @@ def _product(left: Monomial, right: Monomial) -> Monomial:
     powers = dict(left)
     for dim, power in right:
         powers[dim] = powers.get(dim, 0) + power
-    return tuple(sorted(powers.items(), key=lambda item: item[0].name))
+    return _monomial(powers)
 
 
-def _sum(terms: list[tuple[int, Monomial]]) -> int:
-    """A plain integer where no dim is left."""
+def _monomial(powers: Mapping[Dim, int]) -> Monomial:
+    present = [(dim, power) for dim, power in powers.items() if power]
+    return tuple(sorted(present, key=lambda item: item[0].name))
+
+
+def _sum(terms: Sequence[tuple[int, Monomial]]) -> int:
+    """Return the sum of products, a plain integer where no dim is left.
+
+    Raises:
+        UserError: where it is larger than the sizes of any model.
+    """
     by_monomial: dict[Monomial, int] = {}
     for coefficient, monomial in terms:
         by_monomial[monomial] = by_monomial.get(monomial, 0) + coefficient
     left = [(coefficient, monomial) for monomial, coefficient in by_monomial.items() if coefficient]
     if not any(monomial for _, monomial in left):
         return sum(coefficient for coefficient, _ in left)
+    is_small = len(left) <= _MOST_TERMS and all(
+        abs(coefficient) <= _LARGEST_COEFFICIENT and _degree(monomial) <= _LARGEST_DEGREE
+        for coefficient, monomial in left
+    )
+    if not is_small:
+        raise UserError(
+            f"A size that depends on dims is a sum of more than {_MOST_TERMS} products, or has one of more than "
+            f"{_LARGEST_DEGREE} dims or with a larger factor than {_LARGEST_COEFFICIENT}: give fewer dims to the batch."
+        )
     return Size(tuple(sorted(left, key=_order)))
 
 
+_MOST_TERMS: Final = 500
+_LARGEST_DEGREE: Final = 32
+_LARGEST_COEFFICIENT: Final = 10**18
+
+
+def _degree(monomial: Monomial) -> int:
+    return sum(power for _, power in monomial)
+
+
 def _order(term: tuple[int, Monomial]) -> tuple[int, list[tuple[str, int]]]:
-    """Products of higher degree first."""
-    return -sum(power for _, power in term[1]), [(dim.name, power) for dim, power in term[1]]
+    """Put products of higher degree first."""
+    return -_degree(term[1]), [(dim.name, power) for dim, power in term[1]]
 
 
 _FACTOR: Final = r"(?:[A-Za-z_][A-Za-z0-9_]*(?:\^[0-9]{1,2})?|[0-9]{1,30})"
@@ -216,8 +261,8 @@ SIZE_TEXT: Final = rf"-?{_FACTOR}(?:[*+-]{_FACTOR})*"
 """A size as ``str`` spells it."""
 
 _SIZE: Final = re.compile(SIZE_TEXT)
-LONGEST_SIZE_TEXT: Final = 2_000
-"""The most characters of a polynomial; those of models have a few dozen."""
+_LONGEST_TEXT: Final = 20_000
+"""The most characters of a size that ``parse_size`` reads; those of models have a few dozen."""
 
 _TERM: Final = re.compile(r"([+-]?)([^+-]+)")
 
@@ -227,32 +272,25 @@ class UnknownDimError(ValueError):
 
 
 def parse_size(text: str, dims: Mapping[str, Dim]) -> int | None:
-    """The size that a text spells, None where it spells none; a plain integer where it names no dim.
+    """Return the size that a text spells, None where it spells none; a plain integer where it names no dim.
 
     Raises:
         UnknownDimError: where it names another dim than these.
+        UserError: where it spells a larger size than any model has.
     """
-    if _SIZE.fullmatch(text) is None:
+    if len(text) > _LONGEST_TEXT or _SIZE.fullmatch(text) is None:
         return None
-    total: int = 0
+    terms: list[tuple[int, Monomial]] = []
     for sign, product in _TERM.findall(text):
-        value: int = -1 if sign == "-" else 1
+        coefficient = -1 if sign == "-" else 1
+        powers: dict[Dim, int] = {}
         for factor in product.split("*"):
             name, _, power = factor.partition("^")
             if name.isdecimal():
-                value = value * int(name)
-                continue
-            if name not in dims:
+                coefficient *= int(name)
+            elif name in dims:
+                powers[dims[name]] = powers.get(dims[name], 0) + int(power or 1)
+            else:
                 raise UnknownDimError(name)
-            for _ in range(int(power or 1)):
-                value = dims[name].size * value
-        total = total + value
-    return total
-
-
-def value_of_dim(size: Size, number: int) -> tuple[Dim, int | None]:
-    """The dim of a size ``a * dim + b``, and its value where the size is ``number``; None where it has none."""
-    (dim,) = size.dims
-    factor = size.at({dim.name: 1}) - size.at({dim.name: 0})
-    value, rest = divmod(number - size.at({dim.name: 0}), factor)
-    return dim, None if rest else value
+        terms.append((coefficient, _monomial(powers)))
+    return _sum(terms)

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from zeroir.frontend._torch_private import (
     Function,
-    has_dims,
     tensors_replaced,
     whole_operators,
     whole_where_different,
 )
+from zeroir.frontend._torch_sizes import has_dims
 from zeroir.frontend.capture.block_recording import ForwardRecorder, ForwardRecording
 from zeroir.frontend.capture.block_reuse import ReusePlan
 from zeroir.frontend.capture.gradient_hooks import ParameterHooks

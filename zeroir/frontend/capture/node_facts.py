@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor, fx
@@ -12,14 +12,14 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from zeroir.errors import InternalError, UserError
 from zeroir.frontend._torch_private import (
-    NoPolynomialError,
     is_backward,
     is_gradient_sum,
-    size_of,
 )
+from zeroir.frontend._torch_sizes import NoPolynomialError, size_of
 from zeroir.frontend.capture.storage_views import bounds_error
 from zeroir.ir.segments.allowlist import refusal
 from zeroir.ir.segments.segment import TensorType
+from zeroir.ir.sizes import Size
 from zeroir.torch_ops.foreign_workspaces import declared_workspace_bytes
 from zeroir.torch_ops.purity import breach, is_foreign
 from zeroir.torch_ops.types import IR_DTYPE
@@ -68,6 +68,7 @@ def facts_of(node: fx.Node, source: str) -> NodeFacts:
     excess = bounds_error(node)
     if excess is not None:
         raise UserError(f"{source} takes a strided view that {excess}.")
+    _require_no_squeezed_dim(node, source)
     tensors = _tensors(node.meta["val"])
     is_view = op is not aten.view.dtype and op.is_view
     args, kwargs = _fake_arguments(node)
@@ -96,9 +97,37 @@ def tensor_type(tensor: Tensor, source: str) -> TensorType:
     require_dtype(tensor.dtype, source)
     return TensorType(
         dtype=IR_DTYPE[tensor.dtype],
-        shape=tuple(size_in(size, source) for size in tensor.shape),
+        shape=tuple(_planned(size_in(size, source), source) for size in tensor.shape),
         stride=tuple(size_in(step, source) for step in tensor.stride()),
     )
+
+
+def _planned(size: int, source: str) -> int:
+    """Return a size of a tensor, for which memory is planned where dims are largest; UserError where it may shrink."""
+    if isinstance(size, Size) and not size.grows:
+        raise UserError(
+            f"{source} makes a tensor of size {size}, which is negative or shrinks for some sizes of the batch: narrow "
+            "the dims."
+        )
+    return size
+
+
+def _require_no_squeezed_dim(node: fx.Node, source: str) -> None:
+    """Raise UserError where an operator removes dimensions of size 1, and a dim may be 1."""
+    if node.target not in _SQUEEZES:
+        return
+    shape = cast("fx.Node", node.args[0]).meta["val"].shape
+    axes = cast("int | Sequence[int]", node.args[1] if len(node.args) > 1 else range(len(shape)))
+    for axis in ((axes,) if isinstance(axes, int) else axes) if shape else ():
+        size = size_in(shape[axis], source)
+        if isinstance(size, Size) and size.at({dim.name: dim.minimum for dim in size.dims}) <= 1:
+            raise UserError(
+                f"{source} removes a dimension where {size} is 1 and keeps it otherwise: let the dim be 2 at least, or "
+                "name the dimensions that squeeze removes."
+            )
+
+
+_SQUEEZES: Final = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 
 
 def size_in(size: int | torch.SymInt, source: str) -> int:

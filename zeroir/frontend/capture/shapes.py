@@ -8,14 +8,14 @@ import torch
 
 from zeroir.config.shapes import BatchShapes
 from zeroir.errors import UserError
-from zeroir.frontend._torch_private import DimEnv
-from zeroir.ir.sizes import Dim, Size, value_of_dim
+from zeroir.frontend._torch_sizes import DimEnv
+from zeroir.ir.sizes import Dim, Size
 
 
 def dim_env(
     shapes: BatchShapes, examples: Mapping[str, tuple[int, ...]]
 ) -> tuple[DimEnv | None, dict[str, tuple[int, ...]]]:
-    """The symbols of the dims of a batch, None where there are none, and the shapes of all its tensors by path.
+    """Return the symbols of the dims of a batch, None without any, and the shapes of all its tensors by path.
 
     Raises:
         UserError: where the example batch does not have such shapes.
@@ -45,13 +45,15 @@ def dim_env(
 
 
 def _noted(size: int, number: int, where: str, values: dict[Dim, int]) -> int:
-    """The size, after the value that the example batch gives its dim is noted."""
+    """Return the size, after the value that the example batch gives its dim is noted."""
     if not isinstance(size, Size):
         if size != number:
             raise UserError(f"{where} is {size} by the shapes and {number} in the example batch.")
         return size
-    dim, value = value_of_dim(size, number)
-    if value is None or not dim.minimum <= value <= dim.maximum:
+    multiple = size.multiple
+    assert multiple is not None  # a user gives no other sizes
+    dim, value = multiple.dim, multiple.value_of_dim(number)
+    if value is None:
         raise UserError(
             f"{where} is {number} in the example batch, but should be {size} with {dim.name} from {dim.minimum} to "
             f"{dim.maximum}."
@@ -65,13 +67,13 @@ def _noted(size: int, number: int, where: str, values: dict[Dim, int]) -> int:
 
 
 def sizes_of(shape: Sequence[int], env: DimEnv | None) -> list[int | torch.SymInt]:
-    """A shape as torch computes with it."""
+    """Return a shape as torch computes with it."""
     return [size if env is None else env.symint(size) for size in shape]
 
 
 def require_any_size(env: DimEnv, place: str) -> None:
     """Raise UserError where the model's code lets sizes decide, so that a trace is not one for all of them."""
-    for assumption, line in env.broken_assumptions():
+    for assumption, line in env.assumptions.items():
         raise UserError(
             f"{line or place} lets the sizes of the batch decide: the program would be right only where {assumption}. "
             "Narrow the dims to that, or express it without a decision."

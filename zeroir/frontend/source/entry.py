@@ -25,6 +25,7 @@ from unittest import mock
 from torch import nn
 
 from zeroir.config.model_spec import Factory, ModelSpec
+from zeroir.config.shapes import BatchShapes
 from zeroir.errors import UserError, ZeroirError
 from zeroir.frontend.capture.code_contexts import line_of_caller, noting_autocasts
 from zeroir.frontend.source.given_shapes import given_shapes
@@ -171,11 +172,20 @@ def run_model_file(text: ModelText) -> ModelSource:
         autocasts=autocasts,
         shapes=None
         if shapes is None
-        else lambda: given_shapes(
-            functions.guarded(shapes, "shapes()")(), guarded_batch(), f"batch() in {path}"
-        ),
+        else functools.partial(_shapes, functions, shapes, guarded_batch, path),
         file=FileOrigin(path=path, factory=factory.text, sha256=text.sha256, imports=imports),
     )
+
+
+def _shapes(
+    functions: _Functions, shapes: Callable[[], object], batch: Callable[[], Batch], path: Path
+) -> BatchShapes:
+    """Return the shapes that the file's ``shapes`` gives its ``batch``; an error names the line of ``shapes``."""
+    given, example = functions.guarded(shapes, "shapes()")(), batch()
+    try:
+        return given_shapes(given, example, f"batch() in {path}")
+    except UserError as error:
+        raise UserError(f"{line_of_definition(shapes) or path}: {error}") from None
 
 
 def _module_name(sha256: str) -> str:

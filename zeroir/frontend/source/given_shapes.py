@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeGuard
 
 import torch
 from torch.export import Dim as ExportDim
 from torch.export import ShapesCollection
 
-from zeroir.config.shapes import BatchShapes, parse_shapes
-from zeroir.errors import UserError
+from zeroir.config.shapes import BatchShapes, parse_shapes, shapes_text
+from zeroir.errors import BatchError, UserError
 from zeroir.ir.limits import MOST_COUNT
-from zeroir.ir.sizes import RESERVED_NAMES, Dim
+from zeroir.ir.sizes import Dim
 from zeroir.torch_ops.batches import Batch, flatten
 
 _EXAMPLE: Final = "torch.export.Dim('length', max=8192)"
 
 
 def given_shapes(given: object, batch: Batch, name: str = "the batch") -> BatchShapes:
-    """The shapes of a batch that a user gives: a text, a ``ShapesCollection``, or the structure of the batch.
+    """Return the shapes of a batch that a user gives: a text, a ``ShapesCollection``, or the structure of the batch.
 
     A list of further example batches gives a dim to each size that differs among them and the batch; sizes that are
     equal in all of them share one, from the smallest to the largest of its values there.
@@ -49,10 +49,11 @@ def given_shapes(given: object, batch: Batch, name: str = "the batch") -> BatchS
             continue
         if path not in tensors:
             raise UserError(
-                f"shapes= names {path}, which {name} does not have; its tensors are {', '.join(tensors)}."
+                f"The shapes name {path}, which {name} does not have; its tensors are {', '.join(tensors)}."
             )
         shapes[path] = _shape(spec, tensors[path].dim(), path, dims)
-    return shapes
+    # The text has the rules of names and ranges.
+    return parse_shapes(shapes_text(shapes)) if shapes else {}
 
 
 def _are_batches(given: object) -> TypeGuard[list[Batch]]:
@@ -61,12 +62,10 @@ def _are_batches(given: object) -> TypeGuard[list[Batch]]:
 
 
 def _has_tensors(value: object) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    items = value.values() if isinstance(value, Mapping) else value
-    return (
-        isinstance(items, Iterable) and not isinstance(items, str) and any(map(_has_tensors, items))
-    )
+    try:
+        return bool(flatten(value).tensors)
+    except BatchError:
+        return False
 
 
 def _differing_sizes(examples: Sequence[Mapping[str, torch.Tensor]]) -> BatchShapes:
@@ -77,7 +76,7 @@ def _differing_sizes(examples: Sequence[Mapping[str, torch.Tensor]]) -> BatchSha
             path: x.dim() for path, x in first.items()
         }:
             raise UserError(
-                "shapes= has a batch with other tensors, or other numbers of dimensions, than the example batch."
+                "The shapes have a batch with other tensors, or other numbers of dimensions, than the example batch."
             )
     dims: dict[tuple[int, ...], Dim] = {}
     shapes: dict[str, tuple[int | None, ...]] = {}
@@ -95,7 +94,7 @@ def _differing_sizes(examples: Sequence[Mapping[str, torch.Tensor]]) -> BatchSha
             shapes[path] = tuple(sizes)
     if not shapes:
         raise UserError(
-            "shapes= has batches of the same sizes as the example batch: give some with other sizes."
+            "The shapes are batches of the same sizes as the example batch: give some with other sizes."
         )
     return shapes
 
@@ -103,7 +102,7 @@ def _differing_sizes(examples: Sequence[Mapping[str, torch.Tensor]]) -> BatchSha
 def _specs(
     given: object, path: str, tensors: Mapping[str, torch.Tensor]
 ) -> list[tuple[str, object]]:
-    """What stands in the place of each tensor, by its path."""
+    """Return what stands in the place of each tensor, by its path."""
     if path in tensors or given is None:
         return [(path, given)] if path else []
     match given:
@@ -113,8 +112,8 @@ def _specs(
             items = [(str(index), item) for index, item in enumerate(given)]
         case _:
             raise UserError(
-                f"shapes= has {given!r:.60} at {path or 'its top'}, but should have the structure of the batch, with "
-                f"sizes such as {_EXAMPLE} in the places of tensors."
+                f"The shapes have {given!r:.60} at {path or 'the top'}, but should have the structure of the batch, "
+                f"with sizes such as {_EXAMPLE} in the places of tensors."
             )
     return [
         pair
@@ -133,15 +132,15 @@ def _shape(spec: object, rank: int, path: str, dims: dict[str, Dim]) -> tuple[in
             unknown = [axis for axis in by_axis if axis not in range(rank)]
             if unknown:
                 raise UserError(
-                    f"shapes= names the axis {unknown[0]!r} of {path}, which has {rank} dimensions."
+                    f"The shapes name the axis {unknown[0]!r} of {path}, which has {rank} dimensions."
                 )
             sizes: Sequence[object] = [by_axis.get(axis) for axis in range(rank)]
         case list() | tuple():
             sizes = spec
         case _:
             raise UserError(
-                f"shapes= has {spec!r:.60} for {path}, but should have a tuple of its sizes, or a dict from axes to "
-                "sizes."
+                f"The shapes have {spec!r:.60} for {path}, but should have a tuple of its sizes, or a dict from axes "
+                "to sizes."
             )
     return tuple(_size(size, f"axis {axis} of {path}", dims) for axis, size in enumerate(sizes))
 
@@ -156,20 +155,16 @@ def _size(size: object, where: str, dims: dict[str, Dim]) -> int | None:
         root = size.root
         first, second = size.fn(1), size.fn(2)
         factor = second - first
-        if first != factor:
+        if first != factor or factor < 1:
             raise UserError(
-                f"shapes= has {size} at {where}, but a size is a dim or a multiple of one."
+                f"The shapes have {size} at {where}, but a size is a dim or a multiple of one."
             )
     if not isinstance(root, ExportDim):
         raise UserError(
-            f"shapes= has {size!r:.60} at {where}, but should have a dim with a name and a largest value, such as "
+            f"The shapes have {size!r:.60} at {where}, but should have a dim with a name and a largest value, such as "
             f"{_EXAMPLE}."
         )
     name = root.__name__
-    if name in RESERVED_NAMES:
-        raise UserError(
-            f"A dim cannot be called {name}, which means something else in the text of a program."
-        )
     if not isinstance(root.max, int) or root.max > MOST_COUNT:
         raise UserError(
             f"The dim {name} at {where} has no largest value, for which memory is planned: give "
@@ -177,5 +172,5 @@ def _size(size: object, where: str, dims: dict[str, Dim]) -> int | None:
         )
     dim = Dim(name=name, minimum=max(int(root.min), 1), maximum=root.max)
     if dims.setdefault(name, dim) != dim:
-        raise UserError(f"shapes= gives two ranges to the dim {name}.")
+        raise UserError(f"The shapes give two ranges to the dim {name}.")
     return dim.size * factor

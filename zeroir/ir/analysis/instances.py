@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Final, TypeVar
+from typing import Final
 
 from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import Segment
 from zeroir.ir.sizes import Size
-
-T = TypeVar("T")
 
 SIZED_FIELDS: Final = ("buffers", "inputs", "outputs", "segments", "sections")
 """The fields of a program that may hold sizes which depend on dims."""
@@ -34,8 +32,8 @@ def smallest(program: Program) -> dict[str, int]:
     return {dim.name: dim.minimum for dim in program.dims}
 
 
-def sizes_in(data: object) -> Iterator[Size]:
-    """Yield each size that depends on dims in plain data, once."""
+def sizes_in(data: tuple[object, ...]) -> Iterator[Size]:
+    """Yield each size that depends on dims in these tuples, records and integers, once."""
     found: dict[Size, None] = {}
 
     def note(size: int) -> int:
@@ -43,7 +41,7 @@ def sizes_in(data: object) -> Iterator[Size]:
             found.setdefault(size)
         return size
 
-    _Integers(note).of(tuple(data) if isinstance(data, list) else data)
+    _Integers(note).of(data)
     yield from found
 
 
@@ -102,5 +100,5 @@ class _Integers:
 
 @cache
 def _field_names(kind: type[object]) -> tuple[str, ...]:
-    """The fields of a dataclass; none of another class."""
+    """Return the fields of a dataclass; none of another class."""
     return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()

@@ -227,7 +227,7 @@ class Scanner:
         return int(match[1])
 
     def size(self) -> int:
-        """An integer, or a polynomial of dims such as ``batch*length*64``."""
+        """Read an integer, or a polynomial of dims such as ``batch*length*64``."""
         match = _SIZE.match(self.text, self.position) if self.dims else None
         if match is None:
             return self.integer()
@@ -235,12 +235,16 @@ class Scanner:
         return self.size_of(match[1], match.start(1))
 
     def size_of(self, text: str, position: int) -> int:
-        """The size that a text at a position spells."""
+        """Return the size that a text at a position spells."""
         try:
             size = parse_size(text, self.dims)
-            return int(text) if size is None else size
         except UnknownDimError as error:
             self.fail(f"expected a 'dim {error}' line above, since a size names it.", position)
+        except UserError as error:
+            self.fail(str(error), position)
+        if size is None:
+            self.fail("expected a size such as 'batch*length*64'.", position)
+        return size
 
     def range(self) -> tuple[int, int]:
         """Read two sizes with a colon between them."""

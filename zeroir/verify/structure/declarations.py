@@ -146,7 +146,8 @@ def _segments(program: Program) -> Problems:
         count = len(segment.inputs)
         types = segment.types()
         for number, node in enumerate(segment.nodes):
-            where = f"node {number} ({node.op}) of segment @{segment.name}"
+            op = f"{node.op}, {node.source}" if node.source else node.op
+            where = f"node {number} ({op}) of segment @{segment.name}"
             reason = refusal(node.op, declared) or call_problem(node, declared)
             if reason is not None:
                 yield "Z008", f"{where} names an operator that {reason}"

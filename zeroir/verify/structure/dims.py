@@ -10,7 +10,7 @@ from zeroir.ir.analysis.effects import effects
 from zeroir.ir.analysis.instances import SIZED_FIELDS, sizes_in
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import Program
-from zeroir.ir.sizes import RESERVED_NAMES, Dim, Size
+from zeroir.ir.sizes import RESERVED_NAMES, Size
 from zeroir.verify.context import Findings, title
 
 
@@ -33,21 +33,22 @@ def check_dims(program: Program, findings: Findings) -> None:
 
 def _header_problems(program: Program) -> Iterator[str]:
     declared = {dim.name: dim for dim in program.dims}
-    for size in sizes_in([getattr(program, name) for name in SIZED_FIELDS]):
+    for size in sizes_in(tuple(getattr(program, name) for name in SIZED_FIELDS)):
         unknown = next((dim for dim in size.dims if declared.get(dim.name) != dim), None)
         if unknown is not None:
             yield f"the size {size} depends on {unknown.name}, which is not declared with that range"
         elif not size.grows:
             yield f"the size {size} may shrink where a dim grows, so that memory is not planned for its largest value"
     header = (field.name for field in dataclasses.fields(program))
-    others = [getattr(program, name) for name in header if name not in SIZED_FIELDS]
+    others = tuple(getattr(program, name) for name in header if name not in SIZED_FIELDS)
     for size in sizes_in(others):
         yield f"the size {size} stands in the header where ranks need one size"
     for buffer in program.buffers:
         is_kept = buffer.is_persistent and buffer.role not in (Role.INPUT, Role.OUTPUT)
         if isinstance(buffer.numel, Size) and is_kept:
             yield f"%{buffer.name} keeps its content between steps, and its size {buffer.numel} depends on a dim"
-    told = {dim for binding in program.inputs for size in binding.shape for dim in _told_by(size)}
+    sizes = (size for binding in program.inputs for size in binding.shape if isinstance(size, Size))
+    told = {multiple.dim for size in sizes if (multiple := size.multiple) is not None}
     for dim in program.dims:
         if not dim.name.isidentifier() or not dim.name.isascii() or dim.name in RESERVED_NAMES:
             yield f"the dim {dim.name} is no name that a size can have in the text"
@@ -59,14 +60,6 @@ def _header_problems(program: Program) -> Iterator[str]:
         yield "a section runs several micro-batches, whose dims may differ"
 
 
-def _told_by(size: int) -> Iterator[Dim]:
-    """Yield the dim whose value follows from a dimension of this size."""
-    if isinstance(size, Size) and len(size.terms) == 1:
-        ((_, monomial),) = size.terms
-        if len(monomial) == 1 and monomial[0][1] == 1:
-            yield monomial[0][0]
-
-
 def _op_problem(op: ops.Op, sized: set[str]) -> str | None:
     """Return why an op may not have a size that depends on a dim; None if it has none, or may have it."""
     match op:
@@ -76,7 +69,7 @@ def _op_problem(op: ops.Op, sized: set[str]) -> str | None:
             shared = next((r.buffer for r in regions if r.buffer in sized), None)
             if shared is not None:
                 return f"works on %{shared}, whose size depends on a dim, while ranks need one size"
-            if next(iter(sizes_in([op])), None) is not None:
+            if next(iter(sizes_in((op,))), None) is not None:
                 return "has a size that depends on a dim, while ranks need one size"
         case _:
             pass
