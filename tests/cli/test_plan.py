@@ -176,6 +176,7 @@ def test_no_word_of_a_plan_is_cut_off() -> None:
         tried=2,
         choices=2,
         bound_ns=500,
+        at={},
         is_finished=True,
     )
     sink = StringIO()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeroir.artifact import Artifact
 from zeroir.config import CompileOptions
+from zeroir.config.shapes import shapes_text
 from zeroir.errors import UserError
 
 if TYPE_CHECKING:
+    from zeroir.api.keywords import CompileKeywords
     from zeroir.frontend.source.source import LossFunction, Model, ModelSource, WeightFunction
     from zeroir.torch_ops.batches import Batch
 
@@ -90,6 +93,22 @@ def given_source(
     from zeroir.frontend.source.module_source import source_of
 
     return source_of(model, batch, loss, weight)
+
+
+def with_shapes_text(
+    options: CompileKeywords, make_source: Callable[[], ModelSource]
+) -> CompileKeywords:
+    """Return the options with shapes as a text, which may be given as ``torch.export`` takes them.
+
+    Raises:
+        UserError: if they are no shapes of the example batch.
+    """
+    shapes = options.get("shapes")
+    if shapes is None or isinstance(shapes, str):
+        return options
+    from zeroir.frontend.source.given_shapes import given_shapes
+
+    return {**options, "shapes": shapes_text(given_shapes(shapes, make_source().batch()))}
 
 
 def _from_here(path: Path) -> Path:

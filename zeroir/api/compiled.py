@@ -16,7 +16,9 @@ from zeroir.api.search.idle_offload import warn_of_idle_offload
 from zeroir.api.sentences import LOGGER
 from zeroir.artifact import Artifact, ConfigRecord
 from zeroir.config import CompileOptions, changed, for_world_size
+from zeroir.config.shapes import values_given
 from zeroir.errors import UserError
+from zeroir.ir.analysis.instances import instance
 from zeroir.ir.program import EVALUATE, MICRO_STEP, STEP_SECTIONS, Program, why_not_evaluate
 from zeroir.ir.text import print_program, print_section
 from zeroir.memory.curve import peak
@@ -137,6 +139,21 @@ class CompiledProgram:
         given = {"micro_steps": micro_steps, "offload": offload}
         changes = flat_values({name: value for name, value in given.items() if value is not None})
         return specialised(self, changes, world_size=world_size, updates_last=updates_last)
+
+    def at(self, values: Mapping[str, int] | str | None) -> CompiledProgram:
+        """Return the program for batches of one shape, on which buffers lie where they lie for every other.
+
+        ``values`` are those of dims, as ``{"length": 2048}`` or ``"length=2048"``; other dims have their largest. The
+        memory of a rank is that of the program itself, which is planned for the largest.
+
+        Raises:
+            UserError: where the program has no such dim, or was not compiled for that value.
+        """
+        of_dims = values_given(self.program, values)
+        logical, scheduled = (
+            instance(program, of_dims) for program in (self.logical, self.program)
+        )
+        return replace(self, artifact=replace(self.artifact, logical=logical, scheduled=scheduled))
 
     def after_pass(self, number: int) -> CompiledProgram:
         """Return the program after the first ``number`` passes; after 0 passes it is the program for one device.

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from zeroir import artifact as artifacts
-from zeroir.api.capture import capture_source, file_source, given_source
+from zeroir.api.capture import capture_source, file_source, given_source, with_shapes_text
 from zeroir.api.compiled import CompiledProgram, require_valid, with_proof, with_report
 from zeroir.api.config_file import Config, resolve_options
 from zeroir.api.keywords import CompileKeywords, flat_values, is_torchs
 from zeroir.api.lowering import lower
 from zeroir.artifact import Artifact, ConfigRecord
 from zeroir.config import CompileOptions, options_from_pairs
-from zeroir.config.shapes import shapes_text
 from zeroir.errors import InternalError, UserError
-from zeroir.ir.analysis.instances import instance, segments_at_ends
+from zeroir.ir.analysis.instances import at_largest, segments_at_ends
 from zeroir.verify import Report, VerificationError, verify
 
 if TYPE_CHECKING:
@@ -58,14 +57,7 @@ def compile_model(
         UserError: if the file, the module, the batch or an option is wrong.
     """
     source = given_source(model, batch, loss, weight)
-    shapes = options.get("shapes")
-    if shapes is not None:
-        from zeroir.frontend.source.given_shapes import given_shapes
-
-        text = (
-            shapes if isinstance(shapes, str) else shapes_text(given_shapes(shapes, source.batch()))
-        )
-        options = {**options, "shapes": text}
+    options = with_shapes_text(options, lambda: source)
     optimizer = options.get("optimizer")
     if is_torchs(optimizer):
         from zeroir.api.torch_optimizers import translated
@@ -111,7 +103,7 @@ def _require_every_size(logical: Program, problem: str) -> None:
     from zeroir.runtime.kernels.declared import misdeclared
 
     if logical.dims:
-        largest = instance(logical, {dim.name: dim.maximum for dim in logical.dims})
+        largest = at_largest(logical)
         if verify(largest).is_valid and misdeclared(largest.segments) is None:
             raise UserError(
                 "The model does not compute the same for all sizes that its shapes allow. Narrow the dims, or let the "

@@ -23,6 +23,12 @@ InCounts = Number(gte=1, lte=MOST_COUNT)
 InSeeds = Number(gte=-(2**63), lt=2**63)
 """The seeds that every function of torch accepts."""
 Seed = Annotated[int, Parameter(validator=InSeeds, help="Seed of weights, data and dropout.")]
+At = Annotated[
+    str | None,
+    Parameter(
+        help="Sizes of the batches, such as length=2048,rows=4, for a program with dims. [default: the largest]"
+    ),
+]
 Ranks = Annotated[
     int | None,
     Parameter(

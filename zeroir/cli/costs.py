@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, InCounts, Machine, ProgramFile
+from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, At, InCounts, Machine, ProgramFile
 from zeroir.cli.console import err, out, print_json
 from zeroir.cli.option_groups import EstimateParameters
 from zeroir.cost.estimate_options import make_estimate_options
@@ -26,6 +26,7 @@ def simulate(
         int | None,
         Parameter(validator=InCounts, help="Number of micro-steps. [default: the program's]"),
     ] = None,
+    at: At = None,
     trace: Annotated[
         Path | None,
         Parameter(help="Write the beginning and the end of every op, for ui.perfetto.dev."),
@@ -45,7 +46,9 @@ def simulate(
     if trace is not None:
         require_writable(trace, TIMELINE)
     compiled = load_program(program)
-    simulation = simulate_program(compiled, machine, straggler=straggler, micro_steps=micro_steps)
+    simulation = simulate_program(
+        compiled, machine, straggler=straggler, micro_steps=micro_steps, at=at
+    )
     if as_json:
         print_json(simulation_json(compiled.program, simulation))
     else:

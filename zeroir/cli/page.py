@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, Machine, ProgramFile
+from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, At, Machine, ProgramFile
 from zeroir.cli.console import out, print_json
 from zeroir.errors import UserError
 
@@ -32,6 +32,7 @@ def report(
         ),
     ] = None,
     machine: Machine = DEFAULT_MACHINE,
+    at: At = None,
     memory_budget: Annotated[
         str | None,
         Parameter(
@@ -57,6 +58,7 @@ def report(
     """
     from zeroir.api import load_program
     from zeroir.artifact.outputs import PAGE, require_writable, write_whole
+    from zeroir.config.shapes import values_given, values_text
     from zeroir.cost.machine import load_machine
     from zeroir.ir.byte_sizes import parse_bytes
     from zeroir.report.measured import read_measured_step
@@ -73,15 +75,21 @@ def report(
     given_bytes = None if memory_budget is None else parse_bytes(memory_budget)
     loaded = [load_program(file) for file in files]
     measured = None if trace is None else read_measured_step(trace, loaded[0].program)
+    has_dims = any(compiled.program.dims for compiled in loaded)
+    sizes = [
+        # Beside a program with dims, one for batches of one shape is compared as it is.
+        values_given(compiled.program, at if compiled.program.dims or not has_dims else None)
+        for compiled in loaded
+    ]
     reported = [
         _reported(
-            compiled,
+            compiled.at(values),
             described,
-            name=file.name,
+            name=f"{file.name} at {values_text(values)}" if values else file.name,
             budget_bytes=given_bytes,
             micro_steps=None if measured is None else measured.micro_steps,
         )
-        for file, compiled in zip(files, loaded, strict=True)
+        for file, compiled, values in zip(files, loaded, sizes, strict=True)
     ]
     page = report_html(*reported, measured=measured)
     write_whole(path, page.encode(), PAGE)
@@ -91,6 +99,7 @@ def report(
             {
                 "path": str(path),
                 "machine": described.name,
+                "at": next(filter(None, sizes), {}),
                 "memory_budget_bytes": budgets[0],
                 **({} if other is None else {"other_memory_budget_bytes": budgets[1]}),
             }

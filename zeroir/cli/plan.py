@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, InCounts, Machine, Model
+from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, At, InCounts, Machine, Model
 from zeroir.cli.compiling import CompileOptions, Config, print_notes, resolved
 from zeroir.cli.console import out, print_json, progress
 from zeroir.errors import UserError
@@ -23,6 +23,7 @@ def plan(
         str | None,
         Parameter(help="Device memory of a rank, such as 80GB. [default: the machine's]"),
     ] = None,
+    at: At = None,
     output: Annotated[
         Path | None,
         Parameter(name=["-o", "--output"], help="The program file to write. [default: none]"),
@@ -60,7 +61,7 @@ def plan(
     if output is not None:
         require_writable(output, PROGRAM)
     with progress(f"Planning {model}"), warnings_as_sentences():
-        result = plan_with(source, machine, chosen, memory=memory, most_tried=most_tried)
+        result = plan_with(source, machine, chosen, memory=memory, at=at, most_tried=most_tried)
         if output is not None:
             result.compiled.save(output)
     if as_json:

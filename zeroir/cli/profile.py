@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from zeroir.cli.arguments import (
     AllowModelChange,
     AsJson,
+    At,
     InCounts,
     Kernels,
     MovedModel,
@@ -33,6 +34,7 @@ def profile(
     machine: Annotated[
         str, Parameter(help="The machine that gives the figures that are not measured.")
     ] = "cpu-local",
+    at: At = None,
     disk: Annotated[
         Path | None,
         Parameter(help="Measure the disk of this folder, too. [default: no disk is measured]"),
@@ -53,9 +55,11 @@ def profile(
 
     Example: zeroir profile gpt.zir --nproc 2 -o here.toml
     """
+    from zeroir import artifact
     from zeroir.api.running.job import is_rank_of_job, launch
     from zeroir.api.search.profile import profile_program
     from zeroir.artifact.outputs import MACHINE, require_writable
+    from zeroir.config.shapes import values_given, values_text
     from zeroir.report.costs import format_seconds
     from zeroir.report.names import format_bytes
 
@@ -66,11 +70,14 @@ def profile(
             raise UserError(f"The name of a machine file must end in .toml, unlike '{output}'.")
     if disk is not None and not disk.is_dir():
         raise UserError(f"'{disk}' is no folder: name one on the disk that is to be measured.")
+    if at is not None and not is_rank:
+        values_given(artifact.load(program).scheduled, at)
     if nproc is not None and not is_rank:
         arguments = ["profile", str(program), "--output", str(output), "--machine", machine]
         arguments += ["--rounds", str(rounds), "--seed", str(seed), "--kernels", kernels]
         arguments += [] if model is None else ["--model", model]
         arguments += [] if disk is None else ["--disk", str(disk)]
+        arguments += [] if at is None else ["--at", at]
         arguments += ["--allow-model-change"] if allow_model_change else []
         return launch(nproc, [*arguments, *(["--json"] if as_json else [])])
     result = profile_program(
@@ -83,12 +90,15 @@ def profile(
         allow_model_change=allow_model_change,
         kernels=kernels,
         disk_folder=disk,
+        at=at,
     )
     if result is None:
         return 0
     if as_json:
         print_json(result.to_json())
         return 0
+    if result.at:
+        out.print(f"batches    {values_text(result.at)}")
     ratio = result.predicted_s / result.step_s - 1
     noise = (
         "no noise floor: one round" if result.noise is None else f"noise floor {result.noise:.1%}"

@@ -10,6 +10,7 @@ from rich.text import Text
 from zeroir.api.search.candidates import Candidate
 from zeroir.api.search.plan import Plan
 from zeroir.api.search.search_space import words
+from zeroir.config.shapes import values_text
 from zeroir.report.costs import format_seconds, measured_counts
 from zeroir.report.names import counted, format_bytes
 from zeroir.report.tables import Lines, columns_table, facts_table
@@ -23,6 +24,8 @@ def render_plan(plan: Plan, *, is_unfolded: bool = False) -> RenderableType:
     grid = facts_table()
     grid.add_row("machine", f"{plan.machine}, {counted(plan.world_size, 'rank')}")
     grid.add_row("memory", f"{format_bytes(plan.budget_bytes)} a rank")
+    if plan.at:
+        grid.add_row("batches", values_text(plan.at))
     ended = "" if plan.is_finished else ", the allowed number"
     grid.add_row("tried", f"{plan.tried:,} of {counted(plan.choices, 'choice')}{ended}")
     grid.add_row("chosen", words(chosen.settings))
@@ -62,6 +65,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
     return {
         "machine": plan.machine,
         "world_size": plan.world_size,
+        "at": dict(plan.at),
         "memory_bytes": plan.budget_bytes,
         "tried": plan.tried,
         "choices": plan.choices,

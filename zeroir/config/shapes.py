@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from zeroir.errors import UserError
+from zeroir.ir.analysis.instances import values_of_dims
 from zeroir.ir.limits import MOST_COUNT
+from zeroir.ir.program import Program
 from zeroir.ir.sizes import RESERVED_NAMES, Dim, Size
 
 BatchShapes = Mapping[str, tuple[int | None, ...]]
@@ -22,6 +24,8 @@ _ITEM: Final = re.compile(
     r"(?:(?P<minimum>\d{1,9})<=)?(?:(?P<factor>\d{1,9})\*)?(?P<name>[A-Za-z]\w*|_\w+)(?:<=(?P<maximum>\d{1,10}))?",
     re.ASCII,
 )
+
+_VALUE: Final = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>\d{1,10})", re.ASCII)
 
 
 def parse_shapes(text: str) -> BatchShapes:
@@ -65,6 +69,37 @@ def shapes_text(shapes: BatchShapes) -> str:
             items.append(item)
         rows.append(f"{path}: {', '.join(items)}")
     return "; ".join(rows)
+
+
+def parse_values(text: str) -> dict[str, int]:
+    """Return the values of dims that a text such as ``length=2048,rows=4`` gives.
+
+    Raises:
+        UserError: where it is none, or gives one of them twice.
+    """
+    values: dict[str, int] = {}
+    for item in text.split(","):
+        match = _VALUE.fullmatch(item.strip())
+        if match is None:
+            raise UserError(_explained(item.strip(), "is no value of a dim, such as length=2048"))
+        if match["name"] in values:
+            raise UserError(f"The dim {match['name']} has two values: leave one of them out.")
+        values[match["name"]] = int(match["value"])
+    return values
+
+
+def values_given(program: Program, given: Mapping[str, int] | str | None) -> dict[str, int]:
+    """Return the value of each dim of a program where some are given; the others have their largest.
+
+    Raises:
+        UserError: where the program has no such dim, or was not compiled for that value.
+    """
+    return values_of_dims(program, parse_values(given) if isinstance(given, str) else given or {})
+
+
+def values_text(values: Mapping[str, int]) -> str:
+    """Return values of dims as a person reads them: ``length 2,048, rows 4``."""
+    return ", ".join(f"{name} {value:,}" for name, value in values.items())
 
 
 def _dims(items: list[str]) -> dict[str, Dim]:

@@ -11,11 +11,13 @@ from zeroir.cost.durations import Durations
 from zeroir.cost.machine import Machine
 from zeroir.cost.tasks import require_micro_steps
 from zeroir.ir import ops
+from zeroir.ir.analysis.instances import at_largest
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program
 
 
 def compute_bound_s(program: Program, machine: Machine) -> float:
-    """Return the total seconds of the segments of a step."""
+    """Return the total seconds of the segments of a step, where dims have their largest values."""
+    program = at_largest(program)
     durations = Durations(program, machine)
     return sum(
         count * durations.segment(op.segment).seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zeroir.cost.machine import Machine
+from zeroir.ir.analysis.instances import at_largest
 from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import Segment
 from zeroir.workspace.segments import EAGER
@@ -17,12 +18,16 @@ def with_measured_workspaces(program: Program, machine: Machine) -> Program:
     """
     if not machine.has_workspaces:
         return program
-    segments = tuple(_measured(segment, machine) for segment in program.segments)
+    # Measurements are of segments with plain sizes, and memory is planned for the largest ones.
+    segments = tuple(
+        _measured(segment, plain.digest(), machine)
+        for segment, plain in zip(program.segments, at_largest(program).segments, strict=True)
+    )
     return replace(program, segments=segments)
 
 
-def _measured(segment: Segment, machine: Machine) -> Segment:
-    measured = machine.segments.get(segment.digest())
+def _measured(segment: Segment, digest: str, machine: Machine) -> Segment:
+    measured = machine.segments.get(digest)
     if measured is None or measured.workspace_bytes is None:
         return segment
     others = (pair for pair in segment.workspace_bytes if pair[0] != EAGER)

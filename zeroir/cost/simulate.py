@@ -7,7 +7,7 @@ good as the machine's figures. It assumes no other load on the machine, and no t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from zeroir.cost.arithmetic_at_peak import micro_step_at_peak_s
@@ -27,6 +27,7 @@ from zeroir.cost.tasks import (
 from zeroir.cost.wires import FlowCost
 from zeroir.errors import UserError
 from zeroir.ir import ops
+from zeroir.ir.analysis.instances import at_largest, instance, largest
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.program import EVALUATE, Program
 from zeroir.ir.spans import Span
@@ -93,7 +94,8 @@ class Simulation:
     the previous one ended. ``flops`` are those of one rank, including recomputation. ``hfu`` is the time that they take
     at the dense peak, as a fraction of the step; ``mfu`` is the same without recomputation. ``evaluation_s`` are the
     seconds of an evaluation between two steps, None if the program has none or none was simulated. ``redone_s`` are
-    those of a step that undoes its speculative update, None if there is none or it was not simulated.
+    those of a step that undoes its speculative update, None if there is none or it was not simulated. ``at`` are the
+    values of the program's dims on every rank.
     """
 
     machine: str
@@ -109,6 +111,7 @@ class Simulation:
     measured: Measured
     evaluation_s: float | None = None
     redone_s: float | None = None
+    at: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def step_s(self) -> float:
@@ -137,6 +140,8 @@ def simulate(
 ) -> Simulation:
     """Simulate a training step. With ``straggler``, the work of rank 0 takes longer by this factor.
 
+    Dims have their largest values; for others, simulate an instance of the program.
+
     The guesses of speculative steps are right, unless the step ``is_redone``.
 
     ``logical`` is the program before any pass: floating-point operations beyond its own are recomputation. Without it
@@ -146,6 +151,8 @@ def simulate(
         UserError: if the machine is too small or extremely slow, the program does not support this number of
             micro-steps, or the factor is below 1.
     """
+    at = largest(program)
+    program = instance(program, at)
     if straggler is not None and not 1 <= straggler < float("inf"):
         raise UserError(f"A straggler takes at least 1 times as long, and not {straggler}.")
     count = require_micro_steps(program, micro_steps)
@@ -166,7 +173,7 @@ def simulate(
     flops, ideal_s = _flops(tasks[steps.first :], durations, machine)
     model_s = ideal_s
     if logical is not None:
-        model_s = count * micro_step_at_peak_s(logical, machine)
+        model_s = count * micro_step_at_peak_s(at_largest(logical), machine)
     return Simulation(
         machine=machine.name,
         world_size=program.mesh.world_size,
@@ -187,11 +194,12 @@ def simulate(
             collectives=sum(cost.is_measured for cost in durations.collective_costs),
             of_collectives=len(durations.collective_costs),
         ),
+        at=at,
     )
 
 
 def simulate_evaluation(program: Program, machine: Machine) -> float | None:
-    """Return the seconds of one evaluation; None if the program has none.
+    """Return the seconds of one evaluation, of the largest dims; None if the program has none.
 
     Raises:
         UserError: as ``simulate``.
@@ -199,6 +207,7 @@ def simulate_evaluation(program: Program, machine: Machine) -> float | None:
     section = program.section_by_name.get(EVALUATE)
     if section is None:
         return None
+    program = at_largest(program)
     classes = rank_classes(program.mesh, machine.node_ranks)
     issue_ns = _ns(machine.host.issue_s.value)
     tasks = section_tasks(

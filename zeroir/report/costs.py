@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from zeroir.config.shapes import values_text
 from zeroir.cost.estimate import (
     Activations,
     Estimate,
@@ -87,6 +88,8 @@ def render_simulation(program: Program, simulation: Simulation) -> RenderableTyp
     """Render the time of the step, its parts, and its critical path."""
     grid = facts_table()
     grid.add_row("machine", f"{simulation.machine}, {counted(simulation.world_size, 'rank')}")
+    if simulation.at:
+        grid.add_row("batches", values_text(simulation.at))
     steps = counted(simulation.micro_steps, "micro-step")
     slow = "" if simulation.straggler == 1 else f", rank 0 slower by {simulation.straggler:g}"
     grid.add_row("step", f"{format_seconds(simulation.step_s)} ({steps}{slow})")
@@ -175,6 +178,7 @@ def simulation_json(program: Program, simulation: Simulation) -> dict[str, objec
         "world_size": simulation.world_size,
         "micro_steps": simulation.micro_steps,
         "straggler": simulation.straggler,
+        "at": dict(simulation.at),
         "step_seconds": simulation.step_s,
         "redone_seconds": simulation.redone_s,
         "evaluation_seconds": simulation.evaluation_s,

@@ -20,6 +20,7 @@ from zeroir.cost.search import SearchOutcome
 from zeroir.cost.simulate import Measured, Simulation, simulate
 from zeroir.errors import InternalError
 from zeroir.ir import ops
+from zeroir.ir.analysis.instances import instance, values_of_dims
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.limits import MOST_BYTES
 from zeroir.ir.program import Program
@@ -74,7 +75,8 @@ class SimulatedProgram:
 class CandidateMeasurer:
     """Lowers a logical program with settings that differ from given options; common passes run once.
 
-    The workspaces that were measured on the ``machine`` are used.
+    The workspaces that were measured on the ``machine`` are used. Memory is that of the largest batches, and steps are
+    simulated for batches in which dims have the values ``at``, by default the largest.
     """
 
     def __init__(
@@ -83,8 +85,10 @@ class CandidateMeasurer:
         options: CompileOptions,
         budget_bytes: int,
         machine: Machine | None,
+        at: Mapping[str, int] = {},
     ) -> None:
         self._logical = logical
+        self._at = values_of_dims(logical, at)
         self._base = replaced(options, memory_budget=str(budget_bytes))
         self._budget_bytes = budget_bytes
         self._machine = machine
@@ -114,7 +118,7 @@ class CandidateMeasurer:
         program = derive_waits(corrected(self._lowered(settings)))
         return SimulatedProgram(
             program=program,
-            simulation=simulate(program, self._machine),
+            simulation=simulate(instance(program, self._at), self._machine),
             missing_host_bytes=max(0, _host_bytes(program) - self._most_host_bytes(program)),
         )
 
@@ -160,7 +164,7 @@ class CandidateMeasurer:
         )
         if self._machine is None:
             return candidate, evaluation
-        simulation = simulate(program, self._machine)
+        simulation = simulate(instance(program, self._at), self._machine)
         evaluation = replace(evaluation, step_ns=simulation.step_ns)
         candidate = replace(candidate, measured=simulation.measured)
         if evaluation.fits:
@@ -185,6 +189,7 @@ class CandidateMeasurer:
         local = passes[: _first_reduction(passes)]
         if local not in self._compute_ns:
             program = replace(self._after(local), options=self._base.to_pairs())
+            program = instance(program, self._at)
             self._compute_ns[local] = int(compute_bound_s(program, machine) * 1e9)
         return self._compute_ns[local]
 

@@ -10,6 +10,7 @@ from typing import Unpack, cast
 from zeroir.api.compiled import CompiledProgram
 from zeroir.api.compiling import load_program
 from zeroir.api.keywords import EstimateKeywords, flat_values
+from zeroir.config.shapes import values_given
 from zeroir.cost.estimate import Estimate
 from zeroir.cost.estimate import estimate as estimate_with
 from zeroir.cost.estimate_options import EstimateOptions, make_estimate_options
@@ -25,16 +26,20 @@ def simulate(
     *,
     straggler: float | None = None,
     micro_steps: int | None = None,
+    at: Mapping[str, int] | str | None = None,
 ) -> Simulation:
     """Simulate a training step of a program, or of the one in a ``.zir`` file, on a machine.
 
     ``machine`` is the name of a machine that zeroir describes, or a TOML file. With ``straggler``, rank 0's own work
-    takes that many times as long. ``micro_steps`` replaces the number that the program was compiled for.
+    takes that many times as long. ``micro_steps`` replaces the number that the program was compiled for. ``at`` are the
+    values of dims in all batches, such as ``{"length": 2048}``; other dims have their largest.
 
     Raises:
         UserError: if the program or the machine is missing or wrong, or they conflict.
     """
     compiled = program if isinstance(program, CompiledProgram) else load_program(program)
+    values = values_given(compiled.program, at)
+    compiled = compiled.at(values)
     loaded_machine = machine if isinstance(machine, Machine) else load_machine(machine)
 
     def simulated(*, is_redone: bool) -> Simulation:
@@ -52,6 +57,7 @@ def simulate(
         simulated(is_redone=False),
         evaluation_s=simulate_evaluation(compiled.program, loaded_machine),
         redone_s=simulated(is_redone=True).step_s if speculates else None,
+        at=values,
     )
 
 

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Unpack
 
-from zeroir.api.capture import capture_source, given_source
+from zeroir.api.capture import capture_source, given_source, with_shapes_text
 from zeroir.api.compiled import CompiledProgram
 from zeroir.api.compiling import lowered_for
 from zeroir.api.config_file import Config, ResolvedOptions, resolve_options
@@ -32,6 +32,7 @@ from zeroir.api.search.search_space import (
 from zeroir.config import CompileOptions, make_options
 from zeroir.config.field_types import STEP
 from zeroir.config.offload_places import ADAPTIVE, HOST, OFFLOADED, PAGE_BYTES
+from zeroir.config.shapes import values_given
 from zeroir.cost.machine import Machine, load_machine
 from zeroir.cost.search import Found, Point, SearchOutcome, search
 from zeroir.errors import UserError
@@ -71,7 +72,8 @@ class Plan:
 
     ``alternatives`` are the best of every other stage and mesh, and what differs from the chosen one in one option,
     fastest first, then what does not fit. No choice among all ``choices`` can take less than ``bound_ns``.
-    ``is_finished`` is False if the search ended because it had tried enough.
+    ``is_finished`` is False if the search ended because it had tried enough. Steps are those of batches in which dims
+    have the values ``at``.
     """
 
     compiled: CompiledProgram
@@ -84,6 +86,7 @@ class Plan:
     choices: int
     bound_ns: int
     is_finished: bool
+    at: Mapping[str, int]
 
 
 def plan(
@@ -94,6 +97,7 @@ def plan(
     loss: LossFunction | None = None,
     weight: WeightFunction | None = None,
     memory: str | None = None,
+    at: Mapping[str, int] | str | None = None,
     most_tried: int = MOST_TRIED,
     config: Config | None = None,
     **options: Unpack[CompileKeywords],
@@ -102,11 +106,15 @@ def plan(
 
     ``model``, ``batch``, ``loss``, ``weight``, ``config`` and the keywords are those of ``zeroir.compile``. ``memory``
     is the memory of a rank's device, such as ``80GB``; the default is that of the machine. Given options are kept, and
-    the search chooses the others that affect speed and memory.
+    the search chooses the others that affect speed and memory. If sizes depend on dims, the largest batches fit, and
+    steps are those of batches in which dims have the values ``at``, such as ``{"length": 2048}``; others have their
+    largest.
 
     Raises:
         UserError: if the model, the machine or an option is wrong, or if nothing fits.
     """
+    source = cache(lambda: given_source(model, batch, loss, weight))
+    options = with_shapes_text(options, source)
     optimizer = options.get("optimizer")
     if is_torchs(optimizer):
         from zeroir.api.torch_optimizers import translated
@@ -115,9 +123,8 @@ def plan(
         given = dict(translated(optimizer, model, others).options)
     else:
         given = flat_values(options)
-    source = cache(lambda: given_source(model, batch, loss, weight))
     resolved = resolve_options(config, given, source, giver="argument")
-    return plan_with(source, machine, resolved, memory=memory, most_tried=most_tried)
+    return plan_with(source, machine, resolved, memory=memory, at=at, most_tried=most_tried)
 
 
 def plan_with(
@@ -126,6 +133,7 @@ def plan_with(
     resolved: ResolvedOptions,
     *,
     memory: str | None = None,
+    at: Mapping[str, int] | str | None = None,
     most_tried: int = MOST_TRIED,
 ) -> Plan:
     """Plan as ``plan`` does, with validated options, of which those that were set are kept.
@@ -138,7 +146,8 @@ def plan_with(
     budget_bytes = int(machine.memory.size_bytes.value) if amount is None else parse_bytes(amount)
     source = make_source()
     captured = replace(capture_source(source, options).artifact, config=resolved.record)
-    planner = Planner(captured.logical, options, machine, budget_bytes)
+    values = values_given(captured.logical, at)
+    planner = Planner(captured.logical, options, machine, budget_bytes, values)
     result = planner.search(most_tried)
     compiled = lowered_for(captured, planner.measurer.options(result.chosen.settings), machine)
     return Plan(
@@ -152,6 +161,7 @@ def plan_with(
         choices=sum(region.size for region in planner.regions),
         bound_ns=result.bound_ns,
         is_finished=result.is_finished,
+        at=values,
     )
 
 
@@ -173,12 +183,17 @@ class Planner:
     """
 
     def __init__(
-        self, logical: Program, options: CompileOptions, machine: Machine, budget_bytes: int
+        self,
+        logical: Program,
+        options: CompileOptions,
+        machine: Machine,
+        budget_bytes: int,
+        at: Mapping[str, int] = {},
     ) -> None:
         self._machine = machine
         self._budget_bytes = budget_bytes
         self._selects_saved = options.recompute.select_saved
-        self.measurer = CandidateMeasurer(logical, options, budget_bytes, machine)
+        self.measurer = CandidateMeasurer(logical, options, budget_bytes, machine, at)
         self._wire_ns: dict[int, int] = {}
         self._candidates: dict[tuple[int, Point], Candidate] = {}
         self._measured: dict[Identity, tuple[Candidate, SearchOutcome]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from zeroir.api.running.engines import open_data
 from zeroir.api.running.job import joined_job, watched_job
 from zeroir.api.sentences import warnings_as_sentences
 from zeroir.artifact.outputs import MACHINE, write_whole
+from zeroir.config.shapes import values_given
 from zeroir.cost.host_profile import with_measured_disk, with_measured_host
 from zeroir.cost.machine import Machine, load_machine, to_toml
 from zeroir.cost.profile import measured_machine
@@ -33,7 +35,7 @@ class Profile:
 
     ``host`` and ``disk`` are the rates of one rank. ``step_s`` is the median of the steps that were not recorded.
     ``noise`` is the difference between the medians of the odd and of the even rounds, as a fraction of ``step_s``; None
-    with one round.
+    with one round. ``at`` are the values of the program's dims in all batches.
     """
 
     machine: Machine
@@ -43,12 +45,14 @@ class Profile:
     predicted_s: float
     host: MeasuredHost
     disk: MeasuredDisk | None
+    at: Mapping[str, int]
 
     def to_json(self) -> dict[str, object]:
         """Return the profile without the machine's figures."""
         return {
             "machine": self.machine.name,
             "rounds": self.rounds,
+            "at": dict(self.at),
             "step_seconds": self.step_s,
             "noise": self.noise,
             "predicted_step_seconds": self.predicted_s,
@@ -71,11 +75,14 @@ def profile_program(
     allow_model_change: bool,
     kernels: str,
     disk_folder: Path | None = None,
+    at: str | None = None,
 ) -> Profile | None:
     """Profile as the rank that torchrun made this process, or alone; rank 0 writes the machine and returns the profile.
 
     The disk of ``disk_folder`` is measured if given. Properties that are not measured, such as the size of memory, are
-    those of ``machine``. In a job of several ranks a failure ends the process, as in ``run_program``.
+    those of ``machine``. Batches have the sizes ``at``, such as ``length=2048``; other dims have their largest.
+
+    In a job of several ranks a failure ends the process, as in ``run_program``.
 
     Raises:
         UserError: in a job of one rank, or before the job is joined.
@@ -83,6 +90,7 @@ def profile_program(
     with watched_job() as watch:
         base = load_machine(machine)
         compiled = load_program(path)
+        values = values_given(compiled.program, at)
         source = load_model(
             compiled.artifact, compiled.path, model=model, allow_model_change=allow_model_change
         )
@@ -95,7 +103,7 @@ def profile_program(
             compiled = compiled.specialise(world_size=job_rank.world_size)
             with warnings_as_sentences():
                 engine = compiled.open_engine(source, job_rank, seed, kernels)
-            data = open_data(source, job_rank, seed)
+            data = open_data(source, job_rank, seed, compiled.program, values)
             recording = record(engine, data, rounds=rounds)
             host = _averaged(measure_host(job_rank.device, partial(_meet, engine)), engine)
             disk = None
@@ -113,14 +121,21 @@ def profile_program(
             )
             if disk is not None:
                 base = with_measured_disk(base, disk, world_size=job_rank.world_size)
+            program = compiled.at(values).program
             measured = measured_machine(
-                compiled.program,
+                program,
                 recording.steps,
                 base,
                 name=output.stem,
-                workspaces=recording.workspaces,
+                workspaces={
+                    plain.digest(): recording.workspaces[segment.digest()]
+                    for segment, plain in zip(
+                        compiled.program.segments, program.segments, strict=True
+                    )
+                    if segment.digest() in recording.workspaces
+                },
             )
-            predicted_s = simulate(compiled.program, measured).step_s
+            predicted_s = simulate(program, measured).step_s
             write_whole(output, to_toml(measured).encode(), MACHINE)
     return Profile(
         machine=measured,
@@ -130,6 +145,7 @@ def profile_program(
         predicted_s=predicted_s,
         host=host,
         disk=disk,
+        at=values,
     )
 
 

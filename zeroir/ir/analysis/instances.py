@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Final
 
+from zeroir.errors import UserError
 from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import Segment
 from zeroir.ir.sizes import Size
@@ -27,9 +28,45 @@ def instance(program: Program, values: Mapping[str, int]) -> Program:
     )
 
 
+def at_largest(program: Program) -> Program:
+    """Return the instance where each dim has its largest value, so that segments have the digests of plain sizes."""
+    return instance(program, largest(program))
+
+
 def smallest(program: Program) -> dict[str, int]:
     """Return the smallest value of each dim, by name."""
     return {dim.name: dim.minimum for dim in program.dims}
+
+
+def largest(program: Program) -> dict[str, int]:
+    """Return the largest value of each dim, by name."""
+    return {dim.name: dim.maximum for dim in program.dims}
+
+
+def values_of_dims(program: Program, given: Mapping[str, int]) -> dict[str, int]:
+    """Return the value of each dim where some are given; the others have their largest.
+
+    Raises:
+        UserError: where the program has no such dim, or was not compiled for that value.
+    """
+    values = largest(program)
+    if given and not values:
+        raise UserError(
+            "The program has no dims, so it is for batches of one shape: compile it with --shapes for others."
+        )
+    for name, value in given.items():
+        if name not in values:
+            dims = ", ".join(f"{d.name} from {d.minimum} to {d.maximum}" for d in program.dims)
+            raise UserError(f"The program has no dim '{name}'; it has {dims}.")
+        if type(value) is not int:
+            raise UserError(f"{name} is {value!r:.80}, but should be a whole number.")
+        values[name] = value
+    for dim in program.dims:
+        if not dim.minimum <= values[dim.name] <= dim.maximum:
+            raise UserError(
+                f"{dim.name} is {values[dim.name]}, but the program was compiled for {dim.minimum} to {dim.maximum}."
+            )
+    return values
 
 
 def sizes_in(data: tuple[object, ...]) -> Iterator[Size]:
@@ -49,7 +86,7 @@ def segments_at_ends(program: Program) -> tuple[Segment, ...]:
     """Return the segments of a program where all dims have their largest values, and where they have their smallest."""
     if not program.dims:
         return program.segments
-    ends = ({dim.name: dim.maximum for dim in program.dims}, smallest(program))
+    ends = (largest(program), smallest(program))
     return tuple(segment for values in ends for segment in instance(program, values).segments)
 
 
