@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch.export import Dim, ShapesCollection
 import zeroir
 from examples import any_length
 from zeroir.config.shapes import parse_shapes, shapes_text
-from zeroir.errors import UserError
+from zeroir.errors import ModelWarning, UserError
 from zeroir.frontend.source.given_shapes import given_shapes
 from zeroir.torch_ops.batches import Batch
 
@@ -164,8 +165,6 @@ def _fixed(x: Tensor) -> Tensor:
     ("decide", "fact"),
     [
         (_longer, "rows <= 5"),
-        (_alone, "rows != 1"),
-        (_squeezed, "where rows is 1"),
         (_halved, "rows//2"),
         (_fixed, "rows = 3"),
     ],
@@ -173,6 +172,43 @@ def _fixed(x: Tensor) -> Tensor:
 def test_code_that_sizes_decide_is_named(decide: Callable[[Tensor], Tensor], fact: str) -> None:
     with pytest.raises(UserError, match=rf"test_shapes\.py:\d+ .*{re.escape(fact)}"):
         zeroir.compile(Mean(decide), torch.zeros(3, 4), shapes=(ROWS, 4))
+
+
+def _spread(x: Tensor) -> Tensor:
+    offsets = torch.arange(4)[None] + torch.zeros(1, 4)
+    if x.shape[0] != offsets.shape[0]:
+        offsets = offsets.expand(x.shape[0], -1)
+    return x + offsets
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "smallest"),
+    [
+        (_spread, None, 1),
+        (_alone, "rows != 1", 2),
+        (_squeezed, "rows != 1", 2),
+        (lambda x: x if x.shape[0] >= 3 else x * 2, "rows >= 3", 3),
+    ],
+)
+def test_a_size_of_1_is_left_out_where_it_computes_something_else(
+    code: Callable[[Tensor], Tensor], text: str | None, smallest: int
+) -> None:
+    shapes = {"x": (ROWS, 4)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        program = zeroir.compile(Mean(code), {"x": torch.zeros(5, 4)}, shapes=shapes)
+    notes = [str(w.message) for w in caught if issubclass(w.category, ModelWarning)]
+    said = f"only where {text}: the dim rows is from {smallest} to 8"
+    assert [said in note for note in notes] == ([] if text is None else [True])
+    assert [dim.minimum for dim in program.program.dims] == [smallest]
+
+
+def test_a_smallest_value_that_is_given_stays() -> None:
+    rows = Dim("rows", min=2, max=8)
+    with pytest.raises(UserError, match=r"only where rows >= 3\. Narrow the dims"):
+        zeroir.compile(
+            Mean(lambda x: x if x.shape[0] >= 3 else x * 2), torch.zeros(5, 4), shapes=(rows, 4)
+        )
 
 
 @pytest.mark.parametrize(("code", "fact"), [(_first, "if rows is 1"), (_later, "size rows-2")])

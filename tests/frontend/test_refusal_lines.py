@@ -28,7 +28,7 @@ NOT_OF_A_MODEL = {
     # Of a file that cannot be read or executed, or lacks a function: tests/frontend/test_entry.py.
     "entry",
     # Of the shapes of a batch: tests/api/test_shapes.py.
-    "given_shapes", "shapes",
+    "given_shapes", "shapes", "smallest_sizes",
     # Of options: tests/frontend/test_units.py, test_parameter_groups.py and test_bad_models.py.
     "parameter_groups", "precision", "tracing", "units",
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, cast
@@ -24,12 +25,28 @@ class NoPolynomialError(Exception):
     """A size is no polynomial of dims; the text says which it is."""
 
 
+class SplitError(Exception):
+    """Sizes decide what a trace computes, and no smallest values of dims leave one decision."""
+
+    def __init__(self, assumption: Assumption) -> None:
+        super().__init__(assumption.text)
+        self.assumption = assumption
+
+
+class Assumption(NamedTuple):
+    """What a trace assumes of dims, and the ``file:line`` of what asked, or ``""``."""
+
+    text: str
+    line: str
+
+
 class DimEnv(ShapeEnv):
     """The symbols of dims while a model is traced, and the sizes that torch computes with them."""
 
     def __init__(self, examples: Mapping[Dim, int]) -> None:
         super().__init__(duck_shape=False)
         self.dims: dict[sympy.Symbol, Dim] = {}
+        self.examples = examples
         self._symints: dict[Dim, torch.SymInt] = {}
         for dim, example in examples.items():
             # Torch takes sizes of 0 and 1 for constants, so a trace is one of larger sizes.
@@ -50,7 +67,7 @@ class DimEnv(ShapeEnv):
         self._ranges = tuple(
             (symbol, ValueRanges(dim.minimum, dim.maximum)) for symbol, dim in self.dims.items()
         )
-        self._assumptions: dict[str, str] = {}
+        self._assumptions: dict[sympy.Basic, str] = {}
 
     def symint(self, size: int) -> int | torch.SymInt:
         """Return a size as torch computes with it."""
@@ -107,9 +124,80 @@ class DimEnv(ShapeEnv):
         return text.replace("**", "^")
 
     @property
-    def assumptions(self) -> Mapping[str, str]:
-        """What the trace assumes of dims beyond their ranges, each with the ``file:line`` of what asked, or ``""``."""
-        return self._assumptions
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """What the traces assume of dims beyond their ranges."""
+        return tuple(
+            Assumption(text=self.text(what), line=line) for what, line in self._assumptions.items()
+        )
+
+    def smallest_values(self) -> dict[Dim, int]:
+        """Return the dims that need another smallest value than 1 so that all assumptions hold, with that value.
+
+        Raises:
+            SplitError: where an assumption fails for larger values, too, or for a dim with a smallest value of its own.
+        """
+        smallest: dict[Dim, int] = {}
+        for what, line in self._assumptions.items():
+            if self._holds(what, smallest):
+                continue
+            for symbol, dim in self.dims.items():
+                if dim.minimum == 1 and symbol in what.free_symbols:
+                    least = self._least(what, dim, smallest)
+                    if least is not None:
+                        smallest[dim] = least
+                        break
+            else:
+                raise SplitError(Assumption(text=self.text(what), line=line))
+        return smallest
+
+    def reason_for(self, dim: Dim, smallest: Mapping[Dim, int]) -> Assumption:
+        """Return the first assumption that fails for smaller values of a dim than its new smallest one."""
+        others = {**smallest, dim: dim.minimum}
+        return next(
+            Assumption(text=self.text(what), line=line)
+            for what, line in self._assumptions.items()
+            if not self._holds(what, others)
+        )
+
+    def assume(self, what: sympy.Basic, line: str) -> None:
+        """Assume something of dims, unless it is true for all their values."""
+        if not self._holds(what, {}):
+            self._assumptions.setdefault(what, line)
+
+    def holds(self, smallest: Mapping[Dim, int]) -> bool:
+        """Return whether all assumptions hold for all values of dims from these smallest ones on."""
+        return all(self._holds(what, smallest) for what in self._assumptions)
+
+    @contextmanager
+    def other_trace(self) -> Iterator[None]:
+        """Within the block the assumptions are those of another trace; those so far are kept."""
+        kept, self._assumptions = self._assumptions, {}
+        try:
+            yield
+        finally:
+            self._assumptions = kept
+
+    def _least(self, what: sympy.Basic, dim: Dim, smallest: Mapping[Dim, int]) -> int | None:
+        """Return the smallest value of a dim from which on an assumption holds."""
+        low, high = smallest.get(dim, dim.minimum), dim.maximum
+        if not self._holds(what, {**smallest, dim: high}):
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            if self._holds(what, {**smallest, dim: middle}):
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _holds(self, what: sympy.Basic, smallest: Mapping[Dim, int]) -> bool:
+        """Return whether an assumption holds for all values of dims from these smallest ones on."""
+        ranges = tuple(
+            (symbol, ValueRanges(smallest.get(dim, dim.minimum), dim.maximum))
+            for symbol, dim in self.dims.items()
+        )
+        answer = self._maybe_evaluate_static(what, axioms=(), var_to_range=ranges)
+        return answer is sympy.true or answer is True
 
     def evaluate_expr(self, orig_expr: sympy.Basic, *args: object, **kwargs: object) -> sympy.Basic:
         """Answer a question about sizes by the example's, and note it if other sizes have another answer.
@@ -130,11 +218,14 @@ class DimEnv(ShapeEnv):
             if not (is_operators and _is_about_layout(assumption)):
                 users = (f for f in frames if not f.filename.startswith(_OWN_FOLDER))
                 line = next((f"{Path(f.filename).name}:{f.lineno}" for f in users), "")
-                self._assumptions.setdefault(self.text(assumption), line)
+                self._assumptions.setdefault(assumption, line)
         return answer
 
     def _refine_ranges(self, expr: sympy.Basic) -> None:
         """Leave the ranges of dims as they are, so that no answer narrows them."""
+
+    def _set_replacement(self, a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
+        """Leave dims as they are, so that no answer turns one into a constant or another."""
 
 
 def size_of(size: int | torch.SymInt) -> int:
@@ -148,6 +239,14 @@ def size_of(size: int | torch.SymInt) -> int:
     env = size.node.shape_env
     assert isinstance(env, DimEnv)
     return env.size(size.node.expr)
+
+
+def assume_not_1(size: int | torch.SymInt, line: str) -> None:
+    """Assume that a size is not 1, which the operator at ``line`` treats apart, unless it is a constant."""
+    if isinstance(size, torch.SymInt):
+        env = size.node.shape_env
+        assert isinstance(env, DimEnv)
+        env.assume(sympy.Ne(size.node.expr, 1), line)
 
 
 def has_dims(tensors: Iterable[Tensor]) -> bool:

@@ -61,6 +61,17 @@ class Size(int):
         """Return the value where the dims have these values, by name."""
         return _value(self.terms, lambda dim: values[dim.name])
 
+    def replaced(self, values: Mapping[Dim, int]) -> int:
+        """Return the size where these dims are these sizes; a plain integer where no dim is left."""
+        total = 0
+        for coefficient, monomial in self.terms:
+            product = coefficient
+            for dim, power in monomial:
+                for _ in range(power):
+                    product = values.get(dim, dim.size) * product
+            total = product + total
+        return total
+
     @property
     def at_bound(self) -> int:
         """The value where each dim is as large as it may be, a plain integer."""

@@ -6,9 +6,10 @@ device. The graph names no device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -52,13 +53,14 @@ from zeroir.frontend.capture.node_origins import origin_of
 from zeroir.frontend.capture.precision import apply_precision, compute_dtype, note_on_precision
 from zeroir.frontend.capture.python_state import PythonState, UsersCode
 from zeroir.frontend.capture.read_graph import read_graph, without_dead_nodes
-from zeroir.frontend.capture.shapes import dim_env, require_any_size, sizes_of
+from zeroir.frontend.capture.shapes import dim_env, sizes_of
 from zeroir.frontend.capture.shared_memory import (
     note_on_ties,
     overlapping_tensors,
     require_apart,
     tie_equal_tensors,
 )
+from zeroir.frontend.capture.smallest_sizes import Traces, narrowed_dims
 from zeroir.frontend.capture.state_check import note_on_state
 from zeroir.frontend.source.source import (
     ModelSource,
@@ -68,8 +70,10 @@ from zeroir.frontend.source.source import (
 )
 from zeroir.frontend.source.source_lines import line_of_module, refusals_at
 from zeroir.frontend.source.unsupported import MAKE_PART_OF_MODEL, require_supported
+from zeroir.ir.analysis.instances import with_other_sizes
 from zeroir.ir.limits import LONGEST_NAME, obeyed_character
 from zeroir.ir.program import ConstantBinding
+from zeroir.ir.sizes import Dim
 from zeroir.torch_ops.batches import Batch, BatchLeaves, flatten
 from zeroir.torch_ops.conditions import tracing_conditions
 from zeroir.torch_ops.purity import ImpureOperatorError
@@ -169,14 +173,17 @@ def capture(
         state = PythonState.of(model, code)
         at_the_end.callback(state.restore_exactly)
         step = LossStep(model, source, example, compute_dtype(precision), hooks, state)
-        with mode:
-            inputs = [
-                torch.empty(sizes_of(info.shape, env), dtype=x.dtype)
-                for info, x in zip(batch, tensors.values(), strict=True)
-            ]
-            inputs.append(torch.empty(MAX_DROPOUT_SITES, dtype=torch.int64))
 
-        def joint_graph_of_a_step() -> tuple[JointGraph, tuple[str, ...]]:
+        def joint_graph_of_a_step(
+            values: Mapping[Dim, int] = MappingProxyType({}),
+        ) -> tuple[JointGraph, tuple[str, ...]]:
+            """Return the joint graph, where some dims have these values, and the blocks that were reused."""
+            with mode:
+                inputs = [
+                    torch.empty(sizes_of(info.shape, env, values), dtype=x.dtype)
+                    for info, x in zip(batch, tensors.values(), strict=True)
+                ]
+                inputs.append(torch.empty(MAX_DROPOUT_SITES, dtype=torch.int64))
             return _joint_graph(source, mode, step, inputs, list(tensors), fewest_equal_calls)
 
         joint, reused_blocks = joint_graph_of_a_step()
@@ -198,10 +205,23 @@ def capture(
         if evaluate:
             evaluation, why_not = _evaluation(step, outputs, joint_graph_of_a_step)
             notes.append(why_not)
+        if env is not None:
+
+            def traces_at(values: Mapping[Dim, int]) -> Traces:
+                at_values = partial(joint_graph_of_a_step, values)
+                other = None if evaluation is None else _evaluation(step, outputs, at_values)[0]
+                return at_values()[0], None if other is None else other.joint
+
+            traces = (joint, None if evaluation is None else evaluation.joint)
+            narrowed, notes_on_dims = narrowed_dims(env, traces, traces_at, step.place)
+            notes += notes_on_dims
+            sizes_of_dims = {dim: other.size for dim, other in narrowed.items()}
+            if narrowed:
+                joint, evaluation, batch = with_other_sizes(
+                    (joint, evaluation, batch), lambda size: size.replaced(sizes_of_dims)
+                )
     with refusals_at(place):
         require_apart(joint, overlapping)
-    if env is not None:
-        require_any_size(env, step.line)
     return CapturedModel(
         joint=joint,
         module=model,

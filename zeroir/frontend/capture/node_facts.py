@@ -15,7 +15,7 @@ from zeroir.frontend._torch_private import (
     is_backward,
     is_gradient_sum,
 )
-from zeroir.frontend._torch_sizes import NoPolynomialError, size_of
+from zeroir.frontend._torch_sizes import NoPolynomialError, assume_not_1, size_of
 from zeroir.frontend.capture.storage_views import bounds_error
 from zeroir.ir.segments.allowlist import refusal
 from zeroir.ir.segments.segment import TensorType
@@ -68,7 +68,7 @@ def facts_of(node: fx.Node, source: str) -> NodeFacts:
     excess = bounds_error(node)
     if excess is not None:
         raise UserError(f"{source} takes a strided view that {excess}.")
-    _require_no_squeezed_dim(node, source)
+    _assume_kept_dimensions(node, source)
     tensors = _tensors(node.meta["val"])
     is_view = op is not aten.view.dtype and op.is_view
     args, kwargs = _fake_arguments(node)
@@ -112,19 +112,14 @@ def _planned(size: int, source: str) -> int:
     return size
 
 
-def _require_no_squeezed_dim(node: fx.Node, source: str) -> None:
-    """Raise UserError where an operator removes dimensions of size 1, and a dim may be 1."""
+def _assume_kept_dimensions(node: fx.Node, source: str) -> None:
+    """Assume that a dim is not 1 where an operator removes dimensions of size 1."""
     if node.target not in _SQUEEZES:
         return
     shape = cast("fx.Node", node.args[0]).meta["val"].shape
     axes = cast("int | Sequence[int]", node.args[1] if len(node.args) > 1 else range(len(shape)))
     for axis in ((axes,) if isinstance(axes, int) else axes) if shape else ():
-        size = size_in(shape[axis], source)
-        if isinstance(size, Size) and size.at({dim.name: dim.minimum for dim in size.dims}) <= 1:
-            raise UserError(
-                f"{source} removes a dimension where {size} is 1 and keeps it otherwise: let the dim be 2 at least, or "
-                "name the dimensions that squeeze removes."
-            )
+        assume_not_1(shape[axis], source)
 
 
 _SQUEEZES: Final = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)

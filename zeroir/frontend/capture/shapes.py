@@ -66,15 +66,10 @@ def _noted(size: int, number: int, where: str, values: dict[Dim, int]) -> int:
     return size
 
 
-def sizes_of(shape: Sequence[int], env: DimEnv | None) -> list[int | torch.SymInt]:
-    """Return a shape as torch computes with it."""
-    return [size if env is None else env.symint(size) for size in shape]
-
-
-def require_any_size(env: DimEnv, place: str) -> None:
-    """Raise UserError where the model's code lets sizes decide, so that a trace is not one for all of them."""
-    for assumption, line in env.assumptions.items():
-        raise UserError(
-            f"{line or place} lets the sizes of the batch decide: the program would be right only where {assumption}. "
-            "Narrow the dims to that, or express it without a decision."
-        )
+def sizes_of(
+    shape: Sequence[int], env: DimEnv | None, values: Mapping[Dim, int]
+) -> list[int | torch.SymInt]:
+    """Return a shape as torch computes with it, where some dims have these values."""
+    if env is None:
+        return [*shape]
+    return [env.symint(size.replaced(values) if isinstance(size, Size) else size) for size in shape]

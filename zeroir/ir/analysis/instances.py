@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Final
+from typing import Final, TypeVar, cast
 
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import Segment
 from zeroir.ir.sizes import Size
+
+_Data = TypeVar("_Data")
 
 SIZED_FIELDS: Final = ("buffers", "inputs", "outputs", "segments", "sections")
 """The fields of a program that may hold sizes which depend on dims."""
@@ -88,6 +90,12 @@ def segments_at_ends(program: Program) -> tuple[Segment, ...]:
         return program.segments
     ends = (largest(program), smallest(program))
     return tuple(segment for values in ends for segment in instance(program, values).segments)
+
+
+def with_other_sizes(data: _Data, change: Callable[[Size], int]) -> _Data:
+    """Return tuples and records with other integers for the sizes in them that depend on dims."""
+    changed = _Integers(lambda size: change(size) if isinstance(size, Size) else size)
+    return cast("_Data", changed.of(data))
 
 
 def with_integers(program: Program, change: Callable[[int], int], **others: object) -> Program:

@@ -1,0 +1,183 @@
+"""Dims of which a trace leaves out the smallest values, because code asks whether a size is 1.
+
+Code often treats a size of 1 apart and computes the same: it expands a tensor only where there are several rows. So the
+model is traced again where the dim is 1. If that computes the same as the first trace says for 1, nothing is left out.
+Otherwise the dim has a larger smallest value, with a note.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from itertools import combinations
+from typing import Final, NamedTuple
+
+from zeroir.errors import UserError
+from zeroir.frontend._torch_sizes import Assumption, DimEnv, SplitError
+from zeroir.frontend.capture.joint_graph import JointGraph
+from zeroir.ir.dtypes import DType
+from zeroir.ir.segments.segment import NodeArg, Ref, TensorType
+from zeroir.ir.sizes import Dim, Size
+
+Traces = tuple[JointGraph | None, ...]
+"""The graphs of a step and of an evaluation."""
+
+
+def narrowed_dims(
+    env: DimEnv,
+    traces: Traces,
+    trace: Callable[[Mapping[Dim, int]], Traces],
+    place: str,
+) -> tuple[dict[Dim, Dim], list[str]]:
+    """Return the dims that have another smallest value than the user gives, and a sentence on each.
+
+    ``trace`` returns the graphs where some dims have these values; ``traces`` are those where none has.
+
+    Raises:
+        UserError: where sizes decide what is computed, and no smallest values leave one decision.
+    """
+    try:
+        smallest = env.smallest_values()
+    except SplitError as error:
+        raise UserError(_refusal(error.assumption, place)) from None
+    kept: list[Dim] = []
+    for dim in [dim for dim, least in smallest.items() if least == 2]:
+        corners = [
+            dict.fromkeys((dim, *others), 1)
+            for count in range(len(kept) + 1)
+            for others in combinations(kept, count)
+        ]
+        if all(_is_alike(env, traces, trace, values, smallest) for values in corners):
+            kept.append(dim)
+    narrowed: dict[Dim, Dim] = {}
+    notes: list[str] = []
+    for dim, least in smallest.items():
+        if dim in kept:
+            continue
+        reason = env.reason_for(dim, smallest)
+        if not env.examples[dim] >= least < dim.maximum:
+            raise UserError(_refusal(reason, place))
+        narrowed[dim] = Dim(name=dim.name, minimum=least, maximum=dim.maximum)
+        notes.append(
+            f"{reason.line or place} lets the sizes of the batch decide, and the program is right only where "
+            f"{reason.text}: the dim {dim.name} is from {least} to {dim.maximum}. Give it that smallest value, or "
+            "express the code without a decision."
+        )
+    return narrowed, notes
+
+
+def _refusal(assumption: Assumption, place: str) -> str:
+    return (
+        f"{assumption.line or place} lets the sizes of the batch decide: the program would be right only where "
+        f"{assumption.text}. Narrow the dims to that, or express it without a decision."
+    )
+
+
+def _is_alike(
+    env: DimEnv,
+    traces: Traces,
+    trace: Callable[[Mapping[Dim, int]], Traces],
+    values: Mapping[Dim, int],
+    smallest: Mapping[Dim, int],
+) -> bool:
+    """Return whether traces where dims have these values, and others not their smallest ones, compute the same."""
+    with env.other_trace():
+        try:
+            others = trace(values)
+        except (Exception, SystemExit):  # noqa: BLE001 - a model may raise any error at a size of 1
+            return False
+        if not env.holds(smallest):
+            return False
+    numbers: dict[_Computation, int] = {}
+    return [_results(joint, values, numbers) for joint in traces] == [
+        _results(joint, {}, numbers) for joint in others
+    ]
+
+
+_Computation = tuple[object, ...]
+
+
+def _results(
+    joint: JointGraph | None, values: Mapping[Dim, int], numbers: dict[_Computation, int]
+) -> object:
+    """Return the numbers of a graph's results where dims have these values; equal ones have equal elements in order."""
+    if joint is None:
+        return None
+    number_of: dict[int, int] = {}
+    types = [None if kind is None else _type(kind, values) for kind in joint.types]
+
+    def number(*computation: object) -> int:
+        return numbers.setdefault(computation, len(numbers))
+
+    def comparable(arg: NodeArg) -> object:
+        match arg:
+            case Ref():
+                return number_of[arg.index], types[arg.index]
+            case tuple():
+                return tuple(comparable(item) for item in arg)
+            case Size():
+                return comparable_number(arg.replaced(values))
+            case _:
+                return comparable_number(arg)
+
+    def comparable_number(arg: object) -> object:
+        # 1, 1.0 and True are equal, and not the same argument.
+        return arg if isinstance(arg, Size) else (type(arg).__name__, arg)
+
+    for each in joint.inputs:
+        of_input = (each.kind, each.name if each.data is None else "", each.data)
+        number_of[each.value] = number(of_input, types[each.value])
+    for node in joint.nodes:
+        operand = next(node.refs(), None)
+        if operand is not None and node.op in _KEEP_ORDER and len(node.results) == 1:
+            before, after = types[operand], types[node.results[0]]
+            if before is not None and after is not None and before.has_elements_of(after):
+                number_of[node.results[0]] = number_of[operand]
+                continue
+        args = tuple(comparable(arg) for arg in node.args)
+        kwargs = tuple((name, comparable(arg)) for name, arg in node.kwargs)
+        for position, result in enumerate(node.results):
+            number_of[result] = number(node.op, args, kwargs, types[result], position)
+    return [
+        [("loss", number_of[joint.loss])],
+        *(
+            [(name, number_of[value], types[value]) for name, value in pairs]
+            for pairs in (joint.gradients, joint.mutations, joint.outputs)
+        ),
+    ]
+
+
+class _Type(NamedTuple):
+    """A tensor's dtype and shape; its layout decides no value."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+    def has_elements_of(self, other: _Type) -> bool:
+        """Return whether both have equally many elements of one dtype."""
+        return self.dtype == other.dtype and math.prod(self.shape) == math.prod(other.shape)
+
+
+def _type(kind: TensorType, values: Mapping[Dim, int]) -> _Type:
+    shape = (size.replaced(values) if isinstance(size, Size) else size for size in kind.shape)
+    return _Type(kind.dtype, tuple(shape))
+
+
+_KEEP_ORDER: Final = frozenset(
+    f"aten.{name}"
+    for name in (
+        *(
+            "view.default",
+            "_unsafe_view.default",
+            "alias.default",
+            "clone.default",
+            "_to_copy.default",
+        ),
+        *("expand.default", "slice.Tensor", "select.int", "sum.dim_IntList"),
+        *("squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default"),
+    )
+)
+"""Operators whose result has the operand's elements, in order, where it has equally many of the same dtype.
+
+A sum over dimensions of size 1 turns -0.0 into 0.0, which compare as equal.
+"""
