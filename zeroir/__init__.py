@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from zeroir.api import compile_model as compile  # noqa: A004
     from zeroir.api import load_program as load
     from zeroir.api.search.costs import estimate, simulate
+    from zeroir.api.search.histogram import simulate_histogram
     from zeroir.api.search.plan import plan
     from zeroir.config import CompileOptions
     from zeroir.config.communication import Communication, Prefetch, Unshard
@@ -78,6 +79,7 @@ __all__ = [
     "prepare",
     "register_workspace",
     "simulate",
+    "simulate_histogram",
 ]
 
 __version__ = "0.1.0"
@@ -112,6 +114,7 @@ _HOMES = {
     "prepare": ("zeroir.integrations.accelerate", "prepare"),
     "register_workspace": ("zeroir.torch_ops.foreign_workspaces", "register_workspace"),
     "simulate": ("zeroir.api.search.costs", "simulate"),
+    "simulate_histogram": ("zeroir.api.search.histogram", "simulate_histogram"),
 }
 
 

@@ -98,6 +98,16 @@ class TrainingData:
         self._taken += 1
         return batch
 
+    def first(self, count: int) -> Iterator[Batch]:
+        """Yield so many batches, or fewer where they end; the position stays that before them.
+
+        Raises:
+            UserError: where the user's function fails.
+        """
+        iterator = self._opened()
+        with in_users_code("batches()"):
+            yield from islice(iterator, count)
+
     def state_dict(self) -> dict[str, object]:
         """Return the position: the number of batches taken, and the state of the loader if it has one.
 

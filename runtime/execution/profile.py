@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
 from zeroir.ir.spans import Span
-from zeroir.runtime.data.training_data import TrainingData
 from zeroir.runtime.engine.engine import Engine
+from zeroir.torch_ops.batches import Batch
 
 WARM_UP: Final = 3
 """Unmeasured steps at the start, which compile kernels and touch memory for the first time."""
@@ -44,13 +44,16 @@ class StepMeasurements:
         return abs(median(self.seconds[::2]) - median(self.seconds[1::2])) / self.step_s
 
 
-def record(engine: Engine, data: TrainingData, *, rounds: int) -> StepMeasurements | None:
-    """Run steps, alternately timed and recorded; return None on ranks other than 0. All ranks call this together."""
+def record(engine: Engine, take: Callable[[int], Batch], *, rounds: int) -> StepMeasurements | None:
+    """Run steps, alternately timed and recorded; return None on ranks other than 0. All ranks call this together.
+
+    ``take`` returns the next batch of a step with this number.
+    """
     micro_steps = int(engine.program.option.get("micro_steps", "1"))
 
     def step() -> None:
         step_number = engine.step_count + 1
-        engine.step([data.take(step_number) for _ in range(micro_steps)])
+        engine.step([take(step_number) for _ in range(micro_steps)])
 
     for _ in range(WARM_UP):
         step()

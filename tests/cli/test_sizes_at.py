@@ -15,7 +15,6 @@ from zeroir.api import CompiledProgram
 from zeroir.errors import UserError
 from zeroir.memory.footprint import footprint
 from zeroir.runtime.data.sized_batches import sized
-from zeroir.torch_ops.batches import Batch
 
 ROWS, LENGTH = Dim("rows", max=64), Dim("length", min=2, max=2048)
 SMALL = {"rows": 5, "length": 300}
@@ -120,13 +119,9 @@ def test_a_program_for_one_shape_has_no_other_sizes(
 
 
 def test_batches_are_cut_or_repeated_to_sizes(any_shape: CompiledProgram) -> None:
-    def batches(rank: int, *_: int) -> list[Batch]:
-        return [batch_of(rank, 10), batch_of(2, 3)]
-
-    function = sized(any_shape.program, {"rows": 4, "length": 7}, batches)
-    larger, smaller = function(6, 8, 0)
-    assert isinstance(larger, tuple)
-    assert isinstance(smaller, tuple)
+    values = {"rows": 4, "length": 7}
+    larger = sized(any_shape.program, values, batch_of(6, 10))
+    smaller = sized(any_shape.program, values, batch_of(2, 3))
     assert [tuple(tensor.shape) for tensor in (*larger, *smaller)] == [(4, 7)] * 4
     assert torch.equal(larger[0], batch_of(6, 10)[0][:4, :7])
     assert smaller[0][0].tolist() == [0, 1, 2, 0, 1, 2, 0]

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, At, InCounts, Machine, ProgramFile
+from zeroir.cli.arguments import (
+    DEFAULT_MACHINE,
+    AllowModelChange,
+    AsJson,
+    At,
+    InCounts,
+    Machine,
+    MovedModel,
+    ProgramFile,
+)
 from zeroir.cli.console import err, out, print_json
 from zeroir.cli.option_groups import EstimateParameters
 from zeroir.cost.estimate_options import make_estimate_options
+from zeroir.errors import UserError
 
 
 def simulate(
@@ -27,6 +38,15 @@ def simulate(
         Parameter(validator=InCounts, help="Number of micro-steps. [default: the program's]"),
     ] = None,
     at: At = None,
+    histogram: Annotated[
+        str | None,
+        Parameter(
+            help="How often batches have which sizes, for a program with dims: a CSV file with columns such as "
+            "length,rows,count, or `batches` for the first 1,000 of the model file's batches()."
+        ),
+    ] = None,
+    model: MovedModel = None,
+    allow_model_change: AllowModelChange = False,
     trace: Annotated[
         Path | None,
         Parameter(help="Write the beginning and the end of every op, for ui.perfetto.dev."),
@@ -39,13 +59,35 @@ def simulate(
     """
     from zeroir.api import load_program
     from zeroir.api.search.costs import simulate as simulate_program
+    from zeroir.api.search.histogram import simulate_histogram
     from zeroir.artifact.outputs import TIMELINE, require_writable, write_whole
     from zeroir.report.costs import render_simulation, simulation_json
+    from zeroir.report.mean_step import render_mean_step
     from zeroir.report.trace import simulated_trace
 
     if trace is not None:
         require_writable(trace, TIMELINE)
     compiled = load_program(program)
+    if histogram is not None:
+        if straggler is not None or at is not None or trace is not None:
+            raise UserError(
+                "--histogram cannot be combined with --at, --straggler and --trace, which are about one step."
+            )
+        mean = simulate_histogram(
+            compiled,
+            histogram,
+            machine,
+            micro_steps=micro_steps,
+            model=model,
+            allow_model_change=allow_model_change,
+        )
+        if as_json:
+            print_json(asdict(mean))
+        else:
+            out.print(render_mean_step(mean))
+        return 0
+    if model is not None or allow_model_change:
+        raise UserError("--model and --allow-model-change are for --histogram batches alone.")
     simulation = simulate_program(
         compiled, machine, straggler=straggler, micro_steps=micro_steps, at=at
     )

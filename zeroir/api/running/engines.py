@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from zeroir.errors import UserError
@@ -24,23 +23,11 @@ def lowered_again_note(program: Program, world_size: int) -> str | None:
     return f"Compiled for {counted(compiled_for, 'rank')}, lowered again for {world_size}."
 
 
-def open_data(
-    source: ModelSource,
-    job_rank: JobRank,
-    seed: int,
-    program: Program | None = None,
-    at: Mapping[str, int] = {},
-) -> TrainingData:
-    """Open this rank's batches: those of the source's ``batches``, or its example batch repeated.
-
-    With values ``at`` of a program's dims, they are cut or repeated to these.
-    """
-    from zeroir.runtime.data.sized_batches import sized
+def open_data(source: ModelSource, job_rank: JobRank, seed: int) -> TrainingData:
+    """Open this rank's batches: those of the source's ``batches``, or its example batch repeated."""
     from zeroir.runtime.data.training_data import RankOfData, TrainingData, repeated
 
     function = source.batches or repeated(source.batch)
-    if program is not None and at:
-        function = sized(program, at, function)
     rank = RankOfData(rank=job_rank.rank, world_size=job_rank.world_size, seed=seed)
     return TrainingData(function, rank)
 

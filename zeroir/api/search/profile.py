@@ -95,6 +95,7 @@ def profile_program(
             compiled.artifact, compiled.path, model=model, allow_model_change=allow_model_change
         )
         with joined_job(watch) as job_rank:
+            from zeroir.runtime.data.sized_batches import sized
             from zeroir.runtime.disk.disk_rates import measure_disk
             from zeroir.runtime.execution.host_profile import measure_host
             from zeroir.runtime.execution.profile import record
@@ -103,8 +104,12 @@ def profile_program(
             compiled = compiled.specialise(world_size=job_rank.world_size)
             with warnings_as_sentences():
                 engine = compiled.open_engine(source, job_rank, seed, kernels)
-            data = open_data(source, job_rank, seed, compiled.program, values)
-            recording = record(engine, data, rounds=rounds)
+            data = open_data(source, job_rank, seed)
+            recording = record(
+                engine,
+                lambda step: sized(compiled.program, values, data.take(step)),
+                rounds=rounds,
+            )
             host = _averaged(measure_host(job_rank.device, partial(_meet, engine)), engine)
             disk = None
             if disk_folder is not None:
