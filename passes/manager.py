@@ -5,7 +5,7 @@ The checks cannot be disabled: a pass that breaks a program is a defect of zeroi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zeroir.errors import InternalError, UserError
@@ -14,8 +14,10 @@ from zeroir.memory.placement import unplanned
 from zeroir.passes.base import LOGICAL_FACTS, Fact, Pass, listed, split_spec
 from zeroir.passes.catalogue import PASSES, parse_spec
 from zeroir.passes.common.order import derive_waits, without_waits
-from zeroir.verify import Reference, Report, VerificationError, verify
+from zeroir.verify import Reference, Report, VerificationError, verify, verify_at_largest
 from zeroir.workspace.segments import corrected
+
+Verifier = Callable[[Program, Reference | None], Report]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,13 @@ def run(program: Program, passes: Sequence[Pass], reference: Program | None = No
 
 def prove(program: Program, passes: Sequence[Pass], reference: Program | None = None) -> Proof:
     """Return the program after all passes, as ``steps`` yields it, with the report on that program."""
-    *_, (_, last) = _proofs(program, passes, reference)
+    try:
+        *_, (_, last) = _proofs(program, passes, reference, verify_at_largest)
+    except InternalError:
+        if not program.dims:
+            raise
+        # The pass that broke it at the smallest dims may be an earlier one.
+        *_, (_, last) = _proofs(program, passes, reference, verify)
     return last
 
 
@@ -49,7 +57,7 @@ def steps(
             program is invalid already (a VerificationError).
         InternalError: if a pass fails or breaks the program; the message names it.
     """
-    for step, proof in _proofs(program, passes, reference):
+    for step, proof in _proofs(program, passes, reference, verify):
         if step is not None:
             yield step, proof.program
 
@@ -63,21 +71,22 @@ def apply(step: Pass, program: Program) -> Program:
 
 
 def _proofs(
-    program: Program, passes: Sequence[Pass], reference: Program | None
+    program: Program, passes: Sequence[Pass], reference: Program | None, between: Verifier
 ) -> Iterator[tuple[Pass | None, Proof]]:
-    """Yield the given program, and the program after each pass."""
+    """Yield the given program, and the program after each pass; ``between`` verifies all but the first and the last."""
     check_contracts(program, passes)
     if reference is None and not program.passes:
         reference = program
     logical = None if reference is None else Reference(reference)
     proof = _proved(program, logical)
     yield None, proof
-    for step in passes:
-        proof = _apply(step, proof.program, logical)
+    for number, step in enumerate(passes, 1):
+        verifier = verify if number == len(passes) else between
+        proof = _apply(step, proof.program, logical, verifier)
         yield step, proof
 
 
-def _apply(step: Pass, program: Program, reference: Reference | None) -> Proof:
+def _apply(step: Pass, program: Program, reference: Reference | None, verifier: Verifier) -> Proof:
     try:
         after = apply(step, program)
     except UserError:
@@ -89,13 +98,13 @@ def _apply(step: Pass, program: Program, reference: Reference | None) -> Proof:
     if lost:
         raise InternalError(f"The pass `{step.spec()}` lost the bound on {listed(sorted(lost))}.")
     try:
-        return _proved(after, reference)
+        return _proved(after, reference, verifier)
     except UserError as error:
         raise InternalError(f"The pass `{step.spec()}` broke the program. {error}") from error
 
 
-def _proved(program: Program, reference: Reference | None) -> Proof:
-    report = verify(program, reference)
+def _proved(program: Program, reference: Reference | None, verifier: Verifier = verify) -> Proof:
+    report = verifier(program, reference)
     if not report.is_valid:
         raise VerificationError(report)
     return Proof(program=program, report=report)

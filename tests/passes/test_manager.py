@@ -9,13 +9,17 @@ from typing import ClassVar
 
 import pytest
 
-from tests.support.edits import is_of, without_ops
+from examples import any_length
+from tests.support.edits import is_of, mapped, without_ops
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
+from zeroir.api.compiling import compile_model
 from zeroir.errors import InternalError, UserError
 from zeroir.ir import ops
+from zeroir.ir.buffers import Region
 from zeroir.ir.program import Program
+from zeroir.ir.sizes import Size
 from zeroir.passes import manager
 from zeroir.passes.base import Fact
 from zeroir.passes.pipelines import parse_spec
@@ -105,6 +109,25 @@ def test_a_pass_that_breaks_the_program_is_named() -> None:
     ]
     with pytest.raises(InternalError, match=r"The pass `break` broke the program\.(.|\n)*Z104"):
         manager.run(mlp(blocks=1), passes)
+
+
+def test_a_pass_that_breaks_the_program_at_the_smallest_sizes_is_named() -> None:
+    logical = compile_model(any_length.__file__, evaluate=False).logical
+    numel = {buffer.name: buffer.numel for buffer in logical.buffers}
+    smallest = {dim.name: dim.minimum for dim in logical.dims}
+
+    def with_fill(op: ops.Op) -> list[ops.Op]:
+        size = numel[op.buffer] if isinstance(op, ops.Alloc) else 0
+        if not isinstance(op, ops.Alloc) or not isinstance(size, Size):
+            return [op]
+        region = Region(buffer=op.buffer, offset=0, numel=size.at(smallest) + 1)
+        return [op, ops.Fill(destination=region, value=0.0, stream=op.stream)]
+
+    passes = [_Break(change=lambda program: mapped(program, with_fill)), *for_stage(0, 1)]
+    with pytest.raises(
+        InternalError, match=r"The pass `break` broke the program\.(.|\n)*length is"
+    ):
+        manager.run(logical, passes)
 
 
 def test_a_pass_that_loses_a_bound_is_named() -> None:

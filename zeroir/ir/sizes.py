@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, ClassVar, Final, NamedTuple
 
 from zeroir.errors import UserError
@@ -34,7 +35,10 @@ class Dim:
     @property
     def size(self) -> Size:
         """The dim itself as a size."""
-        return Size(((1, ((self, 1),)),))
+        return _size(((1, ((self, 1),)),))
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
 
 RESERVED_NAMES: Final = frozenset(("inf", "nan", "none", "true", "false", *map(str, DType)))
@@ -51,10 +55,12 @@ class Size(int):
     """A number of elements that depends on dims; see the module's docstring."""
 
     terms: Terms
+    _hash: int
 
     def __new__(cls, terms: Terms) -> Size:
         size = super().__new__(cls, _value(terms, lambda dim: dim.maximum))
         size.terms = terms
+        size._hash = hash(terms)
         return size
 
     def at(self, values: Mapping[str, int]) -> int:
@@ -120,55 +126,40 @@ class Size(int):
         return Size, (self.terms,)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Size) and self.terms == other.terms
+        return self is other or (isinstance(other, Size) and self.terms == other.terms)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash(self.terms)
+        return self._hash
 
     def __add__(self, other: int) -> int:
-        return _sum([*self.terms, *_terms(other)])
+        return _added(self, other)
 
     __radd__ = __add__
 
     def __neg__(self) -> int:
-        return _sum([(-coefficient, monomial) for coefficient, monomial in self.terms])
+        return _multiplied(self, -1)
 
     def __sub__(self, other: int) -> int:
-        return self + -other
+        return _added(self, -other)
 
     def __rsub__(self, other: int) -> int:
-        return -self + other
+        return _added(-self, other)
 
     def __mul__(self, other: int) -> int:
-        return _sum([(a * b, _product(x, y)) for a, x in self.terms for b, y in _terms(other)])
+        return _multiplied(self, other)
 
     __rmul__ = __mul__
 
     def __floordiv__(self, other: int) -> int:
         """Return an exact quotient as a size; any other is about the bound."""
-        quotient = self._quotient(other)
+        quotient = exact_quotient(self, other)
         return int(self) // int(other) if quotient is None else quotient
 
     def __mod__(self, other: int) -> int:
-        return int(self) % int(other) if self._quotient(other) is None else 0
-
-    def _quotient(self, divisor: int) -> int | None:
-        """Return the quotient if each product of the polynomial is a multiple of the divisor, which is one product."""
-        if not divisor or len(_terms(divisor)) != 1:
-            return None
-        ((factor, powers_of_divisor),) = _terms(divisor)
-        terms: list[tuple[int, Monomial]] = []
-        for coefficient, monomial in self.terms:
-            powers = dict(monomial)
-            for dim, power in powers_of_divisor:
-                powers[dim] = powers.get(dim, 0) - power
-            if coefficient % factor or min(powers.values(), default=0) < 0:
-                return None
-            terms.append((coefficient // factor, _monomial(powers)))
-        return _sum(terms)
+        return int(self) % int(other) if exact_quotient(self, other) is None else 0
 
     def __str__(self) -> str:
         """Return the polynomial, such as ``batch*length*64-batch``, in the form that ``parse_size`` reads."""
@@ -202,6 +193,43 @@ class Multiple(NamedTuple):
         """Return the dim's value where the multiple is ``number``; None where it has none in its range."""
         value, rest = divmod(number, self.factor)
         return value if not rest and self.dim.minimum <= value <= self.dim.maximum else None
+
+
+# A program has few different sizes, and passes and proofs compute the same sums and products of them again and again.
+_KEPT: Final = 1 << 14
+
+
+@lru_cache(_KEPT)
+def _size(terms: Terms) -> Size:
+    """Return one and the same object for equal terms, so that comparisons are fast."""
+    return Size(terms)
+
+
+@lru_cache(_KEPT)
+def _added(left: int, right: int) -> int:
+    return _sum([*_terms(left), *_terms(right)])
+
+
+@lru_cache(_KEPT)
+def _multiplied(left: Size, right: int) -> int:
+    return _sum([(a * b, _product(x, y)) for a, x in left.terms for b, y in _terms(right)])
+
+
+@lru_cache(_KEPT)
+def exact_quotient(size: Size, divisor: int) -> int | None:
+    """Return the quotient if each product of the polynomial is a multiple of the divisor, which is one product."""
+    if not divisor or len(_terms(divisor)) != 1:
+        return None
+    ((factor, powers_of_divisor),) = _terms(divisor)
+    terms: list[tuple[int, Monomial]] = []
+    for coefficient, monomial in size.terms:
+        powers = dict(monomial)
+        for dim, power in powers_of_divisor:
+            powers[dim] = powers.get(dim, 0) - power
+        if coefficient % factor or min(powers.values(), default=0) < 0:
+            return None
+        terms.append((coefficient // factor, _monomial(powers)))
+    return _sum(terms)
 
 
 def _value(terms: Terms, value_of: Callable[[Dim], int]) -> int:
@@ -250,7 +278,7 @@ def _sum(terms: Sequence[tuple[int, Monomial]]) -> int:
             f"A size that depends on dims is a sum of more than {_MOST_TERMS} products, or has one of more than "
             f"{_LARGEST_DEGREE} dims or with a larger factor than {_LARGEST_COEFFICIENT}: give fewer dims to the batch."
         )
-    return Size(tuple(sorted(left, key=_order)))
+    return _size(tuple(sorted(left, key=_order)))
 
 
 _MOST_TERMS: Final = 500

@@ -57,6 +57,7 @@ __all__ = [
     "VerificationError",
     "check",
     "verify",
+    "verify_at_largest",
     "verify_job",
 ]
 
@@ -79,6 +80,11 @@ class Reference:
     def report(self) -> Report:
         """The proof of the logical program itself: no program is compared with one that breaks a law."""
         return _examined(self.program, self, None)
+
+    @cached_property
+    def at_smallest(self) -> Reference:
+        """The program where each dim has its smallest value."""
+        return Reference(instance(self.program, smallest(self.program)))
 
     def remember(self, runs: dict[str, SectionRun]) -> None:
         """Keep the runs of the program's own proof, whose values are numbered segment by segment."""
@@ -108,13 +114,15 @@ def verify(
     """
     if isinstance(reference, Program):
         reference = Reference(reference)
-    report = _verified(program, reference, budget_bytes)
+    report = verify_at_largest(program, reference, budget_bytes)
     if not program.dims or not report.is_valid:
         return report
-    # Sizes were compared as polynomials, and at the largest dims where one must be less than another.
     values = smallest(program)
-    logical = None if reference is None else Reference(instance(reference.program, values))
-    at_smallest = _verified(instance(program, values), logical, None)
+    logical = None if reference is None else reference.at_smallest
+    is_reference = reference is not None and program is reference.program
+    at_smallest = verify_at_largest(
+        logical.program if is_reference and logical else instance(program, values), logical
+    )
     sizes = ", ".join(f"{name} is {value}" for name, value in values.items())
     findings = tuple(
         replace(finding, sentence=f"if {sizes}, {finding.sentence}")
@@ -123,7 +131,13 @@ def verify(
     return replace(report, findings=findings)
 
 
-def _verified(program: Program, reference: Reference | None, budget_bytes: int | None) -> Report:
+def verify_at_largest(
+    program: Program, reference: Reference | None = None, budget_bytes: int | None = None
+) -> Report:
+    """Verify a program as ``verify`` does, but not where dims are smallest.
+
+    Sizes are compared as polynomials, and at the largest dims where one must be less than another.
+    """
     if reference is not None and program is reference.program and budget_bytes is None:
         return reference.report
     if reference is None or program is reference.program or reference.report.is_valid:
