@@ -24,6 +24,13 @@ def plan(
         Parameter(help="Device memory of a rank, such as 80GB. [default: the machine's]"),
     ] = None,
     at: At = None,
+    largest_batch: Annotated[
+        bool,
+        Parameter(
+            negative=(),
+            help="Narrow the dims of a model to the largest batches that fit, and plan for these.",
+        ),
+    ] = False,
     output: Annotated[
         Path | None,
         Parameter(name=["-o", "--output"], help="The program file to write. [default: none]"),
@@ -61,7 +68,15 @@ def plan(
     if output is not None:
         require_writable(output, PROGRAM)
     with progress(f"Planning {model}"), warnings_as_sentences():
-        result = plan_with(source, machine, chosen, memory=memory, at=at, most_tried=most_tried)
+        result = plan_with(
+            source,
+            machine,
+            chosen,
+            memory=memory,
+            at=at,
+            largest_batch=largest_batch,
+            most_tried=most_tried,
+        )
         if output is not None:
             result.compiled.save(output)
     if as_json:

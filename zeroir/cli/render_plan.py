@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from zeroir.api.search.candidates import Candidate
+from zeroir.api.search.largest_batches import LargestBatches
 from zeroir.api.search.plan import Plan
 from zeroir.api.search.search_space import words
 from zeroir.config.shapes import values_text
@@ -24,6 +26,10 @@ def render_plan(plan: Plan, *, is_unfolded: bool = False) -> RenderableType:
     grid = facts_table()
     grid.add_row("machine", f"{plan.machine}, {counted(plan.world_size, 'rank')}")
     grid.add_row("memory", f"{format_bytes(plan.budget_bytes)} a rank")
+    found = plan.largest_batches
+    if found is not None:
+        grid.add_row("fits", str(found))
+        grid.add_row("shapes", plan.compiled.options.shapes)
     if plan.at:
         grid.add_row("batches", values_text(plan.at))
     ended = "" if plan.is_finished else ", the allowed number"
@@ -52,6 +58,8 @@ def render_plan(plan: Plan, *, is_unfolded: bool = False) -> RenderableType:
             alternative.why,
         )
     parts: list[RenderableType] = [Lines(table=grid, is_foldable=True)]
+    if found is not None:
+        parts.append(Lines(table=_limits_table(found), is_foldable=True))
     if shown:
         parts.append(Lines(table=table, is_foldable=True))
     rest = len(plan.alternatives) - len(shown)
@@ -60,12 +68,23 @@ def render_plan(plan: Plan, *, is_unfolded: bool = False) -> RenderableType:
     return Group(*parts)
 
 
+def _limits_table(found: LargestBatches) -> Table:
+    dims = tuple(found.limits[0].sizes)
+    figures = (*dims, "product", "memory")
+    table = columns_table(*figures, figures=figures, title="batches of at most")
+    for limit in found.limits:
+        sizes = [f"{size:,}" for size in limit.sizes.values()]
+        table.add_row(*sizes, f"{limit.elements:,}", format_bytes(limit.needed_bytes))
+    return table
+
+
 def plan_json(plan: Plan) -> dict[str, object]:
     """All of a plan except its program."""
     return {
         "machine": plan.machine,
         "world_size": plan.world_size,
         "at": dict(plan.at),
+        "largest_batches": None if plan.largest_batches is None else asdict(plan.largest_batches),
         "memory_bytes": plan.budget_bytes,
         "tried": plan.tried,
         "choices": plan.choices,

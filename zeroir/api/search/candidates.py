@@ -95,6 +95,11 @@ class CandidateMeasurer:
         self._after = lru_cache(maxsize=_KEPT_PROGRAMS)(self._run_passes)
         self._compute_ns: dict[tuple[Pass, ...], int] = {}
 
+    @property
+    def has_dims(self) -> bool:
+        """Whether batches have several sizes."""
+        return bool(self._logical.dims)
+
     def options(self, settings: Mapping[str, Value]) -> CompileOptions:
         """Return the options of a choice."""
         values = {**self._base.flat, **settings}

@@ -19,6 +19,7 @@ from zeroir.api.config_file import Config, ResolvedOptions, resolve_options
 from zeroir.api.keywords import CompileKeywords, flat_values, is_torchs
 from zeroir.api.search.adaptive import least_offload, movable_units, possible_kinds
 from zeroir.api.search.candidates import Candidate, CandidateMeasurer
+from zeroir.api.search.largest_batches import LargestBatches, largest_batches
 from zeroir.api.search.search_space import (
     SearchRegion,
     Value,
@@ -66,6 +67,14 @@ class Alternative:
     why: str
 
 
+class NothingFitsError(UserError):
+    """No choice fits the memory; ``closest`` lacks the least."""
+
+    def __init__(self, sentence: str, closest: Candidate) -> None:
+        super().__init__(sentence)
+        self.closest = closest
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The chosen program, compiled and verified, and the choices that lost.
@@ -73,7 +82,7 @@ class Plan:
     ``alternatives`` are the best of every other stage and mesh, and what differs from the chosen one in one option,
     fastest first, then what does not fit. No choice among all ``choices`` can take less than ``bound_ns``.
     ``is_finished`` is False if the search ended because it had tried enough. Steps are those of batches in which dims
-    have the values ``at``.
+    have the values ``at``. ``largest_batches`` are those that fit, if they were searched; the program is for the first.
     """
 
     compiled: CompiledProgram
@@ -87,6 +96,7 @@ class Plan:
     bound_ns: int
     is_finished: bool
     at: Mapping[str, int]
+    largest_batches: LargestBatches | None = None
 
 
 def plan(
@@ -98,6 +108,7 @@ def plan(
     weight: WeightFunction | None = None,
     memory: str | None = None,
     at: Mapping[str, int] | str | None = None,
+    largest_batch: bool = False,
     most_tried: int = MOST_TRIED,
     config: Config | None = None,
     **options: Unpack[CompileKeywords],
@@ -108,7 +119,7 @@ def plan(
     is the memory of a rank's device, such as ``80GB``; the default is that of the machine. Given options are kept, and
     the search chooses the others that affect speed and memory. If sizes depend on dims, the largest batches fit, and
     steps are those of batches in which dims have the values ``at``, such as ``{"length": 2048}``; others have their
-    largest.
+    largest. With ``largest_batch``, the dims are narrowed to the largest batches that fit, and the plan is for these.
 
     Raises:
         UserError: if the model, the machine or an option is wrong, or if nothing fits.
@@ -124,7 +135,15 @@ def plan(
     else:
         given = flat_values(options)
     resolved = resolve_options(config, given, source, giver="argument")
-    return plan_with(source, machine, resolved, memory=memory, at=at, most_tried=most_tried)
+    return plan_with(
+        source,
+        machine,
+        resolved,
+        memory=memory,
+        at=at,
+        largest_batch=largest_batch,
+        most_tried=most_tried,
+    )
 
 
 def plan_with(
@@ -134,6 +153,7 @@ def plan_with(
     *,
     memory: str | None = None,
     at: Mapping[str, int] | str | None = None,
+    largest_batch: bool = False,
     most_tried: int = MOST_TRIED,
 ) -> Plan:
     """Plan as ``plan`` does, with validated options, of which those that were set are kept.
@@ -146,6 +166,13 @@ def plan_with(
     budget_bytes = int(machine.memory.size_bytes.value) if amount is None else parse_bytes(amount)
     source = make_source()
     captured = replace(capture_source(source, options).artifact, config=resolved.record)
+    values_given(captured.logical, at)
+    found: LargestBatches | None = None
+    if largest_batch:
+        found = _largest_batches(captured.logical, options, machine, budget_bytes, most_tried)
+        logical = found.narrowed(captured.logical)
+        options = make_options({**options.given, "shapes": logical.option["shapes"]})
+        captured = replace(captured, logical=logical)
     values = values_given(captured.logical, at)
     planner = Planner(captured.logical, options, machine, budget_bytes, values)
     result = planner.search(most_tried)
@@ -162,7 +189,28 @@ def plan_with(
         bound_ns=result.bound_ns,
         is_finished=result.is_finished,
         at=values,
+        largest_batches=found,
     )
+
+
+def _largest_batches(
+    logical: Program, options: CompileOptions, machine: Machine, budget_bytes: int, most_tried: int
+) -> LargestBatches:
+    """Return the largest batches that fit, with the options of the plan for all sizes, or if none fits the closest."""
+    try:
+        settings = (
+            Planner(logical, options, machine, budget_bytes).search(most_tried).chosen.settings
+        )
+    except NothingFitsError as error:
+        settings = error.closest.settings
+
+    def needed_bytes(program: Program) -> int | None:
+        candidate, outcome = CandidateMeasurer(program, options, budget_bytes, machine).measure(
+            settings
+        )
+        return int(candidate.needed_bytes) if outcome.fits else None
+
+    return largest_batches(logical, needed_bytes, budget_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +255,7 @@ class Planner:
         """Find the best choice.
 
         Raises:
-            UserError: if no choice fits; the message names the closest one, and the bytes that it lacks.
+            NothingFitsError: if no choice fits; the message names the closest one, and the bytes that it lacks.
         """
         searched = self._searched(most_tried)
         if self._is_offload_free and is_limited_by_memory(searched):
@@ -228,8 +276,8 @@ class Planner:
         chosen = self._with_less_offload(self._candidates[at])
         chosen = self._with_more_resident(chosen, self.regions[at[0]])
         if chosen.step_ns is None:
-            raise UserError(
-                f"Nothing fits {format_bytes(self._budget_bytes)}: {self._closest(chosen)}"
+            raise NothingFitsError(
+                f"Nothing fits {format_bytes(self._budget_bytes)}: {self._closest(chosen)}", chosen
             )
         # Two points may name the same units, counted from either end.
         losers: dict[Identity, tuple[int, Point]] = {}
@@ -372,7 +420,8 @@ class Planner:
         """Describe the closest choice, or that persistent buffers alone exceed the memory."""
         least = min(self._candidates.values(), key=lambda candidate: candidate.resting_bytes)
         if least.resting_bytes <= self._budget_bytes:
-            remedy = "Use more ranks, a lower precision or a smaller batch."
+            remedy = "Use more ranks, a lower precision or a smaller batch"
+            remedy += "; --largest-batch finds one." if self.measurer.has_dims else "."
             return f"the closest is {words(best.settings)}, which {self._lack(best)}. {remedy}"
         mesh = least.settings["mesh"]
         return (

@@ -30,6 +30,33 @@ def instance(program: Program, values: Mapping[str, int]) -> Program:
     )
 
 
+def narrowed(program: Program, maxima: Mapping[str, int]) -> Program:
+    """Return the program for batches of at most these sizes, by dim; it has no dim that only one value is left of.
+
+    What was computed at the bound, such as the workspaces that segments declare, stays as it is.
+    """
+    left = (narrowed_size(dim.size, maxima) for dim in program.dims)
+    dims = tuple(dim for size in left if isinstance(size, Size) for dim in size.dims)
+    return with_integers(program, lambda size: narrowed_size(size, maxima), dims=dims)
+
+
+def narrowed_size(size: int, maxima: Mapping[str, int]) -> int:
+    """Return a size where these dims are at most as large; a plain integer where only one value is left of its dims."""
+    if not isinstance(size, Size):
+        return size
+    total = 0
+    for coefficient, monomial in size.terms:
+        product = coefficient
+        for dim, power in monomial:
+            maximum = min(dim.maximum, maxima.get(dim.name, dim.maximum))
+            is_range = dim.minimum < maximum
+            value = dataclasses.replace(dim, maximum=maximum).size if is_range else dim.minimum
+            for _ in range(power):
+                product *= value
+        total += product
+    return total
+
+
 def at_largest(program: Program) -> Program:
     """Return the instance where each dim has its largest value, so that segments have the digests of plain sizes."""
     return instance(program, largest(program))
