@@ -21,7 +21,15 @@ def test_a_step_is_simulated(zeroir: Zeroir, programs: dict[int, Path], tmp_path
     trace = tmp_path / "trace.json"
     answer = zeroir("simulate", programs[3], "--machine", "dgx-h100", "--trace", trace)
     assert answer.exit_code == 0
-    for word in ("step", "exposed communication", "MFU", "gather", "critical path", "node link"):
+    for word in (
+        "step",
+        "exposed communication",
+        "MFU",
+        "a rank",
+        "gather",
+        "critical path",
+        "node link",
+    ):
         assert word in answer.out
     assert all(line == line.rstrip() for line in answer.out.splitlines())
     assert str(trace) in answer.err

@@ -60,7 +60,8 @@ def test_a_simulation_at_sizes_is_that_of_a_program_for_these_alone(
         alone.evaluation_s,
     )
     # Memory stays that of the largest batches.
-    assert int(footprint(any_shape.program).total_bytes) >= footprint(static.program).total_bytes
+    assert simulated.peak_bytes == int(footprint(any_shape.program).total_bytes)
+    assert alone.peak_bytes == footprint(static.program).total_bytes <= simulated.peak_bytes
 
 
 def test_figures_are_for_the_largest_sizes_unless_others_are_given(
@@ -99,6 +100,7 @@ def test_commands_say_for_which_sizes_their_figures_are(
     any_shape.save(path)
     answer = zeroir("simulate", path, "--at", "length=300,rows=5")
     assert "length 300, rows 5" in answer.out
+    assert "a rank, for the largest batches" in answer.out
     assert zeroir("simulate", path, "--at", "rows=5", "--json").json["at"] == {
         "length": 2048,
         "rows": 5,

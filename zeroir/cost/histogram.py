@@ -20,6 +20,7 @@ from typing import Final
 from zeroir.cost.distribution import Distribution
 from zeroir.cost.durations import segment_cost
 from zeroir.cost.machine import Machine
+from zeroir.cost.measured_workspaces import with_measured_workspaces
 from zeroir.cost.simulate import simulate
 from zeroir.cost.tasks import require_micro_steps
 from zeroir.errors import UserError
@@ -173,7 +174,7 @@ def mean_step(
         mean_s=of_step.mean,
         wait_s=of_step.mean - of_one.mean,
         padded_s=step_s(tuple(largest(program).values())),
-        peak_bytes=int(footprint(program).total_bytes),
+        peak_bytes=int(footprint(with_measured_workspaces(program, machine)).total_bytes),
     )
 
 

@@ -95,7 +95,8 @@ class Simulation:
     at the dense peak, as a fraction of the step; ``mfu`` is the same without recomputation. ``evaluation_s`` are the
     seconds of an evaluation between two steps, None if the program has none or none was simulated. ``redone_s`` are
     those of a step that undoes its speculative update, None if there is none or it was not simulated. ``at`` are the
-    values of the program's dims on every rank.
+    values of the program's dims on every rank. ``peak_bytes`` are those of a rank's device, planned for the largest of
+    these values; None if they were not computed.
     """
 
     machine: str
@@ -112,6 +113,7 @@ class Simulation:
     evaluation_s: float | None = None
     redone_s: float | None = None
     at: Mapping[str, int] = field(default_factory=dict)
+    peak_bytes: int | None = None
 
     @property
     def step_s(self) -> float:

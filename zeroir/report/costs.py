@@ -107,6 +107,9 @@ def render_simulation(program: Program, simulation: Simulation) -> RenderableTyp
     measured = simulation.measured
     if measured.segments or measured.collectives:
         grid.add_row("measured", measured_counts(measured))
+    if simulation.peak_bytes is not None:
+        planned = ", for the largest batches" if simulation.at else ""
+        grid.add_row("memory", f"{format_bytes(simulation.peak_bytes)} a rank{planned}")
     is_alone = len(simulation.classes) == 1
     classes = [
         _class_table(rank_class, simulation, is_alone=is_alone) for rank_class in simulation.classes
@@ -179,6 +182,7 @@ def simulation_json(program: Program, simulation: Simulation) -> dict[str, objec
         "micro_steps": simulation.micro_steps,
         "straggler": simulation.straggler,
         "at": dict(simulation.at),
+        "peak_bytes": simulation.peak_bytes,
         "step_seconds": simulation.step_s,
         "redone_seconds": simulation.redone_s,
         "evaluation_seconds": simulation.evaluation_s,

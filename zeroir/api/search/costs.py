@@ -15,9 +15,11 @@ from zeroir.cost.estimate import Estimate
 from zeroir.cost.estimate import estimate as estimate_with
 from zeroir.cost.estimate_options import EstimateOptions, make_estimate_options
 from zeroir.cost.machine import Machine, load_machine
+from zeroir.cost.measured_workspaces import with_measured_workspaces
 from zeroir.cost.simulate import Simulation, simulate_evaluation
 from zeroir.cost.simulate import simulate as simulate_program
 from zeroir.ir import ops
+from zeroir.memory.footprint import footprint
 
 
 def simulate(
@@ -39,8 +41,9 @@ def simulate(
     """
     compiled = program if isinstance(program, CompiledProgram) else load_program(program)
     values = values_given(compiled.program, at)
-    compiled = compiled.at(values)
     loaded_machine = machine if isinstance(machine, Machine) else load_machine(machine)
+    needed = footprint(with_measured_workspaces(compiled.program, loaded_machine))
+    compiled = compiled.at(values)
 
     def simulated(*, is_redone: bool) -> Simulation:
         return simulate_program(
@@ -58,6 +61,7 @@ def simulate(
         evaluation_s=simulate_evaluation(compiled.program, loaded_machine),
         redone_s=simulated(is_redone=True).step_s if speculates else None,
         at=values,
+        peak_bytes=int(needed.total_bytes),
     )
 
 
