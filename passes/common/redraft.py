@@ -65,10 +65,11 @@ def redraft(program: Program, change: Callable[[SectionDraft, Choices], None]) -
     gone = _begun(program.sections) - _begun(sections)
     buffers = [filled.get(b.name, b) for b in program.buffers if b.name not in gone]
     buffers += [buffer for name, buffer in filled.items() if name not in program.buffer_by_name]
+    weighing = program.weighing_segment
     return replace(
         program,
         buffers=tuple(buffers),
-        segments=tuple(segments.values()),
+        segments=(*segments.values(), *(() if weighing is None else (weighing,))),
         sections=tuple(sections),
     )
 

@@ -268,21 +268,23 @@ class _Speculation:
         if weight is None or self.weight is None:
             return
 
-        def renamed(region: Region) -> Region:
-            assert self.weight is not None
-            return replace(region, buffer=self.weight.name) if region == weight else region
+        guessed = whole(self.weight)
+        # In a step of one micro-batch the backward itself has written the weight that is reduced here.
+        own = weight
 
         for op in self.program.section_by_name[UPDATE].body:
             if isinstance(op, ops.Decide):
                 return
             match op:
                 case ops.AllReduce():
-                    pairs = tuple(pair for pair in op.pairs if pair.destination == weight)
+                    pairs = [pair for pair in op.pairs if pair.destination == weight]
                     if pairs:
-                        yield rewrite.map_regions(replace(op, pairs=pairs, event=None), renamed)
+                        pair = replace(pairs[0], source=own, destination=guessed)
+                        yield replace(op, pairs=(pair,), event=None)
+                        own = guessed
                 case ops.Cast() if op.destination == weight:
-                    moved = replace(op, stream=BESIDE.name, event=None)
-                    yield rewrite.map_regions(moved, renamed)
+                    yield replace(op, destination=guessed, stream=BESIDE.name, event=None)
+                    own = guessed
                 case _:
                     pass
 

@@ -74,7 +74,8 @@ class Accumulation:
             raise UserError(
                 "The last micro-step of this step has run: call update() before the next micro_step()."
             )
-        self.go_on_within_step()
+        if self._is_complete:
+            self._run_waiting(is_last=False)
         if is_last and len(self._waiting) + 1 < self._group():
             raise self._incomplete(self._count + 1)
         self._count += 1
@@ -83,11 +84,6 @@ class Accumulation:
         if is_last is not None and self._is_complete:
             self._run_waiting(is_last=is_last)
         return result
-
-    def go_on_within_step(self) -> None:
-        """Run the waiting group if it is complete, since another micro-step of the step follows."""
-        if self._is_complete:
-            self._run_waiting(is_last=False)
 
     def finish(self) -> None:
         """Run the waiting group as the last of the step; the update follows.
@@ -115,17 +111,6 @@ class Accumulation:
         """Raise UserError where a step has begun; ``what`` is the method that must not be called within a step."""
         if self._count:
             raise UserError(f"A step has begun with micro_step(): call update() before {what}().")
-
-    def require_none_waiting(self, what: str) -> None:
-        """Raise UserError where a micro-step of the current step waits, or its last one has run.
-
-        ``what`` is the method that must not be called then.
-        """
-        if self._waiting or self._is_last_done:
-            raise UserError(
-                f"A micro_step() waits for the next one, or for update(): call update() before {what}(), or say with "
-                "is_last whether it is the last of its step."
-            )
 
     def require_known(self) -> None:
         """Raise UserError unless it is known that no micro-step of the current step so far is its last."""

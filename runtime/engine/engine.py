@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,6 @@ from zeroir.ir.spans import Span
 from zeroir.runtime.checkpoint.background import PendingSave
 from zeroir.runtime.checkpoint.checkpointer import Checkpointer, Running
 from zeroir.runtime.checkpoint.loading import LoadedState
-from zeroir.runtime.checkpoint.snapshots import require_same_sums
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, Job
 from zeroir.runtime.distributed.rank_position import RankPosition
 from zeroir.runtime.engine.accumulation import Accumulation, MicroStepResult
@@ -43,13 +41,6 @@ from zeroir.runtime.training.lr_schedule import Scheduler
 from zeroir.runtime.training.micro_batch_weights import WeightFunction
 from zeroir.runtime.training.not_finite import BadParameter, first_bad_parameter
 from zeroir.torch_ops.batches import Batch
-
-
-class Fit(Protocol):
-    """Makes an engine go on with a program that takes certain batches. All ranks call it together."""
-
-    def __call__(self, engine: Engine, batches: Sequence[Batch], *, is_evaluation: bool) -> None:
-        """Consider the batches of a step, a micro-step or an evaluation of this rank."""
 
 
 class Engine:
@@ -106,8 +97,6 @@ class Engine:
             lambda: self.program.interleaved,
         )
         self._last_result: StepResult | None = None
-        self.fit: Fit | None = None
-        """Called before batches are checked, if it is set."""
         self._checkpoints = Checkpointer(self.job, timeout)
         if cuda_graphs and self.device.type != "cuda" and self.rank == 0:
             warnings.warn(
@@ -184,19 +173,16 @@ class Engine:
     def go_on_with(self, program: Program) -> None:
         """Switch to another program of the same model, such as one for other batches. All ranks call this together.
 
-        Parameters, states, buffers of the model, the loss scale, the step count and the settings are kept, and within a
-        step the sums of its micro-steps so far. The new program takes several batches a step only if it was compiled
-        for that.
+        Parameters, states, buffers of the model, the loss scale, the step count and the settings are kept. The new
+        program takes several batches a step only if it was compiled for that.
 
         Raises:
-            UserError: where the program has other parameters, states or buffers of the model, or is for another mesh;
-                within a step, where it has other sums, or a micro-step has not run yet.
+            UserError: within a step; where the program has other parameters, states or buffers of the model, or is for
+                another mesh.
         """
-        self._accumulation.require_none_waiting("go_on_with")
+        self._accumulation.require_none("go_on_with")
         self._checkpoints.join()
         state_of_buffers.require_same_state(self.program, program)
-        if self.rank_program.executor.micro_steps_done:
-            require_same_sums(self.program, program)
         self._accumulating = None
         self.rank_program.replace(program)
 
@@ -351,8 +337,6 @@ class Engine:
         self._accumulation.require_none("step")
         self._checkpoints.report()
         batches: list[Batch] = batch if isinstance(batch, list) else [batch]
-        if self.fit is not None:
-            self.fit(self, batches, is_evaluation=False)
         if len(batches) > 1:
             for each in batches:  # before the first of them is added to the sums
                 inputs_of(self.program, each)
@@ -376,9 +360,6 @@ class Engine:
                 group.
         """
         self._checkpoints.report()
-        if self.fit is not None:
-            self._accumulation.go_on_within_step()
-            self.fit(self, [batch], is_evaluation=False)
         return self._accumulation.micro_step(batch, is_last)
 
     def update(self) -> StepResult:
@@ -412,8 +393,6 @@ class Engine:
             UserError: where the program has no section ``evaluate``, or the batch does not fit.
         """
         self._accumulation.require_none("evaluate")
-        if self.fit is not None:
-            self.fit(self, [batch], is_evaluation=True)
         self.rank_program.allocate_once()
         (evaluation,) = self.rank_program.executor.evaluate([batch])
         return Evaluation(rank=evaluation)

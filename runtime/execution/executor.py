@@ -37,7 +37,7 @@ from zeroir.runtime.execution.seeds import site_seed
 from zeroir.runtime.execution.streams import Streams
 from zeroir.runtime.execution.trace import Watch
 from zeroir.runtime.state.host_snapshot import SavedState, saved_states, snapshot_events
-from zeroir.runtime.training.micro_batch_weights import RankWeights, WeightFunction
+from zeroir.runtime.training.micro_batch_weights import RankWeights, WeightFunction, weighing
 from zeroir.torch_ops.batches import Batch
 
 
@@ -73,9 +73,9 @@ class StepExecutor:
         self._earlier_micro_steps = 0
         """Micro-steps of the steps before it, since this executor was created or ``restart`` was called."""
         self.seed = seed
-        self._weight = weight
+        self._weight = weight or weighing(local_ranks.program)
         self._weights = [
-            RankWeights(memory, local_ranks.program.weight) for memory in local_ranks.memories
+            RankWeights(memory, local_ranks.program) for memory in local_ranks.memories
         ]
         self._program = local_ranks.program
         self._streams = streams

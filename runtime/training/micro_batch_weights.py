@@ -1,18 +1,62 @@
-"""The weights of micro-batches: the user's function of a batch, and this rank's sum of a step's weights."""
+"""The weights of micro-batches: a function of a batch, the user's or the program's, and this rank's sum of a step."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
-from zeroir.errors import UserError
+from zeroir.errors import ModelWarning, UserError
+from zeroir.ir.analysis.instances import with_other_sizes
+from zeroir.ir.program import Program
+from zeroir.ir.segments.segment import Segment
+from zeroir.runtime.execution.batch import inputs_of, shape_of
+from zeroir.runtime.kernels.calls import is_multiple, operator, resolver
 from zeroir.runtime.memory.rank_memory import RankMemory
-from zeroir.torch_ops.batches import Batch
+from zeroir.torch_ops.batches import Batch, flatten
 
 WeightFunction = Callable[..., object]
 """A function from a batch to its weight: a non-negative number, or a tensor of one element."""
+
+
+def weighing(program: Program) -> WeightFunction | None:
+    """Return the function by which the program itself weighs batches; None if it has none."""
+    segment, declared = program.weighing_segment, program.weighing
+    if segment is None or declared is None:
+        return None
+    names = [dim.name for dim in program.dims]
+
+    @lru_cache(maxsize=64)  # as many shapes as the ops of a program are bound to
+    def of_shape(shape: tuple[int, ...]) -> Segment:
+        values = dict(zip(names, shape, strict=True))
+        return with_other_sizes(segment, lambda size: size.at(values))
+
+    def weight(batch: Batch) -> Tensor:
+        tensors = {binding.buffer: tensor for binding, tensor in inputs_of(program, batch)}
+        arguments = [tensors[buffer].contiguous() for buffer in declared.arguments]
+        return _result(of_shape(shape_of(program, batch)), arguments)
+
+    return weight
+
+
+@torch.no_grad()
+def _result(segment: Segment, arguments: list[Tensor]) -> Tensor:
+    """Return a segment's only result, computed node by node."""
+    device = arguments[0].device if arguments else torch.device("cpu")
+    values: list[Tensor | None] = [*arguments]
+    for node in segment.nodes:
+        function = operator(node.op)
+        args = [resolver(arg, device)(values) for arg in node.args]
+        kwargs = {name: resolver(arg, device)(values) for name, arg in node.kwargs}
+        returned = function(*args, **kwargs)
+        values += returned if is_multiple(function) else [returned]
+    result = values[segment.outputs[0]]
+    assert result is not None
+    return result
 
 
 def weight_of(function: WeightFunction, batch: Batch) -> float | Tensor:
@@ -48,18 +92,22 @@ def weight_of(function: WeightFunction, batch: Batch) -> float | Tensor:
 class RankWeights:
     """The sum of the weights of this rank's micro-batches since the last step started.
 
-    Without a buffer for weights each micro-batch weighs 1.
+    Without a buffer for weights each micro-batch weighs 1. A program may say how to compute weights nevertheless: then
+    the first batch on the CPU with another one than its predecessors is warned of.
     """
 
-    def __init__(self, memory: RankMemory, buffer: str | None) -> None:
+    def __init__(self, memory: RankMemory, program: Program) -> None:
         self._memory = memory
-        self._buffer = buffer
+        self._buffer = program.weight
+        self._watched = weighing(program) if program.weight is None else None
+        self._usual: float | None = None
         self._sum: Tensor | float = 0.0
 
     def add(self, batch: Batch, function: WeightFunction | None, micro_batch: int = 0) -> None:
         """Count a batch, and write its weight to the program's buffer, at the micro-batch's index in its section."""
         if self._buffer is None:
             self._sum += 1.0
+            self._compare(batch)
             return
         if function is None:
             raise UserError(
@@ -73,6 +121,23 @@ class RankWeights:
         else:
             element.fill_(weight)
         self._sum = element + self._sum
+
+    def _compare(self, batch: Batch) -> None:
+        """Warn once where a batch is not like the ones before it, as the program expects."""
+        if self._watched is None or any(not x.is_cpu for x in flatten(batch).tensors.values()):
+            return  # Elsewhere the host would wait for the value.
+        weight = float(weight_of(self._watched, batch))
+        if self._usual is None or weight == self._usual:
+            self._usual = weight
+            return
+        self._watched = None
+        warnings.warn(
+            "Batches have different numbers of labels that the loss counts, but count alike in the mean over the job, "
+            "because the example batch has no ignored label: compile with --mean-over elements to count each label "
+            "alike, or with --mean-over batches if this is meant.",
+            ModelWarning,
+            stacklevel=2,
+        )
 
     @property
     def sum(self) -> float:

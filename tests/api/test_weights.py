@@ -33,6 +33,7 @@ MODEL = str(Path(unlabelled.__file__))
         {"stage": 3, "clip": 0.1, "micro_steps": 2},
         {"stage": 3, "optimizer": "muon", "micro_steps": 2, "ema": 0.5},
         {"stage": 2, "optimizer": "adafactor"},
+        {"stage": 2, "offload": "optimizer,gradients", "clip": 0.1, "speculate": True},
     ],
     ids=str,
 )

@@ -75,14 +75,13 @@ def loss(net: Net, batch: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Te
 
 
 def make() -> Artifact:
-    """Most features: see the options; a tied parameter, running statistics, dropout, a constant, outputs."""
+    """Most features: see the options; a tied parameter, running statistics, dropout, a constant, outputs, weights."""
     zeroir.register_workspace(scaled, lambda x, _: 4 * x.shape[0])
     batch = {"x": torch.ones(4, 8), "y": torch.zeros(4, dtype=torch.int64), "smoothing": 0.1}
     compiled = zeroir.compile(
         Net(),
         batch,
         loss=loss,
-        weight=lambda _: 1.0,
         stage=3,
         world_size=2,
         precision="fp16",
@@ -90,7 +89,7 @@ def make() -> Artifact:
         group=["head:lr=0.0001"],
         clip=1.0,
         ema=0.99,
-        micro_steps=zeroir.MicroSteps(count=2, order="layer"),
+        micro_steps=zeroir.MicroSteps(count=2, order="layer", mean_over="elements"),
         units="layers.*",
     )
     return compiled.artifact

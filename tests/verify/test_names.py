@@ -38,8 +38,13 @@ def with_records(field: str, records: object) -> Program:
 
 
 def changed(field: str, name: str, value: object) -> Program:
-    """The program with another value in a field of the first record that stands in a field of it."""
-    first, *others = getattr(PROGRAM, field)
+    """The program with another value in a field of the first record, or the only one, that stands in a field of it."""
+    records = getattr(PROGRAM, field)
+    if name == "arguments":
+        value = (value,)
+    if not isinstance(records, tuple):
+        return with_records(field, replace(records, **{name: value}))
+    first, *others = records
     return with_records(field, (replace(first, **{name: value}), *others))
 
 
@@ -56,14 +61,14 @@ def references() -> Iterator[tuple[str, str, str]]:
 def test_every_kind_of_reference_is_there() -> None:
     assert {field for field, *_ in references()} == {
         *("comms", "bounds", "inputs", "outputs", "module_buffers", "scalars", "groups"),
-        "reports",
+        *("reports", "weighing"),
     }
 
 
 @pytest.mark.parametrize(("field", "name", "kind"), list(references()))
 def test_a_record_refers_to_what_is_declared(field: str, name: str, kind: str) -> None:
     sentence = codes(changed(field, name, "nowhere"))["Z001"]
-    assert re.search(rf" the undeclared {kind} [%]?nowhere$", sentence), sentence
+    assert re.search(rf" the undeclared {kind} [%@]?nowhere$", sentence), sentence
 
 
 def test_the_weight_is_declared() -> None:

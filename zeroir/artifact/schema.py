@@ -31,7 +31,7 @@ from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import NodeArg, Ref, Symbol
 from zeroir.ir.sizes import Size, UnknownDimError, parse_size
 
-SCHEMA_VERSION: Final = (3, 1)
+SCHEMA_VERSION: Final = (3, 2)
 """(major, minor). A minor version adds fields with defaults, or classes; a major one changes what files mean."""
 
 _MAX_DEPTH: Final = 64

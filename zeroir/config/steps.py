@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
@@ -12,12 +12,16 @@ from zeroir.ir.limits import MOST_COUNT
 
 _GROUP = "Steps"
 
+ELEMENTS: Final = "elements"
+BATCHES: Final = "batches"
+
 
 class MicroSteps(OptionObject):
     """The micro-batches over which a gradient accumulates, and their order.
 
     ``order`` is ``step``, ``layer``, or ``layer=G`` for groups of G micro-batches that run unit by unit. With
-    ``accumulate_locally`` each rank adds up whole gradients in FP32.
+    ``accumulate_locally`` each rank adds up whole gradients in FP32. ``mean_over`` says what the loss and the gradient
+    of a step are the mean over: ``elements``, such as labels, or ``batches``.
     """
 
     count: Annotated[
@@ -50,6 +54,15 @@ class MicroSteps(OptionObject):
             least_stage=2,
         ),
     ] = False
+    mean_over: Annotated[
+        Literal["elements", "batches"] | None,
+        Option(
+            group=_GROUP,
+            help="What counts alike in the mean over a step's micro-batches and ranks: each element that the loss is "
+            "the mean over, such as a label that is not ignored, as if one process had them all (elements), or each "
+            "batch (batches). [default: elements where batches may have different numbers of them, else batches]",
+        ),
+    ] = None
 
     @property
     def interleaved(self) -> int:

@@ -181,6 +181,21 @@ class ScalarBinding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Weighing:
+    """The computation of a micro-batch's weight: a segment's only result, one number, from input buffers' tensors.
+
+    The host computes it from the batch, before a micro-step.
+    """
+
+    syntax: ClassVar[str] = "{segment}({arguments})"
+
+    segment: Annotated[str, Refers(NameKind.SEGMENT, "the weight is computed by")]
+    arguments: tuple[
+        Annotated[str, Refers(NameKind.BUFFER, "the weight is computed from")], ...
+    ] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
     """A region and its content; with ``after``, only once that pending event is done."""
 
@@ -253,8 +268,9 @@ class Program:
 
     ``operators`` are the foreign operators that the nodes of segments call. ``reports`` are the values that the engine
     reads. ``dims`` are what sizes depend on (``zeroir/ir/sizes.py``). ``weight`` names the buffer that receives the
-    weight of each micro-batch; without it each has the weight 1. ``interleaved`` is the number of micro-batches that a
-    micro-step section runs, as ``zeroir/ir/analysis/micro_batches.py`` describes it.
+    weight of each micro-batch; without it each has the weight 1. ``weighing`` computes these weights; without it the
+    user gives a function for them. Without the buffer, it shows whether batches are alike. ``interleaved`` is the
+    number of micro-batches that a micro-step section runs, as ``zeroir/ir/analysis/micro_batches.py`` describes it.
     """
 
     syntax: ClassVar[str] = """
@@ -267,6 +283,7 @@ class Program:
         dim {dims}
         report {reports}
         [weight {weight}]
+        [weighing {weighing}]
         [interleaved {interleaved}]
         flat {flats}
         buffer {buffers}
@@ -299,6 +316,7 @@ class Program:
     groups: tuple[OptimizerGroup, ...] = ()
     reports: tuple[ReportBinding, ...] = ()
     weight: Annotated[str, Refers(NameKind.BUFFER, "the weight is bound to")] | None = None
+    weighing: Weighing | None = None
     interleaved: int = 1
     options: tuple[tuple[str, str], ...] = ()
     passes: tuple[Annotated[str, Word("the spec of a pass")], ...] = ()
@@ -397,6 +415,11 @@ class Program:
     def segment_by_name(self) -> Mapping[str, Segment]:
         """Segments by name."""
         return {segment.name: segment for segment in self.segments}
+
+    @property
+    def weighing_segment(self) -> Segment | None:
+        """The segment that computes the weight of a micro-batch, which no op calls; None if there is none."""
+        return None if self.weighing is None else self.segment_by_name[self.weighing.segment]
 
     @cached_property
     def flat_by_name(self) -> Mapping[str, Flat]:

@@ -65,6 +65,8 @@ def render_summary(summary: Summary) -> RenderableType:
     if summary["dims"]:
         ranges = [f"{name} {low} to {high}" for name, (low, high) in summary["dims"].items()]
         grid.add_row("batches", f"of any {', '.join(ranges)}; figures are for the largest")
+    if summary["weight"] is not None:
+        grid.add_row("weight", summary["weight"])
     grid.add_row("segments", f"{summary['distinct_segments']} distinct")
     grid.add_row(
         "sections",

@@ -50,6 +50,7 @@ class Summary(TypedDict):
     A step has one micro-step, or one group of ``interleaved`` micro-batches that run unit by unit. The peak is that of
     the buffers on the device in a step, in program order and without the workspaces of segments. ``bounds`` have the
     form of the program's text. ``dims`` are what sizes of a batch depend on, each with its smallest and largest value.
+    ``weight`` is a phrase on the weights of batches; None if each counts alike.
     ``ops`` and ``distinct_segments`` count those of training steps. ``evaluation`` has the figures of one evaluation;
     None if the program has none. ``snapshot_bytes_per_rank`` is the host memory that saving takes from the first save
     on; 0 if the program cannot save. ``transfer_bytes`` are the bytes that a rank copies to and from its host and its
@@ -66,6 +67,7 @@ class Summary(TypedDict):
     ops: dict[str, int]
     sections: dict[str, int]
     dims: dict[str, tuple[int, int]]
+    weight: str | None
     interleaved: int
     distinct_segments: int
     bounds: list[str]
@@ -98,6 +100,7 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
         ops={name: names[name] for name in sorted(names)},
         sections={section.name: len(section.body) for section in program.sections},
         dims={dim.name: (dim.minimum, dim.maximum) for dim in program.dims},
+        weight=_weight(program),
         interleaved=program.interleaved,
         distinct_segments=len({program.segment_by_name[name].digest() for name in called}),
         bounds=[print_record(bound, program) for bound in program.bounds],
@@ -119,6 +122,21 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
         laws=dict(report.laws),
         fingerprint=program.fingerprint,
     )
+
+
+def _weight(program: Program) -> str | None:
+    if program.weight is None:
+        return None
+    segment = program.weighing_segment
+    if segment is None:
+        return "of a batch is what the function weight(batch) returns"
+    ops = {node.op: node for node in segment.nodes}
+    if "aten.ne.Scalar" in ops:
+        ignored = ops["aten.ne.Scalar"].args[1]
+        return f"of a batch is the number of labels that its loss counts (ignore index {ignored})"
+    if segment.inputs:
+        return "of a batch is the sum over it that its loss is divided by"
+    return "of a batch is the number of elements that its loss is the mean over"
 
 
 def _evaluation(program: Program) -> EvaluationFigures | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -153,6 +153,7 @@ def _compared_with(
     from zeroir.runtime.execution.lockstep import Lockstep
     from zeroir.runtime.execution.seeds import site_seed
     from zeroir.runtime.training.lr_schedule import Scheduler
+    from zeroir.runtime.training.micro_batch_weights import weighing
 
     program = compiled.program
     rng = compiled.logical.buffer_by_name.get("rng")
@@ -164,6 +165,8 @@ def _compared_with(
             dtype=torch.int64,
         )
 
+    if program.weight is not None and source.weight is None:
+        source = replace(source, weight=weighing(program))
     reference = EagerReplicas(source, options, seed=seed, seeds=seeds, steps=steps)
     backend = kernel_backend(kernels)
     folder = compiled.artifact.offload_folder

@@ -99,9 +99,10 @@ class CapturedEvaluation:
 class CapturedModel:
     """A traced model. ``module`` is the model itself, with fake tensors; ``sites`` counts its calls of dropout.
 
-    ``batch`` and ``constants`` are the tensors and constants of the example batch. ``reused_blocks`` names the blocks
-    whose calls were not traced one by one, in the order of the calls. ``checkpoints`` are the model's activation
-    checkpoints. ``notes`` are sentences on effects of the model's code that a program does not have.
+    ``batch`` and ``constants`` are the tensors and constants of the example batch, and ``example`` has its tensors by
+    path. ``reused_blocks`` names the blocks whose calls were not traced one by one, in the order of the calls.
+    ``checkpoints`` are the model's activation checkpoints. ``notes`` are sentences on effects of the model's code that
+    a program does not have.
     """
 
     joint: JointGraph
@@ -109,6 +110,7 @@ class CapturedModel:
     parameters: tuple[TensorInfo, ...]
     buffers: tuple[TensorInfo, ...]
     batch: tuple[TensorInfo, ...]
+    example: Mapping[str, Tensor]
     constants: tuple[ConstantBinding, ...]
     sites: int
     reused_blocks: tuple[str, ...] = ()
@@ -228,6 +230,7 @@ def capture(
         parameters=parameters,
         buffers=buffers,
         batch=batch,
+        example=tensors,
         constants=tuple(
             ConstantBinding(path=path, value=value) for path, value in leaves.constants.items()
         ),

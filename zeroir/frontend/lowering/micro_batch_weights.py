@@ -1,5 +1,7 @@
 """Weigh the micro-batches of a logical program: the host gives each a weight, such as its number of unmasked labels.
 
+The weight is the value of the user's function, or follows from the loss (``loss_weight.py``).
+
 The backward begins with the loss scale times the weight instead of the loss scale, the losses are summed times their
 weights, and the update divides by the sum of the weights over ranks and micro-steps. So the gradient is that of the
 weighted mean of the micro-batches' losses. A step whose weights are all 0 changes nothing.
@@ -46,8 +48,10 @@ from zeroir.ir.program import (
     ScalarBinding,
     Section,
     State,
+    Weighing,
 )
 from zeroir.ir.reports import Quantity, with_report
+from zeroir.ir.segments.segment import Segment
 
 BATCH_LOSS = "batch_loss"
 """The loss of the present micro-batch, without its weight."""
@@ -93,6 +97,17 @@ def add_micro_batch_weights(program: Program) -> Program:
         sections=sections,
         reports=with_report(reports, Quantity.SKIP, SKIP),
         weight=BATCH_WEIGHT,
+    )
+
+
+def weighed_by(program: Program, segment: Segment, paths: Sequence[str]) -> Program:
+    """Return a program with weights that the host computes by a segment, from the batch's tensors at these paths."""
+    buffers = {binding.path: binding.buffer for binding in program.inputs}
+    arguments = tuple(buffers[path] for path in paths)
+    return replace(
+        program,
+        segments=(*program.segments, segment),
+        weighing=Weighing(segment=segment.name, arguments=arguments),
     )
 
 

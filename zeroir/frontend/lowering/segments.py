@@ -300,8 +300,8 @@ class _SegmentBuilder:
         nodes = tuple(
             Node(
                 op=node.op,
-                args=tuple(_renumbered(arg, numbers) for arg in node.args),
-                kwargs=tuple((key, _renumbered(arg, numbers)) for key, arg in node.kwargs),
+                args=tuple(renumbered(arg, numbers) for arg in node.args),
+                kwargs=tuple((key, renumbered(arg, numbers)) for key, arg in node.kwargs),
                 results=tuple(self._cutter.types[result] for result in node.results),
                 flops=node.flops,
                 workspace_bytes=node.workspace_bytes,
@@ -318,11 +318,12 @@ class _SegmentBuilder:
         return self._cutter.built[key]
 
 
-def _renumbered(arg: NodeArg, numbers: Mapping[int, int]) -> NodeArg:
+def renumbered(arg: NodeArg, numbers: Mapping[int, int]) -> NodeArg:
+    """Return the argument of a node with other numbers of values."""
     if isinstance(arg, Ref):
         return Ref(numbers[arg.index])
     if isinstance(arg, tuple):
-        return tuple(_renumbered(item, numbers) for item in arg)
+        return tuple(renumbered(item, numbers) for item in arg)
     return arg
 
 

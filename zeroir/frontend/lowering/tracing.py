@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 
 from zeroir.config import CompileOptions, replaced
 from zeroir.config.shapes import BatchShapes, parse_shapes, shapes_text
-from zeroir.errors import ModelWarning, ShapesError, UserError
+from zeroir.config.steps import BATCHES, ELEMENTS
+from zeroir.errors import ModelWarning, UserError
 from zeroir.frontend.capture.capture import CapturedModel, capture
 from zeroir.frontend.capture.code_contexts import note_on_small_checkpoints, recomputed_units
 from zeroir.frontend.lowering.accumulate import accumulate
+from zeroir.frontend.lowering.loss_weight import LossWeight, loss_weight, may_ignore_labels
 from zeroir.frontend.lowering.lower import lower as lower_calls
-from zeroir.frontend.lowering.micro_batch_weights import add_micro_batch_weights
+from zeroir.frontend.lowering.micro_batch_weights import add_micro_batch_weights, weighed_by
 from zeroir.frontend.lowering.partition import UnitCall, partition
 from zeroir.frontend.lowering.segment_calls import SegmentCall
 from zeroir.frontend.lowering.segments import cut
@@ -39,7 +41,7 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
         shapes = source.shapes()
         options = replaced(options, shapes=shapes_text(shapes) or None)
     if shapes and options.micro_steps.is_step_interleaved:
-        raise ShapesError(
+        raise UserError(
             "--order layer runs several micro-batches together, and the dims of --shapes may differ among them: leave "
             "one of the two out."
         )
@@ -57,16 +59,68 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
         options = replaced(options, recompute=recomputed_units(captured.checkpoints, units))
         note = note_on_small_checkpoints(captured.checkpoints, units)
         notes += [] if note is None else [note]
+    weights, note = _weights(source, captured, options, has_dims=bool(shapes))
+    notes += [] if note is None else [note]
     for note in notes:
         warnings.warn(note, ModelWarning, stacklevel=2)
-    program = program_of(captured, options, is_weighted=source.weight is not None)
+    program = program_of(captured, options, weights)
     return TracedModel(program=program, options=options)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchWeights:
+    """The weights of batches: whether the program has them, and how they are computed if not by the user.
+
+    Where it has none, their computation shows whether batches are alike.
+    """
+
+    are_used: bool
+    computed: LossWeight | None = None
+
+
+def _weights(
+    source: ModelSource, captured: CapturedModel, options: CompileOptions, *, has_dims: bool
+) -> tuple[BatchWeights, str | None]:
+    """Return the weights of batches, and a note where there should be weights, but none follow from the loss.
+
+    Raises:
+        UserError: if the option says what the loss or a weight of the user contradicts.
+    """
+    said = options.micro_steps.mean_over
+    if source.weight is not None:
+        if said is not None:
+            raise UserError(
+                f"--mean-over {said} and a weight of batches contradict each other: leave one of them out."
+            )
+        return BatchWeights(are_used=True), None
+    if said == BATCHES:
+        return BatchWeights(are_used=False), None
+    weight = loss_weight(captured.joint, captured.example, is_near_1=options.precision.is_fp16)
+    if weight is not None:
+        are_used = said == ELEMENTS or weight.may_differ
+        computed = weight if are_used or weight.may_ever_differ else None
+        return BatchWeights(are_used=are_used, computed=computed), None
+    if said == ELEMENTS:
+        raise UserError(
+            "--mean-over elements is for a loss that is one mean over elements of the batch, such as cross_entropy, "
+            "and this one is not: give batches a weight (weight=, or a function weight(batch) in the model file)."
+        )
+    note: str | None = None
+    if has_dims or may_ignore_labels(captured.joint, captured.example):
+        note = (
+            "The mean over the job is that of its batches' losses, however many labels or rows a batch has, because "
+            "the loss is not one mean over elements of the batch: give batches a weight (weight=, or a function "
+            "weight(batch) in the model file), or say --mean-over batches."
+        )
+    return BatchWeights(are_used=False), note
+
+
 def program_of(
-    captured: CapturedModel, options: CompileOptions, *, is_weighted: bool = False
+    captured: CapturedModel,
+    options: CompileOptions,
+    weights: BatchWeights = BatchWeights(are_used=False),
 ) -> Program:
-    """Return the logical program of a captured model, whose micro-batches have weights if ``is_weighted``."""
+    """Return the logical program of a captured model."""
     if not options.evaluate.is_on:
         captured = replace(captured, evaluation=None)
     units = find_units(captured.module, options.units)
@@ -96,8 +150,10 @@ def program_of(
         )
     owners = {info.name: _owner(info.name, units, unit_calls) for info in captured.parameters}
     program = lower_calls(captured, calls, owners, options, evaluation_calls)
-    if is_weighted:
+    if weights.are_used:
         program = add_micro_batch_weights(program)
+    if weights.computed is not None:
+        program = weighed_by(program, weights.computed.segment, weights.computed.paths)
     if options.micro_steps.count > 1:
         program = accumulate(program)
     return declared(program)

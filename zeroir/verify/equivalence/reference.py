@@ -250,12 +250,24 @@ def contributor(program: Program, section: str, name: str) -> int | None:
     return None
 
 
+def _weighing(program: Program) -> tuple[str, tuple[str, ...]] | None:
+    """Return what computes the weights of batches: the digest of the segment, and the buffers of its inputs."""
+    segment = program.weighing_segment
+    if program.weighing is None or segment is None:
+        return None
+    return segment.digest(), program.weighing.arguments
+
+
 def _named_values(
     program: Program, runs: Runs, reference: Program, expected: Runs
 ) -> Iterator[Mismatch]:
     """Compare the loss, and every other scalar that the logical program names."""
     if program.weight != reference.weight:
         yield Mismatch("the weights of batches go to another buffer than in the logical program")
+    if _weighing(program) != _weighing(reference):
+        yield Mismatch(
+            "the weights of batches are computed in another way than in the logical program"
+        )
     losses = (reference.loss, reference.batch_loss, reference.eval_loss)
     summed_loss = reference.report_of.get(Quantity.SUMMED_LOSS)
     named = [b.name for b in reference.buffers if isinstance(b.holds, NamedContent)]

@@ -173,11 +173,31 @@ def _bindings(program: Program) -> Problems:
     weight = program.buffer_by_name.get(program.weight or "")
     if weight is not None and weight.holds != WeightContent(micro=Micro.CURRENT):
         yield "Z008", f"the weight is bound to %{weight.name}, which rests with another content"
+    yield from _weighing(program)
     for binding in program.scalars:
         buffer = program.buffer_by_name.get(binding.buffer)
         if buffer is not None and len(binding.values) != buffer.numel:
             counts = f"{buffer.numel} elements and {len(binding.values)} initial values"
             yield "Z008", f"%{buffer.name} has {counts}"
+
+
+def _weighing(program: Program) -> Problems:
+    """Check that the weight of a micro-batch is computed from inputs that the segment takes, and is one number."""
+    weighing = program.weighing
+    segment = None if weighing is None else program.segment_by_name.get(weighing.segment)
+    if weighing is None or segment is None:
+        return
+    inputs = {binding.buffer: binding for binding in program.inputs}
+    given = [inputs.get(name) for name in weighing.arguments]
+    types = [None if each is None else (each.dtype, each.shape) for each in given]
+    if types != [(kind.dtype, kind.shape) for kind in segment.inputs]:
+        yield (
+            "Z008",
+            f"segment @{segment.name} computes weights from other tensors than those of inputs",
+        )
+    results = [kind for kind in map(dict(enumerate(segment.types())).get, segment.outputs) if kind]
+    if [kind.shape for kind in results] != [()]:
+        yield "Z008", f"segment @{segment.name} computes weights, but its result is not one number"
 
 
 def _groups(program: Program) -> Problems:
