@@ -31,6 +31,8 @@ def test_two_programs_and_traces(
         "machine": "dgx-h100",
         "memory_budget_bytes": 40_000_000,
         "other_memory_budget_bytes": 40_000_000,
+        "at": {},
+        "other_at": {},
     }
     page = (tmp_path / "gpt2-gpt3.html").read_text()
     assert "<i>A</i> gpt2.zir <i>B</i> gpt3.zir" in page

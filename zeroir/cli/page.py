@@ -99,9 +99,13 @@ def report(
             {
                 "path": str(path),
                 "machine": described.name,
-                "at": next(filter(None, sizes), {}),
+                "at": sizes[0],
                 "memory_budget_bytes": budgets[0],
-                **({} if other is None else {"other_memory_budget_bytes": budgets[1]}),
+                **(
+                    {}
+                    if other is None
+                    else {"other_memory_budget_bytes": budgets[1], "other_at": sizes[1]}
+                ),
             }
         )
     else:
