@@ -40,6 +40,7 @@ from torch.nn import functional
 from torch.nn.modules import module as nn_module
 from torch.nn.utils import stateless
 
+from zeroir.frontend._torch_dim_nodes import sizes_as_nodes
 from zeroir.frontend.capture.storage_views import rewrite_storage_views
 
 Function = Callable[..., object]
@@ -185,6 +186,8 @@ def tracer_settings(mode: FakeTensorMode) -> Iterator[None]:
         # The tracer's tensors ask for the current GPU before any mode can intercept the call.
         stack.enter_context(mock.patch.object(FunctionalTensor, "cuda", _itself))
         stack.enter_context(_quiet("torch._subclasses.fake_tensor"))
+        if mode.shape_env is not None:
+            stack.enter_context(sizes_as_nodes())
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, cast
@@ -13,11 +14,12 @@ import sympy
 import torch
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StrictMinMaxConstraint
 from torch.utils._sympy.functions import Max
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from zeroir.errors import InternalError
+from zeroir.frontend._torch_dim_nodes import DimNode, PolynomialEnv
 from zeroir.ir.sizes import Dim, Size
 
 
@@ -40,14 +42,13 @@ class Assumption(NamedTuple):
     line: str
 
 
-class DimEnv(ShapeEnv):
+class DimEnv(PolynomialEnv):
     """The symbols of dims while a model is traced, and the sizes that torch computes with them."""
 
     def __init__(self, examples: Mapping[Dim, int]) -> None:
-        super().__init__(duck_shape=False)
+        super().__init__()
         self.dims: dict[sympy.Symbol, Dim] = {}
         self.examples = examples
-        self._symints: dict[Dim, torch.SymInt] = {}
         for dim, example in examples.items():
             # Torch takes sizes of 0 and 1 for constants, so a trace is one of larger sizes.
             hint = example if example > 1 else min(dim.maximum, 2 + len(self.dims))
@@ -63,24 +64,22 @@ class DimEnv(ShapeEnv):
             if isinstance(symint, int):
                 raise InternalError(f"torch takes the dim {dim.name} for the constant {symint}")
             self.dims[symint.node.expr] = dim
-            self._symints[dim] = symint
+            self.symbols[dim], self.hints[dim.name] = symint.node.expr, hint
         self._ranges = tuple(
             (symbol, ValueRanges(dim.minimum, dim.maximum)) for symbol, dim in self.dims.items()
         )
         self._assumptions: dict[sympy.Basic, str] = {}
+        self._answers: dict[sympy.Basic, _Answer] = {}
 
     def symint(self, size: int) -> int | torch.SymInt:
         """Return a size as torch computes with it."""
-        if not isinstance(size, Size):
-            return size
-        total: int | torch.SymInt = 0
-        for coefficient, monomial in size.terms:
-            product: int | torch.SymInt = coefficient
-            for dim, power in monomial:
-                for _ in range(power):
-                    product = product * self._symints[dim]
-            total = total + product
-        return total
+        return self.node(size).symint if isinstance(size, Size) else size
+
+    def polynomial(self, expression: sympy.Expr) -> int | None:
+        try:
+            return self.size(expression)
+        except NoPolynomialError:
+            return None
 
     def size(self, expression: sympy.Expr) -> int:
         """Return the size that an expression of torch means.
@@ -205,21 +204,32 @@ class DimEnv(ShapeEnv):
         Torch's operators ask which sizes are 1, and in which order strides are, to choose the layout of a result. A
         program declares layouts, and values do not depend on them, so these questions count as no assumption.
         """
-        # Torch's own record leaves out what follows from earlier answers.
-        is_open = (
-            bool(orig_expr.free_symbols)
-            and self._maybe_evaluate_static(orig_expr, axioms=(), var_to_range=self._ranges) is None
-        )
-        answer: sympy.Basic = super().evaluate_expr(orig_expr, *args, **kwargs)  # type: ignore[arg-type]
-        if is_open:
-            frames = list(_frames_outside_torch())
-            assumption = _assumption(orig_expr, answer)
-            is_operators = bool(frames) and frames[0].filename.startswith(_OWN_FOLDER)
-            if not (is_operators and _is_about_layout(assumption)):
-                users = (f for f in frames if not f.filename.startswith(_OWN_FOLDER))
-                line = next((f"{Path(f.filename).name}:{f.lineno}" for f in users), "")
-                self._assumptions.setdefault(assumption, line)
-        return answer
+        known = self._answers.get(orig_expr)
+        if known is None:
+            # Torch's own record leaves out what follows from earlier answers.
+            is_open = (
+                bool(orig_expr.free_symbols)
+                and self._maybe_evaluate_static(orig_expr, axioms=(), var_to_range=self._ranges)
+                is None
+            )
+            answer: sympy.Basic = super().evaluate_expr(orig_expr, *args, **kwargs)  # type: ignore[arg-type]
+            known = _Answer(answer, _assumption(orig_expr, answer) if is_open else None)
+            self._answers[orig_expr] = known
+        if known.assumption is not None:
+            self._note(known.assumption)
+        return known.answer
+
+    def _note(self, assumption: sympy.Basic) -> None:
+        if assumption in self._assumptions:
+            return
+        frames = _frames_outside_torch()
+        innermost = next(frames, None)
+        is_operators = innermost is not None and innermost.filename.startswith(_OWN_FOLDER)
+        if not (is_operators and _is_about_layout(assumption)):
+            callers = frames if innermost is None else chain((innermost,), frames)
+            users = (f for f in callers if not f.filename.startswith(_OWN_FOLDER))
+            line = next((f"{Path(f.filename).name}:{f.lineno}" for f in users), "")
+            self._assumptions[assumption] = line
 
     def _refine_ranges(self, expr: sympy.Basic) -> None:
         """Leave the ranges of dims as they are, so that no answer narrows them."""
@@ -236,9 +246,12 @@ def size_of(size: int | torch.SymInt) -> int:
     """
     if not isinstance(size, torch.SymInt):
         return int(size)
-    env = size.node.shape_env
+    node = size.node
+    if isinstance(node, DimNode):
+        return node.size
+    env = node.shape_env
     assert isinstance(env, DimEnv)
-    return env.size(size.node.expr)
+    return env.size(node.expr)
 
 
 def assume_not_1(size: int | torch.SymInt, line: str) -> None:
@@ -273,6 +286,13 @@ def _assumption(question: sympy.Basic, answer: sympy.Basic) -> sympy.Basic:
     if answer is sympy.false or answer is False:
         return sympy.Not(question)
     return sympy.Eq(question, answer)
+
+
+class _Answer(NamedTuple):
+    """The answer to a question, and what it assumes of dims, if anything."""
+
+    answer: sympy.Basic
+    assumption: sympy.Basic | None
 
 
 class _Frame(NamedTuple):

@@ -111,6 +111,12 @@ def sizes_in(data: tuple[object, ...]) -> Iterator[Size]:
     yield from found
 
 
+@cache
+def sizes_in_segment(segment: Segment) -> tuple[Size, ...]:
+    """Return each size of a segment that depends on dims."""
+    return tuple(sizes_in((segment,)))
+
+
 def segments_at_ends(program: Program) -> tuple[Segment, ...]:
     """Return the segments of a program where all dims have their largest values, and where they have their smallest."""
     if not program.dims:

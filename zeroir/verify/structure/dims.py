@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from itertools import chain
 
 from zeroir.ir import ops
 from zeroir.ir.analysis.effects import effects
-from zeroir.ir.analysis.instances import SIZED_FIELDS, sizes_in
+from zeroir.ir.analysis.instances import SIZED_FIELDS, sizes_in, sizes_in_segment
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import Program
 from zeroir.ir.sizes import RESERVED_NAMES, Size
@@ -33,7 +34,9 @@ def check_dims(program: Program, findings: Findings) -> None:
 
 def _header_problems(program: Program) -> Iterator[str]:
     declared = {dim.name: dim for dim in program.dims}
-    for size in sizes_in(tuple(getattr(program, name) for name in SIZED_FIELDS)):
+    fields = tuple(getattr(program, name) for name in SIZED_FIELDS if name != "segments")
+    in_segments = chain.from_iterable(map(sizes_in_segment, program.segments))
+    for size in dict.fromkeys(chain(sizes_in(fields), in_segments)):
         unknown = next((dim for dim in size.dims if declared.get(dim.name) != dim), None)
         if unknown is not None:
             yield f"the size {size} depends on {unknown.name}, which is not declared with that range"
