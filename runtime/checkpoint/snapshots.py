@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zeroir.checkpoint.manifest import StoredScalar
+from zeroir.errors import UserError
 from zeroir.ir.buffers import Role
 from zeroir.ir.contents import GRAD, FlatContent, WeightContent
 from zeroir.ir.program import MICRO_STEP, Program
@@ -170,3 +171,20 @@ def open_buffers(program: Program) -> list[str]:
         if holding.region.buffer in live and holding.region.buffer not in names:
             names.append(holding.region.buffer)
     return names
+
+
+def require_same_sums(present: Program, following: Program) -> None:
+    """Raise UserError unless a program can continue a step of the present one."""
+    own, theirs = _sums(present), _sums(following)
+    if own != theirs or MICRO_STEP not in following.section_by_name:
+        different = [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]
+        which = f", such as %{different[0]}" if different else ""
+        raise UserError(
+            f"A step has begun, and the program to go on with has other sums of micro-steps{which}: call update() "
+            "before go_on_with()."
+        )
+
+
+def _sums(program: Program) -> dict[str, tuple[object, ...]]:
+    buffers = [program.buffer_by_name[name] for name in open_buffers(program)]
+    return {buffer.name: (buffer.space, buffer.dtype, buffer.numel) for buffer in buffers}

@@ -112,6 +112,17 @@ class Accumulation:
         if self._count:
             raise UserError(f"A step has begun with micro_step(): call update() before {what}().")
 
+    def require_none_waiting(self, what: str) -> None:
+        """Raise UserError where a micro-step of the current step waits, or its last one has run.
+
+        ``what`` is the method that must not be called then.
+        """
+        if self._waiting or self._is_last_done:
+            raise UserError(
+                f"A micro_step() waits for the next one, or for update(): call update() before {what}(), or say with "
+                "is_last whether it is the last of its step."
+            )
+
     def require_known(self) -> None:
         """Raise UserError unless it is known that no micro-step of the current step so far is its last."""
         if self._waiting and not self._is_complete:

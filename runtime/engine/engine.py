@@ -22,6 +22,7 @@ from zeroir.ir.spans import Span
 from zeroir.runtime.checkpoint.background import PendingSave
 from zeroir.runtime.checkpoint.checkpointer import Checkpointer, Running
 from zeroir.runtime.checkpoint.loading import LoadedState
+from zeroir.runtime.checkpoint.snapshots import require_same_sums
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, Job
 from zeroir.runtime.distributed.rank_position import RankPosition
 from zeroir.runtime.engine.accumulation import Accumulation, MicroStepResult
@@ -173,16 +174,19 @@ class Engine:
     def go_on_with(self, program: Program) -> None:
         """Switch to another program of the same model, such as one for other batches. All ranks call this together.
 
-        Parameters, states, buffers of the model, the loss scale, the step count and the settings are kept. The new
-        program takes several batches a step only if it was compiled for that.
+        Parameters, states, buffers of the model, the loss scale, the step count and the settings are kept, and within a
+        step the sums of its micro-steps so far. The new program takes several batches a step only if it was compiled
+        for that.
 
         Raises:
-            UserError: within a step; where the program has other parameters, states or buffers of the model, or is for
-                another mesh.
+            UserError: where the program has other parameters, states or buffers of the model, or is for another mesh;
+                within a step, where it has other sums, or a micro-step has not run yet.
         """
-        self._accumulation.require_none("go_on_with")
+        self._accumulation.require_none_waiting("go_on_with")
         self._checkpoints.join()
         state_of_buffers.require_same_state(self.program, program)
+        if self.rank_program.executor.micro_steps_done:
+            require_same_sums(self.program, program)
         self._accumulating = None
         self.rank_program.replace(program)
 

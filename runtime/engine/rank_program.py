@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from zeroir.errors import UserError
-from zeroir.ir.program import Program
+from zeroir.ir.program import MICRO_STEP, Program
+from zeroir.runtime.checkpoint.snapshots import open_buffers
 from zeroir.runtime.comm.job import open_job
 from zeroir.runtime.distributed.section_comparison import SectionsOfRanks
 from zeroir.runtime.distributed.section_history import OTHER_PROGRAM
@@ -94,11 +96,22 @@ class RankProgram:
             yield
 
     def replace(self, program: Program) -> None:
-        """Switch to another program: parameters, master weights and states keep their tensors."""
+        """Switch to another program: parameters, master weights and states keep their tensors.
+
+        Within a step the sums so far are kept, too.
+        """
         step_count, seed = self.step_count, self.executor.seed
+        done, weight_sums = self.executor.micro_steps_done, self.executor.weight_sums()
+        sums: dict[str, Tensor] = {}
+        if done:
+            with self.between_sections():
+                sums = {
+                    name: self.memory.buffer(name).to("cpu", copy=True)
+                    for name in open_buffers(self.program)
+                }
         if self._sections is not None:
             # Another rank may be in a section, and should learn why its connection breaks.
-            self._sections.begin(OTHER_PROGRAM, step_count + 1, self.executor.micro_steps_done)
+            self._sections.begin(OTHER_PROGRAM, step_count + 1, done)
             self._sections.show()
         self.opened.close(self.job)
         self._open(program, kept=self.memory)
@@ -106,6 +119,11 @@ class RankProgram:
         self.executor.seed = seed
         with self.executor.entered():
             self.memory.allocate()
+            if done:
+                self.executor.establish(MICRO_STEP)
+                for name, values in sums.items():
+                    self.memory.buffer(name).copy_(values)
+                self.executor.go_on_within(done, weight_sums)
 
     def allocate_once(self) -> None:
         """Allocate what is not allocated yet, before the first step."""

@@ -25,6 +25,18 @@ class Net(nn.Module):
         return loss * torch.tensor([1.0 + x.shape[0]])[0]
 
 
+class AnyRows(nn.Module):
+    """A module with dropout, for batches of any number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.layers(x).square().mean()
+        return loss
+
+
 def compiled(module: nn.Module, rows: int) -> CompiledProgram:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     return zeroir.compile(
@@ -74,3 +86,41 @@ def test_training_goes_on_with_other_batches_and_ends_in_the_module() -> None:
     engine.micro_step(torch.randn(6, 4))
     with pytest.raises(UserError, match="before go_on_with"):
         engine.go_on_with(programs[2])
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_step_goes_on_with_a_program_for_longer_batches(stage: int) -> None:
+    """Sums of the micro-steps before the change count, and the parameters are those of a step without it."""
+
+    def program(most: int, micro_steps: int = 2) -> CompiledProgram:
+        torch.manual_seed(0)
+        return zeroir.compile(
+            AnyRows(),
+            torch.zeros(3, 4),
+            shapes=f"0: rows<={most}, 4",
+            stage=stage,
+            micro_steps=micro_steps,
+            optimizer="sgd",
+            lr=0.1,
+            world_size=1,
+        )
+
+    batches = [torch.randn(rows, 4) for rows in (3, 2, 7, 5)]
+    ends: list[dict[str, Tensor]] = []
+    for first in (program(4), program(8)):
+        engine = first.engine(self_check=False)
+        for index, batch in enumerate(batches):
+            if index == 2 and first.program.dims[0].maximum == 4:
+                engine.go_on_with(program(8).program)
+            engine.micro_step(batch, is_last=index == 3)
+        loss = engine.update().loss
+        engine.step(batches)
+        ends.append({**engine.full_parameters(), "loss": torch.tensor(loss)})
+        if len(ends) == 2:
+            engine.micro_step(batches[0], is_last=False)
+            with pytest.raises(UserError, match=r"has other sums of micro-steps, .* before go_on"):
+                engine.go_on_with(program(8, micro_steps=1).program)
+        engine.close()
+    for name, value in ends[0].items():
+        assert torch.equal(value, ends[1][name]), name
