@@ -13,7 +13,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -40,6 +40,17 @@ class UserError(ZeroirError):
 
 class BatchError(UserError):
     """A batch is not valid, or not one that the program was compiled for."""
+
+
+class ShapesError(UserError):
+    """A model, or an option, does not take all the shapes that the dims of its batches allow.
+
+    ``dims`` are the names of those that it does not take, empty if they are not known.
+    """
+
+    def __init__(self, sentence: str, dims: Iterable[str] = ()) -> None:
+        super().__init__(sentence)
+        self.dims = frozenset(dims)
 
 
 class DamagedCheckpointError(UserError):

@@ -74,8 +74,7 @@ class Accumulation:
             raise UserError(
                 "The last micro-step of this step has run: call update() before the next micro_step()."
             )
-        if self._is_complete:
-            self._run_waiting(is_last=False)
+        self.go_on_within_step()
         if is_last and len(self._waiting) + 1 < self._group():
             raise self._incomplete(self._count + 1)
         self._count += 1
@@ -84,6 +83,11 @@ class Accumulation:
         if is_last is not None and self._is_complete:
             self._run_waiting(is_last=is_last)
         return result
+
+    def go_on_within_step(self) -> None:
+        """Run the waiting group if it is complete, since another micro-step of the step follows."""
+        if self._is_complete:
+            self._run_waiting(is_last=False)
 
     def finish(self) -> None:
         """Run the waiting group as the last of the step; the update follows.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,13 @@ from zeroir.runtime.training.lr_schedule import Scheduler
 from zeroir.runtime.training.micro_batch_weights import WeightFunction
 from zeroir.runtime.training.not_finite import BadParameter, first_bad_parameter
 from zeroir.torch_ops.batches import Batch
+
+
+class Fit(Protocol):
+    """Makes an engine go on with a program that takes certain batches. All ranks call it together."""
+
+    def __call__(self, engine: Engine, batches: Sequence[Batch], *, is_evaluation: bool) -> None:
+        """Consider the batches of a step, a micro-step or an evaluation of this rank."""
 
 
 class Engine:
@@ -98,6 +106,8 @@ class Engine:
             lambda: self.program.interleaved,
         )
         self._last_result: StepResult | None = None
+        self.fit: Fit | None = None
+        """Called before batches are checked, if it is set."""
         self._checkpoints = Checkpointer(self.job, timeout)
         if cuda_graphs and self.device.type != "cuda" and self.rank == 0:
             warnings.warn(
@@ -341,6 +351,8 @@ class Engine:
         self._accumulation.require_none("step")
         self._checkpoints.report()
         batches: list[Batch] = batch if isinstance(batch, list) else [batch]
+        if self.fit is not None:
+            self.fit(self, batches, is_evaluation=False)
         if len(batches) > 1:
             for each in batches:  # before the first of them is added to the sums
                 inputs_of(self.program, each)
@@ -364,6 +376,9 @@ class Engine:
                 group.
         """
         self._checkpoints.report()
+        if self.fit is not None:
+            self._accumulation.go_on_within_step()
+            self.fit(self, [batch], is_evaluation=False)
         return self._accumulation.micro_step(batch, is_last)
 
     def update(self) -> StepResult:
@@ -397,6 +412,8 @@ class Engine:
             UserError: where the program has no section ``evaluate``, or the batch does not fit.
         """
         self._accumulation.require_none("evaluate")
+        if self.fit is not None:
+            self.fit(self, [batch], is_evaluation=True)
         self.rank_program.allocate_once()
         (evaluation,) = self.rank_program.executor.evaluate([batch])
         return Evaluation(rank=evaluation)

@@ -15,7 +15,7 @@ from torch.export import Dim, ShapesCollection
 import zeroir
 from examples import any_length
 from zeroir.config.shapes import parse_shapes, shapes_text
-from zeroir.errors import ModelWarning, UserError
+from zeroir.errors import ModelWarning, ShapesError, UserError
 from zeroir.frontend.source.given_shapes import given_shapes
 from zeroir.torch_ops.batches import Batch
 
@@ -217,6 +217,20 @@ def test_code_that_fits_only_larger_sizes_is_named(
 ) -> None:
     with pytest.raises(UserError, match=rf"(?i)narrow the dims.*{fact}|{fact}.*narrow the dims"):
         zeroir.compile(Mean(code), torch.zeros(6, 4), shapes=(ROWS, 4))
+
+
+def test_code_that_fits_only_smaller_sizes_is_named() -> None:
+    def code(x: Tensor) -> Tensor:
+        return x + torch.linspace(0, 1, 6)[: x.shape[1]]
+
+    shapes = (4, Dim("length", max=8), Dim("width", max=3))
+    with pytest.raises(ShapesError, match=r"Narrow the dims.*test_shapes\.py") as refusal:
+        zeroir.compile(
+            Mean(lambda x: code(x.sum(2))[..., None].expand(-1, -1, 4)),
+            torch.zeros(4, 5, 2),
+            shapes=shapes,
+        )
+    assert refusal.value.dims == {"length"}
 
 
 def test_code_that_compares_two_dims_is_named() -> None:

@@ -51,18 +51,14 @@ def test_arguments_that_an_engine_cannot_follow_are_refused(
 
 
 def test_a_rank_alone_trains_with_the_users_optimizer_and_schedule(tmp_path: Path) -> None:
-    """Rows are added to the last batch of an epoch; changes of the model between two trainings count.
-
-    So it is where the micro-batches of a step run layer by layer.
-    """
+    """The last batch of an epoch has fewer rows; changes of the model between two trainings count."""
     from transformers import Trainer
 
     from tests.integrations import trainer_workers as workers
     from zeroir import ZeroirTrainer
 
     losses: list[list[float]] = []
-    by_layer = partial(ZeroirTrainer, zeroir_options={"micro_steps": MicroSteps(order="layer")})
-    kinds: list[Callable[..., Trainer]] = [Trainer, ZeroirTrainer, by_layer]
+    kinds: list[Callable[..., Trainer]] = [Trainer, ZeroirTrainer]
     for number, kind in enumerate(kinds):
         model = workers.model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -103,6 +99,114 @@ def test_a_rank_alone_trains_with_the_users_optimizer_and_schedule(tmp_path: Pat
     for own in actual:
         assert own == pytest.approx(expected, rel=1e-4)
     assert expected[1] != pytest.approx(expected[2], rel=1e-3)
+
+
+def test_batches_of_one_size_train_layer_by_layer(tmp_path: Path) -> None:
+    """Such a program has no dims, so a piece of an evaluation with fewer rows has a program of its own."""
+    from transformers import Trainer
+
+    from tests.integrations import trainer_workers as workers
+    from zeroir import ZeroirTrainer
+
+    data = [{"input_ids": row} for row in torch.arange(1, 41).view(8, 5) % workers.VOCABULARY]
+    by_layer = partial(ZeroirTrainer, zeroir_options={"micro_steps": MicroSteps(order="layer")})
+    kinds: list[Callable[..., Trainer]] = [Trainer, by_layer]
+    logs: list[list[float]] = []
+    for number, kind in enumerate(kinds):
+        trainer = kind(
+            workers.model(),
+            workers.arguments(tmp_path / str(number), num_train_epochs=1),
+            data_collator=workers.collate,
+            train_dataset=data,
+            eval_dataset=data[:3],
+        )
+        trainer.train()
+        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        logs.append([*losses, trainer.evaluate()["eval_loss"]])
+    assert logs[1] == pytest.approx(logs[0], rel=1e-4)
+
+
+def test_a_convolutional_network_trains_on_a_last_batch_with_fewer_rows(tmp_path: Path) -> None:
+    """Its batch norm has the statistics of each batch's own rows; one program takes them all."""
+    from transformers import ResNetConfig, ResNetForImageClassification, Trainer
+
+    from tests.integrations import any_length_workers, trainer_workers
+    from zeroir import ZeroirTrainer
+    from zeroir.integrations import engine_of_trainer
+
+    generator = torch.Generator().manual_seed(4)
+    data = [
+        {"pixel_values": torch.randn(3, 32, 32, generator=generator), "labels": index % 3}
+        for index in range(7)
+    ]
+    trainers: list[Trainer] = []
+    counted: list[object] = []
+    for kind in (Trainer, ZeroirTrainer):
+        torch.manual_seed(0)
+        config = ResNetConfig(
+            embedding_size=4,
+            hidden_sizes=[4, 8],
+            depths=[1, 1],
+            layer_type="basic",
+            id2label={0: "a", 1: "b", 2: "c"},
+        )
+        given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+        trainer = kind(
+            ResNetForImageClassification(config),
+            trainer_workers.arguments(tmp_path / kind.__name__, save_strategy="no", **given),
+            train_dataset=data,
+            eval_dataset=data[:5],
+        )
+        with any_length_workers.programs_counted(engine_of_trainer, counted):
+            trainer.train()
+            trainer.evaluate()
+        trainers.append(trainer)
+    stock, own = trainers
+    assert counted == ["inputs.pixel_values: 1<=rows<=4, 3, 32, 32; inputs.labels: rows"]
+    trainer_workers.require_same_logs(own, stock)
+    any_length_workers.require_close(trainer_workers.trained(own), trainer_workers.trained(stock))
+
+
+def test_lengths_are_multiples_of_the_collators_and_shapes_that_are_given_win(
+    tmp_path: Path,
+) -> None:
+    from tests.integrations import trainer_workers as workers
+    from zeroir import ZeroirTrainer
+
+    class Collator:
+        pad_to_multiple_of = 4
+
+        def __call__(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+            return {
+                name: torch.nn.functional.pad(
+                    each, (0, -each.shape[1] % 4), value=-100 if name == "labels" else 0
+                )
+                for name, each in workers.collate(rows).items()
+            }
+
+    of_shapes = (
+        "input_ids: rows<=2, 2<=length<=9; attention_mask: rows, length; labels: rows, length"
+    )
+    shapes: list[str | None] = []
+    for collator, options in (
+        (Collator(), {}),
+        (workers.collate, {"shapes": of_shapes}),
+    ):
+        trainer = ZeroirTrainer(
+            workers.model(),
+            workers.arguments(tmp_path, max_steps=2, save_strategy="no"),
+            data_collator=collator,
+            train_dataset=workers.samples(7),
+            zeroir_options=cast("CompileKeywords", options),
+        )
+        trainer.train()
+        assert trainer._running is not None
+        shapes.append(trainer._running.engine.program.option.get("shapes"))
+    of_collator, given = shapes
+    assert of_collator is not None
+    assert "inputs.input_ids: rows<=2, 4*length<=4;" in of_collator
+    assert given is not None
+    assert given.replace("inputs.", "") == of_shapes
 
 
 def test_a_model_without_its_values_and_an_optimizer_of_the_compiler_are_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
@@ -14,8 +15,8 @@ from zeroir.api.keywords import CompileKeywords, flat_values, is_torchs
 from zeroir.api.lowering import lower
 from zeroir.artifact import Artifact, ConfigRecord
 from zeroir.config import CompileOptions, options_from_pairs
-from zeroir.errors import InternalError, UserError
-from zeroir.ir.analysis.instances import at_largest, segments_at_ends
+from zeroir.errors import InternalError, ShapesError
+from zeroir.ir.analysis.instances import instance, segments_at_ends
 from zeroir.verify import Report, VerificationError, verify
 
 if TYPE_CHECKING:
@@ -99,16 +100,25 @@ def compile_source(
 
 
 def _require_every_size(logical: Program, problem: str) -> None:
-    """Raise UserError where a broken program is right at the largest sizes, so that the shapes allow too many."""
+    """Raise ShapesError where a broken program is right at the largest or smallest sizes, with the dims at fault."""
+    ends = [
+        {dim.name: dim.maximum for dim in logical.dims},
+        {dim.name: dim.minimum for dim in logical.dims},
+    ]
+    for right, other in (ends, reversed(ends)):
+        if logical.dims and _is_right(logical, right):
+            raise ShapesError(
+                "The model does not compute the same for all sizes that its shapes allow. Narrow the dims, or let the "
+                f"model's code not depend on them: {problem}.",
+                (dim for dim in right if not _is_right(logical, {**right, dim: other[dim]})),
+            )
+
+
+def _is_right(logical: Program, values: Mapping[str, int]) -> bool:
     from zeroir.runtime.kernels.declared import misdeclared
 
-    if logical.dims:
-        largest = at_largest(logical)
-        if verify(largest).is_valid and misdeclared(largest.segments) is None:
-            raise UserError(
-                "The model does not compute the same for all sizes that its shapes allow. Narrow the dims, or let the "
-                f"model's code not depend on them: {problem}."
-            )
+    program = instance(logical, values)
+    return verify(program).is_valid and misdeclared(program.segments) is None
 
 
 def lowered_for(artifact: Artifact, options: CompileOptions, machine: Machine) -> CompiledProgram:

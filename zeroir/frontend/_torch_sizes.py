@@ -24,7 +24,11 @@ from zeroir.ir.sizes import Dim, Size
 
 
 class NoPolynomialError(Exception):
-    """A size is no polynomial of dims; the text says which it is."""
+    """A size is no polynomial of dims; the text says which it is. ``dims`` are the names of those that it has."""
+
+    def __init__(self, text: str, dims: Iterable[str]) -> None:
+        super().__init__(text)
+        self.dims = tuple(dims)
 
 
 class SplitError(Exception):
@@ -36,10 +40,11 @@ class SplitError(Exception):
 
 
 class Assumption(NamedTuple):
-    """What a trace assumes of dims, and the ``file:line`` of what asked, or ``""``."""
+    """What a trace assumes of dims, by name, and the ``file:line`` of what asked, or ``""``."""
 
     text: str
     line: str
+    dims: tuple[str, ...]
 
 
 class DimEnv(PolynomialEnv):
@@ -94,17 +99,25 @@ class DimEnv(PolynomialEnv):
         try:
             polynomial = sympy.Poly(expression, *symbols)
         except sympy.PolynomialError:
-            raise NoPolynomialError(self.text(expression)) from None
+            raise self._no_polynomial(expression) from None
         total: int = 0
         for powers, coefficient in polynomial.terms():
             if not coefficient.is_Integer or any(symbol not in self.dims for symbol in symbols):
-                raise NoPolynomialError(self.text(expression))
+                raise self._no_polynomial(expression)
             product: int = int(coefficient)
             for symbol, power in zip(symbols, powers, strict=True):
                 for _ in range(power):
                     product = self.dims[symbol].size * product
             total = total + product
         return total
+
+    def _no_polynomial(self, expression: sympy.Expr) -> NoPolynomialError:
+        return NoPolynomialError(self.text(expression), self._names(expression))
+
+    def _names(self, expression: sympy.Basic) -> tuple[str, ...]:
+        """Return the names of the dims in an expression."""
+        symbols = expression.free_symbols
+        return tuple(dim.name for symbol, dim in self.dims.items() if symbol in symbols)
 
     def _largest(self, *numbers: sympy.Expr) -> sympy.Expr:
         """Return the number that is the largest for all values of dims; torch's strides count a size of 0 as 1."""
@@ -125,9 +138,10 @@ class DimEnv(PolynomialEnv):
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
         """What the traces assume of dims beyond their ranges."""
-        return tuple(
-            Assumption(text=self.text(what), line=line) for what, line in self._assumptions.items()
-        )
+        return tuple(self._assumption(what, line) for what, line in self._assumptions.items())
+
+    def _assumption(self, what: sympy.Basic, line: str) -> Assumption:
+        return Assumption(text=self.text(what), line=line, dims=self._names(what))
 
     def smallest_values(self) -> dict[Dim, int]:
         """Return the dims that need another smallest value than 1 so that all assumptions hold, with that value.
@@ -146,14 +160,14 @@ class DimEnv(PolynomialEnv):
                         smallest[dim] = least
                         break
             else:
-                raise SplitError(Assumption(text=self.text(what), line=line))
+                raise SplitError(self._assumption(what, line))
         return smallest
 
     def reason_for(self, dim: Dim, smallest: Mapping[Dim, int]) -> Assumption:
         """Return the first assumption that fails for smaller values of a dim than its new smallest one."""
         others = {**smallest, dim: dim.minimum}
         return next(
-            Assumption(text=self.text(what), line=line)
+            self._assumption(what, line)
             for what, line in self._assumptions.items()
             if not self._holds(what, others)
         )

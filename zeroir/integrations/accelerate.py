@@ -21,7 +21,15 @@ from accelerate.utils import DistributedType, DynamoBackend
 from zeroir.api import compile_model
 from zeroir.api.keywords import merged
 from zeroir.errors import UserError
-from zeroir.integrations.defaults import first_batch, precision_of, require_effect
+from zeroir.frontend.source.given_shapes import given_shapes
+from zeroir.integrations.defaults import (
+    first_batch,
+    most_positions_of,
+    multiple_of,
+    precision_of,
+    require_effect,
+)
+from zeroir.integrations.fitted_programs import ONE_SIZE_KERNELS, FittedPrograms
 from zeroir.integrations.torch_schedulers import move_scheduler, without_schedule
 from zeroir.torch_ops.batches import Batch
 
@@ -31,6 +39,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader
 
+    from zeroir.api import CompiledProgram
     from zeroir.api.keywords import CompileKeywords
     from zeroir.config import FloatName
     from zeroir.frontend.source.source import LossFunction
@@ -158,13 +167,27 @@ def prepare(
     }
     given = merged(given, options)
     given["optimizer"] = without_schedule(optimizer)
-    program = compile_model(model, batch, loss=loss, **given)
     group = accelerator.init_handler
-    engine = program.engine(
-        kernels=kernels,
-        seed=torch.initial_seed(),
-        timeout=None if group is None else group.timeout,
+    timeout = None if group is None else group.timeout
+    shapes = given.pop("shapes", None)
+
+    def compile_program(example: Batch, text: str | None) -> CompiledProgram:
+        options: CompileKeywords = {**given, "shapes": text}
+        return compile_model(model, example, loss=loss, **options)
+
+    programs = FittedPrograms(
+        compile_program,
+        batch,
+        given=None if shapes is None else given_shapes(shapes, batch),
+        multiple=multiple_of(loader.collate_fn),
+        most_positions=most_positions_of(model),
+        static=None if kernels == "eager" else ONE_SIZE_KERNELS,
+        timeout=timeout,
     )
+    engine = programs.present.compiled.engine(
+        kernels=kernels, seed=torch.initial_seed(), timeout=timeout
+    )
+    engine.fit = programs.fit
     _include_state(accelerator, engine)
     for name, remedy in _REPLACED.items():
         setattr(accelerator, name, _refusal(name, remedy))

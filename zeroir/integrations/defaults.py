@@ -64,3 +64,15 @@ def precision_of(model: nn.Module) -> FloatName:
     """Return ``bf16`` if all floating-point parameters of a model are in bfloat16, otherwise ``fp32``."""
     dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point}
     return "bf16" if dtypes == {torch.bfloat16} else "fp32"
+
+
+def multiple_of(collator: object) -> int:
+    """Return the number of which a data collator makes every length a multiple."""
+    multiple = getattr(collator, "pad_to_multiple_of", None)
+    return multiple if isinstance(multiple, int) and multiple > 0 else 1
+
+
+def most_positions_of(model: nn.Module) -> int | None:
+    """Return the greatest length of a model of transformers, if it has one."""
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None

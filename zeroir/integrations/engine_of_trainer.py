@@ -1,8 +1,8 @@
-"""The engine of a trainer of another library, and the programs that it runs, one for each batch shape."""
+"""The engine of Hugging Face's trainer, and the programs that it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,8 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from zeroir.api import CompiledProgram, compile_model
 from zeroir.config.steps import MicroSteps
 from zeroir.errors import UserError
-from zeroir.integrations.fitted_batches import BatchShape, Inputs, largest, padded
+from zeroir.integrations.fitted_programs import ONE_SIZE_KERNELS, FittedPrograms, shapes_below
 from zeroir.runtime.state.named_tensors import NamedTensors
+from zeroir.torch_ops.batches import Batch
 
 if TYPE_CHECKING:
     from zeroir.api.keywords import CompileKeywords
@@ -32,6 +33,9 @@ _CANNOT_COMPUTE = (
     "While ZeroirTrainer trains, the values of the model are in its engine, so the model cannot be called: compute "
     "with the model that `with trainer.gathered() as model:` lends."
 )
+
+Inputs = Mapping[str, object]
+"""A batch by the names of forward's arguments."""
 
 TrainerLoss = Callable[[nn.Module, dict[str, object], Tensor | None, Tensor], tuple[Tensor, object]]
 """Computes the loss and the outputs, which are dicts, lists and tuples of tensors, from the module, its inputs, the
@@ -83,11 +87,12 @@ def _require_values(module: nn.Module, _arguments: object) -> None:
 
 
 class EngineOfTrainer:
-    """One engine, and the programs of a model that it has run so far, one for each batch shape.
+    """One engine, and the programs of a model that it runs.
 
     ``loss`` is compiled into the programs. ``optimizer`` is a torch optimizer over the model's parameters. The other
-    arguments are those of ``zeroir.compile`` and ``CompiledProgram.engine``. Ids are padded with ``pad_token``, and
-    ``most_positions`` is the model's maximum length, if it has one. Each method is collective over all ranks.
+    arguments are those of ``zeroir.compile`` and ``CompiledProgram.engine``. Lengths of batches are multiples of
+    ``multiple``, and ``most_positions`` is the model's maximum length, if it has one. Each method is collective over
+    all ranks.
     """
 
     def __init__(
@@ -99,7 +104,7 @@ class EngineOfTrainer:
         optimizer: torch.optim.Optimizer,
         options: CompileKeywords,
         has_outputs: bool,
-        pad_token: int,
+        multiple: int,
         most_positions: int | None,
         seed: int,
         timeout: timedelta,
@@ -108,56 +113,42 @@ class EngineOfTrainer:
         self.model = model
         self.wrapped = WrappedModel(model)
         self._loss = loss
-        self._example = example
         self._optimizer = optimizer
         self._options = options
-        self._pad_token = pad_token
-        self._most_positions = most_positions
-        self._programs: dict[tuple[BatchShape, bool], CompiledProgram] = {}
         self._returned: list[tuple[Tensor, int]] | None = None
         self._watch: RemovableHandle | None = None
-        self.shape = BatchShape.of(example.inputs)
-        self.has_outputs = has_outputs
-        self.engine: Engine = self._program().engine(seed=seed, kernels=kernels, timeout=timeout)
+        self._has_outputs = has_outputs
+        self._programs = FittedPrograms(
+            self._compiled,
+            example.tree(),
+            given=shapes_below(_INPUTS, options.get("shapes"), example.inputs),
+            multiple=multiple,
+            most_positions=most_positions,
+            static=None if kernels == "eager" else ONE_SIZE_KERNELS,
+            timeout=timeout,
+        )
+        self.engine: Engine = self._programs.present.compiled.engine(
+            seed=seed, kernels=kernels, timeout=timeout
+        )
+        self.engine.fit = self._programs.fit
         self._watch = model.register_forward_pre_hook(_require_values)
 
+    @property
+    def most_rows(self) -> int:
+        """The most rows of a batch for training."""
+        return self._programs.most_rows
+
     def micro_step(self, batch: TrainerBatch, *, is_last: bool) -> MicroStepResult:
-        """Run a micro-step; ``fit`` has ensured that its batch fits."""
+        """Run a micro-step."""
         self._returned = None
-        return self.engine.micro_step(self._fitted(batch).tree(), is_last=is_last)
+        return self.engine.micro_step(batch.tree(), is_last=is_last)
 
-    def evaluate(self, batch: TrainerBatch) -> Evaluation:
-        """Evaluate a batch; ``fit`` has ensured that it fits."""
-        return self.engine.evaluate(self._fitted(batch).tree())
-
-    def fit(
-        self, batches: Sequence[Inputs], *, in_rows_of_the_program: bool, needs_outputs: bool
-    ) -> int:
-        """Switch to a program with room for these batches of any rank, and return the most rows of any.
-
-        With ``in_rows_of_the_program`` the batches will be split, so only their lengths count.
-
-        Raises:
-            UserError: if the ranks' batches have different tensors, or a new program cannot be compiled.
-        """
-        own = largest(BatchShape.of(batch) for batch in batches)
-        needed = own
-        if not self.engine.job.is_alone:
-            rows = self.engine.job.exchange([len(own.lengths), *own.numbers()])
-            if len({row[0] for row in rows}) > 1:
-                raise UserError(
-                    "The batches of two ranks have different tensors: let the data collator give the same ones on "
-                    "every rank."
-                )
-            needed = largest(own.with_numbers([int(number) for number in row[1:]]) for row in rows)
-        most_rows = needed.rows
-        if in_rows_of_the_program:
-            needed = needed.with_numbers([self.shape.rows, *needed.numbers()[1:]])
-        shape = self.shape.grown(needed, self._most_positions)
-        if shape != self.shape or (needs_outputs and not self.has_outputs):
-            self.shape, self.has_outputs = shape, self.has_outputs or needs_outputs
-            self.engine.go_on_with(self._program().program)
-        return most_rows
+    def evaluate(self, batch: TrainerBatch, *, needs_outputs: bool) -> Evaluation:
+        """Evaluate a batch."""
+        if needs_outputs and not self._has_outputs:
+            self._has_outputs = True
+            self._programs.compile_again(self.engine)
+        return self.engine.evaluate(batch.tree())
 
     def return_values(self) -> None:
         """Return the model's values to it, on the CPU; ``take_changes`` detects later changes."""
@@ -205,30 +196,19 @@ class EngineOfTrainer:
             (tensor, tensor._version) for tensor, _ in NamedTensors(self.model).names_by_tensor()
         ]
 
-    def _fitted(self, batch: TrainerBatch) -> TrainerBatch:
-        return TrainerBatch(
-            inputs=padded(batch.inputs, self.shape, self._pad_token),
-            num_items=batch.num_items,
-            micro_steps=batch.micro_steps,
-        )
-
-    def _program(self) -> CompiledProgram:
-        """Return the program for the current shape, compiled if it is new."""
-        key = self.shape, self.has_outputs
-        if key not in self._programs:
-            options: CompileKeywords = {**self._options, "optimizer": self._optimizer}
-            # The trainer's loss counts labels itself.
-            options["micro_steps"] = _of_batches(options.get("micro_steps", 1))
-            # An evaluation may need a longer program, and a trainer evaluates with the model in evaluation mode.
-            self.model.train()
-            with self._not_watched():
-                self._programs[key] = compile_model(
-                    self.model,
-                    self._fitted(self._example).tree(),
-                    loss=_program_loss(self._loss, has_outputs=self.has_outputs),
-                    **options,
-                )
-        return self._programs[key]
+    def _compiled(self, batch: Batch, shapes: str | None) -> CompiledProgram:
+        options: CompileKeywords = {**self._options, "optimizer": self._optimizer, "shapes": shapes}
+        # The trainer's loss counts labels itself.
+        options["micro_steps"] = _of_batches(options.get("micro_steps", 1))
+        # A trainer evaluates with the model in evaluation mode.
+        self.model.train()
+        with self._not_watched():
+            return compile_model(
+                self.model,
+                batch,
+                loss=_program_loss(self._loss, has_outputs=self._has_outputs),
+                **options,
+            )
 
 
 def _of_batches(micro_steps: int | MicroSteps) -> MicroSteps:

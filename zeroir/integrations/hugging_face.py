@@ -21,9 +21,14 @@ from transformers.trainer_pt_utils import nested_concat
 
 from zeroir.api.keywords import merged
 from zeroir.errors import CheckpointWarning, UserError
-from zeroir.integrations.defaults import first_batch, precision_of, require_effect
-from zeroir.integrations.engine_of_trainer import EngineOfTrainer, TrainerBatch
-from zeroir.integrations.fitted_batches import BatchShape, Inputs, cropped, rows_of
+from zeroir.integrations.defaults import (
+    first_batch,
+    most_positions_of,
+    multiple_of,
+    precision_of,
+    require_effect,
+)
+from zeroir.integrations.engine_of_trainer import EngineOfTrainer, Inputs, TrainerBatch
 from zeroir.integrations.torch_schedulers import move_scheduler, without_schedule
 from zeroir.report.names import counted
 from zeroir.torch_ops.batches import with_tensors
@@ -198,10 +203,6 @@ class ZeroirTrainer(Trainer):
             cast("dict[str, Any]", first_batch(train_dataloader, self._train_batch_size))
         )
         num_items = self._get_num_items_in_batch([example], args.device)
-        config = getattr(model, "config", None)
-        pad_token = getattr(self.processing_class, "pad_token_id", None)
-        if pad_token is None:
-            pad_token = getattr(config, "pad_token_id", None)
         needs_outputs = self.compute_metrics is not None and not args.prediction_loss_only
         self._running = EngineOfTrainer(
             model,
@@ -213,8 +214,8 @@ class ZeroirTrainer(Trainer):
             optimizer=without_schedule(optimizer),
             options=self._compile_options(model),
             has_outputs=needs_outputs,
-            pad_token=pad_token if isinstance(pad_token, int) else 0,
-            most_positions=getattr(config, "max_position_embeddings", None),
+            multiple=multiple_of(self.data_collator),
+            most_positions=most_positions_of(model),
             seed=args.seed,
             timeout=args.ddp_timeout_delta,
             kernels="inductor" if args.torch_compile else "eager",
@@ -267,15 +268,6 @@ class ZeroirTrainer(Trainer):
             for name, value in outputs.items()
             if name not in (*_NO_OUTPUTS, *ignored) and value is not None
         }
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[object], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Tensor | int | None]:
-        """Load the batches of a step, and switch the engine to a program that they fit."""
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self._running is not None and batches:
-            self._running.fit(batches, in_rows_of_the_program=False, needs_outputs=False)
-        return batches, num_items
 
     def training_step(
         self,
@@ -375,25 +367,27 @@ class ZeroirTrainer(Trainer):
     def _evaluated(self, inputs: Inputs, *, needs_outputs: bool) -> tuple[Tensor, object]:
         """Return the loss of a batch with any number of rows, and the outputs of the model.
 
-        It is evaluated in pieces with as many rows as the program's batches.
+        It is evaluated in pieces with at most as many rows as the batches for training.
         """
         assert self._running is not None
         running = self._running
-        most_rows = running.fit([inputs], in_rows_of_the_program=True, needs_outputs=needs_outputs)
-        own, per_piece = BatchShape.of(inputs), running.shape.rows
+        rows, per_piece = _rows(inputs), running.most_rows
+        most_rows = max(int(number) for (number,) in running.engine.job.exchange([rows]))
         loss, total = 0.0, 0
         outputs: object = None
         for start in range(0, most_rows, per_piece):
-            piece = rows_of(inputs, start, start + per_piece)
+            # A rank without further rows repeats its last one.
+            piece = _rows_of(inputs, min(start, rows - 1), start + per_piece)
             num_items = _number(self._get_num_items_in_batch([piece], self.args.device))
-            evaluation = running.evaluate(TrainerBatch(inputs=piece, num_items=num_items))
-            if start >= own.rows:
-                continue  # Another rank has more rows.
-            shape = BatchShape.of(piece)
-            weight = shape.rows if num_items is None else num_items
+            evaluation = running.evaluate(
+                TrainerBatch(inputs=piece, num_items=num_items), needs_outputs=needs_outputs
+            )
+            if start >= rows:
+                continue
+            weight = _rows(piece) if num_items is None else num_items
             loss, total = loss + weight * evaluation.loss, total + weight
             if needs_outputs:
-                new = _cropped(evaluation.outputs, shape, running.shape)
+                new = evaluation.outputs
                 outputs = new if outputs is None else _joined(outputs, new)
         return torch.tensor(loss / total if total else loss, device=self.args.device), outputs
 
@@ -518,5 +512,22 @@ def _number(num_items: Tensor | int | None) -> int | None:
     return None if num_items is None else round(float(num_items))
 
 
-def _cropped(outputs: object, own: BatchShape, shape: BatchShape) -> object:
-    return with_tensors(outputs, lambda output: cropped(output, own, shape))
+def _rows(inputs: Inputs) -> int:
+    """Return the number of rows of a batch.
+
+    Raises:
+        UserError: if it has none.
+    """
+    tensors = (value for value in inputs.values() if isinstance(value, Tensor) and value.ndim)
+    rows = next((tensor.shape[0] for tensor in tensors), 0)
+    if not rows:
+        raise UserError("The batch has no rows: give tensors whose first dimension is the batch.")
+    return rows
+
+
+def _rows_of(inputs: Inputs, start: int, stop: int) -> dict[str, object]:
+    """Return the rows from ``start`` to ``stop``."""
+    return {
+        name: value[start:stop] if isinstance(value, Tensor) and value.ndim else value
+        for name, value in inputs.items()
+    }

@@ -12,7 +12,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Unpack, cast
 
@@ -31,7 +30,8 @@ from zeroir.api.keywords import merged
 from zeroir.config.field_types import STEP
 from zeroir.config.steps import MicroSteps
 from zeroir.errors import CheckpointWarning, ModelWarning, UserError
-from zeroir.integrations.defaults import require_effect
+from zeroir.integrations.defaults import most_positions_of, multiple_of, require_effect
+from zeroir.integrations.fitted_programs import ONE_SIZE_KERNELS, FittedPrograms, shapes_below
 from zeroir.integrations.lightning_steps import (
     BATCH,
     INDEX,
@@ -43,7 +43,7 @@ from zeroir.integrations.lightning_steps import (
 )
 from zeroir.integrations.torch_schedulers import move_scheduler, without_schedule
 from zeroir.runtime.training.random_states import host_generators_kept
-from zeroir.torch_ops.batches import flatten, with_tensors
+from zeroir.torch_ops.batches import Batch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -62,17 +62,6 @@ _PRECISIONS: Final[Mapping[str, FloatName]] = {
 
 _STATE: Final = ".zeroir"
 """The suffix of the folder with the engine's state, after the name of the trainer's checkpoint."""
-
-_Shape = tuple[tuple[str, tuple[int, ...]], ...]
-"""The shapes of a batch's tensors, by path."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CompiledSteps:
-    """The program for batches of one shape, and what its steps log."""
-
-    program: CompiledProgram
-    logs: StepLogs
 
 
 class ZeroirStrategy(DDPStrategy):
@@ -101,8 +90,8 @@ class ZeroirStrategy(DDPStrategy):
         self._returns_model = return_model
         self._options = options
         self._engine: Engine | None = None
-        self._compiled: dict[_Shape, _CompiledSteps] = {}
-        self._shape: _Shape = ()
+        self._programs: FittedPrograms | None = None
+        self._logs: list[tuple[CompiledProgram, StepLogs]] = []
         self._modes: list[tuple[nn.Module, bool]] = []
         self._users_optimizer: torch.optim.Optimizer | None = None
         self._read_path = ""
@@ -162,37 +151,23 @@ class ZeroirStrategy(DDPStrategy):
                 "scheduler."
             )
 
-    def _fitted(self, batch: object, index: int) -> Tree:
-        """Return the tree of a batch, after making the engine's program fit it. Collective over all ranks.
-
-        Raises:
-            UserError: if the batches of two ranks have different shapes, or a program cannot be compiled.
-        """
-        tree: Tree = {BATCH: batch, INDEX: torch.tensor(index)}
-        tensors = flatten(tree).tensors
-        shape = tuple((path, tuple(tensor.shape)) for path, tensor in tensors.items())
-        if self._engine is None:
-            self._shape = shape
-            with host_generators_kept():
-                self._open(tree)
-            return tree
-        if not self._engine.job.is_alone:
-            sizes = [float(size) for _, each in shape for size in each]
-            if any(list(row) != sizes for row in self._engine.job.exchange(sizes)):
-                raise UserError(
-                    "The batches of two ranks have different shapes: pad them alike, or set drop_last=True in the data "
-                    "loader."
-                )
-        if shape != self._shape:
-            self._shape = shape
-            self._engine.go_on_with(self._program(tree).program)
-        return tree
-
     def _open(self, tree: Tree) -> None:
+        """Make the engine for batches like this one. Collective over all ranks."""
         (optimizer,) = self.optimizers
         self._users_optimizer = without_schedule(optimizer)
-        program = self._program(tree)
-        engine = self._engine = program.engine(kernels=self._kernels, seed=torch.initial_seed())
+        loader = self._module.trainer.train_dataloader
+        programs = self._programs = FittedPrograms(
+            self._program,
+            tree,
+            given=shapes_below(BATCH, self._options.get("shapes"), tree[BATCH]),
+            multiple=multiple_of(getattr(loader, "collate_fn", None)),
+            most_positions=most_positions_of(self._module),
+            static=None if self._kernels == "eager" else ONE_SIZE_KERNELS,
+        )
+        engine = self._engine = programs.present.compiled.engine(
+            kernels=self._kernels, seed=torch.initial_seed()
+        )
+        engine.fit = programs.fit
         for part in self._module.modules():
             if isinstance(part, LightningModule):
                 part._device = self.root_device  # Values that it logs go there.
@@ -202,10 +177,8 @@ class ZeroirStrategy(DDPStrategy):
         if self._resumed_path:
             engine.load(self._resumed_path)
 
-    def _program(self, tree: Tree) -> CompiledProgram:
-        """Return the program for batches of the current shape, compiled if it is new."""
-        if self._shape in self._compiled:
-            return self._compiled[self._shape].program
+    def _program(self, example: Batch, shapes: str | None) -> CompiledProgram:
+        """Compile a program, and remember what its steps log."""
         trainer = self._module.trainer
         options: CompileKeywords = {
             "world_size": self.world_size,
@@ -216,36 +189,41 @@ class ZeroirStrategy(DDPStrategy):
         options = merged(options, self._options)
         assert self._users_optimizer is not None
         options["optimizer"] = self._users_optimizer
+        options["shapes"] = shapes
         logs = StepLogs()
         present = [(part, part.training) for part, _ in self._modes]
         _set_modes(self._modes)
         try:
-            with _evaluation_required(is_required=trainer.enable_validation):
-                program = compile_model(
-                    self._module,
-                    with_tensors(tree, lambda tensor: tensor.cpu()),
-                    loss=program_loss(logs),
-                    **options,
-                )
+            with (
+                host_generators_kept(),
+                _evaluation_required(is_required=trainer.enable_validation),
+            ):
+                program = compile_model(self._module, example, loss=program_loss(logs), **options)
         finally:
             _set_modes(present)
-        self._compiled[self._shape] = _CompiledSteps(program=program, logs=logs)
+        self._logs.append((program, logs))
         return program
+
+    @property
+    def _present_logs(self) -> StepLogs:
+        """What the steps of the present program log."""
+        assert self._programs is not None
+        present = self._programs.present.compiled
+        return next(logs for program, logs in self._logs if program is present)
 
     # ------------------------------------------------------------------------------------------------------ training
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Make the engine before the loop uses the optimizer for the first step."""
         if self._engine is None:
-            self._fitted(batch, batch_idx)
+            self._open(_tree(batch, batch_idx))
 
     def training_step(self, batch: object, batch_idx: int = 0) -> Tensor:
         """Run a micro-step, log its loss as the module does, and return it."""
-        tree = self._fitted(batch, batch_idx)
         is_last = not self._module.trainer.fit_loop._should_accumulate()
-        result = self.engine.micro_step(tree, is_last=is_last)
+        result = self.engine.micro_step(_tree(batch, batch_idx), is_last=is_last)
         loss = torch.tensor(result.loss, device=self.root_device)
-        for log in self._compiled[self._shape].logs.training:
+        for log in self._present_logs.training:
             log.repeat(self._module, loss)
         return loss
 
@@ -282,9 +260,10 @@ class ZeroirStrategy(DDPStrategy):
             raise UserError(
                 "ZeroirStrategy evaluates one data loader: give fit one, and the others to trainer.validate."
             )
-        tree = self._fitted(batch, batch_idx)
-        outputs = self.engine.evaluate(tree).outputs
-        logs = self._compiled[self._shape].logs.validation
+        if self._engine is None:
+            self._open(_tree(batch, batch_idx))
+        outputs = self.engine.evaluate(_tree(batch, batch_idx)).outputs
+        logs = self._present_logs.validation
         for log, value in zip(logs, logged_values(outputs), strict=True):
             log.repeat(self._module, value)
         return cast("STEP_OUTPUT", returned_value(outputs))
@@ -304,7 +283,7 @@ class ZeroirStrategy(DDPStrategy):
 
     def _close(self) -> None:
         engine, self._engine = self._engine, None
-        self._compiled = {}
+        self._programs, self._logs = None, []
         if engine is not None:
             engine.close()
 
@@ -357,6 +336,10 @@ class ZeroirStrategy(DDPStrategy):
             CheckpointWarning,
             stacklevel=2,
         )
+
+
+def _tree(batch: object, index: int) -> Tree:
+    return {BATCH: batch, INDEX: torch.tensor(index)}
 
 
 def _state_path(checkpoint: str | Path) -> str:

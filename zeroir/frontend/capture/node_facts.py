@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from zeroir.errors import InternalError, UserError
+from zeroir.errors import InternalError, ShapesError, UserError
 from zeroir.frontend._torch_private import (
     is_backward,
     is_gradient_sum,
@@ -103,11 +103,12 @@ def tensor_type(tensor: Tensor, source: str) -> TensorType:
 
 
 def _planned(size: int, source: str) -> int:
-    """Return a size of a tensor, for which memory is planned where dims are largest; UserError where it may shrink."""
+    """Return a size of a tensor, for which memory is planned at the bounds; ShapesError where it may shrink."""
     if isinstance(size, Size) and not size.grows:
-        raise UserError(
+        raise ShapesError(
             f"{source} makes a tensor of size {size}, which is negative or shrinks for some sizes of the batch: narrow "
-            "the dims."
+            "the dims.",
+            (dim.name for dim in size.dims),
         )
     return size
 
@@ -126,13 +127,14 @@ _SQUEEZES: Final = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 
 
 def size_in(size: int | torch.SymInt, source: str) -> int:
-    """A size that torch computed at the line ``source``; UserError where it is no polynomial of dims."""
+    """A size that torch computed at the line ``source``; ShapesError where it is no polynomial of dims."""
     try:
         return size_of(size)
     except NoPolynomialError as error:
-        raise UserError(
+        raise ShapesError(
             f"{source} makes a size that is no polynomial of dims, {error}: give that dimension one size, or let the "
-            "data have it."
+            "data have it.",
+            error.dims,
         ) from None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from itertools import combinations
 from typing import Final, NamedTuple
 
-from zeroir.errors import UserError
+from zeroir.errors import ShapesError
 from zeroir.frontend._torch_sizes import Assumption, DimEnv, SplitError
 from zeroir.frontend.capture.joint_graph import JointGraph
 from zeroir.ir.dtypes import DType
@@ -34,12 +34,12 @@ def narrowed_dims(
     ``trace`` returns the graphs where some dims have these values; ``traces`` are those where none has.
 
     Raises:
-        UserError: where sizes decide what is computed, and no smallest values leave one decision.
+        ShapesError: where sizes decide what is computed, and no smallest values leave one decision.
     """
     try:
         smallest = env.smallest_values()
     except SplitError as error:
-        raise UserError(_refusal(error.assumption, place)) from None
+        raise _refusal(error.assumption, place) from None
     kept: list[Dim] = []
     for dim in [dim for dim, least in smallest.items() if least == 2]:
         corners = [
@@ -56,7 +56,7 @@ def narrowed_dims(
             continue
         reason = env.reason_for(dim, smallest)
         if not env.examples[dim] >= least < dim.maximum:
-            raise UserError(_refusal(reason, place))
+            raise _refusal(reason, place)
         narrowed[dim] = Dim(name=dim.name, minimum=least, maximum=dim.maximum)
         notes.append(
             f"{reason.line or place} lets the sizes of the batch decide, and the program is right only where "
@@ -66,10 +66,11 @@ def narrowed_dims(
     return narrowed, notes
 
 
-def _refusal(assumption: Assumption, place: str) -> str:
-    return (
+def _refusal(assumption: Assumption, place: str) -> ShapesError:
+    return ShapesError(
         f"{assumption.line or place} lets the sizes of the batch decide: the program would be right only where "
-        f"{assumption.text}. Narrow the dims to that, or express it without a decision."
+        f"{assumption.text}. Narrow the dims to that, or express it without a decision.",
+        assumption.dims,
     )
 
 

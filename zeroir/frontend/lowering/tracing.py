@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from zeroir.config import CompileOptions, replaced
 from zeroir.config.shapes import BatchShapes, parse_shapes, shapes_text
 from zeroir.config.steps import BATCHES, ELEMENTS
-from zeroir.errors import ModelWarning, UserError
+from zeroir.errors import ModelWarning, ShapesError, UserError
 from zeroir.frontend.capture.capture import CapturedModel, capture
 from zeroir.frontend.capture.code_contexts import note_on_small_checkpoints, recomputed_units
 from zeroir.frontend.lowering.accumulate import accumulate
@@ -41,7 +41,7 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
         shapes = source.shapes()
         options = replaced(options, shapes=shapes_text(shapes) or None)
     if shapes and options.micro_steps.is_step_interleaved:
-        raise UserError(
+        raise ShapesError(
             "--order layer runs several micro-batches together, and the dims of --shapes may differ among them: leave "
             "one of the two out."
         )
