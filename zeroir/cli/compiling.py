@@ -107,6 +107,14 @@ def check(
         Parameter(validator=InSeeds, help="Seed of weights, data, dropout and interleaving."),
     ] = 0,
     kernels: Kernels = "eager",
+    draw_shapes: Annotated[
+        bool,
+        Parameter(
+            negative=(),
+            help="Draw the sizes that --shapes leaves open, the smallest and the largest among them, and make batches "
+            "of them from the example. Without batches() in the model file they always are.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> int:
     """Compare the program on virtual ranks with eager PyTorch replicas; exit 1 if they differ.
@@ -120,7 +128,14 @@ def check(
     with progress(f"Checking {model}"), warnings_as_sentences():
         chosen = resolved(config, options, lambda: file_source(model))
         print_notes(chosen)
-        comparison = check_model(model, chosen.options, steps=steps, seed=seed, kernels=kernels)
+        comparison = check_model(
+            model,
+            chosen.options,
+            steps=steps,
+            seed=seed,
+            kernels=kernels,
+            draw_shapes=draw_shapes,
+        )
     if as_json:
         print_json(comparison.to_json())
     else:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from zeroir.api.compiled import CompiledProgram
 from zeroir.api.compiling import compile_with
 from zeroir.config import CompileOptions
+from zeroir.errors import UserError
 from zeroir.report.names import counted
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from zeroir.api.checks.reference import EagerReplicas
     from zeroir.frontend.source.source import ModelSource
+    from zeroir.ir.program import Program
     from zeroir.runtime.execution.lockstep import Lockstep
     from zeroir.torch_ops.batches import Batch
 
@@ -59,7 +61,8 @@ class Comparison:
     """The result of a comparison.
 
     ``tolerance`` is relative to the largest element; 0 means bitwise equality. ``norm_tolerance`` is that of the norm
-    of a step's gradients, None if they are not clipped or their norms not compared.
+    of a step's gradients, None if they are not clipped or their norms not compared. ``drawn`` are the different values
+    of ``dims`` that batches were made for; there are none where the model's own batches were compared.
     """
 
     model: str
@@ -73,6 +76,8 @@ class Comparison:
     mesh: str | None = None
     kernels: str = "eager"
     norm_tolerance: float | None = None
+    dims: tuple[str, ...] = ()
+    drawn: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_equal(self) -> bool:
@@ -94,16 +99,30 @@ class Comparison:
             norms = ""
             if self.norm_tolerance is not None:
                 norms = f", and the norms that clip gradients within {self.norm_tolerance:.1e}"
-            return f"{what}: {compared} equal {replicas} {exactly}{norms}."
+            return f"{what}: {compared} equal {replicas} {exactly}{norms}.{self._drawn_line()}"
         lines = [f"{what}: not equal to {replicas} {exactly}."]
         lines += [f"  {difference}" for difference in self.differences[:20]]
         if len(self.differences) > 20:
             lines.append(f"  … and {len(self.differences) - 20} more")
-        return "\n".join(lines)
+        return "\n".join(lines) + self._drawn_line()
+
+    def _drawn_line(self) -> str:
+        """Return a line on the sizes that were drawn, after the others; empty where none were."""
+        if not self.drawn:
+            return ""
+        shown = [" × ".join(map(str, sizes)) for sizes in self.drawn[:8]]
+        shown += [] if len(self.drawn) <= 8 else [f"{len(self.drawn) - 8} more"]
+        return f"\nDrawn sizes of {' × '.join(self.dims)}: {', '.join(shown)}."
 
 
 def check_model(
-    model: str, options: CompileOptions, *, steps: int, seed: int, kernels: str = "eager"
+    model: str,
+    options: CompileOptions,
+    *,
+    steps: int,
+    seed: int,
+    kernels: str = "eager",
+    draw_shapes: bool = False,
 ) -> Comparison:
     """Compile a model, run it on lockstep and on eager replicas from the same initial state, and compare.
 
@@ -114,24 +133,42 @@ def check_model(
     are compared. They may differ by 64 rounding errors of FP32, or one of the 16-bit dtype, for each step: an optimizer
     that uses signs turns the rounding of a gradient near zero into a full update. The comparison ends, not equal, with
     the first step whose loss is infinite or NaN in the reference.
+
+    Sizes that depend on dims are drawn, the smallest and the largest among them, where the model has no batches of its
+    own, or with ``draw_shapes``.
+
+    Raises:
+        UserError: where nothing can be drawn, because the program has no dims.
     """
     from zeroir.torch_ops.globals import torch_globals_kept
 
     with torch_globals_kept():
-        return _compared(model, options, steps, seed, kernels)
+        return _compared(model, options, steps, seed, kernels, draw_shapes=draw_shapes)
 
 
 def _compared(
-    model: str, options: CompileOptions, steps: int, seed: int, kernels: str
+    model: str, options: CompileOptions, steps: int, seed: int, kernels: str, *, draw_shapes: bool
 ) -> Comparison:
     from zeroir.api.model_of_program import load_model
     from zeroir.frontend.source.entry import importing_from
 
     compiled = compile_with(model, options)
+    if draw_shapes and not compiled.program.dims:
+        raise UserError(
+            "--draw-shapes is for a program with dims: name the sizes that differ from batch to batch by --shapes, or "
+            "by a function shapes() in the model file."
+        )
     source = load_model(compiled.artifact, compiled.path)
     with importing_from(source):
         return _compared_with(
-            model, compiled, source, options, steps=steps, seed=seed, kernels=kernels
+            model,
+            compiled,
+            source,
+            options,
+            steps=steps,
+            seed=seed,
+            kernels=kernels,
+            draws=bool(compiled.program.dims) and (draw_shapes or source.batches is None),
         )
 
 
@@ -144,12 +181,13 @@ def _compared_with(
     steps: int,
     seed: int,
     kernels: str,
+    draws: bool,
 ) -> Comparison:
     import torch
 
     from zeroir.api.checks.reference import EagerReplicas
     from zeroir.api.running.engines import kernel_backend
-    from zeroir.runtime.execution.batch import inputs_of
+    from zeroir.runtime.execution.batch import inputs_of, shape_of
     from zeroir.runtime.execution.lockstep import Lockstep
     from zeroir.runtime.execution.seeds import site_seed
     from zeroir.runtime.training.lr_schedule import Scheduler
@@ -183,8 +221,12 @@ def _compared_with(
     if options.schedule is not None:
         scheduler = Scheduler(options.schedule, lockstep.optimizer.param_groups, steps)
     streams = [
-        _batches(source, rank, options.world_size, seed) for rank in range(options.world_size)
+        _drawn(program, source, rank, seed)
+        if draws
+        else _batches(source, rank, options.world_size, seed)
+        for rank in range(options.world_size)
     ]
+    drawn: list[tuple[int, ...]] = []
     is_exact = kernels == "eager"
     tolerance = 0.0 if is_exact else steps * _ROUNDING[options.precision.dtype]
     differences: list[Difference] = []
@@ -194,6 +236,7 @@ def _compared_with(
         batches = [[next(stream) for _ in range(options.micro_steps.count)] for stream in streams]
         for batch in (batch for stream in batches for batch in stream):
             inputs_of(program, batch)  # Its error is clearer than that of eager PyTorch.
+            drawn += [shape_of(program, batch)] if draws else []
         evaluations = _evaluations(lockstep, reference, step, batches, tolerance)
         results = lockstep.step(batches)
         norm = results[0].grad_norm if is_exact else None
@@ -252,6 +295,8 @@ def _compared_with(
         differences=tuple(differences),
         mesh=options.mesh,
         kernels=kernels,
+        dims=tuple(dim.name for dim in program.dims) if draws else (),
+        drawn=tuple(dict.fromkeys(drawn)),
         norm_tolerance=None if options.clip is None or not is_exact else _NORM_ROUNDING,
     )
 
@@ -319,6 +364,17 @@ def _compare_tensors(
             reference=float(wanted[at]),
             relative=relative,
         )
+
+
+def _drawn(program: Program, source: ModelSource, rank: int, seed: int) -> Iterator[Batch]:
+    """Yield a rank's batches of drawn sizes, made from the example."""
+    import torch
+
+    from zeroir.api.checks.drawn_batches import batch_of_sizes, drawn_sizes
+
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + rank) % 2**63)
+    for sizes in drawn_sizes(program, rank, seed):
+        yield batch_of_sizes(program, source.batch(), sizes, generator)
 
 
 def _batches(source: ModelSource, rank: int, world_size: int, seed: int) -> Iterator[Batch]:
