@@ -17,6 +17,8 @@ from zeroir.memory.footprint import footprint
 from zeroir.runtime.data.sized_batches import sized
 
 ROWS, LENGTH = Dim("rows", max=64), Dim("length", min=2, max=2048)
+ALIKE = package.MicroSteps(mean_over="batches")
+"""Programs for one shape weight no batches by default."""
 SMALL = {"rows": 5, "length": 300}
 
 
@@ -41,14 +43,16 @@ def batch_of(rows: int, length: int) -> tuple[Tensor, Tensor]:
 def any_shape() -> CompiledProgram:
     """One program for all shapes."""
     shapes = ((ROWS, LENGTH), (ROWS, LENGTH))
-    return package.compile(Tagger(), batch_of(3, 12), shapes=shapes, stage=3, world_size=4)
+    return package.compile(
+        Tagger(), batch_of(3, 12), shapes=shapes, stage=3, world_size=4, micro_steps=ALIKE
+    )
 
 
 @pytest.mark.parametrize("values", [SMALL, {"rows": 64, "length": 2048}])
 def test_a_simulation_at_sizes_is_that_of_a_program_for_these_alone(
     any_shape: CompiledProgram, values: dict[str, int]
 ) -> None:
-    static = package.compile(Tagger(), batch_of(**values), stage=3, world_size=4)
+    static = package.compile(Tagger(), batch_of(**values), stage=3, world_size=4, micro_steps=ALIKE)
     simulated = package.simulate(any_shape, at=values)
     alone = package.simulate(static)
     assert simulated.at == dict(sorted(values.items()))
