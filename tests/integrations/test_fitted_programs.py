@@ -86,6 +86,7 @@ def _same(x: Tensor) -> Tensor:
     return x.tanh()
 
 
+@pytest.mark.slow
 def test_longer_batches_of_a_step_are_taken_by_another_program(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -134,6 +135,7 @@ def test_a_table_of_positions_bounds_the_length() -> None:
     fitted.engine.close()
 
 
+@pytest.mark.slow
 def test_a_size_of_one_gets_a_program_of_its_own() -> None:
     with pytest.warns(ModelWarning, match="the dim rows is from 2 to 3"):
         fitted = Fitted(_not_alone, batch(3, 4))
