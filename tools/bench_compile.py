@@ -1,10 +1,11 @@
 """Time the compiler at several depths of one block, and the memory that it takes.
 
     python -m tools.bench_compile [--model tests/support/models/deep_llama.py] [--depths 8 32 80]
-                                  [--world-size 512] [--stage 3] [--precision bf16]
+                                  [--world-size 512] [--stage 3] [--precision bf16] [--shapes SHAPES]
 
 The model file has a factory ``layers_N`` for each depth N. The first table times the commands as a user starts them,
-each in a process of its own: wall-clock and processor seconds, and the peak of resident memory. The second says
+each in a process of its own: wall-clock and processor seconds, and the peak of resident memory; a compilation for any
+shape stands beside that for one, with the ratio of their processor times. The second says
 where the time of a compilation goes. The last column is the law: how much longer the deepest takes than the shallowest.
 """
 
@@ -25,6 +26,8 @@ from pathlib import Path
 from tools import record_file
 
 MODEL = "tests/support/models/deep_llama.py"
+SHAPES = "input_ids: batch<=8, 2<=length<=2048; labels: batch, length"
+ONE_SHAPE, ANY_SHAPE = "compile", "compile for any shape"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +57,17 @@ def timed(command: Sequence[str]) -> CommandCost:
 def commands(arguments: argparse.Namespace, depth: int, path: str) -> dict[str, list[str]]:
     """The command lines to time, by name."""
     zeroir = [sys.executable, "-m", "zeroir"]
+    compile_one = [
+        *zeroir, "compile", f"{arguments.model}:layers_{depth}", "-o", path,
+        "--stage", str(arguments.stage), "--world-size", str(arguments.world_size),
+        "--precision", arguments.precision,
+    ]  # fmt: skip
     return {
-        "compile": [
-            *zeroir, "compile", f"{arguments.model}:layers_{depth}", "-o", path,
-            "--stage", str(arguments.stage), "--world-size", str(arguments.world_size),
-            "--precision", arguments.precision,
-        ],
+        ANY_SHAPE: [*compile_one, "--shapes", arguments.shapes],
+        ONE_SHAPE: compile_one,
         "verify": [*zeroir, "verify", path],
         "show": [*zeroir, "show", path],
-    }  # fmt: skip
+    }
 
 
 def phases(arguments: argparse.Namespace, depth: int) -> dict[str, float]:
@@ -145,6 +150,7 @@ def main() -> int:
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--world-size", type=int, default=512)
     parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--shapes", default=SHAPES, help="those of a compilation for any shape")
     parser.add_argument("--phases-of", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.phases_of is not None:
@@ -167,6 +173,11 @@ def main() -> int:
         ]
         for name in runs[depths[0]]
     ]
+    ratios = [
+        f"{runs[depth][ANY_SHAPE].cpu_seconds / runs[depth][ONE_SHAPE].cpu_seconds:.2f}"
+        for depth in depths
+    ]
+    rows.append(["any shape / one shape, cpu", *ratios, ""])
     rows.append(["artefact", *sizes, ""])
     head = ["wall s / cpu s / peak", *columns, f"{columns[-1]} / {columns[0]}: wall, cpu"]
     record_file.publish(arguments.record, "bench_compile", head, rows)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroir.config import make_options
+from zeroir.config.shapes import parse_shapes
 from zeroir.frontend.capture import block_reuse
 from zeroir.frontend.capture.block_graph import make_block_graph
 from zeroir.frontend.capture.capture import capture
@@ -76,11 +77,21 @@ def reused_blocks_of(
     fewest: int = 3,
     *,
     evaluate: bool = False,
+    shapes: str = "",
 ) -> tuple[str, ...]:
     """The blocks that were not traced one by one, after a comparison of the program with that of a full trace."""
     options = make_options({"world_size": 1, "precision": precision, "evaluate": evaluate})
-    with_reuse = capture(file, precision, (), evaluate=evaluate, fewest_equal_calls=fewest)
-    without = capture(file, precision, (), evaluate=evaluate, fewest_equal_calls=NEVER)
+    with_reuse, without = (
+        capture(
+            file,
+            precision,
+            (),
+            evaluate=evaluate,
+            fewest_equal_calls=calls,
+            shapes=parse_shapes(shapes) if shapes else {},
+        )
+        for calls in (fewest, NEVER)
+    )
     assert not without.reused_blocks
     assert print_program(program_of(with_reuse, options)) == print_program(
         program_of(without, options)
@@ -95,6 +106,18 @@ def names(*at: int) -> tuple[str, ...]:
 @pytest.mark.slow
 def test_equal_blocks_are_traced_once() -> None:
     assert reused_blocks_of(model_file(lambda: Stack(lambda _: Block()))) == names(*range(LAYERS))
+
+
+def test_equal_blocks_of_any_shape_are_traced_once() -> None:
+    class Grouped(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            rows, length, width = x.shape
+            mixed = super().forward(x.reshape(rows * length, width)).view(x.shape)
+            return mixed + F.pad(x, (0, 0, 1, 0))[:, :length].mean(1, keepdim=True) / length
+
+    file = model_file(lambda: Stack(lambda _: Grouped(), 3))
+    shapes = "0: 2<=rows<=6, 2<=length<=9"
+    assert reused_blocks_of(file, evaluate=True, shapes=shapes) == names(0, 1, 2)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from unittest import mock
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.exc import UncapturedHigherOrderOpError
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors as d
@@ -229,6 +230,14 @@ def whole_where_different(func: Function) -> Function:
             return func(*args, **kwargs)
 
     return call
+
+
+def operators_of_trace(is_sized: bool) -> AbstractContextManager[None]:
+    """Return the context in which a model is traced; ``is_sized`` says whether a tensor has sizes that depend on dims.
+
+    C++ decompositions of operators take sizes for numbers, those in Python do not.
+    """
+    return enable_python_dispatcher() if is_sized else whole_operators()
 
 
 @contextlib.contextmanager

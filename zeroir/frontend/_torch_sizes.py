@@ -14,6 +14,7 @@ import sympy
 import torch
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StrictMinMaxConstraint
 from torch.utils._sympy.functions import Max
 from torch.utils._sympy.value_ranges import ValueRanges
@@ -274,6 +275,12 @@ def assume_not_1(size: int | torch.SymInt, line: str) -> None:
         env = size.node.shape_env
         assert isinstance(env, DimEnv)
         env.assume(sympy.Ne(size.node.expr, 1), line)
+
+
+def torch_sizes(sizes: Iterable[int], mode: FakeTensorMode) -> list[int | torch.SymInt]:
+    """Return sizes as torch computes with them in this mode."""
+    env = mode.shape_env
+    return [env.symint(size) if isinstance(env, DimEnv) else size for size in sizes]
 
 
 def has_dims(tensors: Iterable[Tensor]) -> bool:

@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from zeroir.frontend._torch_sizes import NoPolynomialError, size_of
 from zeroir.frontend.capture.node_origins import NodeOrigin
 
 
@@ -96,18 +97,21 @@ def kind_of(tensor: Tensor) -> TensorKind:
     """Return the kind of a tensor.
 
     Raises:
-        UnrecordableError: for tensors that are not strided.
+        UnrecordableError: for tensors that are not strided, and sizes that are no polynomials of dims.
     """
     with torch._C.DisableTorchFunction():
         if tensor.layout is not torch.strided:
             raise UnrecordableError(f"a tensor of layout {tensor.layout}")
-        return TensorKind(
-            dtype=tensor.dtype,
-            shape=tuple(int(size) for size in tensor.shape),
-            stride=tuple(int(step) for step in tensor.stride()),
-            offset=int(tensor.storage_offset()),
-            requires_grad=tensor.requires_grad,
-        )
+        try:
+            return TensorKind(
+                dtype=tensor.dtype,
+                shape=tuple(size_of(size) for size in tensor.shape),
+                stride=tuple(size_of(step) for step in tensor.stride()),
+                offset=size_of(tensor.storage_offset()),
+                requires_grad=tensor.requires_grad,
+            )
+        except NoPolynomialError as error:
+            raise UnrecordableError(f"a tensor of size {error}") from None
 
 
 _PLAIN = (
@@ -121,6 +125,9 @@ _PLAIN = (
     torch.layout,
     torch.memory_format,
     torch.Size,
+    torch.SymInt,
+    torch.SymFloat,
+    torch.SymBool,
     enum.Enum,
     type(None),
     type(...),

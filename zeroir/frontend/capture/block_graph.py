@@ -15,8 +15,10 @@ from zeroir.frontend._torch_private import (
     function_graph,
     is_backward,
     is_gradient_sum,
-    whole_operators,
+    operators_of_trace,
+    whole_where_different,
 )
+from zeroir.frontend._torch_sizes import has_dims, torch_sizes
 from zeroir.frontend.capture.block_calls import (
     CallSequence,
     TensorKind,
@@ -60,7 +62,7 @@ def make_block_graph(sequence: CallSequence, mode: FakeTensorMode) -> BlockGraph
         Exception: any exception that torch raises for calls that it cannot trace alone, such as a change of a leaf.
     """
     with mode:
-        inputs = [_fake_tensor(kind) for kind in sequence.inputs]
+        inputs = [_fake_tensor(kind, mode) for kind in sequence.inputs]
         inputs.append(torch.empty(max(sequence.sites, 1), dtype=torch.int64))
     module = _SequenceModule(sequence)
     graph = function_graph(mode, module, inputs)
@@ -101,8 +103,11 @@ class _SequenceModule(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         sequence = self._sequence
         values = {-1 - at: tensor for at, tensor in enumerate(inputs)}
-        mode = NeutralOps(inputs[-1], lambda function: annotated(function, lambda: self._at))
-        with whole_operators(), mode:
+        mode = NeutralOps(
+            inputs[-1],
+            lambda function: annotated(whole_where_different(function), lambda: self._at),
+        )
+        with operators_of_trace(has_dims(inputs)), mode:
             for self._at, call in enumerate(sequence.calls):
                 call.repeat(values, sequence.results)
         self.sites = mode.sites
@@ -112,9 +117,12 @@ class _SequenceModule(nn.Module):
         return outputs
 
 
-def _fake_tensor(kind: TensorKind) -> Tensor:
+def _fake_tensor(kind: TensorKind, mode: FakeTensorMode) -> Tensor:
     span = kind.offset + span_numel(kind.shape, kind.stride)
-    tensor = torch.empty(span, dtype=kind.dtype).as_strided(kind.shape, kind.stride, kind.offset)
+    memory = torch.empty(torch_sizes((span,), mode), dtype=kind.dtype)
+    (offset,) = torch_sizes((kind.offset,), mode)
+    shape, stride = torch_sizes(kind.shape, mode), torch_sizes(kind.stride, mode)
+    tensor = memory.as_strided(shape, stride, offset)
     return tensor.requires_grad_(kind.requires_grad)
 
 

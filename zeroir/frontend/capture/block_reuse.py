@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zeroir.frontend._torch_private import annotated
+from zeroir.frontend._torch_private import Function, annotated, whole_where_different
+from zeroir.frontend._torch_sizes import torch_sizes
 from zeroir.frontend.capture.block_calls import CallSequence, TensorKind, UnrecordableError, kind_of
 from zeroir.frontend.capture.block_graph import BlockGraph, make_block_graph
 from zeroir.frontend.capture.block_recording import BlockCall, ForwardRecording
@@ -31,6 +32,7 @@ class ReusePlan:
     """
 
     recording: ForwardRecording
+    mode: FakeTensorMode
     graphs: dict[int, BlockGraph]
     mismatches: set[int] = field(default_factory=set)
     _at: int = 0
@@ -65,11 +67,14 @@ class ReusePlan:
             # Only the model's own autograd functions have lines now.
             return replace(recorded, source=tracker.line() or recorded.source)
 
+        def around(function: Function) -> Function:
+            return annotated(whole_where_different(function), origin)
+
         recording = self.recording
         values = {-1 - at: x for at, x in enumerate([*outside, *recording.constants])}
         starts = {recording.block_calls[index].start: index for index in self.graphs}
         self._at = 0
-        with NeutralOps(seeds, lambda function: annotated(function, origin)) as neutral:
+        with NeutralOps(seeds, around) as neutral:
             while self._at < len(recording.calls):
                 if (index := starts.get(self._at)) is None:
                     recording.calls[self._at].repeat(values, recording.kinds)
@@ -109,7 +114,7 @@ def make_plan(recording: ForwardRecording, mode: FakeTensorMode, minimum: int) -
             continue
         fitting = [at for at in members if _keeps_gradient_order(recording.block_calls[at], graph)]
         graphs.update(dict.fromkeys(fitting, graph))
-    return ReusePlan(recording, graphs)
+    return ReusePlan(recording, mode, graphs)
 
 
 def _keeps_gradient_order(call: BlockCall, graph: BlockGraph) -> bool:
@@ -128,30 +133,43 @@ def _keeps_gradient_order(call: BlockCall, graph: BlockGraph) -> bool:
 
 
 @torch.library.custom_op("zeroir::block", mutates_args=())
-def block(inputs: Sequence[Tensor], instance: int, results: str) -> list[Tensor]:
-    """Return the outputs of a block's forward; the operator occurs only in joint graphs, until they are read."""
+def block(
+    inputs: Sequence[Tensor], instance: int, results: str, sizes: Sequence[int]
+) -> list[Tensor]:
+    """Return the outputs of a block's forward; the operator occurs only in joint graphs, until they are read.
+
+    ``results`` spells their dtypes and numbers of dimensions, and ``sizes`` are the shape and the strides of each.
+    """
     raise NotImplementedError
 
 
 @torch.library.custom_op("zeroir::block_backward", mutates_args=())
-def block_backward(tangents: Sequence[Tensor], instance: int, results: str) -> list[Tensor]:
+def block_backward(
+    tangents: Sequence[Tensor], instance: int, results: str, sizes: Sequence[int]
+) -> list[Tensor]:
     """Return the gradients of the block's inputs that have one."""
     raise NotImplementedError
 
 
 @block.register_fake
 @block_backward.register_fake
-def _(tensors: Sequence[Tensor], _: int, results: str) -> list[Tensor]:
-    return [
-        torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=tensors[0].device)
-        for dtype, shape, stride in json.loads(results)
-    ]
+def _(tensors: Sequence[Tensor], _: int, results: str, sizes: Sequence[int]) -> list[Tensor]:
+    made: list[Tensor] = []
+    at = 0
+    for dtype, rank in json.loads(results):
+        shape, stride = sizes[at : at + rank], sizes[at + rank : at + 2 * rank]
+        at += 2 * rank
+        kind = getattr(torch, dtype)
+        made.append(torch.empty_strided(shape, stride, dtype=kind, device=tensors[0].device))
+    return made
 
 
-def _described(kinds: Sequence[TensorKind]) -> str:
-    return json.dumps(
-        [(str(k.dtype).removeprefix("torch."), list(k.shape), list(k.stride)) for k in kinds]
-    )
+def _described(
+    kinds: Sequence[TensorKind], mode: FakeTensorMode
+) -> tuple[str, list[int | torch.SymInt]]:
+    """Return the last two arguments of ``block`` for results of these kinds."""
+    text = json.dumps([(str(k.dtype).removeprefix("torch."), len(k.shape)) for k in kinds])
+    return text, torch_sizes((size for k in kinds for size in (*k.shape, *k.stride)), mode)
 
 
 class _BlockFunction(torch.autograd.Function):
@@ -163,7 +181,7 @@ class _BlockFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         sequence = graph.sequence
         kinds = [sequence.results[index] for index in sequence.outputs]
-        outputs = block(inputs, at, _described(kinds))
+        outputs = block(inputs, at, *_described(kinds, plan.mode))
         ctx.plan, ctx.at, ctx.graph = plan, at, graph
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
@@ -180,7 +198,7 @@ class _BlockFunction(torch.autograd.Function):
             ctx.plan.mismatches.add(ctx.at)
         kinds = [kind for kind in graph.gradients if kind is not None]
         present = [x for x in tangents if x is not None]
-        gradients = iter(block_backward(present, ctx.at, _described(kinds)))
+        gradients = iter(block_backward(present, ctx.at, *_described(kinds, ctx.plan.mode)))
         by_input = [None if kind is None else next(gradients) for kind in graph.gradients]
         seeds = [None] * graph.sequence.sites
         return (None, None, None, *by_input, *seeds)

@@ -277,8 +277,7 @@ def _joint_graph(
     fewest_equal_calls: int,
 ) -> tuple[JointGraph, tuple[str, ...]]:
     """Return the joint graph of a step as plain data, and the blocks whose calls were not traced one by one."""
-    # Graphs of blocks are traced with sizes of their own.
-    if len(step.blocks) >= fewest_equal_calls and mode.shape_env is None:
+    if len(step.blocks) >= fewest_equal_calls:
         with_reuse = _with_reuse(mode, step, inputs, paths, fewest_equal_calls)
         if with_reuse is not None:
             return with_reuse

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from zeroir.frontend._torch_private import (
     Function,
+    operators_of_trace,
     tensors_replaced,
-    whole_operators,
     whole_where_different,
 )
 from zeroir.frontend._torch_sizes import has_dims
@@ -107,19 +107,15 @@ class LossStep(nn.Module):
         if not self._is_evaluating:
             # The parameters are now tensors of the tracer, which have no hooks.
             self._hooks.attach(self.model)
-        # C++ decompositions of operators take sizes for numbers, those in Python do not.
-        is_sized = has_dims(tensors)
-        operators = nullcontext() if is_sized else whole_operators()
-        around = self._around_sized if is_sized else self.tracker.around
-        with operators, torch.set_grad_enabled(not self._is_evaluating):
+        with operators_of_trace(has_dims(tensors)), torch.set_grad_enabled(not self._is_evaluating):
             if self.plan is not None:
                 return self.plan.repeat(
                     [*inputs, *self._model_tensors().values()], seeds, self.tracker
                 )
-            with NeutralOps(seeds, around) as neutral:
+            with NeutralOps(seeds, self._around) as neutral:
                 return self._results(tensors, neutral)
 
-    def _around_sized(self, func: Function) -> Function:
+    def _around(self, func: Function) -> Function:
         return self.tracker.around(whole_where_different(func))
 
     def record(self, inputs: Sequence[Tensor]) -> ForwardRecording:
@@ -135,8 +131,10 @@ class LossStep(nn.Module):
             name: torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
             for name, tensor in self._model_tensors().items()
         }
+        operators = operators_of_trace(has_dims(tensors))
         has_grad = torch.set_grad_enabled(not self._is_evaluating)
-        with tensors_replaced(self, own), whole_operators(), has_grad, NeutralOps(seeds) as neutral:
+        neutral_ops = NeutralOps(seeds, whole_where_different)
+        with tensors_replaced(self, own), operators, has_grad, neutral_ops as neutral:
             recorder = ForwardRecorder(
                 neutral, self.tracker, [*inputs, *self._model_tensors().values()]
             )
