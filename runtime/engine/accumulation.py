@@ -48,14 +48,19 @@ class Accumulation:
     """The micro-steps of the current step.
 
     They run in groups of ``group`` micro-steps. A group waits until it is complete and the next call shows whether it
-    is the last, unless that is given at once. ``check`` raises UserError for a batch that does not fit, and ``run``
-    runs a group; a group for which it raises UserError stays in the queue.
+    is the last, unless that is given at once. ``check`` raises UserError for a batch that does not fit, ``begin`` is
+    called before a new group, and ``run`` runs a group; a group for which it raises UserError stays in the queue.
     """
 
     def __init__(
-        self, check: Callable[[Batch], object], run: RunMicroSteps, group: Callable[[], int]
+        self,
+        check: Callable[[Batch], object],
+        begin: Callable[[], object],
+        run: RunMicroSteps,
+        group: Callable[[], int],
     ) -> None:
         self._check = check
+        self._begin = begin
         self._run = run
         self._group = group
         self._waiting: list[tuple[Batch, MicroStepResult]] = []
@@ -77,6 +82,8 @@ class Accumulation:
         self.go_on_within_step()
         if is_last and len(self._waiting) + 1 < self._group():
             raise self._incomplete(self._count + 1)
+        if not self._waiting:
+            self._begin()
         self._count += 1
         result = MicroStepResult()
         self._waiting.append((batch, result))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from zeroir.runtime.checkpoint.snapshots import require_same_sums
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, Job
 from zeroir.runtime.distributed.rank_position import RankPosition
 from zeroir.runtime.engine.accumulation import Accumulation, MicroStepResult
+from zeroir.runtime.engine.followed import Followed, read_tensors
+from zeroir.runtime.engine.followed_optimizers import FollowedOptimizers
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer
 from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.engine.rank_program import RankProgram
@@ -100,8 +103,11 @@ class Engine:
         self.rank_program = RankProgram(program, self.device, settings, self.update)
         self._values = ModelValues(self.rank_program)
         self._recording = Recording(self.rank_program)
+        self._outside: Followed | None = None
+        self._followed: FollowedOptimizers | None = None
         self._accumulation = Accumulation(
             lambda batch: inputs_of(self.program, batch),
+            self._look_outside,
             self._micro_steps,
             lambda: self.program.interleaved,
         )
@@ -181,24 +187,35 @@ class Engine:
             )
         return Scheduler(schedule, self.optimizer.param_groups, steps)
 
-    def go_on_with(self, program: Program) -> None:
+    def go_on_with(self, program: Program, watch: Followed | None = None) -> None:
         """Switch to another program of the same model, such as one for other batches. All ranks call this together.
 
         Parameters, states, buffers of the model, the loss scale, the step count and the settings are kept, and within a
         step the sums of its micro-steps so far. The new program takes several batches a step only if it was compiled
-        for that.
+        for that. ``watch`` is the ``watch`` of the compiled program; without it the program is taken as compiled from
+        the present state of the user's code.
 
         Raises:
             UserError: where the program has other parameters, states or buffers of the model, or is for another mesh;
-                within a step, where it has other sums, or a micro-step has not run yet.
+                within a step, where it has other sums, or a micro-step has not run yet; without ``watch``, where the
+                present program reads tensors outside the module.
         """
         self._accumulation.require_none_waiting("go_on_with")
         self._checkpoints.join()
         state_of_buffers.require_same_state(self.program, program)
         if self.rank_program.executor.micro_steps_done:
             require_same_sums(self.program, program)
+        if watch is None and self._outside is not None and self._outside.tensors:
+            raise UserError(
+                "The program reads tensors outside the module: call go_on_with(compiled.program, compiled.watch), so "
+                "that the next one reads them, too."
+            )
         self._accumulating = None
         self.rank_program.replace(program)
+        if watch is not None:
+            self.follow(watch)
+        elif self._outside is not None:
+            self._outside.remember()
 
     def _accumulate(self) -> None:
         """Switch to the program for gradient accumulation."""
@@ -206,6 +223,30 @@ class Engine:
         program = self._accumulating()
         self._accumulating = None
         self.rank_program.replace(program)
+
+    def follow(self, outside: Followed) -> None:
+        """Follow the user's code and tensors that the program was compiled from.
+
+        Before each micro-step and evaluation the present values of the tensors are read, and changed settings of the
+        script's optimizers apply to ``optimizer``.
+        """
+        self._outside = outside
+        if outside.optimizers and self.program.groups:
+            self._followed = FollowedOptimizers(
+                outside.optimizers, outside.parameter_names(), self.optimizer
+            )
+
+    def _look_outside(self, *, is_step: bool = True) -> None:
+        """Read what the program follows, and raise UserError where something else changed that it depends on."""
+        if self._outside is None:
+            return
+        self._outside.require_unchanged(is_step=is_step)
+        if self._followed is not None:
+            self._followed.follow()
+        self.rank_program.allocate_once()
+        if self._outside.tensors:
+            with self.rank_program.executor.entered():
+                read_tensors(self._outside.tensors, self.program, self.rank_program.memory)
 
     def initialise(
         self,
@@ -346,10 +387,12 @@ class Engine:
 
         Raises:
             UserError: where the shape or dtype of a batch differs from the compiled one, where the program was compiled
-                for one batch and gets several, or where another rank is lost.
+                for one batch and gets several, where something changed that the program depends on and does not
+                follow, or where another rank is lost.
         """
         self._accumulation.require_none("step")
         self._checkpoints.report()
+        self._look_outside()
         batches: list[Batch] = batch if isinstance(batch, list) else [batch]
         if self.fit is not None:
             self.fit(self, batches, is_evaluation=False)
@@ -388,6 +431,8 @@ class Engine:
             UserError: as ``step``; where no micro-step precedes it, or the last one was declared not to be the last.
         """
         self._accumulation.finish()
+        if self._followed is not None:
+            self._followed.follow()
         (result,) = self.rank_program.executor.update()
         self._last_result = StepResult(rank=result)
         return self._last_result
@@ -412,6 +457,7 @@ class Engine:
             UserError: where the program has no section ``evaluate``, or the batch does not fit.
         """
         self._accumulation.require_none("evaluate")
+        self._look_outside(is_step=False)
         if self.fit is not None:
             self.fit(self, [batch], is_evaluation=True)
         self.rank_program.allocate_once()
@@ -528,18 +574,25 @@ class Engine:
         """Wait until this rank's device has done all submitted work."""
         self.rank_program.executor.finish()
 
-    def close(self) -> None:
+    def close(self, *, return_values: bool = True) -> None:
         """Stop the streams and destroy the process groups, once the device has done all submitted work.
 
-        The current save is finished first. After a failed step this waits for nothing else, because a stream may hang
-        in a collective with a lost peer. On a CUDA device the groups then remain until the process ends and torch
-        aborts them, because destroying them would wait for their collectives.
+        The current save is finished first. The user's module whose values the engine took gets the present ones back,
+        whole on every rank, as by ``return_values``; not so with ``return_values=False``, after a failed step, or while
+        an exception is handled, because other ranks may be elsewhere then. All ranks call this together.
+
+        After a failed step this waits for nothing else, because a stream may hang in a collective with a lost peer. On
+        a CUDA device the groups then remain until the process ends and torch aborts them, because destroying them would
+        wait for their collectives.
 
         Raises:
             UserError: where the last save failed and its error was not raised before.
         """
         try:
             self._checkpoints.close()
+            has_failed = self.rank_program.executor.has_failed or sys.exc_info()[1] is not None
+            if return_values and not has_failed:
+                self._values.give_back()
         finally:
             self.rank_program.close()
 

@@ -37,6 +37,7 @@ class ModelValues:
         self._facts: ModelFacts | None = None
         self.others: Mapping[str, Tensor] = {}
         self.are_set = False
+        self._taken_from: nn.Module | None = None
 
     def initialise(
         self,
@@ -70,6 +71,8 @@ class ModelValues:
 
         rank_program.fill(set_values)
         self.are_set = True
+        if isinstance(source, nn.Module) and not keep_module:
+            self._taken_from = source
         self._make = module_maker(source, deep_copy)
         self._adapt = adapt
 
@@ -105,6 +108,12 @@ class ModelValues:
             module = block.enter_context(gatherer.gathered(name, masters=masters, ema=ema))
         with block:
             yield module
+
+    def give_back(self) -> None:
+        """Write the present values to the user's module, if they were taken from it, and forget that module."""
+        if self._taken_from is not None:
+            self.return_to(self._taken_from, torch.device("cpu"))
+            self._taken_from = None
 
     def return_to(self, module: nn.Module, device: torch.device) -> None:
         """Write the present values to the user's module, unsharded on every rank."""

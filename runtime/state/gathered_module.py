@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,42 +26,12 @@ from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.state.full_parameters import whole_parameters
 from zeroir.runtime.state.module_values import Factory, built_without_values
 from zeroir.runtime.state.named_tensors import NamedTensors, without_memory
+from zeroir.torch_ops.absent_tensors import ReturnedTensor, absent
 
 T = TypeVar("T")
 
 DeepCopy = Callable[[nn.Module, dict[int, object]], nn.Module]
 """``copy.deepcopy`` of a module with a memo: copies by the ids of originals."""
-
-_READABLE: Final[frozenset[object]] = frozenset(
-    {
-        getattr(Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "layout", "ndim", "is_meta", "requires_grad")
-    }
-)
-"""Attributes that can still be read after the block."""
-
-
-class ReturnedTensor(Tensor):
-    """A gathered tensor after its block: it has a shape and a dtype, and every other use of it raises UserError."""
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        """Raise an error for computations with a returned tensor."""
-        if func in _READABLE:
-            plain: Callable[..., object] = super().__torch_function__
-            return plain(func, types, args, dict(kwargs or {}))
-        if func is Tensor.__repr__:
-            return "ReturnedTensor(freed at the end of the block of engine.gathered)"
-        raise UserError(
-            "This module was lent by engine.gathered(...), whose block has ended: its values are freed. Compute with "
-            "it inside the block, or copy what you need there."
-        )
 
 
 def module_maker(source: Factory | nn.Module, deep_copy: DeepCopy = copy.deepcopy) -> Factory:
@@ -121,8 +91,7 @@ class ModuleGatherer:
             with torch.inference_mode(mode=False):
                 for tensor, _ in gathered_tensors:
                     if not tensor.is_meta:
-                        returned = torch.empty_like(tensor.detach(), device="meta")
-                        tensors.replace(tensor, returned.as_subclass(ReturnedTensor))
+                        tensors.replace(tensor, absent(tensor, ReturnedTensor))
         _refuse_changes(changed)
 
     def _fill(

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
 from zeroir.runtime.state.named_tensors import NamedTensors, without_memory
+from zeroir.torch_ops.absent_tensors import MovedTensor, absent
 from zeroir.torch_ops.batches import undense_kind
 from zeroir.torch_ops.globals import torch_globals_kept
 from zeroir.torch_ops.types import IR_DTYPE, TORCH_DTYPE
@@ -155,7 +156,7 @@ class ModuleValues:
         return self._row_major[1]
 
     def free(self, name: str) -> None:
-        """Free the memory of a tensor whose values were copied: the module's tensor becomes a meta tensor."""
+        """Free the memory of a tensor whose values were copied: the module's tensor becomes one without values."""
         self._row_major = None
         self._fetched.pop(name, None)
         if not self._is_kept:
@@ -272,10 +273,11 @@ def _free(tensors: NamedTensors, held: HeldTensor, *, is_made: bool = False) -> 
     for (
         name
     ) in held.names:  # Several names of a parameter may be several tensors with the same memory.
-        if name in tensors and not tensors[name].is_meta:
+        if name in tensors and not (is_made and tensors[name].is_meta):
             tensor = tensors[name]
             everywhere = not is_made or isinstance(tensor, nn.Parameter)
-            tensors.replace(tensor, without_memory(tensor), everywhere=everywhere)
+            empty = without_memory(tensor) if is_made else absent(tensor, MovedTensor)
+            tensors.replace(tensor, empty, everywhere=everywhere)
 
 
 def built(factory: Factory, seed: int) -> nn.Module:

@@ -74,7 +74,8 @@ class NamedTensors:
         vars(new).update(vars(old))
         if everywhere:
             try:
-                _swap(old, new)
+                with torch._C.DisableTorchFunctionSubclass():
+                    _swap(old, new)
             except RuntimeError:
                 pass
             else:
@@ -86,7 +87,7 @@ class NamedTensors:
 
 def without_memory(tensor: Tensor) -> Tensor:
     """Return a meta tensor with the shape, dtype and strides of ``tensor``, or a meta parameter."""
-    with torch.inference_mode(mode=False):
+    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(mode=False):
         empty = torch.empty_like(tensor.detach(), device="meta")
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(empty, requires_grad=tensor.requires_grad)

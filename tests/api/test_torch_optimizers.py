@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import StepLR
 
 import zeroir.optim
 from zeroir.api.compiled import CompiledProgram
@@ -329,12 +328,6 @@ def stepped(module: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def scheduled(module: nn.Module) -> torch.optim.Optimizer:
-    optimizer = adam(module)
-    StepLR(optimizer, step_size=1)
-    return optimizer
-
-
 def of_frozen(module: nn.Module) -> torch.optim.Optimizer:
     module.get_parameter("head.bias").requires_grad_(False)
     others = [p for n, p in module.named_parameters() if n != "head.bias"]
@@ -369,7 +362,6 @@ def of_frozen(module: nn.Module) -> torch.optim.Optimizer:
             "of shape [2, 3] that is not one of",
         ),
         (stepped, "has the states of 8 parameters already"),
-        (scheduled, "make the scheduler from engine.optimizer"),
         (of_frozen, "Group 1 of the SGD has no parameter that requires a gradient"),
         (lambda _: RuntimeError("no optimizer"), "should be a name (sgd, momentum, adam, adamw"),
         (lambda _: torch.optim.LBFGS, "zeroir has no optimizer torch.optim.lbfgs.LBFGS"),

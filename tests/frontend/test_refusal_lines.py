@@ -27,6 +27,8 @@ FRONTEND = Path(zeroir.__file__).parent / "frontend"
 NOT_OF_A_MODEL = {
     # Of a file that cannot be read or executed, or lacks a function: tests/frontend/test_entry.py.
     "entry",
+    # Of what changed between steps: tests/api/test_living.py.
+    "watch",
     # Of the shapes of a batch: tests/api/test_shapes.py.
     "given_shapes", "shapes", "smallest_sizes",
     # Of options: tests/frontend/test_units.py, test_parameter_groups.py and test_bad_models.py.

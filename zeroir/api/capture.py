@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,8 @@ from zeroir.config.shapes import shapes_text
 from zeroir.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from zeroir.api.keywords import CompileKeywords
     from zeroir.frontend.source.source import LossFunction, Model, ModelSource, WeightFunction
     from zeroir.torch_ops.batches import Batch
@@ -20,10 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """An artefact with only a logical program, and its options including those that the model itself sets."""
+    """An artefact with only a logical program, and its options including those that the model itself sets.
+
+    ``outside`` are the tensors of the user's code, outside the model, by the names of their constants.
+    """
 
     artifact: Artifact
     options: CompileOptions
+    outside: Mapping[str, Tensor]
 
 
 def capture(model: str | Path, options: CompileOptions) -> Captured:
@@ -53,7 +59,7 @@ def capture_source(source: ModelSource, options: CompileOptions) -> Captured:
         zeroir_version=__version__,
         offload_folder=options.offload.folder,
     )
-    return Captured(artifact=artifact, options=traced.options)
+    return Captured(artifact=artifact, options=traced.options, outside=traced.outside)
 
 
 def file_source(model: str | Path) -> ModelSource:

@@ -27,11 +27,14 @@ from zeroir.report.summary import Summary, summarise
 from zeroir.verify import Report, VerificationError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from zeroir.api.search.speculation import SpeculationChoice
     from zeroir.config.offload import Offload
     from zeroir.config.steps import MicroSteps
     from zeroir.cost.machine import Machine
     from zeroir.frontend.source.source import Model, ModelSource, WeightFunction
+    from zeroir.frontend.watch.watch import Watch
     from zeroir.runtime.distributed.rendezvous import JobRank
     from zeroir.runtime.engine.engine import Engine
     from zeroir.runtime.state.module_values import StateSource
@@ -44,7 +47,8 @@ class CompiledProgram:
     ``options`` are those that it was lowered with, and ``requested`` the user's, without the compiler's choices, for
     instance for ``--offload adaptive``. ``path`` is the file that it was read from, if any; the model file is also
     searched from there. ``source`` is the module or function that it was compiled from in this process, if any.
-    ``speculation`` is the choice whether the host's update is speculative, if it was made in this process.
+    ``speculation`` is the choice whether the host's update is speculative, if it was made in this process. ``watch``
+    has, in the same case as ``source``, the state of the user's code that the program was compiled from.
     """
 
     artifact: Artifact
@@ -54,6 +58,7 @@ class CompiledProgram:
     path: Path | None = None
     source: ModelSource | None = field(default=None, compare=False)
     speculation: SpeculationChoice | None = field(default=None, compare=False)
+    watch: Watch | None = field(default=None, compare=False)
 
     @property
     def program(self) -> Program:
@@ -203,6 +208,7 @@ class CompiledProgram:
         keep_module: bool = False,
         weight: WeightFunction | None = None,
         timeout: timedelta | None = None,
+        ignore: Sequence[str] = (),
     ) -> Engine:
         """Make an engine for this process, with parameters from the module in memory or the model file.
 
@@ -215,6 +221,10 @@ class CompiledProgram:
         values of the parameters and persistent buffers that it contains: with it, the module may be on the meta device.
 
         ``weight`` returns the weights of batches if the program uses them and was compiled elsewhere, from a module.
+
+        Before each step the engine compares what the program was compiled from (attributes and modes of modules, hooks,
+        globals and closures that the step's code mentions) with what is there now, and refuses a change; ``ignore`` are
+        patterns of names whose changes no step depends on. Tensors outside the module count with their present values.
 
         ``timeout`` bounds the wait for another rank in a collective; the default is 5 minutes.
 
@@ -250,6 +260,7 @@ class CompiledProgram:
             self_check=self_check,
             state=state,
             keep_module=keep_module,
+            ignore=ignore,
         )
 
     def open_engine(
@@ -264,6 +275,7 @@ class CompiledProgram:
         self_check: bool = False,
         state: StateSource | None = None,
         keep_module: bool = False,
+        ignore: Sequence[str] = (),
     ) -> Engine:
         """Make an initialised engine for this process's rank of the job, as ``Engine.initialise`` does."""
         from zeroir.api.running import engines
@@ -275,6 +287,7 @@ class CompiledProgram:
         )
         from zeroir.frontend.capture.precision import apply_precision
         from zeroir.frontend.source.meta_copy import deep_copy
+        from zeroir.frontend.watch.watch import Watch
         from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
         from zeroir.runtime.engine.engine import Engine
 
@@ -286,6 +299,10 @@ class CompiledProgram:
                 )
             return self.specialise(micro_steps=2).program
 
+        watch = self.watch if source is self.source and self.watch is not None else None
+        watch = Watch.of(source) if watch is None else watch
+        watch.ignore(ignore)
+        watch.require_unchanged()
         require_host_memory(
             outside_bytes(self.program),
             ranks=local_ranks(),
@@ -314,6 +331,8 @@ class CompiledProgram:
                 apply_precision, precision=precision.dtype, keep_fp32=precision.keep_fp32
             ),
         )
+        watch.remember()
+        engine.follow(watch)
         return engine
 
 
@@ -352,7 +371,7 @@ def specialised(
     artifact = replace(artifact, logical=replace(logical, options=options.to_pairs()))
     lowered = lower(artifact.logical, options)
     made = with_proof(artifact, options, lowered, path=compiled.path)
-    return replace(made, source=compiled.source)
+    return replace(made, source=compiled.source, watch=compiled.watch)
 
 
 def _require_groups(compiled: CompiledProgram, micro_steps: int) -> None:
@@ -385,6 +404,17 @@ def with_proof(
         compiled = require_valid(with_report(compiled, machine=machine))
     warn_of_idle_offload(compiled.program, compiled.options)
     return compiled
+
+
+def with_source(
+    compiled: CompiledProgram, source: ModelSource, outside: Mapping[str, Tensor]
+) -> CompiledProgram:
+    """Return the program with the module or function that it was compiled from; ``outside`` is as for a capture."""
+    if source.file is not None:
+        return compiled
+    from zeroir.frontend.watch.watch import Watch
+
+    return replace(compiled, source=source, watch=Watch.of(source, outside))
 
 
 def with_report(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from zeroir import artifact as artifacts
 from zeroir.api.capture import capture_source, file_source, given_source, with_shapes_text
-from zeroir.api.compiled import CompiledProgram, require_valid, with_proof, with_report
+from zeroir.api.compiled import CompiledProgram, require_valid, with_proof, with_report, with_source
 from zeroir.api.config_file import Config, resolve_options
 from zeroir.api.keywords import CompileKeywords, flat_values, is_torchs
 from zeroir.api.lowering import lower
@@ -69,7 +69,12 @@ def compile_model(
     else:
         given = flat_values(options)
     resolved = resolve_options(config, given, lambda: source, giver="argument")
-    return compile_source(source, resolved.options, resolved.record)
+    compiled = compile_source(source, resolved.options, resolved.record)
+    if compiled.watch is not None and is_torchs(optimizer):
+        from zeroir.api.torch_optimizers import instances
+
+        compiled.watch.optimizers = instances(optimizer)
+    return compiled
 
 
 def compile_with(model: str | Path, options: CompileOptions) -> CompiledProgram:
@@ -96,7 +101,7 @@ def compile_source(
         _require_every_size(artifact.logical, problem)
         raise InternalError(f"The program declares results that torch does not compute: {problem}.")
     compiled = with_proof(artifact, captured.options, lowered)
-    return compiled if source.file is not None else replace(compiled, source=source)
+    return with_source(compiled, source, captured.outside)
 
 
 def _require_every_size(logical: Program, problem: str) -> None:

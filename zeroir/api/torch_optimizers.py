@@ -111,6 +111,12 @@ def translated(
     return _of_instances(optimizers, model, given)
 
 
+def instances(optimizer: object) -> tuple[Optimizer, ...]:
+    """Return the instances among what ``translated`` takes; a class is none."""
+    items = optimizer if isinstance(optimizer, tuple | list) else (optimizer,)
+    return tuple(item for item in items if isinstance(item, torch.optim.Optimizer))
+
+
 # --------------------------------------------------------------------------------------------------------- a class
 
 
@@ -276,11 +282,6 @@ def _settings(
     Raises:
         UserError: if a setting is not supported.
     """
-    if "initial_lr" in group:
-        raise UserError(
-            f"A scheduler drives the {kind.__name__}, and would go on to drive it instead of the program: make the "
-            "scheduler from engine.optimizer."
-        )
     names = _option_names(algorithm)
     values: dict[str, object] = {}
     for name, value in _as_options(group).items():

@@ -254,6 +254,16 @@ def tensors_replaced(
     return stateless._reparametrize_module(module, dict(tensors))
 
 
+def as_plain_tensors() -> AbstractContextManager[None]:
+    """Treat tensors of subclasses as plain ones within the block."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a number that every change of a tensor in place raises; -1 for one of inference mode, which has none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 HOOKS_OF_MODULES = (
     "_forward_pre_hooks",
     "_forward_hooks",

@@ -116,7 +116,7 @@ class FittedPrograms:
             fitting = self._added(batches[0], seen, is_evaluation=is_evaluation)
         if fitting is not self.present:
             self.present = fitting
-            engine.go_on_with(fitting.compiled.program)
+            engine.go_on_with(fitting.compiled.program, fitting.compiled.watch)
 
     def compile_again(self, engine: Engine) -> None:
         """Compile the program for training anew, and forget the others; the engine goes on with it."""
@@ -124,7 +124,7 @@ class FittedPrograms:
         assert old is not None
         self.present = self._compiled(old.ranges, old.example, old.shapes)
         self._training, self._evaluation = [self.present], []
-        engine.go_on_with(self.present.compiled.program)
+        engine.go_on_with(self.present.compiled.program, self.present.compiled.watch)
 
     def _added(self, batch: Batch, own: Sequence[Sizes], *, is_evaluation: bool) -> FittedProgram:
         """Compile a program for the batches of all ranks, and remember it."""

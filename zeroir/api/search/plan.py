@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Unpack
 
 from zeroir.api.capture import capture_source, given_source, with_shapes_text
-from zeroir.api.compiled import CompiledProgram
+from zeroir.api.compiled import CompiledProgram, with_source
 from zeroir.api.compiling import lowered_for
 from zeroir.api.config_file import Config, ResolvedOptions, resolve_options
 from zeroir.api.keywords import CompileKeywords, flat_values, is_torchs
@@ -165,20 +165,21 @@ def plan_with(
     amount = memory or options.memory_budget
     budget_bytes = int(machine.memory.size_bytes.value) if amount is None else parse_bytes(amount)
     source = make_source()
-    captured = replace(capture_source(source, options).artifact, config=resolved.record)
-    values_given(captured.logical, at)
+    captured = capture_source(source, options)
+    artifact = replace(captured.artifact, config=resolved.record)
+    values_given(artifact.logical, at)
     found: LargestBatches | None = None
     if largest_batch:
-        found = _largest_batches(captured.logical, options, machine, budget_bytes, most_tried)
-        logical = found.narrowed(captured.logical)
+        found = _largest_batches(artifact.logical, options, machine, budget_bytes, most_tried)
+        logical = found.narrowed(artifact.logical)
         options = make_options({**options.given, "shapes": logical.option["shapes"]})
-        captured = replace(captured, logical=logical)
-    values = values_given(captured.logical, at)
-    planner = Planner(captured.logical, options, machine, budget_bytes, values)
+        artifact = replace(artifact, logical=logical)
+    values = values_given(artifact.logical, at)
+    planner = Planner(artifact.logical, options, machine, budget_bytes, values)
     result = planner.search(most_tried)
-    compiled = lowered_for(captured, planner.measurer.options(result.chosen.settings), machine)
+    compiled = lowered_for(artifact, planner.measurer.options(result.chosen.settings), machine)
     return Plan(
-        compiled=compiled if source.file is not None else replace(compiled, source=source),
+        compiled=with_source(compiled, source, captured.outside),
         machine=machine.name,
         world_size=options.world_size,
         budget_bytes=budget_bytes,

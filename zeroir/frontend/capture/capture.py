@@ -6,10 +6,11 @@ device. The graph names no device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from types import MappingProxyType
 
 import torch
@@ -40,7 +41,7 @@ from zeroir.frontend.capture.code_contexts import (
     noting_autocasts,
 )
 from zeroir.frontend.capture.gradient_hooks import ParameterHooks
-from zeroir.frontend.capture.joint_graph import JointGraph
+from zeroir.frontend.capture.joint_graph import InputKind, JointGraph, JointInput
 from zeroir.frontend.capture.loss_and_outputs import UnknownOutputError
 from zeroir.frontend.capture.loss_step import LossStep
 from zeroir.frontend.capture.module_tensors import (
@@ -50,6 +51,7 @@ from zeroir.frontend.capture.module_tensors import (
     tensor_info,
 )
 from zeroir.frontend.capture.node_origins import origin_of
+from zeroir.frontend.capture.outside_tensors import OutsideTensors
 from zeroir.frontend.capture.precision import apply_precision, compute_dtype, note_on_precision
 from zeroir.frontend.capture.python_state import PythonState, UsersCode
 from zeroir.frontend.capture.read_graph import read_graph, without_dead_nodes
@@ -70,6 +72,8 @@ from zeroir.frontend.source.source import (
 )
 from zeroir.frontend.source.source_lines import line_of_module, refusals_at
 from zeroir.frontend.source.unsupported import MAKE_PART_OF_MODEL, require_supported
+from zeroir.frontend.watch.code_state import CodeState
+from zeroir.frontend.watch.reached_code import ReachedCode
 from zeroir.ir.analysis.instances import with_other_sizes
 from zeroir.ir.limits import LONGEST_NAME, obeyed_character
 from zeroir.ir.program import ConstantBinding
@@ -117,6 +121,12 @@ class CapturedModel:
     checkpoints: tuple[Checkpoint, ...] = ()
     notes: tuple[str, ...] = ()
     evaluation: CapturedEvaluation | None = None
+
+    @property
+    def outside(self) -> dict[str, Tensor]:
+        """The tensors of the user's code, outside the model, by the names of their constants."""
+        joints = [self.joint, *([] if self.evaluation is None else [self.evaluation.joint])]
+        return {x.name: x.outside for j in joints for x in j.inputs if x.outside is not None}
 
     @property
     def most_sites(self) -> int:
@@ -175,6 +185,8 @@ def capture(
         state = PythonState.of(model, code)
         at_the_end.callback(state.restore_exactly)
         step = LossStep(model, source, example, compute_dtype(precision), hooks, state)
+        reached = ReachedCode.of(model, functions)
+        step.outside = OutsideTensors(CodeState.of(None, reached).tensors)
 
         def joint_graph_of_a_step(
             values: Mapping[Dim, int] = MappingProxyType({}),
@@ -205,13 +217,15 @@ def capture(
         notes.append(note)
         evaluation: CapturedEvaluation | None = None
         if evaluate:
-            evaluation, why_not = _evaluation(step, outputs, joint_graph_of_a_step)
+            evaluation, why_not = _evaluation(joint, step, outputs, joint_graph_of_a_step)
             notes.append(why_not)
         if env is not None:
 
             def traces_at(values: Mapping[Dim, int]) -> Traces:
                 at_values = partial(joint_graph_of_a_step, values)
-                other = None if evaluation is None else _evaluation(step, outputs, at_values)[0]
+                other = (
+                    None if evaluation is None else _evaluation(joint, step, outputs, at_values)[0]
+                )
                 return at_values()[0], None if other is None else other.joint
 
             traces = (joint, None if evaluation is None else evaluation.joint)
@@ -243,6 +257,7 @@ def capture(
 
 
 def _evaluation(
+    joint_of_step: JointGraph,
     step: LossStep,
     outputs: Sequence[str],
     capture_graph: Callable[[], tuple[JointGraph, tuple[str, ...]]],
@@ -265,7 +280,27 @@ def _evaluation(
         )
     # An evaluation must not change the state.
     joint = without_dead_nodes(replace(joint, mutations=()))
+    joint = replace(joint, inputs=tuple(_named_alike(joint, joint_of_step)))
     return CapturedEvaluation(joint=joint, sites=sites, reused_blocks=reused_blocks), None
+
+
+def _named_alike(joint: JointGraph, joint_of_step: JointGraph) -> Iterator[JointInput]:
+    """Yield the inputs of an evaluation, whose constants have the names of equal ones in the step, or new ones."""
+
+    def key(item: JointInput, graph: JointGraph) -> tuple[object, ...]:
+        return item.data, graph.types[item.value], id(item.outside)
+
+    of_step = [item for item in joint_of_step.inputs if item.kind is InputKind.CONSTANT]
+    names = {key(item, joint_of_step): item.name for item in of_step}
+    taken = set(names.values())
+    for item in joint.inputs:
+        if item.kind is not InputKind.CONSTANT:
+            yield item
+            continue
+        new = (name for i in count() if (name := f"constant.{i}") not in taken)
+        name = names.get(key(item, joint)) or next(new)
+        taken.add(name)
+        yield replace(item, name=name)
 
 
 def _joint_graph(
@@ -283,7 +318,14 @@ def _joint_graph(
             return with_reuse
     step.plan = None
     graph = _traced(source, mode, step, inputs, paths)
-    joint = read_graph(graph, paths, LossStep.PREFIX, step.place, outputs=step.output_paths)
+    joint = read_graph(
+        graph,
+        paths,
+        LossStep.PREFIX,
+        step.place,
+        outputs=step.output_paths,
+        outside=step.outside,
+    )
     return joint, ()
 
 
@@ -306,7 +348,13 @@ def _with_reuse(
                 graph = joint_graph(mode, step, inputs)
                 if not plan.mismatches:
                     joint = read_graph(
-                        graph, paths, LossStep.PREFIX, step.place, plan, step.output_paths
+                        graph,
+                        paths,
+                        LossStep.PREFIX,
+                        step.place,
+                        plan,
+                        step.output_paths,
+                        step.outside,
                     )
                     return joint, plan.reused_blocks
                 plan.drop_mismatches()

@@ -9,8 +9,10 @@ backward's. The result of a view op aliases a *root*: the value that owns the st
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+from torch import Tensor
 
 from zeroir.ir.segments.segment import NodeArg, Ref, TensorType
 
@@ -30,13 +32,14 @@ class InputKind(StrEnum):
 class JointInput:
     """An input: a parameter or buffer by its fully-qualified name, a batch tensor by its path.
 
-    ``data`` are the bytes of a constant.
+    ``data`` are the bytes of a constant, and ``outside`` is the tensor of the user's code that has its present values.
     """
 
     kind: InputKind
     name: str
     value: int
     data: bytes | None = None
+    outside: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

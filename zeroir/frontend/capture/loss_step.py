@@ -22,6 +22,7 @@ from zeroir.frontend.capture.gradient_hooks import ParameterHooks
 from zeroir.frontend.capture.loss_and_outputs import evaluated, loss_of
 from zeroir.frontend.capture.module_tensors import substitute_buffers, write_back_buffers
 from zeroir.frontend.capture.node_origins import OriginTracker
+from zeroir.frontend.capture.outside_tensors import OutsideTensors
 from zeroir.frontend.capture.precision import with_floats_cast
 from zeroir.frontend.capture.python_state import PythonState
 from zeroir.frontend.lowering.units import find_units
@@ -39,8 +40,8 @@ class LossStep(nn.Module):
     Each forward of the model starts from the Python state ``state``. With a ``plan`` the recorded forward is repeated,
     and the model's code does not run. ``blocks`` names the repeated blocks, ``sites`` counts the calls of dropout and
     of random operators in the model's last forward, and ``tracker`` has the place in the model of each node of that
-    forward. ``line`` is ``file:line`` of the function whose result is the loss, and ``place`` is that line, or the
-    model's name if the line is unknown.
+    forward. ``outside`` are the tensors of the user's code that a step may use. ``line`` is ``file:line`` of the
+    function whose result is the loss, and ``place`` is that line, or the model's name if the line is unknown.
     """
 
     PREFIX = "model."
@@ -70,6 +71,7 @@ class LossStep(nn.Module):
         self.sites = 0
         self.plan: ReusePlan | None = None
         self.state = state
+        self.outside = OutsideTensors()
         self.output_paths: tuple[str, ...] = ()
         self._is_evaluating = False
         self._outputs: tuple[str, ...] = ()

@@ -27,6 +27,7 @@ from zeroir.frontend.capture.node_facts import (
     tensor_type,
 )
 from zeroir.frontend.capture.node_origins import UNKNOWN_ORIGIN, NodeOrigin, origin_of
+from zeroir.frontend.capture.outside_tensors import OutsideTensors
 from zeroir.frontend.source.unsupported import MAKE_PART_OF_MODEL
 from zeroir.ir.segments.segment import NodeArg, Ref, Symbol, TensorType
 from zeroir.torch_ops.types import IR_DTYPE
@@ -52,17 +53,19 @@ def read_graph(
     place: str,
     plan: ReusePlan | None = None,
     outputs: Sequence[str] = (),
+    outside: OutsideTensors | None = None,
 ) -> JointGraph:
     """Return the joint graph as plain data. ``batch`` are the paths of the batch's tensors, which precede the seeds.
 
     ``outputs`` are the paths of the graph's outputs after the loss. ``prefix`` is removed from the names of parameters
     and buffers. ``place`` replaces the line in errors for nodes that the tracer created on its own. A node for the call
-    of a whole block is replaced by the nodes of its block graph in ``plan``.
+    of a whole block is replaced by the nodes of its block graph in ``plan``. ``outside`` are the tensors of the user's
+    code that are not the model's.
 
     Raises:
         UserError: if the model uses an operator, element type or argument that programs do not have.
     """
-    reader = _Reader(place, plan)
+    reader = _Reader(place, plan, outside or OutsideTensors())
     for placeholder in graph.placeholders:
         reader.add_input(placeholder, batch, prefix)
     for node in graph.module.graph.nodes:
@@ -101,13 +104,14 @@ def read_graph(
 class _Reader:
     place: str
     plan: ReusePlan | None
+    outside: OutsideTensors
     inputs: list[JointInput] = field(default_factory=list)
     nodes: list[JointNode] = field(default_factory=list)
     types: list[TensorType | None] = field(default_factory=list)
     aliases: list[Alias] = field(default_factory=list)
     # the numbers of the results of every fx node
     values: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
-    constants: dict[tuple[bytes, TensorType], int] = field(default_factory=dict)
+    constants: dict[tuple[bytes, TensorType, int], int] = field(default_factory=dict)
     # the value that each view was created from
     parents: dict[int, int] = field(default_factory=dict)
     # the values that the backward computes
@@ -153,17 +157,28 @@ class _Reader:
             )
         dense = tensor.detach().contiguous()
         data = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
-        key = (data, tensor_type(dense, self._place(node)))
+        # Two of the user's tensors with the same values may differ later.
+        outside = self.outside.holder(tensor)
+        key = (data, tensor_type(dense, self._place(node)), id(outside))
         if key not in self.constants:
-            self._input(node, InputKind.CONSTANT, f"constant.{len(self.constants)}", dense, data)
+            name = f"constant.{len(self.constants)}"
+            self._input(node, InputKind.CONSTANT, name, dense, data, outside)
             self.constants[key] = self.value(node)
         self.values[node] = (self.constants[key],)
 
     def _input(
-        self, node: fx.Node, kind: InputKind, name: str, tensor: Tensor, data: bytes | None = None
+        self,
+        node: fx.Node,
+        kind: InputKind,
+        name: str,
+        tensor: Tensor,
+        data: bytes | None = None,
+        outside: Tensor | None = None,
     ) -> None:
         index = len(self.types)
-        self.inputs.append(JointInput(kind=kind, name=name, value=index, data=data))
+        self.inputs.append(
+            JointInput(kind=kind, name=name, value=index, data=data, outside=outside)
+        )
         self.types.append(tensor_type(tensor, self._place(node)))
         self.aliases.append(Alias(root=index, offset=0))
         self.values[node] = (index,)

@@ -212,22 +212,11 @@ class SegmentCallsBuilder:
                 kind = self._joint.types[item.value]
                 if kind is None:
                     raise AssertionError("a constant has a type")
-                name = item.name
-                if self.evaluation is not None:
-                    name = self._constant_name(kind, item.data)
-                info = TensorInfo(name=name, dtype=kind.dtype, shape=kind.shape)
-                self._bind(name, info, item.data)
-                return self._persistent(name, info, Role.CONSTANT).name
+                info = TensorInfo(name=item.name, dtype=kind.dtype, shape=kind.shape)
+                self._bind(item.name, info, item.data)
+                return self._persistent(item.name, info, Role.CONSTANT).name
             case InputKind.PARAMETER:
                 raise AssertionError("parameters are bound by name")
-
-    def _constant_name(self, kind: TensorType, data: bytes | None) -> str:
-        """Return the name of the same constant in the micro-step, or a new one."""
-        for binding in self.bindings.values():
-            is_same = (binding.shape, binding.data) == (kind.shape, data)
-            if is_same and self.buffers[binding.buffer].dtype is kind.dtype:
-                return binding.name
-        return next(name for i in count() if (name := f"constant.{i}") not in self.bindings)
 
     def _module_buffer(self, name: str) -> Buffer:
         info = self._module_buffers[name]

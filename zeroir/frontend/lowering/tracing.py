@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from zeroir.config import CompileOptions, replaced
 from zeroir.config.shapes import BatchShapes, parse_shapes, shapes_text
@@ -26,10 +29,14 @@ from zeroir.workspace.segments import declared
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedModel:
-    """A logical program and its options: those given, and those that the model sets, such as the units to recompute."""
+    """A logical program and its options: those given, and those that the model sets, such as the units to recompute.
+
+    ``outside`` are the tensors of the user's code, outside the model, by the names of their constants.
+    """
 
     program: Program
     options: CompileOptions
+    outside: Mapping[str, Tensor]
 
 
 def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
@@ -64,7 +71,7 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
     for note in notes:
         warnings.warn(note, ModelWarning, stacklevel=2)
     program = program_of(captured, options, weights)
-    return TracedModel(program=program, options=options)
+    return TracedModel(program=program, options=options, outside=captured.outside)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zeroir.errors import UserError
-from zeroir.frontend._torch_private import HOOKS_OF_MODULES, copy_gradient_hooks, storage_address
+from zeroir.frontend._torch_private import (
+    HOOKS_OF_MODULES,
+    as_plain_tensors,
+    copy_gradient_hooks,
+    storage_address,
+)
 from zeroir.frontend.source.source import explain
 from zeroir.frontend.source.source_lines import line_of_error, line_of_module, refusals_at
 
@@ -30,13 +35,14 @@ def meta_copy(module: nn.Module) -> nn.Module:
     """
     twins = _Twins()
     # Parameters have their own method for copies, which would copy their values.
-    memo: dict[int, object] = {id(p): twins.parameter(p) for p in module.parameters()}
+    with as_plain_tensors():
+        memo: dict[int, object] = {id(p): twins.parameter(p) for p in module.parameters()}
     # The state of a generator is a tensor with values, which a twin lacks.
     for child in module.modules():
         for value in vars(child).values():
             if isinstance(value, torch.Generator):
                 memo[id(value)] = value.clone_state()
-    with torch.device("cpu"), _CopiesOnMeta(twins):
+    with torch.device("cpu"), as_plain_tensors(), _CopiesOnMeta(twins):
         return deep_copy(module, memo)
 
 

@@ -52,7 +52,7 @@ def line_of_user() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None:
         filename = frame.f_code.co_filename
-        if _is_of_a_model(filename) and not is_in_a_library(Path(filename)):
+        if is_users_file(filename):
             return _line(filename, frame.f_lineno)
         frame = frame.f_back
     return ""
@@ -64,12 +64,12 @@ def line_of_definition(definition: object) -> str:
         definition = definition.func
     definition = getattr(definition, "__func__", definition)
     if isinstance(definition, FunctionType):
-        return _line_of_code(definition.__code__)
+        return line_of_code(definition.__code__)
     if not isinstance(definition, type):
         return line_of_definition(type(definition))
     functions = [f for f in vars(definition).values() if isinstance(f, FunctionType)]
     functions.sort(key=lambda function: function.__name__ != "__init__")
-    return _line_of_code(functions[0].__code__) if functions else ""
+    return line_of_code(functions[0].__code__) if functions else ""
 
 
 def line_of_forward(module: nn.Module) -> str:
@@ -109,6 +109,11 @@ def refusals_at(line: str | Callable[[], str]) -> Iterator[None]:
         raise
 
 
+def is_users_file(filename: str) -> bool:
+    """Return whether code is the user's own, rather than that of Python or of an installed package."""
+    return _is_of_a_model(filename) and not is_in_a_library(Path(filename))
+
+
 def _is_of_a_model(filename: str) -> bool:
     """Return whether code is the user's or of an installed package, rather than Python's, torch's or zeroir's."""
     if filename.startswith(NOT_THE_USERS):
@@ -117,10 +122,14 @@ def _is_of_a_model(filename: str) -> bool:
     return path.is_relative_to(_INSTALLED) or not is_in_a_library(path)
 
 
-def _line_of_code(code: CodeType) -> str:
+def line_of_code(code: CodeType, number: int | None = None) -> str:
+    """Return ``file:line`` of a line of a function, by default its first.
+
+    It is empty if the function is Python's, torch's or zeroir's.
+    """
     if not _is_of_a_model(code.co_filename):
         return ""
-    return _line(code.co_filename, code.co_firstlineno)
+    return _line(code.co_filename, number or code.co_firstlineno)
 
 
 def _line(filename: str, number: int) -> str:

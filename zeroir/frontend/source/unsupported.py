@@ -16,6 +16,7 @@ from zeroir.frontend._torch_private import (
 )
 from zeroir.frontend.source.source import SourceNames, capitalised
 from zeroir.frontend.source.source_lines import line_of_definition, line_of_module, refusals_at
+from zeroir.torch_ops.absent_tensors import MovedTensor
 from zeroir.torch_ops.batches import undense_kind
 
 _SHARDING_WRAPPERS = {
@@ -124,7 +125,7 @@ def _require_supported_tensor(what: str, tensor: Tensor) -> None:
             f"The {what} of the model is sharded already ({kind.__name__}); pass the module as it was before, since a "
             "program shards it itself."
         )
-    if _computes_in_its_own_way(kind):
+    if _computes_in_its_own_way(kind) and kind is not MovedTensor:
         raise UserError(
             f"The {what} of the model is a {kind.__name__}, whose elements a program cannot store in a flat buffer: "
             "use a plain tensor."

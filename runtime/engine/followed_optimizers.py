@@ -1,0 +1,97 @@
+"""The script's own optimizers, whose groups a program took over.
+
+Their settings stay valid: a change, such as that of a learning-rate scheduler that drives them, goes on to the group of
+the running program before the next update. Their ``step`` raises UserError, because the engine updates.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from torch.optim import Optimizer
+
+from zeroir.errors import UserError
+from zeroir.runtime.engine.live_optimizer import LiveOptimizer
+
+_OF_IMPLEMENTATION = frozenset(("foreach", "fused", "capturable", "differentiable"))
+"""Settings that choose how torch computes the same update."""
+
+
+class FollowedOptimizers:
+    """The script's optimizers.
+
+    ``names`` has the names of parameters by their ids, and ``live`` the groups of the running program.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], names: Mapping[int, str], live: LiveOptimizer
+    ) -> None:
+        self._optimizers = optimizers
+        self._live = live
+        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._known = [_settings(group) for group in self._groups]
+        of_name = {
+            names.get(id(parameter), ""): index
+            for index, group in enumerate(self._groups)
+            for parameter in group["params"]
+        }
+        self._indices = [
+            next(of_name[name] for name in group["param_names"] if name in of_name)
+            for group in live.param_groups
+        ]
+        for optimizer in optimizers:
+            optimizer.step = _refuse_step  # type: ignore[method-assign]
+            # Else schedulers warn that step() was not called, or was replaced.
+            vars(optimizer)["_opt_called"] = True
+
+    def follow(self) -> None:
+        """Set what has changed in the groups of the program.
+
+        Raises:
+            UserError: where groups or parameters were added or removed, or a setting changed that the program lacks.
+        """
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        if len(groups) != len(self._groups):
+            raise UserError(
+                f"The optimizer has {len(groups)} groups now, and had {len(self._groups)} when the program was "
+                "compiled from it: compile again."
+            )
+        present = [_settings(group) for group in groups]
+        if present == self._known:
+            return
+        for live, index in zip(self._live.param_groups, self._indices, strict=True):
+            known = self._known[index]
+            for name, value in present[index].items():
+                if known.get(name) == value:
+                    continue
+                if name not in live:
+                    raise UserError(
+                        f"The optimizer's {name} is {value!r} now, and was {known.get(name)!r} when the program was "
+                        "compiled from it, which has no such setting to change: compile again."
+                    )
+                live[name] = copy.copy(value)
+        self._known = present
+
+
+def _settings(group: Mapping[str, object]) -> dict[str, object]:
+    """Return a copy of the settings of a group, and the number of its parameters."""
+    settings = {
+        name: copy.copy(value)
+        for name, value in group.items()
+        if name not in _OF_IMPLEMENTATION and name not in ("params", "param_names", "name")
+    }
+    parameters = group["params"]
+    assert isinstance(parameters, list)
+    return {**settings, "number of parameters": len(parameters)}
+
+
+def _refuse_step(*_: object, **__: object) -> NoReturn:
+    raise UserError(
+        "The engine updates the parameters that this optimizer was made for: call engine.step(batch), and leave out "
+        "optimizer.step(). Changes of its param_groups apply to the engine, such as those of a scheduler."
+    )
+
+
+vars(_refuse_step)["_wrapped_by_lr_sched"] = True

@@ -1,0 +1,278 @@
+"""The state outside a program's tensors that its capture could read, at one time.
+
+It consists of the attributes of modules, their mode, hooks and submodules, which parameters are trained, and of the
+globals, variables of closures and class attributes that the code of a step mentions, with the objects in them. Tensors
+outside the module count by their identity and their version, which every change in place raises.
+"""
+
+from __future__ import annotations
+
+import argparse
+import operator
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from zeroir.frontend._torch_private import HOOKS_OF_MODULES, version_of
+from zeroir.frontend.source.imports import is_known_package
+from zeroir.frontend.source.namespaces import SlotAttributes
+from zeroir.frontend.source.source_lines import is_users_file
+from zeroir.frontend.watch.reached_code import ReachedCode
+from zeroir.torch_ops.absent_tensors import MovedTensor
+
+Leaf = tuple[object, ...]
+
+_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_BY_IDENTITY: Final = (type, FunctionType, BuiltinFunctionType, ModuleType)
+_OF_TORCH: Final = frozenset(vars(nn.Module()))
+_MOST_ITEMS: Final = 10_000
+"""Larger containers hold data: they count by their length."""
+
+_NAMESPACES: Final = (SimpleNamespace, argparse.Namespace)
+"""Python's own classes for objects whose attributes are the user's."""
+
+_MISSING: Final = object()
+
+_REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
+
+HOOK: Final = "hook"
+"""The first element of the leaves of hooks."""
+
+
+@dataclass(slots=True)
+class CodeState:
+    """The state at one time: ``leaves`` are comparable values by their names in messages.
+
+    ``lines`` has the line of the user's code that reads the value of a name, and ``tensors`` are those outside the
+    module's own. ``is_as_it_was`` is the quick comparison.
+    """
+
+    code: ReachedCode
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+    lines: dict[str, str] = field(default_factory=dict)
+    tensors: list[Tensor] = field(default_factory=list)
+    _containers: list[object] = field(default_factory=list)
+    _contents: list[object] = field(default_factory=list)
+    _globals: list[tuple[Mapping[str, object], str, object]] = field(default_factory=list)
+    _cells: list[tuple[CellType, object]] = field(default_factory=list)
+    _followed: frozenset[int] = frozenset()
+    _compared: list[Tensor] = field(default_factory=list)
+    _versions: list[int] = field(default_factory=list)
+    _parameters: list[Tensor] = field(default_factory=list)
+    _trained: list[bool] = field(default_factory=list)
+    _flag_changes: int = 0
+    _computed: list[tuple[Callable[[], object], object]] = field(default_factory=list)
+    # They are kept alive, so that no two of them share an id.
+    _seen: dict[int, object] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, model: nn.Module | None, code: ReachedCode, followed: Iterable[Tensor] = ()
+    ) -> CodeState:
+        """Return the present state of a module, and of the code of its steps.
+
+        Of the tensors that are ``followed`` only the identity counts.
+        """
+        state = cls(code, _flag_changes=MovedTensor.flag_changes)
+        state._followed = frozenset(map(id, followed))
+        if model is not None:
+            state._module_tree(model, "", is_own=True)
+        for function, name, line in code.globals_of:
+            if name in function.__globals__ and is_users(function):
+                state._global(function, name, line)
+        for function in code.functions:
+            if is_users(function):
+                state._closure(function)
+        return state
+
+    def is_as_it_was(self) -> bool:
+        """Return whether nothing has changed, as far as shallow comparisons show without looking for names."""
+        try:
+            return (
+                MovedTensor.flag_changes == self._flag_changes
+                and list(map(_REQUIRES_GRAD, self._parameters)) == self._trained
+                and all(map(operator.eq, self._containers, self._contents))
+                and all(space.get(name, _MISSING) is value for space, name, value in self._globals)
+                and all(cell.cell_contents is value for cell, value in self._cells)
+                and list(map(version_of, self._compared)) == self._versions
+                and all(compute() == value for compute, value in self._computed)
+            )
+        except Exception:  # noqa: BLE001 - values of the user's may not be comparable, and a cell may be empty
+            return False
+
+    def _module_tree(self, model: nn.Module, prefix: str, *, is_own: bool) -> None:
+        """Add a module with its submodules; tensors of the model's own are the program's, those of others count."""
+        for kind in dict.fromkeys(map(type, model.modules())):
+            if not is_known_package(kind.__module__):
+                self._attributes(kind.__name__, vars(kind), kind)
+        for name, module in model.named_modules():
+            path = f"{prefix}.{name}".strip(".")
+            self._module(path, module)
+            self._seen[id(module)] = module
+            for tensors in (module._parameters, module._buffers):
+                for key, tensor in tensors.items():
+                    full = f"{path}.{key}".strip(".")
+                    if tensor is None or not is_own:
+                        self._add(full, tensor)
+                        continue
+                    self._seen[id(tensor)] = tensor
+                    self.leaves[full] = (Tensor, id(tensor))
+                    if isinstance(tensor, nn.Parameter):
+                        self.leaves[f"{full}.requires_grad"] = (tensor.requires_grad,)
+                        if not isinstance(tensor, MovedTensor):
+                            self._parameters.append(tensor)
+                            self._trained.append(tensor.requires_grad)
+
+    def _module(self, path: str, module: nn.Module) -> None:
+        own = vars(module)
+        self._shallow(own, dict(own))
+        self.leaves[f"{path}.training".strip(".")] = (module.training,)
+        for name, child in module._modules.items():
+            self._seen[id(child)] = child
+            self.leaves[f"{path}.{name}".strip(".")] = (nn.Module, type(child).__name__, id(child))
+        for kind in HOOKS_OF_MODULES:
+            hooks = own.get(kind, {})
+            self._shallow(hooks, dict(hooks))
+            for number, hook in enumerate(hooks.values()):
+                self._seen[id(hook)] = hook
+                self.leaves[f"{path}.{kind}[{number}]".strip(".")] = (HOOK, id(hook))
+        for kind in ("_modules", "_parameters", "_buffers"):
+            self._shallow(own[kind], dict(own[kind]))
+        for key, value in own.items():
+            if key not in _OF_TORCH and self.code.mentions(key):
+                name = f"{path}.{key}".strip(".")
+                self.lines.setdefault(name, self.code.attributes.get(key, ""))
+                if isinstance(value, Tensor):
+                    self.leaves[name] = (type(value), id(value))  # the program has its value
+                else:
+                    self._add(name, value)
+
+    def _global(self, function: FunctionType, name: str, line: str) -> None:
+        space = function.__globals__
+        value = space[name]
+        module = function.__module__
+        label = name if module == "__main__" else f"{module}.{name}"
+        self._globals.append((space, name, value))
+        self.lines.setdefault(label, line)
+        if isinstance(value, ModuleType) and not is_known_package(value.__name__):
+            self._attributes(label, vars(value), value)
+        else:
+            self._add(label, value)
+
+    def _closure(self, function: FunctionType) -> None:
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                continue
+            label = f"{name} of {function.__qualname__}"
+            self._cells.append((cell, value))
+            self.lines.setdefault(label, self.code.line_of(function))
+            self._add(label, value)
+
+    def _add(self, name: str, value: object) -> None:
+        if isinstance(value, _PLAIN):
+            # As text, because NaN is not equal to NaN, and True is equal to 1.
+            self.leaves[name] = (type(value), repr(value))
+        elif isinstance(value, Tensor):
+            self._tensor(name, value)
+        elif isinstance(value, _BY_IDENTITY):
+            self.leaves[name] = (type(value), id(value))
+            self._seen[id(value)] = value
+            if isinstance(value, type) and not is_known_package(value.__module__):
+                self._attributes(name, vars(value), value)
+        elif id(value) in self._seen:
+            self.leaves[name] = (type(value), id(value))
+        else:
+            self._seen[id(value)] = value
+            self.leaves[name] = (type(value), id(value))
+            self._mutable(name, value)
+
+    def _tensor(self, name: str, tensor: Tensor) -> None:
+        version = 0 if id(tensor) in self._followed else version_of(tensor)
+        self.leaves[name] = (Tensor, id(tensor), version)
+        if id(tensor) not in self._seen:
+            self._seen[id(tensor)] = tensor
+            self.tensors.append(tensor)
+            if id(tensor) not in self._followed:
+                self._compared.append(tensor)
+                self._versions.append(version)
+
+    def _mutable(self, name: str, value: object) -> None:
+        match value:
+            case nn.Module():
+                self._module_tree(value, name, is_own=False)
+            case dict():
+                self._items(name, value, value.items(), dict)
+            case list():
+                self._items(name, value, enumerate(value), list)
+            case deque():
+                self._items(name, value, enumerate(value), deque)
+            case tuple():
+                self.leaves[name] = (tuple, len(value))
+                for index, item in enumerate(value[:_MOST_ITEMS]):
+                    self._add(f"{name}[{index}]", item)
+            case set() | frozenset():
+                self._shallow(value, set(value))
+                self.leaves[name] += (frozenset(map(repr, value)),)
+            case _ if (checksum := _checksum_of_array(value)) is not None:
+                self.leaves[name] = (type(value), checksum())
+                self._computed.append((checksum, checksum()))
+            case _ if isinstance(value, _NAMESPACES) or not is_known_package(
+                type(value).__module__
+            ):
+                if hasattr(value, "__dict__"):
+                    self._attributes(name, vars(value), value)
+                elif hasattr(type(value), "__slots__"):
+                    slots = SlotAttributes(value)
+                    self._attributes(name, slots, value)
+
+    def _items(
+        self,
+        name: str,
+        value: Sized,
+        items: Iterable[tuple[object, object]],
+        copied: Callable[[Any], object],
+    ) -> None:
+        self.leaves[name] += (len(value),)
+        if len(value) <= _MOST_ITEMS:
+            self._shallow(value, copied(value))
+            for key, item in list(items):
+                self._add(f"{name}[{key!r}]", item)
+
+    def _attributes(self, name: str, values: Mapping[str, object], owner: object) -> None:
+        """Add those attributes of an object, a class or a Python module that the code of a step mentions."""
+        if not isinstance(owner, type | ModuleType):
+            self.code.add_class(type(owner))
+            self.code.follow()
+        self._shallow(values, dict(values))
+        for key, value in list(values.items()):
+            is_pythons = key.startswith("__")
+            if not is_pythons and self.code.mentions(key):
+                self.lines.setdefault(f"{name}.{key}", self.code.attributes.get(key, ""))
+                self._add(f"{name}.{key}", value)
+
+    def _shallow(self, container: object, contents: object) -> None:
+        self._containers.append(container)
+        self._contents.append(contents)
+
+
+def _checksum_of_array(value: object) -> Callable[[], int] | None:
+    """Return a function that computes a checksum of a NumPy array's or scalar's values; None for other objects."""
+    content = getattr(value, "tobytes", None)
+    if type(value).__module__ != "numpy" or content is None:
+        return None
+    return lambda: zlib.crc32(content())
+
+
+def is_users(function: FunctionType) -> bool:
+    """Return whether a function is the user's own, whose globals and closure may change while a script runs."""
+    return is_users_file(function.__code__.co_filename)

@@ -1,0 +1,181 @@
+"""The code that a step of a model runs, as far as its text tells, and the names that this code mentions.
+
+It begins with the forward methods of the model's modules, with hooks and with the loss, and follows every function that
+these mention: globals, variables of closures, and methods of the model's classes by their names. What is not mentioned
+in this code cannot enter the computation. Functions of Python and torch are followed only as methods of modules.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Final
+
+from torch import nn
+
+from zeroir.frontend._torch_private import HOOKS_OF_MODULES, gradient_hooks
+from zeroir.frontend.source.imports import is_known_package
+from zeroir.frontend.source.source_lines import line_of_code
+
+_LOADS_GLOBAL: Final = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
+_LOADS_ATTRIBUTE: Final = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"))
+_READS_ANY_NAME: Final = frozenset(("getattr", "vars", "globals", "eval", "exec", "__dict__"))
+"""Names of functions and attributes by which code may read what it does not mention."""
+
+
+@dataclass(slots=True)
+class ReachedCode:
+    """The functions that a step may run. ``globals_of`` has the globals that each mentions.
+
+    ``attributes`` maps the names of attributes, and texts that may be such names, to the line that mentions them; the
+    user's lines win over those of libraries. ``reads_any_name`` is whether code outside torch may read attributes that
+    it does not mention.
+    """
+
+    functions: list[FunctionType] = field(default_factory=list)
+    globals_of: list[tuple[FunctionType, str, str]] = field(default_factory=list)
+    attributes: dict[str, str] = field(default_factory=dict)
+    reads_any_name: bool = False
+    _codes: set[CodeType] = field(default_factory=set)
+    _classes: dict[type, None] = field(default_factory=dict)
+    _waiting: list[FunctionType] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: nn.Module | None, functions: Iterable[object]) -> ReachedCode:
+        """Return what a step of this module runs, with the user's other ``functions``, such as the loss."""
+        reached = cls()
+        for function in functions:
+            reached._add(function)
+        if model is not None:
+            for kind in dict.fromkeys(map(type, model.modules())):
+                reached.add_class(kind)
+                reached._add(getattr(kind, "forward", None))
+            for hook in hooks_of(model):
+                reached._add(hook)
+        reached.follow()
+        return reached
+
+    def mentions(self, name: str) -> bool:
+        """Return whether an attribute of this name may be read."""
+        return self.reads_any_name or name in self.attributes
+
+    def line_of(self, function: FunctionType) -> str:
+        """Return ``file:line`` of a function."""
+        return line_of_code(function.__code__)
+
+    def add_class(self, kind: type) -> None:
+        """Add a class of objects that the code uses: those of its methods that are mentioned count."""
+        for each in kind.__mro__:
+            if each not in self._classes and each not in (object, nn.Module):
+                self._classes[each] = None
+                for name, value in vars(each).items():
+                    if name in self.attributes or name in ("__call__", "__getattr__"):
+                        self._add(value)
+
+    def follow(self) -> None:
+        """Follow everything that was added, to the end."""
+        while self._waiting:
+            function = self._waiting.pop()
+            self.functions.append(function)
+            self._read(function)
+
+    def _add(self, value: object) -> None:
+        match value:
+            case functools.partial():
+                for each in (value.func, *value.args, *value.keywords.values()):
+                    self._add(each)
+            case MethodType() | staticmethod() | classmethod():
+                self._add(value.__func__)
+            case property():
+                self._add(value.fget)
+            case functools.cached_property():
+                self._add(value.func)
+            case FunctionType():
+                if value.__code__ not in self._codes:
+                    self._codes.add(value.__code__)
+                    self._waiting.append(value)
+                if (wrapped := inspect.unwrap(value)) is not value:
+                    self._add(wrapped)
+            case nn.Module() | type() | ModuleType():
+                pass
+            case _ if callable(value) and not is_known_package(type(value).__module__):
+                self.add_class(type(value))
+
+    def _read(self, function: FunctionType) -> None:
+        code = function.__code__
+        is_torchs = is_known_package(function.__module__)
+        for name, is_global, number in _mentioned_names(code):
+            line = line_of_code(code, number)
+            if not is_global:
+                self._mention_attribute(name, line)
+            elif not is_torchs:
+                self._mention_global(function, name, line)
+            if name in _READS_ANY_NAME and not is_torchs:
+                self.reads_any_name = True
+        for value in [] if is_torchs else closure_values(function):
+            self._follow_users(value)
+
+    def _mention_global(self, function: FunctionType, name: str, line: str) -> None:
+        if name in function.__globals__:
+            self.globals_of.append((function, name, line))
+            self._follow_users(function.__globals__[name])
+
+    def _mention_attribute(self, name: str, line: str) -> None:
+        is_new = name not in self.attributes
+        if is_new or not self.attributes[name]:
+            self.attributes[name] = line
+        if is_new:
+            for kind in self._classes:
+                if name in vars(kind):
+                    self._add(vars(kind)[name])
+
+    def _follow_users(self, value: object) -> None:
+        """Follow a function, or a class, that code mentions, unless it is Python's or torch's."""
+        if isinstance(value, type):
+            if not is_known_package(value.__module__):
+                self.add_class(value)
+                self._add(vars(value).get("__init__"))
+        elif not is_known_package(getattr(value, "__module__", None)):
+            self._add(value)
+
+
+def closure_values(function: FunctionType) -> Iterator[object]:
+    """Yield the values of the variables that a function shares with the code around it."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            continue
+
+
+def hooks_of(model: nn.Module) -> Iterator[Callable[..., object]]:
+    """Yield the hooks of a module, of its submodules and of their parameters."""
+    for module in model.modules():
+        for hooks in HOOKS_OF_MODULES:
+            yield from vars(module).get(hooks, {}).values()
+    for parameter in model.parameters():
+        yield from gradient_hooks(parameter)
+
+
+@cache
+def _mentioned_names(code: CodeType) -> tuple[tuple[str, bool, int], ...]:
+    """Return the names that a function mentions: the name, whether it is a global, and the number of the line."""
+    names: dict[tuple[str, bool], int] = {}
+    for instruction in dis.get_instructions(code):
+        name, kind = instruction.argval, instruction.opname
+        if isinstance(name, CodeType):
+            for inner, is_global, number in _mentioned_names(name):
+                names.setdefault((inner, is_global), number)
+        elif isinstance(name, str) and (
+            kind in _LOADS_GLOBAL
+            or kind in _LOADS_ATTRIBUTE
+            or (kind == "LOAD_CONST" and name.isidentifier())
+        ):
+            line = None if instruction.positions is None else instruction.positions.lineno
+            names.setdefault((name, kind in _LOADS_GLOBAL), line or code.co_firstlineno)
+    return tuple((name, is_global, number) for (name, is_global), number in names.items())

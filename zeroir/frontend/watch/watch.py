@@ -1,0 +1,136 @@
+"""Compares the state that a program was compiled from with the present one, before each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeroir.errors import UserError
+from zeroir.frontend.source.source import ModelSource
+from zeroir.frontend.watch.code_state import HOOK, CodeState, Leaf
+from zeroir.frontend.watch.reached_code import ReachedCode
+
+_LONGEST_VALUE = 60
+
+
+@dataclass(slots=True)
+class Watch:
+    """The state from which a program was compiled. ``model`` is the user's module, where there is one in this process.
+
+    ``tensors`` are those outside the module whose present values the program follows, by the names of its constants.
+    ``ignored`` are patterns of names whose changes do not matter. ``optimizers`` are those of the script whose groups
+    the program has.
+    """
+
+    model: nn.Module | None
+    tensors: Mapping[str, Tensor]
+    _state: CodeState
+    ignored: tuple[str, ...] = ()
+    optimizers: tuple[Optimizer, ...] = ()
+
+    @classmethod
+    def of(cls, source: ModelSource, tensors: Mapping[str, Tensor] = MappingProxyType({})) -> Watch:
+        """Return the present state of a source."""
+        model = source.model() if source.is_in_hand else None
+        code = ReachedCode.of(model, (source.loss,))
+        return cls(model, tensors, CodeState.of(model, code, tensors.values()))
+
+    def ignore(self, patterns: Iterable[str]) -> None:
+        """Accept changes of the names that match one of these patterns, as in ``fnmatch``."""
+        self.ignored = (*self.ignored, *patterns)
+
+    def parameter_names(self) -> Mapping[int, str]:
+        """Return the names of the module's parameters by their ids."""
+        model = self.model
+        return {} if model is None else {id(p): name for name, p in model.named_parameters()}
+
+    def remember(self) -> None:
+        """Compare with the present state from now on."""
+        self._state = self._now()
+
+    def _now(self) -> CodeState:
+        return CodeState.of(self.model, self._state.code, self.tensors.values())
+
+    def require_unchanged(self, *, is_step: bool = True) -> None:
+        """Compare the state with that of the compilation; an evaluation, unlike a step, may happen in either mode.
+
+        Raises:
+            UserError: where something changed that the program does not follow; it names it and the line that reads it.
+        """
+        if self._state.is_as_it_was():
+            return
+        before, now = self._state, self._now()
+        for name in {**before.leaves, **now.leaves}:
+            old, new = before.leaves.get(name), now.leaves.get(name)
+            is_mode = name.rpartition(".")[2] == "training"
+            if old == new or (is_mode and not is_step) or self._is_ignored(name):
+                continue
+            raise UserError(_sentence(name, old, new, before.lines.get(name, "")))
+        if is_step:
+            self._state = now
+
+    def _is_ignored(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.ignored)
+
+
+def _sentence(name: str, old: Leaf | None, new: Leaf | None, line: str) -> str:
+    owner, _, last = name.rpartition(".")
+    subject, value, before, remedy = name, _value(new), _earlier(old), _IF_UNREAD
+    match old or new:
+        case (bool() as is_on,) if last == "training":
+            subject = owner or "The model"
+            value = f"is in {'evaluation' if is_on else 'training'} mode"
+            remedy = "or set its mode back"
+        case (bool() as is_on,):
+            subject = f"The parameter {owner}"
+            value = "is frozen" if is_on else "is trained"
+            remedy = "or set requires_grad back"
+        case (str(kind), int()) if kind == HOOK:
+            subject = f"A hook of {owner or 'the model'}"
+            value, before = ("has gone", "ran") if new is None else ("is there", "was not")
+            remedy = "or read outputs of the program instead (outputs=)"
+        case (kind, *_) if kind is nn.Module:
+            subject = f"The submodule {name}"
+            value = "has gone" if new is None else f"is {'' if old is None else 'another '}{new[1]}"
+            remedy = "with the new module"
+    reader = f", which {line} reads," if line else ""
+    return (
+        f"{subject}{reader} {value} now, but {before} when the program was compiled, and the program goes on with "
+        f"that: compile again, {remedy}."
+    )
+
+
+_IF_UNREAD = "pass it with the batch as a tensor, or name it in engine(ignore=[...]) if no step depends on it"
+
+
+def _value(leaf: Leaf | None) -> str:
+    """Say what a value is, such as ``is 0.5``."""
+    match leaf:
+        case None:
+            return "does not exist"
+        case (_, str(text)):
+            return f"is {text:.{_LONGEST_VALUE}}"
+        case (kind, _) if kind is Tensor:
+            return "is another tensor"
+        case (kind, *_) if kind is Tensor:
+            return "has other values"
+        case (type() as kind, *_):
+            return f"is another {kind.__name__}, or has other contents,"
+        case _:
+            return f"is {leaf!r:.{_LONGEST_VALUE}}"
+
+
+def _earlier(leaf: Leaf | None) -> str:
+    """Say what a value was, such as ``it was 0.0``."""
+    match leaf:
+        case None:
+            return "did not exist"
+        case (_, str(text)):
+            return f"was {text:.{_LONGEST_VALUE}}"
+        case _:
+            return "was not so"

@@ -1,0 +1,122 @@
+"""Tensors without values that stand in the user's modules while the values are elsewhere.
+
+They have a shape, a dtype and a device; every computation with them raises UserError, which says where the values are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Final
+
+import torch
+from torch import Tensor, nn
+
+from zeroir.errors import UserError
+
+_READABLE: Final[frozenset[object]] = frozenset(
+    {
+        *(
+            getattr(Tensor, name).__get__
+            for name in (
+                "_backward_hooks",
+                "_post_accumulate_grad_hooks",
+                "_version",
+                "device",
+                "dtype",
+                "grad",
+                "grad_fn",
+                "is_cpu",
+                "is_cuda",
+                "is_leaf",
+                "is_meta",
+                "is_quantized",
+                "is_sparse",
+                "itemsize",
+                "layout",
+                "nbytes",
+                "ndim",
+                "requires_grad",
+                "shape",
+            )
+        ),
+        getattr(Tensor, "grad").__set__,  # noqa: B009 - optimizers set it to None
+        Tensor.__hash__,
+        Tensor.dim,
+        Tensor.element_size,
+        Tensor.is_complex,
+        Tensor.is_contiguous,
+        Tensor.is_floating_point,
+        Tensor.ndimension,
+        Tensor.nelement,
+        Tensor.numel,
+        Tensor.size,
+        Tensor.storage_offset,
+        Tensor.stride,
+    }
+)
+"""What does not need values."""
+
+_OF_TRAINING: Final[frozenset[object]] = frozenset(
+    {Tensor.requires_grad_, getattr(Tensor, "requires_grad").__set__}  # noqa: B009
+)
+"""What changes which parameters are trained: the next step refuses that by name."""
+
+
+class AbsentTensor(Tensor):
+    """A tensor on the meta device whose use raises UserError with the sentence ``absence``; ``text`` is its repr.
+
+    ``flag_changes`` counts the changes of ``requires_grad`` of all tensors of the class.
+    """
+
+    absence: ClassVar[str]
+    flag_changes: ClassVar[int] = 0
+    text: ClassVar[str]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Raise an error for computations with values that are not here."""
+        if func in _OF_TRAINING:
+            cls.flag_changes += 1
+        if func in _READABLE or func in _OF_TRAINING:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is Tensor.__repr__:
+            return f"{cls.__name__}({cls.text})"
+        raise UserError(cls.absence)
+
+
+class ReturnedTensor(AbsentTensor):
+    """A gathered tensor after its block."""
+
+    absence = (
+        "This module was lent by engine.gathered(...), whose block has ended: its values are freed. Compute with it "
+        "inside the block, or copy what you need there."
+    )
+    text = "freed at the end of the block of engine.gathered"
+
+
+class MovedTensor(AbsentTensor):
+    """A tensor of the user's module whose values an engine has taken."""
+
+    absence = (
+        "The values of this module are in the engine that was made from it: compute with engine.evaluate(batch) or "
+        "within `with engine.gathered() as module`, read them with engine.state_dict(), or call engine.close(), which "
+        "gives them back."
+    )
+    text = "its values are in the engine"
+
+
+def absent(tensor: Tensor, kind: type[AbsentTensor]) -> Tensor:
+    """Return a tensor like this one, a parameter or not, without values."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(mode=False):
+        empty = torch.empty_like(tensor.detach(), device="meta")
+        made: Tensor = torch.Tensor._make_subclass(kind, empty, tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        vars(made)["_is_param"] = True
+    return made
