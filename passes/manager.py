@@ -78,7 +78,7 @@ def _proofs(
     if reference is None and not program.passes:
         reference = program
     logical = None if reference is None else Reference(reference)
-    proof = _proved(program, logical)
+    proof = _proved(program, logical, verify)
     yield None, proof
     for number, step in enumerate(passes, 1):
         verifier = verify if number == len(passes) else between
@@ -103,7 +103,7 @@ def _apply(step: Pass, program: Program, reference: Reference | None, verifier: 
         raise InternalError(f"The pass `{step.spec()}` broke the program. {error}") from error
 
 
-def _proved(program: Program, reference: Reference | None, verifier: Verifier = verify) -> Proof:
+def _proved(program: Program, reference: Reference | None, verifier: Verifier) -> Proof:
     report = verifier(program, reference)
     if not report.is_valid:
         raise VerificationError(report)
