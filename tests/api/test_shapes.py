@@ -165,7 +165,7 @@ def _fixed(x: Tensor) -> Tensor:
     ("decide", "fact"),
     [
         (_longer, "rows <= 5"),
-        (_halved, "rows//2"),
+        (_halved, "rows - (((rows + 1)//2)) = 1"),
         (_fixed, "rows = 3"),
     ],
 )

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.frontend.test_torch_private import attempt
 from zeroir.frontend._torch_private import fake_mode
 from zeroir.frontend._torch_sizes import DimEnv, NoPolynomialError, has_dims, size_of
-from zeroir.ir.sizes import Dim
+from zeroir.ir.sizes import Dim, quotient
 
 ROWS = Dim(name="rows", minimum=1, maximum=8)
 LENGTH = Dim(name="length", minimum=2, maximum=64)
@@ -33,12 +33,53 @@ def test_sizes_are_polynomials_of_dims() -> None:
     assert not has_dims([torch.empty(3)])
 
 
-def test_a_size_that_is_no_polynomial_is_named() -> None:
+def test_quotients_are_sizes() -> None:
     env, x = traced(lambda x: x[:, : x.shape[1] // 2])
+    assert size_of(x.shape[1]) == quotient(LENGTH.size, 2)
+    # Torch asks for the layout which sizes are 1.
+    assert all(each.text.endswith("!= 1") for each in env.assumptions)
+
+
+def test_a_size_that_is_no_polynomial_is_named() -> None:
+    env, x = traced(lambda x: x[:, : x.shape[1] // x.shape[0]])
     del env
-    with pytest.raises(NoPolynomialError, match="length//2") as refusal:
+    with pytest.raises(NoPolynomialError, match="length//rows") as refusal:
         size_of(x.shape[1])
-    assert refusal.value.dims == ("length",)
+    assert refusal.value.dims == ("rows", "length")
+
+
+def _padded(x: Tensor) -> Tensor:
+    pad = (4 - x.shape[1] % 4) % 4
+    blocks = torch.cat([x, x.new_zeros(x.shape[0], pad, 4)], 1).reshape(x.shape[0], -1, 4, 4)
+    return blocks.transpose(1, 2).flatten(1, 2)[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize(
+    ("compute", "height"),
+    [
+        (lambda: nn.Conv2d(4, 4, 3, stride=2, padding=1), lambda length: quotient(length + 1, 2)),
+        (lambda: nn.Conv2d(4, 4, 2, stride=2), lambda length: quotient(length, 2)),
+        (lambda: nn.MaxPool2d(3, 2, 1), lambda length: quotient(length + 1, 2)),
+        (lambda: nn.Sequential(*[nn.MaxPool2d(3, 2, 1)] * 2), lambda length: quotient(length + 3, 4)),
+        (lambda: lambda x: x.unfold(2, 2, 2), lambda length: quotient(length, 2)),
+    ],
+)  # fmt: skip
+def test_heights_after_strides_are_quotients(
+    compute: Callable[[], Callable[[Tensor], Tensor]], height: Callable[[int], int]
+) -> None:
+    for factor in (1, 4):
+        env = DimEnv({ROWS: 3, LENGTH: 5})
+        with fake_mode(env):
+            sides = [env.symint(LENGTH.size * factor)] * 2
+            x = torch.empty(2, 4, *sides)
+            x = compute()(x)
+        assert size_of(x.shape[2]) == height(LENGTH.size * factor)
+        assert env.assumptions == ()
+
+
+def test_padding_to_a_multiple_is_undone_by_a_slice() -> None:
+    _, x = traced(_padded)
+    assert [size_of(size) for size in x.shape] == [ROWS.size, LENGTH.size, 4]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +89,7 @@ def test_a_size_that_is_no_polynomial_is_named() -> None:
         (lambda x: x + torch.empty(5, 4), "length = 5"),
         (lambda x: x if x.shape[0] < x.shape[1] else x * 2, "rows < length"),
         (lambda x: x * 2 if x.shape[0] == 1 else x, "rows != 1"),
-        (lambda x: x * 2 if x.shape[0] % 2 else x, "Mod(rows, 2) != 0"),
+        (lambda x: x * 2 if x.shape[0] % 2 else x, "-rows + 2*(((rows + 1)//2)) != 0"),
         (lambda x: x * len(range(x.shape[0])), "rows = 3"),
     ],
 )

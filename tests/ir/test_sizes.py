@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroir.errors import UserError
-from zeroir.ir.sizes import Dim, Size, UnknownDimError, parse_size
+from zeroir.ir.size_text import UnknownDimError, parse_size
+from zeroir.ir.sizes import Dim, Size, quotient
 
 DIMS = {
     name: Dim(name=name, minimum=low, maximum=high)
@@ -28,6 +29,9 @@ SIZES: st.SearchStrategy[int] = st.recursive(
     ),
     max_leaves=6,
 )
+DIVISORS = st.sampled_from([1, 2, 3, 4, 6, 16])
+QUOTIENTS = st.builds(quotient, SIZES, DIVISORS).filter(lambda q: q is not None)
+ROUNDED = st.builds(lambda a, q, b: a * q + b, SIZES, QUOTIENTS, SIZES)
 POINTS = st.fixed_dictionaries(
     {name: st.integers(dim.minimum, dim.maximum) for name, dim in DIMS.items()}
 )
@@ -123,3 +127,72 @@ def test_a_size_is_bounded() -> None:
     for attempt in too_large:
         with pytest.raises(UserError, match="give fewer dims"):
             attempt()
+
+
+@given(SIZES | ROUNDED, DIVISORS, POINTS)
+def test_a_rounded_quotient_is_that_of_the_values(
+    a: int, divisor: int, point: dict[str, int]
+) -> None:
+    rounded = quotient(a, divisor)
+    if rounded is None:
+        return
+    assert at(rounded, point) == at(a, point) // divisor
+    if isinstance(rounded, Size):
+        assert parse_size(str(rounded), DIMS) == rounded
+        assert rounded.dims <= {*DIMS.values()}
+        assert copy.deepcopy(rounded) == rounded
+
+
+@given(ROUNDED, POINTS, POINTS)
+def test_sizes_with_quotients_grow_only_if_they_do(
+    a: int, point: dict[str, int], other: dict[str, int]
+) -> None:
+    if isinstance(a, Size):
+        assert a.lowest <= a.at(point) <= a.highest
+    if isinstance(a, Size) and a.grows:
+        larger = {name: max(point[name], other[name]) for name in point}
+        assert 0 <= a.at(point) <= a.at(larger) <= a.at_bound
+        fixed = {dim: point[dim.name] for dim in a.dims}
+        assert a.replaced(fixed) == a.at(point)
+
+
+def rounded(dividend: int, divisor: int) -> int:
+    """Return a quotient that there is."""
+    size = quotient(dividend, divisor)
+    assert size is not None
+    return size
+
+
+def test_quotients_that_are_equal_are_one_size() -> None:
+    length, rows = DIMS["length"].size, DIMS["rows"].size
+    half = rounded(length, 2)
+    for other in (
+        rounded(3 * length, 6),
+        -rounded(1 - length, 2),
+        length - rounded(length + 1, 2),
+        rounded(length + 6, 2) - 3,
+    ):
+        assert other == half
+    assert rounded(32 * length + 1, 2) == 16 * length
+    assert rounded(rounded(length - 1, 2) + 2, 2) == rounded(length + 3, 4)
+    quarter = rounded(rounded(length - 1, 2) - 1, 2)
+    padding = 4 - (quarter - 4 * rounded(quarter, 4))
+    blocks = rounded(quarter + padding - 4 * rounded(padding, 4), 4)
+    assert blocks == rounded(length + 9, 16)
+    assert rounded(length, 64) == 0
+    sides = [rounded(dim + 1, 2) for dim in (length, DIMS["width"].size)]
+    area = sides[0] * sides[1] * rows
+    assert isinstance(area, Size)
+    assert area.grows
+    assert str(rounded(rows * length + 3, 4)) == "((length*rows+3)//4)"
+    third = rounded(length, 3)
+    assert str(third * third * 3) == "(length//3)^2*3"
+    assert str(half) == "-((length+1)//2)+length"
+    assert quotient(half * length + 1, 4) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["(length//0)", "((length//2)//2)", "(length//2", "length//2", "(//2)", "(2//x)"]
+)
+def test_what_is_no_quotient_is_no_size(text: str) -> None:
+    assert parse_size(text, DIMS) is None

@@ -10,6 +10,7 @@ import torch
 
 import zeroir
 from examples import any_length, gpt
+from tests.support.models import any_size
 from zeroir.api.checks.check import check_model
 from zeroir.api.checks.drawn_batches import batch_of_sizes, drawn_sizes
 from zeroir.config import make_options
@@ -38,6 +39,14 @@ def test_every_shape_gives_the_bits_of_eager_pytorch(name: str) -> None:
     result = check_model(any_length.__file__, make_options(CASES[name]), steps=5, seed=3)
     assert result.is_equal, result
     assert len(set(result.losses)) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_sizes_after_strides_and_padding_give_the_bits_of_eager_pytorch(stage: int) -> None:
+    options = make_options({"stage": stage, "world_size": 2, "recompute": "*"})
+    result = check_model(any_size.__file__, options, steps=4, seed=5)
+    assert result.is_equal, result
 
 
 @pytest.mark.slow

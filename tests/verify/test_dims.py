@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from examples import any_length
+from tests.support.models import any_size
 from zeroir.api.compiling import compile_model
 from zeroir.artifact.schema import SchemaError, pack, unpack
 from zeroir.errors import BatchError
@@ -127,7 +128,33 @@ def trained(program: Program) -> dict[str, Tensor]:
     return values | lockstep.full_parameters()
 
 
-@pytest.mark.parametrize("text", ["depth*2", "length*", "12", "length^99*rows^99", "x" * 3000])
+@pytest.mark.slow
+def test_a_program_with_quotients_is_one_text_and_one_file_and_valid_at_every_shape() -> None:
+    result = compile_model(any_size.__file__, world_size=2, stage=3)
+    for program in (result.program, result.logical):
+        text = print_program(program)
+        assert "((height+1)//4)" in text
+        assert print_program(parse(text)) == text
+        assert parse(text) == program
+        assert unpack(Program, pack(program)) == program
+    for values in ({"rows": 1, "height": 5, "width": 23}, {"rows": 2, "height": 14, "width": 7}):
+        logical = instance(result.logical, values)
+        assert verify(instance(result.program, values), logical).is_valid
+        damaged = with_integers(
+            result.program,
+            lambda size: size + 1 if "//16" in str(size) and "*96" in str(size) else size,
+        )
+        assert not verify(damaged, result.logical).is_valid
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("depth*2", "length*", "12", "length^99*rows^99", "x" * 3000),
+        *("(length//0)", "((length)//2", "((length//2)//2)", "(depth//2)", "((length^99+rows)//2)"),
+        "(length//128)",
+    ],
+)
 def test_a_stored_size_that_is_none_is_refused(text: str) -> None:
     from zeroir.artifact.schema import _with_numbered_sizes, _with_sizes
 

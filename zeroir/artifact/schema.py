@@ -29,7 +29,8 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.limits import LONGEST_TEXT, obeyed_character
 from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import NodeArg, Ref, Symbol
-from zeroir.ir.sizes import Size, UnknownDimError, parse_size
+from zeroir.ir.size_text import UnknownDimError, parse_size
+from zeroir.ir.sizes import Size
 
 SCHEMA_VERSION: Final = (3, 2)
 """(major, minor). A minor version adds fields with defaults, or classes; a major one changes what files mean."""

@@ -1,8 +1,8 @@
 """The part of torch that computes with sizes: its nodes, as polynomials of dims instead of expressions of sympy.
 
 Torch calls a node for each sum, product and comparison of sizes, several dozen times for each operator. A ``DimNode``
-is one polynomial, and answers comparisons from the ranges of dims. What no polynomial says, such as an inexact quotient
-or a comparison that the ranges leave open, is an expression of sympy, as torch itself has it.
+is one polynomial, and answers comparisons from the ranges of dims. What no polynomial says, such as the quotient of two
+dims or a comparison that the ranges leave open, is an expression of sympy, as torch itself has it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.types import PySymType
+from torch.utils._sympy.functions import FloorDiv
 
-from zeroir.ir.sizes import Dim, Size, exact_quotient
+from zeroir.ir.sizes import Dim, Factor, Size, exact_quotient, quotient
 
 Relation = Literal["eq", "ne", "lt", "le", "gt", "ge"]
 
@@ -105,12 +106,17 @@ class DimNode(SymNode):
     def _expr(self) -> sympy.Expr:  # type: ignore[override]
         if not isinstance(self.size, Size):
             return sympy.Integer(self.size)
-        symbols = self.shape_env.symbols
         products = (
-            sympy.Mul(coefficient, *(symbols[dim] ** power for dim, power in monomial))
+            sympy.Mul(coefficient, *(self._factor(f) ** power for f, power in monomial))
             for coefficient, monomial in self.size.terms
         )
         return sympy.Add(*products)
+
+    def _factor(self, factor: Factor) -> sympy.Expr:
+        if isinstance(factor, Dim):
+            return self.shape_env.symbols[factor]
+        dividend = self.shape_env.node(factor.dividend).expr
+        return FloorDiv(dividend, sympy.Integer(factor.divisor))
 
     @property
     def expr(self) -> sympy.Expr:
@@ -171,14 +177,15 @@ class DimNode(SymNode):
         return super().int_floordiv(other) if quotient is None else self.shape_env.node(quotient)
 
     def mod(self, other: SymNode) -> SymNode:
-        if isinstance(self.size, Size) and self._quotient(other) is not None:
-            return self.shape_env.node(0)
-        return super().mod(other)
+        quotient = self._quotient(other)
+        if quotient is None or type(other) is not DimNode:
+            return super().mod(other)
+        return self.shape_env.node(self.size - quotient * other.size)
 
     def _quotient(self, other: SymNode) -> int | None:
         if type(other) is not DimNode or not isinstance(self.size, Size):
             return None
-        return exact_quotient(self.size, other.size)
+        return rounded_quotient(self.size, other.size)
 
     def sym_max(self, other: SymNode) -> SymNode:
         if type(other) is DimNode:
@@ -321,15 +328,14 @@ def _ends(size: int) -> tuple[int, int]:
     """Return numbers that a size is never below and never above."""
     if not isinstance(size, Size):
         return size, size
-    lowest = highest = 0
-    for coefficient, monomial in size.terms:
-        least = most = coefficient
-        for dim, power in monomial:
-            least *= dim.minimum**power
-            most *= dim.maximum**power
-        lowest += min(least, most)
-        highest += max(least, most)
-    return lowest, highest
+    return size.lowest, size.highest
+
+
+def rounded_quotient(dividend: int, divisor: int) -> int | None:
+    """Return the quotient of two sizes, rounded down; None where that is no size."""
+    if isinstance(divisor, Size):
+        return exact_quotient(dividend, divisor) if isinstance(dividend, Size) else None
+    return quotient(dividend, divisor) if divisor > 0 else None
 
 
 _LARGEST: Final = 2**56

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, cast
+from typing import Final, NamedTuple
 
 import sympy
 import torch
@@ -16,11 +17,17 @@ from torch import Tensor
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StrictMinMaxConstraint
-from torch.utils._sympy.functions import Max
+from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from zeroir.errors import InternalError
-from zeroir.frontend._torch_dim_nodes import DimNode, PolynomialEnv
+from zeroir.frontend._torch_dim_nodes import (
+    DimNode,
+    PolynomialEnv,
+    Relation,
+    answer_for_all,
+    rounded_quotient,
+)
 from zeroir.ir.sizes import Dim, Size
 
 
@@ -46,6 +53,29 @@ class Assumption(NamedTuple):
     text: str
     line: str
     dims: tuple[str, ...]
+
+
+def _combined(expression: sympy.Expr, parts: list[int]) -> int | None:
+    """Return the size that an operation makes of sizes; None where it makes none."""
+    first, *others = parts
+    match expression:
+        case sympy.Add():
+            return sum(others, first)
+        case sympy.Mul():
+            return math.prod(others, start=first)
+        case Max() | Min():
+            # Torch's strides count a size of 0 as 1, and its slices end at the tensor's end.
+            relation: Relation = "ge" if isinstance(expression, Max) else "le"
+            for part in parts:
+                if all(answer_for_all(relation, part, other) for other in parts):
+                    return part
+            return None
+        case _:
+            (divisor,) = others
+            rounded = rounded_quotient(first, divisor)
+            if rounded is None or isinstance(expression, FloorDiv):
+                return rounded
+            return first - rounded * divisor
 
 
 class DimEnv(PolynomialEnv):
@@ -81,52 +111,41 @@ class DimEnv(PolynomialEnv):
         """Return a size as torch computes with it."""
         return self.node(size).symint if isinstance(size, Size) else size
 
-    def polynomial(self, expression: sympy.Expr) -> int | None:
-        try:
-            return self.size(expression)
-        except NoPolynomialError:
-            return None
-
     def size(self, expression: sympy.Expr) -> int:
         """Return the size that an expression of torch means.
 
         Raises:
             NoPolynomialError: where it is none.
         """
-        expression = expression.replace(Max, self._largest)
-        symbols = sorted(expression.free_symbols, key=str)
-        if not symbols:
-            return int(expression)
-        try:
-            polynomial = sympy.Poly(expression, *symbols)
-        except sympy.PolynomialError:
-            raise self._no_polynomial(expression) from None
-        total: int = 0
-        for powers, coefficient in polynomial.terms():
-            if not coefficient.is_Integer or any(symbol not in self.dims for symbol in symbols):
-                raise self._no_polynomial(expression)
-            product: int = int(coefficient)
-            for symbol, power in zip(symbols, powers, strict=True):
-                for _ in range(power):
-                    product = self.dims[symbol].size * product
-            total = total + product
-        return total
+        size = self.polynomial(expression)
+        if size is None:
+            raise NoPolynomialError(self.text(expression), self._names(expression))
+        return size
 
-    def _no_polynomial(self, expression: sympy.Expr) -> NoPolynomialError:
-        return NoPolynomialError(self.text(expression), self._names(expression))
+    def polynomial(self, expression: sympy.Expr) -> int | None:
+        match expression:
+            case sympy.Integer():
+                return int(expression)
+            case sympy.Symbol() if expression in self.dims:
+                return self.dims[expression].size
+            case sympy.Add() | sympy.Mul() | Max() | Min() | FloorDiv() | Mod() | PythonMod():
+                parts: list[int] = []
+                for argument in expression.args:
+                    part = self.polynomial(argument)
+                    if part is None:
+                        return None
+                    parts.append(part)
+                return _combined(expression, parts)
+            case sympy.Pow(args=(base, sympy.Integer() as power)) if power > 0:
+                size = self.polynomial(base)
+                return None if size is None else math.prod([size] * int(power))
+            case _:
+                return None
 
     def _names(self, expression: sympy.Basic) -> tuple[str, ...]:
         """Return the names of the dims in an expression."""
         symbols = expression.free_symbols
         return tuple(dim.name for symbol, dim in self.dims.items() if symbol in symbols)
-
-    def _largest(self, *numbers: sympy.Expr) -> sympy.Expr:
-        """Return the number that is the largest for all values of dims; torch's strides count a size of 0 as 1."""
-        for number in numbers:
-            others = (other for other in numbers if other is not number)
-            if all(self._maybe_evaluate_static(sympy.Ge(number, other)) for other in others):
-                return number
-        return cast("sympy.Expr", Max(*numbers))  # type: ignore[no-untyped-call]
 
     def text(self, expression: sympy.Expr) -> str:
         """Return an expression with the names of dims."""
@@ -227,8 +246,12 @@ class DimEnv(PolynomialEnv):
                 and self._maybe_evaluate_static(orig_expr, axioms=(), var_to_range=self._ranges)
                 is None
             )
-            answer: sympy.Basic = super().evaluate_expr(orig_expr, *args, **kwargs)  # type: ignore[arg-type]
-            known = _Answer(answer, _assumption(orig_expr, answer) if is_open else None)
+            for_all = self._known(orig_expr) if is_open else None
+            if for_all is None:
+                answer: sympy.Basic = super().evaluate_expr(orig_expr, *args, **kwargs)  # type: ignore[arg-type]
+                known = _Answer(answer, _assumption(orig_expr, answer) if is_open else None)
+            else:
+                known = _Answer(sympy.true if for_all else sympy.false, None)
             self._answers[orig_expr] = known
         if known.assumption is not None:
             self._note(known.assumption)
@@ -246,11 +269,47 @@ class DimEnv(PolynomialEnv):
             line = next((f"{Path(f.filename).name}:{f.lineno}" for f in users), "")
             self._assumptions[assumption] = line
 
+    def _known(self, question: sympy.Basic) -> bool | None:
+        """Return the answer to a question for all values of dims; None where it has several, or none is known."""
+        match question:
+            case sympy.Not():
+                known = self._known(question.args[0])
+                return None if known is None else not known
+            case sympy.And() | sympy.Or():
+                decisive = isinstance(question, sympy.Or)
+                answers = [self._known(argument) for argument in question.args]
+                if decisive in answers:
+                    return decisive
+                return None if None in answers else not decisive
+            case sympy.logic.boolalg.BooleanAtom():
+                return bool(question)
+            case sympy.core.relational.Relational():
+                return self._relation_for_all(question)
+            case _:
+                return None
+
+    def _relation_for_all(self, question: sympy.core.relational.Relational) -> bool | None:
+        left, right = self.polynomial(question.lhs), self.polynomial(question.rhs)
+        relation = _RELATIONS.get(type(question))
+        if left is None or right is None or relation is None:
+            return None
+        return answer_for_all(relation, left, right)
+
     def _refine_ranges(self, expr: sympy.Basic) -> None:
         """Leave the ranges of dims as they are, so that no answer narrows them."""
 
     def _set_replacement(self, a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
         """Leave dims as they are, so that no answer turns one into a constant or another."""
+
+
+_RELATIONS: Final[Mapping[type[sympy.Basic], Relation]] = {
+    sympy.Eq: "eq",
+    sympy.Ne: "ne",
+    sympy.Lt: "lt",
+    sympy.Le: "le",
+    sympy.Gt: "gt",
+    sympy.Ge: "ge",
+}
 
 
 def size_of(size: int | torch.SymInt) -> int:

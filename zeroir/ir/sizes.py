@@ -3,7 +3,8 @@
 A dim is a number of elements that each micro-batch has for itself, such as its length. Shapes, strides and numbers of
 elements that depend on dims are polynomials in them. A ``Size`` is such a polynomial, and an integer: the polynomial's
 value where each dim has its largest value. So whatever computes with integers computes at that bound, sums and products
-keep the polynomial, and everything else (quotients, comparisons) is about the bound.
+keep the polynomial, and everything else (quotients, comparisons) is about the bound. ``quotient`` divides a size and
+rounds down, as a convolution with a stride does with heights; where it is not exact, it is a factor like a dim.
 
 Two sizes are equal if they are the same polynomial; a size that depends on a dim equals no plain integer.
 """
@@ -44,8 +45,30 @@ class Dim:
 RESERVED_NAMES: Final = frozenset(("inf", "nan", "none", "true", "false", *map(str, DType)))
 """What no dim can be called, because it means something else in the text of a program."""
 
-Monomial = tuple[tuple[Dim, int], ...]
-"""The dims of a product with their powers, in the order of their names."""
+
+@dataclass(frozen=True, slots=True)
+class Quotient:
+    """A polynomial of dims divided by a number from 2 on, rounded down; the coefficients of dims are positive.
+
+    So its largest value is where each dim has its largest one. ``quotient`` makes them.
+    """
+
+    dividend: Size
+    divisor: int
+
+    @property
+    def name(self) -> str:
+        """The text of the factor."""
+        text = str(self.dividend)
+        return f"(({text})//{self.divisor})" if _SUM.search(text) else f"({text}//{self.divisor})"
+
+
+_SUM: Final = re.compile("[+-]")
+
+Factor = Dim | Quotient
+
+Monomial = tuple[tuple[Factor, int], ...]
+"""The factors of a product with their powers, in the order of their names."""
 
 Terms = tuple[tuple[int, Monomial], ...]
 """The products that a polynomial adds up, each with its coefficient; a constant has no dims."""
@@ -58,7 +81,7 @@ class Size(int):
     _hash: int
 
     def __new__(cls, terms: Terms) -> Size:
-        size = super().__new__(cls, _value(terms, lambda dim: dim.maximum))
+        size = super().__new__(cls, _value(terms, _maximum))
         size.terms = terms
         size._hash = hash(terms)
         return size
@@ -69,14 +92,7 @@ class Size(int):
 
     def replaced(self, values: Mapping[Dim, int]) -> int:
         """Return the size where these dims are these sizes; a plain integer where no dim is left."""
-        total = 0
-        for coefficient, monomial in self.terms:
-            product = coefficient
-            for dim, power in monomial:
-                for _ in range(power):
-                    product = values.get(dim, dim.size) * product
-            total = product + total
-        return total
+        return _substituted(self.terms, lambda factor: _replaced(factor, values))
 
     @property
     def at_bound(self) -> int:
@@ -86,13 +102,20 @@ class Size(int):
     @property
     def dims(self) -> frozenset[Dim]:
         """The dims that it depends on."""
-        return frozenset(dim for _, monomial in self.terms for dim, _ in monomial)
+        dims: set[Dim] = set()
+        for factor in self._factors:
+            dims.update((factor,) if isinstance(factor, Dim) else factor.dividend.dims)
+        return frozenset(dims)
+
+    @property
+    def _factors(self) -> frozenset[Factor]:
+        return frozenset(factor for _, monomial in self.terms for factor, _ in monomial)
 
     @property
     def multiple(self) -> Multiple | None:
         """The factor and the dim of a multiple of one dim; None of any other size."""
         match self.terms:
-            case ((factor, ((dim, 1),)),):
+            case ((factor, ((Dim() as dim, 1),)),):
                 return Multiple(factor, dim)
             case _:
                 return None
@@ -103,13 +126,26 @@ class Size(int):
 
         Where coefficients are negative, the answer may be no for a polynomial that grows.
         """
-        smallest = {dim.name: dim.minimum for dim in self.dims}
-        return self.at(smallest) >= 0 and all(
-            self._derivative_is_positive(dim) for dim in self.dims
+        return self.lowest >= 0 and any(
+            all(size._least_slope(factor) >= 0 for factor in size._factors)
+            for size in (self, _with_quotients_added(self))
         )
 
-    def _derivative_is_positive(self, by: Dim) -> bool:
-        """Return whether the derivative is positive where positive terms are smallest and negative ones largest."""
+    @property
+    def lowest(self) -> int:
+        """A number that it is never less than."""
+        scaled, scale = _below(self.terms)
+        # The terms of each are least at values of their own, so none of the numbers is always the best one.
+        others = (self, _with_quotients_added(self))
+        return max(*map(_lowest, others), -(-_lowest(scaled) // scale))
+
+    @property
+    def highest(self) -> int:
+        """A number that it is never more than."""
+        return -Size(_negated(self.terms)).lowest
+
+    def _least_slope(self, by: Factor) -> int:
+        """Return the derivative where positive terms are smallest and negative ones largest."""
         lowest = 0
         for coefficient, monomial in self.terms:
             powers = dict(monomial)
@@ -117,10 +153,11 @@ class Size(int):
             if not power:
                 continue
             product = coefficient * power
-            for dim, exponent in ((by, power - 1), *powers.items()):
-                product *= (dim.minimum if coefficient > 0 else dim.maximum) ** exponent
+            end = _minimum if coefficient > 0 else _maximum
+            for factor, exponent in ((by, power - 1), *powers.items()):
+                product *= _factor_value(factor, end) ** exponent
             lowest += product
-        return lowest >= 0
+        return lowest
 
     def __reduce__(self) -> tuple[type[Size], tuple[Terms]]:
         return Size, (self.terms,)
@@ -224,19 +261,181 @@ def exact_quotient(size: Size, divisor: int) -> int | None:
     terms: list[tuple[int, Monomial]] = []
     for coefficient, monomial in size.terms:
         powers = dict(monomial)
-        for dim, power in powers_of_divisor:
-            powers[dim] = powers.get(dim, 0) - power
+        for divided, power in powers_of_divisor:
+            powers[divided] = powers.get(divided, 0) - power
         if coefficient % factor or min(powers.values(), default=0) < 0:
             return None
         terms.append((coefficient // factor, _monomial(powers)))
     return _sum(terms)
 
 
+def quotient(dividend: int, divisor: int) -> int | None:
+    """Return a size divided by a positive number, rounded down; None where that is no size.
+
+    Equal quotients are equal sizes wherever the dividends differ by multiples of the divisor, in a common factor, or in
+    the direction of rounding: ``-(-length//4)`` is ``(length+3)//4``, and ``length//2`` is ``length-(length+1)//2``.
+    """
+    nested = [term for term in _terms(dividend) if _has_quotient(term)]
+    match nested:
+        case [(1 | -1 as sign, ((Quotient() as inner, 1),))]:
+            # (x // m + y) // k is (x + m y) // (m k), and -(x // m) is (m - 1 - x) // m.
+            others = _sum([term for term in _terms(dividend) if term not in nested])
+            numerator = inner.dividend if sign == 1 else inner.divisor - 1 - inner.dividend
+            return quotient(numerator + others * inner.divisor, inner.divisor * divisor)
+        case _:
+            pass
+    exact: list[tuple[int, Monomial]] = []
+    rest: list[tuple[int, Monomial]] = []
+    constant = 0
+    for coefficient, monomial in _terms(dividend):
+        times, remainder = divmod(coefficient, divisor)
+        if _has_quotient((1, monomial)) and (2 * remainder, -coefficient) > (divisor, 0):
+            times, remainder = times + 1, remainder - divisor
+        if not monomial:
+            constant = remainder
+        elif remainder:
+            rest.append((remainder, monomial))
+        exact.append((times, monomial))
+    if not rest:
+        return _sum(exact)
+    if any(map(_has_quotient, rest)):
+        left = _sum([*rest, (constant, ())])
+        rounded = None if left == dividend else quotient(left, divisor)
+        return None if rounded is None else _sum(exact) + rounded
+    common = math.gcd(divisor, *(coefficient for coefficient, _ in rest))
+    divisor, constant = divisor // common, constant // common
+    rest = sorted(((c // common, monomial) for c, monomial in rest), key=_order)
+    leading = rest[0][0]
+    if (2 * leading, divisor - 1) > (divisor, 2 * constant):
+        # x // k is -((k - 1 - x) // k)
+        rounded = quotient(divisor - 1 - _sum([*rest, (constant, ())]), divisor)
+        return None if rounded is None else _sum(exact) - rounded
+    left = _sum([*rest, (constant, ())])
+    assert isinstance(left, Size)
+    lowest, highest = _value(left.terms, _minimum) // divisor, left.at_bound // divisor
+    if lowest == highest:
+        return _sum(exact) + lowest
+    return _sum([*exact, (1, ((Quotient(left, divisor), 1),))])
+
+
+def _lowest(size: int) -> int:
+    """Return a number that a size is never less than if its factors have any values of their ranges."""
+    if not isinstance(size, Size):
+        return size
+    negated = Size(_negated(size.terms))
+    ends = {factor: _minimum for factor in size._factors if size._least_slope(factor) >= 0}
+    ends |= {factor: _maximum for factor in size._factors if negated._least_slope(factor) >= 0}
+    total = 0
+    for coefficient, monomial in size.terms:
+        # With other factors it may grow and shrink, so each product has the end where that product is least.
+        end = _minimum if coefficient > 0 else _maximum
+        total += coefficient * math.prod(
+            _factor_value(factor, ends.get(factor, end)) ** power for factor, power in monomial
+        )
+    return total
+
+
+def _below(terms: Terms) -> tuple[int, int]:
+    """Return a polynomial of dims alone and a number: the one divided by the other is never more than the terms.
+
+    A quotient ``x // k`` is at least ``(x - k + 1) / k``, which may be negative, and at most ``x / k``.
+    """
+    scale = math.lcm(
+        *(
+            math.prod(
+                factor.divisor**power for factor, power in monomial if isinstance(factor, Quotient)
+            )
+            for _, monomial in terms
+        )
+    )
+    total: int = 0
+    for coefficient, monomial in terms:
+        degree = sum(power for factor, power in monomial if isinstance(factor, Quotient))
+        if coefficient > 0 and degree > 1:
+            continue  # a product of two negative numbers would be too large
+        product: int = coefficient * scale
+        for factor, power in monomial:
+            for _ in range(power):
+                if isinstance(factor, Dim):
+                    product = factor.size * product
+                    continue
+                slack = factor.divisor - 1 if coefficient > 0 else 0
+                product = (factor.dividend - slack) * (product // factor.divisor)
+        total = product + total
+    return total, scale
+
+
+def _with_quotients_added(size: Size) -> Size:
+    """Return an equal size without the quotients with which it shrinks: ``x // k`` is ``-((k - 1 - x) // k)``."""
+    others: dict[Factor, int] = {}
+    for factor in size._factors:
+        if isinstance(factor, Dim) or size._least_slope(factor) >= 0:
+            continue
+        k = factor.divisor
+        negated = [*((-c, m) for c, m in factor.dividend.terms), (k - 1, ())]
+        rest = _sum([(c % k, m) for c, m in negated if m] + [(_constant(negated) % k, ())])
+        assert isinstance(rest, Size)  # no coefficient of the dividend is a multiple of the divisor
+        exact = [(c // k, m) for c, m in negated if m] + [(_constant(negated) // k, ())]
+        others[factor] = -_sum([*exact, (1, ((Quotient(rest, k), 1),))])
+    changed = _substituted(
+        size.terms, lambda factor: others.get(factor, _sum([(1, ((factor, 1),))]))
+    )
+    return changed if isinstance(changed, Size) else size
+
+
+def _constant(terms: Sequence[tuple[int, Monomial]]) -> int:
+    return sum(coefficient for coefficient, monomial in terms if not monomial)
+
+
+def _substituted(terms: Terms, value_of: Callable[[Factor], int]) -> int:
+    """Return the size with other sizes in the place of factors."""
+    total: int = 0
+    for coefficient, monomial in terms:
+        product: int = coefficient
+        for factor, power in monomial:
+            value = value_of(factor)
+            for _ in range(power):
+                product = value * product
+        total = product + total
+    return total
+
+
+def _negated(terms: Terms) -> Terms:
+    return tuple((-coefficient, monomial) for coefficient, monomial in terms)
+
+
+def _has_quotient(term: tuple[int, Monomial]) -> bool:
+    return any(isinstance(factor, Quotient) for factor, _ in term[1])
+
+
+def _minimum(dim: Dim) -> int:
+    return dim.minimum
+
+
+def _maximum(dim: Dim) -> int:
+    return dim.maximum
+
+
 def _value(terms: Terms, value_of: Callable[[Dim], int]) -> int:
     return sum(
-        coefficient * math.prod(value_of(dim) ** power for dim, power in monomial)
+        coefficient
+        * math.prod(_factor_value(factor, value_of) ** power for factor, power in monomial)
         for coefficient, monomial in terms
     )
+
+
+def _factor_value(factor: Factor, value_of: Callable[[Dim], int]) -> int:
+    if isinstance(factor, Dim):
+        return value_of(factor)
+    return _value(factor.dividend.terms, value_of) // factor.divisor
+
+
+def _replaced(factor: Factor, values: Mapping[Dim, int]) -> int:
+    if isinstance(factor, Dim):
+        return values.get(factor, factor.size)
+    rounded = quotient(factor.dividend.replaced(values), factor.divisor)
+    assert rounded is not None  # only a quotient of a quotient is none
+    return rounded
 
 
 def _terms(value: int) -> Terms:
@@ -252,8 +451,8 @@ def _product(left: Monomial, right: Monomial) -> Monomial:
     return _monomial(powers)
 
 
-def _monomial(powers: Mapping[Dim, int]) -> Monomial:
-    present = [(dim, power) for dim, power in powers.items() if power]
+def _monomial(powers: Mapping[Factor, int]) -> Monomial:
+    present = [(factor, power) for factor, power in powers.items() if power]
     return tuple(sorted(present, key=lambda item: item[0].name))
 
 
@@ -293,43 +492,3 @@ def _degree(monomial: Monomial) -> int:
 def _order(term: tuple[int, Monomial]) -> tuple[int, list[tuple[str, int]]]:
     """Put products of higher degree first."""
     return -_degree(term[1]), [(dim.name, power) for dim, power in term[1]]
-
-
-_FACTOR: Final = r"(?:[A-Za-z_][A-Za-z0-9_]*(?:\^[0-9]{1,2})?|[0-9]{1,30})"
-SIZE_TEXT: Final = rf"-?{_FACTOR}(?:[*+-]{_FACTOR})*"
-"""A size as ``str`` spells it."""
-
-_SIZE: Final = re.compile(SIZE_TEXT)
-_LONGEST_TEXT: Final = 20_000
-"""The most characters of a size that ``parse_size`` reads; those of models have a few dozen."""
-
-_TERM: Final = re.compile(r"([+-]?)([^+-]+)")
-
-
-class UnknownDimError(ValueError):
-    """A text names a dim that the program does not declare."""
-
-
-def parse_size(text: str, dims: Mapping[str, Dim]) -> int | None:
-    """Return the size that a text spells, None where it spells none; a plain integer where it names no dim.
-
-    Raises:
-        UnknownDimError: where it names another dim than these.
-        UserError: where it spells a larger size than any model has.
-    """
-    if len(text) > _LONGEST_TEXT or _SIZE.fullmatch(text) is None:
-        return None
-    terms: list[tuple[int, Monomial]] = []
-    for sign, product in _TERM.findall(text):
-        coefficient = -1 if sign == "-" else 1
-        powers: dict[Dim, int] = {}
-        for factor in product.split("*"):
-            name, _, power = factor.partition("^")
-            if name.isdecimal():
-                coefficient *= int(name)
-            elif name in dims:
-                powers[dims[name]] = powers.get(dims[name], 0) + int(power or 1)
-            else:
-                raise UnknownDimError(name)
-        terms.append((coefficient, _monomial(powers)))
-    return _sum(terms)

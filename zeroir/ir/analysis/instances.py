@@ -10,7 +10,7 @@ from typing import Final, TypeVar, cast
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import Segment
-from zeroir.ir.sizes import Size
+from zeroir.ir.sizes import Dim, Size
 
 _Data = TypeVar("_Data")
 
@@ -44,17 +44,12 @@ def narrowed_size(size: int, maxima: Mapping[str, int]) -> int:
     """Return a size where these dims are at most as large; a plain integer where only one value is left of its dims."""
     if not isinstance(size, Size):
         return size
-    total = 0
-    for coefficient, monomial in size.terms:
-        product = coefficient
-        for dim, power in monomial:
-            maximum = min(dim.maximum, maxima.get(dim.name, dim.maximum))
-            is_range = dim.minimum < maximum
-            value = dataclasses.replace(dim, maximum=maximum).size if is_range else dim.minimum
-            for _ in range(power):
-                product *= value
-        total += product
-    return total
+    values: dict[Dim, int] = {}
+    for dim in size.dims:
+        maximum = min(dim.maximum, maxima.get(dim.name, dim.maximum))
+        is_range = dim.minimum < maximum
+        values[dim] = dataclasses.replace(dim, maximum=maximum).size if is_range else dim.minimum
+    return size.replaced(values)
 
 
 def at_largest(program: Program) -> Program:

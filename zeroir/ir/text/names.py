@@ -10,7 +10,7 @@ from typing import Final
 from zeroir.ir.buffers import Region, View
 from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import Segment, TensorType
-from zeroir.ir.sizes import SIZE_TEXT
+from zeroir.ir.size_text import SIZE_TEXT
 from zeroir.ir.text.lexical import BARE_NAME, STRING, name
 from zeroir.ir.text.scanner import Scanner
 from zeroir.ir.text.segments import parse_strided, strided

@@ -13,7 +13,8 @@ from enum import Enum
 from typing import Final, NoReturn, TypeVar
 
 from zeroir.errors import UserError
-from zeroir.ir.sizes import SIZE_TEXT, Dim, UnknownDimError, parse_size
+from zeroir.ir.size_text import SIZE_TEXT, UnknownDimError, parse_size
+from zeroir.ir.sizes import Dim
 from zeroir.ir.text.lexical import BARE_NAME, BARE_WORD, FLOAT, INTEGER, STRING
 
 T = TypeVar("T")

@@ -10,7 +10,8 @@ from zeroir.ir.buffers import contiguous_stride
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Constant
 from zeroir.ir.segments.segment import Node, NodeArg, Ref, Segment, Symbol, TensorType
-from zeroir.ir.sizes import RESERVED_NAMES, SIZE_TEXT
+from zeroir.ir.size_text import SIZE_TEXT
+from zeroir.ir.sizes import RESERVED_NAMES
 from zeroir.ir.text.lexical import BARE_NAME, STRING, name, number, quote
 from zeroir.ir.text.scanner import Scanner
 
@@ -28,7 +29,7 @@ _REF: Final = re.compile(r"[ \t]*\$(-?[0-9]{1,30})(?![A-Za-z0-9_.])")
 _SHAPE: Final = re.compile(
     rf"((?:{SIZE_TEXT}(?:,{SIZE_TEXT})*)?)(?:;((?:{SIZE_TEXT}(?:,{SIZE_TEXT})*)?))?"
 )
-_DIM: Final = re.compile(r"-?([A-Za-z_][A-Za-z0-9_]*)")
+_SIZE_START: Final = re.compile(r"-?(?:\(|([A-Za-z_][A-Za-z0-9_]*))")
 _OPERATORS: Final = ("*", "+", "-")
 _MAX_DEPTH: Final = 64
 """The largest depth of lists in arguments; torch's own schemas need 2."""
@@ -219,8 +220,8 @@ def _constant(scan: Scanner) -> Constant | DType:
         scan.position = match.end()
         return _KEYWORDS[match[1]]
     position = scan.here()
-    name_of_dim = _DIM.match(scan.text, position)
-    if name_of_dim is not None and name_of_dim[1] in scan.dims.keys() - RESERVED_NAMES:
+    size = _SIZE_START.match(scan.text, position)
+    if size is not None and scan.dims and size[1] in {None, *scan.dims} - RESERVED_NAMES:
         return scan.size()
     if scan.text[position : position + 1] not in "-0123456789in" or position == len(scan.text):
         scan.fail(

@@ -40,7 +40,8 @@ def _header_problems(program: Program) -> Iterator[str]:
         unknown = next((dim for dim in size.dims if declared.get(dim.name) != dim), None)
         if unknown is not None:
             yield f"the size {size} depends on {unknown.name}, which is not declared with that range"
-        elif not size.grows:
+    for size in sizes_in(_without_arguments(program)):
+        if not size.grows:
             yield f"the size {size} may shrink where a dim grows, so that memory is not planned for its largest value"
     header = (field.name for field in dataclasses.fields(program))
     others = tuple(getattr(program, name) for name in header if name not in SIZED_FIELDS)
@@ -61,6 +62,16 @@ def _header_problems(program: Program) -> Iterator[str]:
             yield f"no input tells the dim {dim.name}: none has a dimension that is a multiple of it alone"
     if program.dims and program.interleaved != 1:
         yield "a section runs several micro-batches, whose dims may differ"
+
+
+def _without_arguments(program: Program) -> tuple[object, ...]:
+    """Return what has sizes of a program, without arguments of operators, which may be any numbers."""
+    segments = tuple(
+        (segment.inputs, segment.workspace_bytes, *((n.results, n.flops) for n in segment.nodes))
+        for segment in program.segments
+    )
+    fields = tuple(getattr(program, name) for name in SIZED_FIELDS if name != "segments")
+    return (*fields, *segments)
 
 
 def _op_problem(op: ops.Op, sized: set[str]) -> str | None:
