@@ -162,7 +162,8 @@ SAID = {
     "self.kept = torch.arange(8.) if self.kept is None else self.kept; x = x + self.kept": (
         r"forward keeps kept at its first call for later ones"
     ),
-    "self.seen = x.detach()": None,
+    "self.seen = x.detach()": r"forward stores seen, and the program",
+    "self.facts['seen'] = x.detach()": r"forward stores facts\['seen'\], and the program",
     "self.is_first = False": None,
 }
 

@@ -66,10 +66,15 @@ class UsersCode:
 
 @dataclass(slots=True)
 class PythonState:
-    """The state at one time. ``leaves`` are comparable values by their names in messages."""
+    """The state at one time. ``leaves`` are comparable values by their names in messages.
+
+    ``tensor_places`` has, for tensors in attributes, variables and dicts with texts as keys, where they are: a mapping
+    and a key in it.
+    """
 
     code: UsersCode
     leaves: dict[str, Leaf] = field(default_factory=dict)
+    tensor_places: dict[str, tuple[Namespace, str]] = field(default_factory=dict)
     _restores: list[Callable[[IsSame], None]] = field(default_factory=list)
     # They are kept alive with the state, so that no two of them share an id.
     _seen: dict[int, object] = field(default_factory=dict)
@@ -146,6 +151,8 @@ class PythonState:
 
         self._restores.append(restore)
         for name, value in saved.items():
+            if isinstance(value, Tensor):
+                self.tensor_places[prefix + name] = values, name
             self._add(prefix + name, value)
 
     def _callable(self, function: object) -> None:
@@ -211,6 +218,9 @@ class PythonState:
                 if len(pairs) <= _MOST_ITEMS:
                     self._restores.append(lambda is_same: _refill_mapping(value, pairs, is_same))
                     self._add_all(name, ((repr(key), item) for key, item in pairs.items()))
+                    for key, item in pairs.items():
+                        if isinstance(item, Tensor) and isinstance(key, str):
+                            self.tensor_places[f"{name}[{key!r}]"] = value, key
             case list() | deque() | set() if len(value) > _MOST_ITEMS:
                 length = len(value)
                 self.leaves[name] += (length,)

@@ -54,7 +54,9 @@ def note_on_state(
         step.state = second
         if _is_captured_alike(joint, capture):
             changed_again = second.changed(PythonState.of(model, step.state.code))
-            return _counter_note(joint, model, step, changed_again, capture)
+            if changed_again:
+                return _counter_note(joint, model, step, changed_again, capture)
+            return _stored_note(joint, model, step, changed, capture)
         return _kept_tensor_note(model, mode, step, changed, capture)
     finally:
         step.state = first
@@ -80,13 +82,8 @@ def _counter_note(
     step: LossStep,
     names: Sequence[str],
     capture: Callable[[], JointGraph],
-) -> str | None:
-    """Return a sentence on numbers that change at every call without effect; None without any.
-
-    UserError for other state.
-    """
-    if not names:
-        return None
+) -> str:
+    """Return a sentence on numbers that change at every call without effect; UserError for other state."""
     counters = list(number_attributes(model, names))
     if len(counters) == len(names) and _enter_nothing(joint, model, step, counters, capture):
         return (
@@ -97,6 +94,36 @@ def _counter_note(
         f"The model's forward changes {_listed(names)} at every call, and the program, which runs none of its Python "
         "code, does not: keep a count in a buffer (register_buffer), return other values as outputs, or remove the "
         "code that changes it."
+    )
+
+
+def _stored_note(
+    joint: JointGraph,
+    model: nn.Module,
+    step: LossStep,
+    changed: Sequence[str],
+    capture: Callable[[], JointGraph],
+) -> str | None:
+    """Return a sentence on tensors that forward stores and never reads, as a log of activations does; None without any.
+
+    Tensors that the next forward reads are caches, which a program needs no more.
+    """
+    prefixes = tuple(f"{name}{end}" for name in changed for end in (".", "["))
+    stored = {
+        name: place
+        for name, place in PythonState.of(model, step.state.code).tensor_places.items()
+        if name in changed or name.startswith(prefixes)
+    }
+    reads: list[str] = []
+    for container, key in stored.values():
+        container[key] = UnreadableNumber(reads)
+    step.state = PythonState.of(model, step.state.code)
+    if not stored or not _is_captured_alike(joint, capture) or reads:
+        return None
+    return (
+        f"The model's forward stores {_listed(list(stored))}, and the program, which runs none of its Python code, "
+        "does not: return what you want to see beside the loss, as an output of evaluations, or compute it within "
+        "`with engine.gathered() as module`."
     )
 
 
