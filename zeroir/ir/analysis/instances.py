@@ -95,15 +95,23 @@ def values_of_dims(program: Program, given: Mapping[str, int]) -> dict[str, int]
 
 def sizes_in(data: tuple[object, ...]) -> Iterator[Size]:
     """Yield each size that depends on dims in these tuples, records and integers, once."""
-    found: dict[Size, None] = {}
-
-    def note(size: int) -> int:
-        if isinstance(size, Size):
-            found.setdefault(size)
-        return size
-
-    _Integers(note).of(data)
-    yield from found
+    found: set[Size] = set()
+    seen: set[int] = set()
+    rest: list[object] = [data]
+    while rest:
+        value = rest.pop()
+        kind = type(value)
+        if kind is Size:
+            size = cast("Size", value)
+            if size not in found:
+                found.add(size)
+                yield size
+        elif kind is tuple:
+            rest.extend(reversed(cast("tuple[object, ...]", value)))
+        elif kind not in _WITHOUT_FIELDS and id(value) not in seen:
+            seen.add(id(value))
+            names = reversed(_field_names(kind))  # type: ignore[arg-type] # a class is hashable
+            rest.extend([getattr(value, name) for name in names])
 
 
 @cache
@@ -169,6 +177,9 @@ class _Integers:
             if new is not old:
                 changes[name] = new
         return dataclasses.replace(record, **changes) if changes else record  # type: ignore[type-var]
+
+
+_WITHOUT_FIELDS: Final = frozenset((int, str, bool, float, bytes, type(None)))
 
 
 @cache
