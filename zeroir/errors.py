@@ -53,6 +53,19 @@ class ShapesError(UserError):
         self.dims = frozenset(dims)
 
 
+class ChangedCodeError(UserError):
+    """The code or an object that a program was compiled from has changed.
+
+    ``change`` says what, without a full stop. ``may_compile`` is whether a program that is compiled now takes the
+    parameters and states over.
+    """
+
+    def __init__(self, change: str, remedy: str, *, may_compile: bool) -> None:
+        super().__init__(f"{change}, and the program goes on with that: {remedy}.")
+        self.change = change
+        self.may_compile = may_compile
+
+
 class DamagedCheckpointError(UserError):
     """A checkpoint is not what was saved; an earlier one may be."""
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from zeroir.errors import GraphWarning, UserError
+from zeroir.errors import ChangedCodeError, GraphWarning, UserError
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
 from zeroir.runtime.checkpoint.background import PendingSave
@@ -28,7 +28,12 @@ from zeroir.runtime.checkpoint.snapshots import require_same_sums
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, Job
 from zeroir.runtime.distributed.rank_position import RankPosition
 from zeroir.runtime.engine.accumulation import Accumulation, MicroStepResult
-from zeroir.runtime.engine.followed import Followed, read_tensors
+from zeroir.runtime.engine.followed import (
+    Compile,
+    Followed,
+    ProgramsOfStates,
+    read_tensors,
+)
 from zeroir.runtime.engine.followed_optimizers import FollowedOptimizers
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer
 from zeroir.runtime.engine.opened_program import EngineSettings
@@ -104,6 +109,7 @@ class Engine:
         self._values = ModelValues(self.rank_program)
         self._recording = Recording(self.rank_program)
         self._outside: Followed | None = None
+        self._programs: ProgramsOfStates | None = None
         self._followed: FollowedOptimizers | None = None
         self._accumulation = Accumulation(
             lambda batch: inputs_of(self.program, batch),
@@ -224,13 +230,17 @@ class Engine:
         self._accumulating = None
         self.rank_program.replace(program)
 
-    def follow(self, outside: Followed) -> None:
+    def follow(self, outside: Followed, compile_again: Compile | None = None) -> None:
         """Follow the user's code and tensors that the program was compiled from.
 
         Before each micro-step and evaluation the present values of the tensors are read, and changed settings of the
-        script's optimizers apply to ``optimizer``.
+        script's optimizers apply to ``optimizer``. Where something else changed, ``compile_again`` returns the program
+        to go on with; without it such a change is an error.
         """
         self._outside = outside
+        if compile_again is not None:
+            self._programs = ProgramsOfStates(compile_again)
+            self._programs.remember(self.program, outside)
         if outside.optimizers and self.program.groups:
             self._followed = FollowedOptimizers(
                 outside.optimizers, outside.parameter_names(), self.optimizer
@@ -240,7 +250,16 @@ class Engine:
         """Read what the program follows, and raise UserError where something else changed that it depends on."""
         if self._outside is None:
             return
-        self._outside.require_unchanged(is_step=is_step)
+        try:
+            self._outside.require_unchanged(is_step=is_step)
+        except ChangedCodeError as change:
+            if self._programs is None:
+                raise
+            program, followed = self._programs.after(change, self._outside)
+            try:
+                self.go_on_with(program, followed)
+            except UserError as error:
+                raise UserError(f"{change} It cannot go on with another program: {error}") from None
         if self._followed is not None:
             self._followed.follow()
         self.rank_program.allocate_once()

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import logging
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Final, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroir.errors import UserError
+from zeroir.errors import ChangedCodeError, UserError
 from zeroir.ir.program import Program
 from zeroir.runtime.memory.rank_memory import RankMemory
+
+LOGGER: Final = logging.getLogger("zeroir")
+
+MOST_STATES: Final = 8
+"""Programs that one engine compiles for as many states of the user's code: a script that anneals a number has more."""
 
 
 class Followed(Protocol):
@@ -34,8 +41,43 @@ class Followed(Protocol):
     def remember(self) -> None:
         """Compare with the present state of the user's code from now on."""
 
+    def state(self) -> Hashable:
+        """Return a value that is the same where the present state of the user's code is."""
+
     def require_unchanged(self, *, is_step: bool = True) -> None:
-        """Raise UserError where something changed that the program does not follow."""
+        """Raise ChangedCodeError where something changed that the program does not follow."""
+
+
+Compile = Callable[[], tuple[Program, Followed]]
+"""A function that compiles the program again from the present state of the user's code."""
+
+
+class ProgramsOfStates:
+    """The programs of one model that were compiled from different states of the user's code, by these states."""
+
+    def __init__(self, compile_again: Compile) -> None:
+        self._compile = compile_again
+        self._programs: dict[Hashable, tuple[Program, Followed]] = {}
+
+    def remember(self, program: Program, followed: Followed) -> None:
+        """Remember the program that was compiled from the present state."""
+        self._programs[followed.state()] = program, followed
+
+    def after(self, change: ChangedCodeError, followed: Followed) -> tuple[Program, Followed]:
+        """Return the program of the present state, which is compiled if it is new.
+
+        Raises:
+            ChangedCodeError: ``change``, where parameters or states would not fit, or there are too many programs.
+        """
+        state = followed.state()
+        if state not in self._programs:
+            if not change.may_compile or len(self._programs) >= MOST_STATES:
+                raise change
+            begun = time.perf_counter()
+            self._programs[state] = self._compile()
+            seconds = time.perf_counter() - begun
+            LOGGER.warning("%s: it was compiled again in %.1f s.", change.change, seconds)
+        return self._programs[state]
 
 
 def read_tensors(tensors: Mapping[str, Tensor], program: Program, memory: RankMemory) -> None:

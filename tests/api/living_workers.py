@@ -1,4 +1,4 @@
-"""One rank that trains beside a teacher that follows the student: ``python -m tests.api.living_workers``."""
+"""One rank that trains beside a teacher that follows: ``python -m tests.api.living_workers``."""
 
 from __future__ import annotations
 
@@ -57,10 +57,12 @@ def main() -> None:
         replica.load_state_dict(student.state_dict())
     optimizers = [torch.optim.SGD(replica.parameters(), lr=0.1) for replica in replicas]
 
+    weights = {"distance": 1.0}
+
     def loss_of(module: nn.Module, guide: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():
             aim = guide(x)
-        loss: Tensor = (module(x) - aim).square().mean()
+        loss: Tensor = weights["distance"] * (module(x) - aim).square().mean()
         return loss
 
     def loss(module: nn.Module, x: Tensor) -> Tensor:
@@ -72,6 +74,7 @@ def main() -> None:
         student, batch_of(0, 0), loss=loss, optimizer=optimizer, stage=3, world_size=world_size
     ).engine()
     for step in range(STEPS):
+        weights["distance"] = 1.0 if step < 2 else 0.5  # the program is compiled again
         result = engine.step([batch_of(rank, MICRO_STEPS * step + i) for i in range(MICRO_STEPS)])
         mean = 0.0
         for number, (replica, own) in enumerate(zip(replicas, optimizers, strict=True)):

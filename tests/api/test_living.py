@@ -68,7 +68,7 @@ def loss(module: nn.Module, x: Tensor) -> Tensor:
 
 def engine_of(net: nn.Module, loss: Callable[..., object] = loss, **options: object) -> Engine:
     compiled = zeroir.compile(net, X, loss=loss, world_size=1, **{"lr": 0.1, **options})  # type: ignore[arg-type]
-    return compiled.engine(self_check=False)
+    return compiled.engine(self_check=False, compile_again=False)
 
 
 def set_global(name: str, value: object) -> Callable[[nn.Sequential], None]:
@@ -150,7 +150,7 @@ def test_a_change_between_compiling_and_the_engine_is_refused() -> None:
 def test_training_goes_on_once_a_change_is_undone_or_ignored() -> None:
     net = net_of()
     compiled = zeroir.compile(net, X, loss=loss, world_size=1)
-    engine = compiled.engine(self_check=False, ignore=["2.tau", "A*"])
+    engine = compiled.engine(self_check=False, ignore=["2.tau", "A*"], compile_again=False)
     scaled(net).tau = 3.0
     engine.step(X)
     set_global("beta", 0.5)(net)
@@ -348,6 +348,17 @@ def changes(draw: st.DrawFn) -> list[int]:
 @given(seed=st.integers(0, 1000), drawn=changes())
 @examples(200)
 def test_no_change_makes_a_silent_difference_from_eager(seed: int, drawn: list[int]) -> None:
+    require_no_silent_difference(seed, drawn, compile_again=False)
+
+
+@pytest.mark.slow
+@given(seed=st.integers(0, 1000), drawn=changes())
+@examples(20)
+def test_a_program_compiled_again_computes_as_eager(seed: int, drawn: list[int]) -> None:
+    require_no_silent_difference(seed, drawn, compile_again=True)
+
+
+def require_no_silent_difference(seed: int, drawn: list[int], *, compile_again: bool) -> None:
     """A step after changes is refused, or has the loss of the user's code as it is then, on the same parameters."""
     before = {name: globals()[name] for name in ("beta", "penalty")}
     others = (settings.weight, table["gain"], Scaled.slope)
@@ -358,7 +369,8 @@ def test_no_change_makes_a_silent_difference_from_eager(seed: int, drawn: list[i
         distance: Tensor = (module(x) - aim).square().mean()
         return loss(module, x) + distance
 
-    engine = engine_of(net, with_aim, lr=0.0, optimizer="sgd")
+    compiled = zeroir.compile(net, X, loss=with_aim, lr=0.0, optimizer="sgd", world_size=1)
+    engine = compiled.engine(self_check=False, compile_again=compile_again)
     try:
         for number in drawn:
             if number < len(CHANGES):
@@ -396,3 +408,47 @@ def test_an_engine_goes_on_with_a_program_that_was_compiled_after_a_change() -> 
     found = engine.step(X).loss
     with engine.gathered() as module, torch.no_grad():
         assert found == distance(copy.deepcopy(module), X).item() != first
+
+
+def following_engine(net: nn.Module, **options: object) -> Engine:
+    """An engine that compiles its program again after a change."""
+    given = {"lr": 0.1, "optimizer": "sgd", **options}
+    compiled = zeroir.compile(net, X, loss=loss, world_size=1, **given)  # type: ignore[arg-type]
+    return compiled.engine(self_check=False)
+
+
+def test_a_program_is_compiled_again_once_for_each_state(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    net, plain = net_of(), net_of()
+    engine = following_engine(net, micro_steps=2)
+    for value, tau in ((0.0, 1.0), (0.5, 1.0), (0.5, 0.25), (0.0, 1.0), (0.5, 0.25)):
+        for module in (net, plain):
+            set_global("beta", value)(module)
+            scaled(module).tau = tau
+        expected = plain_step(plain, loss(plain, X), 0.1)
+        engine.micro_step(X)
+        assert engine.update().loss == pytest.approx(expected, rel=1e-6)
+    said = [record.message for record in caplog.records if "compiled again" in record.message]
+    assert len(said) == 2
+    assert "beta" in said[0]
+    assert "is 0.5 now, but was 0.0" in said[0]
+    engine.close()
+    for name, value_of in plain.state_dict().items():
+        torch.testing.assert_close(net.state_dict()[name], value_of)
+
+
+def test_too_many_states_and_other_parameters_are_refused() -> None:
+    net = net_of()
+    engine = following_engine(net)
+    for number in range(1, 8):
+        scaled(net).tau = 1.0 + number
+        engine.step(X)
+    scaled(net).tau = 100.0
+    with pytest.raises(UserError, match=r"2\.tau.* is 100\.0 now.*pass it with the batch"):
+        engine.step(X)
+    scaled(net).tau = 1.0
+    engine.step(X)
+    net[0].requires_grad_(False)
+    with pytest.raises(UserError, match=r"0\.weight is frozen now"):
+        engine.step(X)

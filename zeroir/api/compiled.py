@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from zeroir.frontend.watch.watch import Watch
     from zeroir.runtime.distributed.rendezvous import JobRank
     from zeroir.runtime.engine.engine import Engine
+    from zeroir.runtime.engine.followed import Followed
     from zeroir.runtime.state.module_values import StateSource
 
 
@@ -209,6 +210,7 @@ class CompiledProgram:
         weight: WeightFunction | None = None,
         timeout: timedelta | None = None,
         ignore: Sequence[str] = (),
+        compile_again: bool = True,
     ) -> Engine:
         """Make an engine for this process, with parameters from the module in memory or the model file.
 
@@ -223,8 +225,10 @@ class CompiledProgram:
         ``weight`` returns the weights of batches if the program uses them and was compiled elsewhere, from a module.
 
         Before each step the engine compares what the program was compiled from (attributes and modes of modules, hooks,
-        globals and closures that the step's code mentions) with what is there now, and refuses a change; ``ignore`` are
-        patterns of names whose changes no step depends on. Tensors outside the module count with their present values.
+        globals and closures that the step's code mentions) with what is there now. After a change it compiles the
+        program again, once for each state, and keeps parameters and states; it refuses a change of which parameters
+        there are or are trained, and with ``compile_again=False`` every one. ``ignore`` are patterns of names whose
+        changes no step depends on. Tensors outside the module count with their present values.
 
         ``timeout`` bounds the wait for another rank in a collective; the default is 5 minutes.
 
@@ -261,7 +265,22 @@ class CompiledProgram:
             state=state,
             keep_module=keep_module,
             ignore=ignore,
+            compile_again=compile_again,
         )
+
+    def _compiled_again(self, engine: Engine) -> tuple[Program, Followed]:
+        """Compile the source again, for steps as those of the engine's program."""
+        from zeroir.api.compiling import compile_source
+
+        assert self.source is not None
+        again = compile_source(self.source, self.requested, self.config)
+        if MICRO_STEP in engine.program.section_by_name and not again.accumulates:
+            again = again.specialise(micro_steps=2)
+        assert again.watch is not None
+        assert self.watch is not None
+        again.watch.ignore(self.watch.ignored)
+        again.watch.optimizers = self.watch.optimizers
+        return again.program, again.watch
 
     def open_engine(
         self,
@@ -276,6 +295,7 @@ class CompiledProgram:
         state: StateSource | None = None,
         keep_module: bool = False,
         ignore: Sequence[str] = (),
+        compile_again: bool = False,
     ) -> Engine:
         """Make an initialised engine for this process's rank of the job, as ``Engine.initialise`` does."""
         from zeroir.api.running import engines
@@ -332,7 +352,8 @@ class CompiledProgram:
             ),
         )
         watch.remember()
-        engine.follow(watch)
+        may_compile = compile_again and watch is self.watch
+        engine.follow(watch, partial(self._compiled_again, engine) if may_compile else None)
         return engine
 
 

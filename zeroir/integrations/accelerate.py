@@ -185,7 +185,7 @@ def prepare(
         timeout=timeout,
     )
     engine = programs.present.compiled.engine(
-        kernels=kernels, seed=torch.initial_seed(), timeout=timeout
+        compile_again=False, kernels=kernels, seed=torch.initial_seed(), timeout=timeout
     )
     engine.fit = programs.fit
     _include_state(accelerator, engine)

@@ -128,7 +128,7 @@ class EngineOfTrainer:
             timeout=timeout,
         )
         self.engine: Engine = self._programs.present.compiled.engine(
-            seed=seed, kernels=kernels, timeout=timeout
+            compile_again=False, seed=seed, kernels=kernels, timeout=timeout
         )
         self.engine.fit = self._programs.fit
         self._watch = model.register_forward_pre_hook(_require_values)

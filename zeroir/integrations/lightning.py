@@ -165,7 +165,7 @@ class ZeroirStrategy(DDPStrategy):
             static=None if self._kernels == "eager" else ONE_SIZE_KERNELS,
         )
         engine = self._engine = programs.present.compiled.engine(
-            kernels=self._kernels, seed=torch.initial_seed()
+            compile_again=False, kernels=self._kernels, seed=torch.initial_seed()
         )
         engine.fit = programs.fit
         for part in self._module.modules():

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
+from typing import Final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroir.errors import UserError
+from zeroir.errors import ChangedCodeError
 from zeroir.frontend.source.source import ModelSource
 from zeroir.frontend.watch.code_state import HOOK, CodeState, Leaf
 from zeroir.frontend.watch.reached_code import ReachedCode
@@ -60,25 +61,51 @@ class Watch:
         """Compare the state with that of the compilation; an evaluation, unlike a step, may happen in either mode.
 
         Raises:
-            UserError: where something changed that the program does not follow; it names it and the line that reads it.
+            ChangedCodeError: where something changed that the program does not follow; it names it and the line that
+                reads it.
         """
         if self._state.is_as_it_was():
             return
         before, now = self._state, self._now()
-        for name in {**before.leaves, **now.leaves}:
-            old, new = before.leaves.get(name), now.leaves.get(name)
-            is_mode = name.rpartition(".")[2] == "training"
-            if old == new or (is_mode and not is_step) or self._is_ignored(name):
-                continue
-            raise UserError(_sentence(name, old, new, before.lines.get(name, "")))
+        changed = {
+            name: (before.leaves.get(name), now.leaves.get(name))
+            for name in {**before.leaves, **now.leaves}
+            if before.leaves.get(name) != now.leaves.get(name)
+            and (is_step or name.rpartition(".")[2] != "training")
+            and not self._is_ignored(name)
+        }
+        if changed:
+            name, (old, new) = next(iter(changed.items()))
+            raise ChangedCodeError(
+                *_change_and_remedy(name, old, new, before.lines.get(name, "")),
+                may_compile=not any(map(_is_of_parameters, changed, changed.values())),
+            )
         if is_step:
             self._state = now
+
+    def state(self) -> Hashable:
+        """Return a value that is the same where the present state is."""
+        return frozenset(
+            item for item in self._now().leaves.items() if not self._is_ignored(item[0])
+        )
 
     def _is_ignored(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.ignored)
 
 
-def _sentence(name: str, old: Leaf | None, new: Leaf | None, line: str) -> str:
+def _is_of_parameters(name: str, leaves: tuple[Leaf | None, Leaf | None]) -> bool:
+    """Return whether a change is one of the module's tensors, or of what is trained, so that states do not fit on."""
+    return name.endswith(".requires_grad") or any(
+        leaf is not None and (leaf[0] is nn.Module or (leaf[0] is Tensor and len(leaf) == _OWN))
+        for leaf in leaves
+    )
+
+
+_OWN: Final = 2
+"""The length of the leaf of a tensor of the module's own, whose version does not count."""
+
+
+def _change_and_remedy(name: str, old: Leaf | None, new: Leaf | None, line: str) -> tuple[str, str]:
     owner, _, last = name.rpartition(".")
     subject, value, before, remedy = name, _value(new), _earlier(old), _IF_UNREAD
     match old or new:
@@ -99,10 +126,8 @@ def _sentence(name: str, old: Leaf | None, new: Leaf | None, line: str) -> str:
             value = "has gone" if new is None else f"is {'' if old is None else 'another '}{new[1]}"
             remedy = "with the new module"
     reader = f", which {line} reads," if line else ""
-    return (
-        f"{subject}{reader} {value} now, but {before} when the program was compiled, and the program goes on with "
-        f"that: compile again, {remedy}."
-    )
+    change = f"{subject}{reader} {value} now, but {before} when the program was compiled"
+    return change, f"compile again, {remedy}"
 
 
 _IF_UNREAD = "pass it with the batch as a tensor, or name it in engine(ignore=[...]) if no step depends on it"
