@@ -74,7 +74,7 @@ VERDICTS = ("all sizes", "fewer sizes", "refused", "wrong", "left out")
 Verdict = tuple[str, str]
 
 
-class Content(TypedDict):
+class ShapesContent(TypedDict):
     """What the record holds beside its head."""
 
     head: list[str]
@@ -318,7 +318,7 @@ def recorded(path: Path | None) -> dict[str, Verdict]:
     return {model: (verdict, reason) for model, (verdict, reason) in models.items()}
 
 
-def content_of(verdicts: Mapping[str, Verdict]) -> Content:
+def content_of(verdicts: Mapping[str, Verdict]) -> ShapesContent:
     """The content of the record: a table of the kinds, and the verdict on each model."""
     rows = []
     for kind in KINDS:

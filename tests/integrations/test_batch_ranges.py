@@ -7,7 +7,7 @@ import torch
 
 from zeroir.config.shapes import parse_shapes
 from zeroir.errors import UserError
-from zeroir.integrations.batch_ranges import BatchRanges, Limits, Sizes, sizes_of, tokens_of
+from zeroir.integrations.batch_ranges import BatchRanges, RangeLimits, Sizes, sizes_of, tokens_of
 
 
 def text_batch(rows: int, length: int, of_labels: int | None = None) -> Sizes:
@@ -21,14 +21,14 @@ TOKENS = frozenset(("ids", "mask", "labels"))
 def proposed(*seen: Sizes, multiple: int = 1, most_positions: int | None = None) -> BatchRanges:
     tokens = frozenset(path for path in TOKENS & seen[0].keys() if len(seen[0][path]) == 2)
     return BatchRanges.proposed(
-        seen, Limits(tokens=tokens, multiple=multiple, most_positions=most_positions)
+        seen, RangeLimits(tokens=tokens, multiple=multiple, most_positions=most_positions)
     )
 
 
 def test_rows_and_lengths_of_the_first_batch_are_dims() -> None:
     ids = torch.zeros(4, 5, dtype=torch.int64)
     batch = {"ids": ids, "mask": ids.bool(), "scores": torch.zeros(4, 5), "y": torch.zeros(4)}
-    ranges = BatchRanges.proposed([sizes_of(batch)], Limits(tokens=tokens_of(batch)))
+    ranges = BatchRanges.proposed([sizes_of(batch)], RangeLimits(tokens=tokens_of(batch)))
     text = "ids: 1<=rows<=4, 2<=length<=64; mask: rows, length; scores: rows, length; y: rows"
     assert ranges.text() == text
     assert parse_shapes(text)
@@ -43,7 +43,7 @@ def test_lengths_end_with_the_positions_of_the_model_and_are_multiples_of_the_co
     assert ranges.text().startswith("ids: 1<=rows<=2, 1<=8*length<=7;")
     assert ranges.takes(text_batch(1, 56))
     assert not ranges.takes(text_batch(1, 44))
-    limits = Limits(tokens=frozenset(("ids", "mask")), most_positions=60, multiple=8)
+    limits = RangeLimits(tokens=frozenset(("ids", "mask")), most_positions=60, multiple=8)
     other = ranges.grown([text_batch(2, 44)], limits)
     assert other.text().startswith("ids: 1<=rows<=2, 2<=length<=60;")
 
@@ -51,7 +51,7 @@ def test_lengths_end_with_the_positions_of_the_model_and_are_multiples_of_the_co
 def test_ranges_grow_to_what_any_rank_has_seen() -> None:
     first = proposed(text_batch(4, 5), text_batch(3, 11))
     assert first.text().startswith("ids: 1<=rows<=4, 2<=length<=64;")
-    limits = Limits(tokens=frozenset(("ids", "mask")))
+    limits = RangeLimits(tokens=frozenset(("ids", "mask")))
     assert first.takes(text_batch(1, 64))
     assert not first.takes(text_batch(5, 9))
     assert not first.takes({**text_batch(4, 9), "mask": (4, 8)})
@@ -64,7 +64,7 @@ def test_ranges_grow_to_what_any_rank_has_seen() -> None:
 
 
 def test_sizes_that_turn_out_to_differ_become_dims_and_equal_ones_share_a_dim() -> None:
-    limits = Limits(tokens=frozenset(("ids", "mask", "labels")))
+    limits = RangeLimits(tokens=frozenset(("ids", "mask", "labels")))
     first = proposed(text_batch(4, 5, of_labels=5))
     assert first.text().endswith("labels: rows, length")
     split = first.grown([text_batch(4, 7, of_labels=6)], limits)
@@ -72,7 +72,7 @@ def test_sizes_that_turn_out_to_differ_become_dims_and_equal_ones_share_a_dim() 
     assert split.covers(first)
     image = proposed({"x": (4, 3, 20, 20)})
     for sizes, text in (((30, 30), "2<=size<=32, size"), ((30, 24), "2<=size<=32, 2<=size_2<=32")):
-        grown = image.grown([{"x": (4, 3, *sizes)}], Limits(tokens=frozenset()))
+        grown = image.grown([{"x": (4, 3, *sizes)}], RangeLimits(tokens=frozenset()))
         assert grown.text() == f"x: 1<=rows<=4, 3, {text}"
         image = grown
 
@@ -86,7 +86,7 @@ def test_examples_differ_from_each_other_and_from_fixed_sizes() -> None:
 
 def test_what_compiling_has_shown_limits_ranges() -> None:
     seen = [text_batch(4, 5)]
-    limits = Limits(tokens=frozenset(("ids", "mask")))
+    limits = RangeLimits(tokens=frozenset(("ids", "mask")))
     limits.smallest |= {("ids", 0): 2, ("mask", 0): 2, ("labels", 0): 2}
     limits.exact.add(("ids", 1))
     ranges = BatchRanges.proposed(seen, limits)
@@ -105,7 +105,7 @@ def test_what_compiling_has_shown_limits_ranges() -> None:
     later, sizes = proposed(text_batch(4, 6)).beginning_at({"rows": 2, "length": 2})
     assert later.text().startswith("ids: 2<=rows<=4, 2<=length<=64;")
     assert sizes == {("ids", 0): 2, ("mask", 0): 2, ("labels", 0): 2}
-    static = Limits(tokens=TOKENS, static="Kernels have one size.")
+    static = RangeLimits(tokens=TOKENS, static="Kernels have one size.")
     assert BatchRanges.proposed([text_batch(4, 5, 5)], static).text() == ""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -49,7 +49,8 @@ class CompiledProgram:
     instance for ``--offload adaptive``. ``path`` is the file that it was read from, if any; the model file is also
     searched from there. ``source`` is the module or function that it was compiled from in this process, if any.
     ``speculation`` is the choice whether the host's update is speculative, if it was made in this process. ``watch``
-    has, in the same case as ``source``, the state of the user's code that the program was compiled from.
+    has, in the same case as ``source``, the state of the user's code that the program was compiled from, and
+    ``compile_again`` compiles the source as it is now.
     """
 
     artifact: Artifact
@@ -60,6 +61,7 @@ class CompiledProgram:
     source: ModelSource | None = field(default=None, compare=False)
     speculation: SpeculationChoice | None = field(default=None, compare=False)
     watch: Watch | None = field(default=None, compare=False)
+    compile_again: Callable[[], CompiledProgram] | None = field(default=None, compare=False)
 
     @property
     def program(self) -> Program:
@@ -270,10 +272,8 @@ class CompiledProgram:
 
     def _compiled_again(self, engine: Engine) -> tuple[Program, Followed]:
         """Compile the source again, for steps as those of the engine's program."""
-        from zeroir.api.compiling import compile_source
-
-        assert self.source is not None
-        again = compile_source(self.source, self.requested, self.config)
+        assert self.compile_again is not None
+        again = self.compile_again()
         if MICRO_STEP in engine.program.section_by_name and not again.accumulates:
             again = again.specialise(micro_steps=2)
         assert again.watch is not None
@@ -392,7 +392,8 @@ def specialised(
     artifact = replace(artifact, logical=replace(logical, options=options.to_pairs()))
     lowered = lower(artifact.logical, options)
     made = with_proof(artifact, options, lowered, path=compiled.path)
-    return replace(made, source=compiled.source, watch=compiled.watch)
+    again = compiled.compile_again
+    return replace(made, source=compiled.source, watch=compiled.watch, compile_again=again)
 
 
 def _require_groups(compiled: CompiledProgram, micro_steps: int) -> None:
@@ -428,14 +429,18 @@ def with_proof(
 
 
 def with_source(
-    compiled: CompiledProgram, source: ModelSource, outside: Mapping[str, Tensor]
+    compiled: CompiledProgram,
+    source: ModelSource,
+    outside: Mapping[str, Tensor],
+    compile_again: Callable[[], CompiledProgram],
 ) -> CompiledProgram:
     """Return the program with the module or function that it was compiled from; ``outside`` is as for a capture."""
     if source.file is not None:
         return compiled
     from zeroir.frontend.watch.watch import Watch
 
-    return replace(compiled, source=source, watch=Watch.of(source, outside))
+    watch = Watch.of(source, outside)
+    return replace(compiled, source=source, watch=watch, compile_again=compile_again)
 
 
 def with_report(

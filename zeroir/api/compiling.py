@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -101,7 +102,8 @@ def compile_source(
         _require_every_size(artifact.logical, problem)
         raise InternalError(f"The program declares results that torch does not compute: {problem}.")
     compiled = with_proof(artifact, captured.options, lowered)
-    return with_source(compiled, source, captured.outside)
+    again = partial(compile_source, source, options, config)
+    return with_source(compiled, source, captured.outside, again)
 
 
 def _require_every_size(logical: Program, problem: str) -> None:

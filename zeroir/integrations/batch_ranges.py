@@ -54,7 +54,7 @@ def tokens_of(batch: Batch) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
+class SizeRange:
     """The values of a dim, the multiple of it that sizes are, and the largest value of the batches so far."""
 
     least: int
@@ -69,7 +69,7 @@ class Range:
 
 
 @dataclass(slots=True, kw_only=True)
-class Limits:
+class RangeLimits:
     """What is known of the sizes of a model's batches.
 
     Lengths are multiples of ``multiple`` and at most ``most_positions``, if the model has such a number. ``static`` is
@@ -98,8 +98,13 @@ class Limits:
         return reason
 
     def range_of(
-        self, axes: Sequence[Axis], numbers: Sequence[int], earlier: Range | None, *, is_rows: bool
-    ) -> Range:
+        self,
+        axes: Sequence[Axis],
+        numbers: Sequence[int],
+        earlier: SizeRange | None,
+        *,
+        is_rows: bool,
+    ) -> SizeRange:
         """Return the range of the dim of some axes that have these numbers, and those of an earlier range."""
         factor = 1
         if earlier is not None:
@@ -121,7 +126,7 @@ class Limits:
             least = min(least, earlier.least * earlier.factor)
             most = max(most, earlier.most * earlier.factor)
         least = max(least, *(self.smallest.get(axis, 1) for axis in axes))
-        return Range(
+        return SizeRange(
             least=-(-least // factor), most=most // factor, seen=seen // factor, factor=factor
         )
 
@@ -131,13 +136,13 @@ class BatchRanges:
     """The sizes of the batches that a program takes: each is a number, or the name of a dim with a range."""
 
     sizes: Mapping[str, tuple[int | str, ...]]
-    dims: Mapping[str, Range]
+    dims: Mapping[str, SizeRange]
 
     @classmethod
     def given(cls, shapes: BatchShapes, example: Sizes) -> BatchRanges:
         """Return the ranges that a user gives; other sizes are the example's."""
         sizes: dict[str, tuple[int | str, ...]] = dict(example)
-        dims: dict[str, Range] = {}
+        dims: dict[str, SizeRange] = {}
         for path, shape in shapes.items():
             own: list[int | str] = []
             for index, size in enumerate(shape):
@@ -146,7 +151,7 @@ class BatchRanges:
                     own.append(example[path][index] if size is None else size)
                     continue
                 factor, dim = multiple
-                dims[dim.name] = Range(
+                dims[dim.name] = SizeRange(
                     least=dim.minimum, most=dim.maximum, seen=dim.maximum, factor=factor
                 )
                 own.append(dim.name)
@@ -154,7 +159,7 @@ class BatchRanges:
         return cls(sizes=sizes, dims=dims)
 
     @classmethod
-    def proposed(cls, seen: Sequence[Sizes], limits: Limits) -> BatchRanges:
+    def proposed(cls, seen: Sequence[Sizes], limits: RangeLimits) -> BatchRanges:
         """Return ranges for the first batches, which have the same tensors.
 
         Raises:
@@ -176,7 +181,7 @@ class BatchRanges:
             sizes[path] = tuple(own)
         return cls(sizes=sizes, dims={}).grown(seen, limits)
 
-    def grown(self, seen: Sequence[Sizes], limits: Limits) -> BatchRanges:
+    def grown(self, seen: Sequence[Sizes], limits: RangeLimits) -> BatchRanges:
         """Return ranges that have room for further batches with the same tensors, too.
 
         Sizes that were equal so far share a dim as long as they are equal in these batches.
@@ -207,7 +212,7 @@ class BatchRanges:
             )
             of_dims.setdefault(key, []).append(axis)
             earlier.setdefault(key, set()).add(present)
-        dims: dict[str, Range] = {}
+        dims: dict[str, SizeRange] = {}
         rows = _numbers(seen, _first(seen[0]))
         for key, axes in of_dims.items():
             name, numbers = key
@@ -284,7 +289,7 @@ class BatchRanges:
         each = self.dims[size]
         return each.least * each.factor, each.most * each.factor
 
-    def axes_of(self, names: frozenset[str]) -> list[tuple[Axis, Range]]:
+    def axes_of(self, names: frozenset[str]) -> list[tuple[Axis, SizeRange]]:
         """Return the axes of the dims with these names, of all dims if none has such a name."""
         chosen = names & self.dims.keys() or self.dims.keys()
         return [
@@ -377,7 +382,7 @@ def _only(numbers: Sequence[int], axis: Axis, reason: str) -> int:
     return numbers[0]
 
 
-def _unused(kind: str, names: Mapping[str, Range]) -> str:
+def _unused(kind: str, names: Mapping[str, SizeRange]) -> str:
     return next(name for name in _numbered(kind) if name not in names)
 
 

@@ -18,7 +18,7 @@ from zeroir.api.sentences import LOGGER
 from zeroir.config.shapes import BatchShapes, shapes_text
 from zeroir.errors import ShapesError, UserError, ZeroirError
 from zeroir.frontend.source.given_shapes import given_shapes
-from zeroir.integrations.batch_ranges import BatchRanges, Limits, Sizes, sizes_of, tokens_of
+from zeroir.integrations.batch_ranges import BatchRanges, RangeLimits, Sizes, sizes_of, tokens_of
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, exchanged_texts
 from zeroir.runtime.distributed.rendezvous import join_job
 from zeroir.torch_ops.batches import Batch, flatten, with_tensors
@@ -75,7 +75,7 @@ class FittedPrograms:
         timeout: timedelta | None = None,
     ) -> None:
         self._compile = compile_program
-        self._limits = Limits(
+        self._limits = RangeLimits(
             tokens=frozenset(), multiple=multiple, most_positions=most_positions, static=static
         )
         self._job = join_job(timeout or DEFAULT_TIMEOUT)
