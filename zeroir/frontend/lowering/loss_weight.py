@@ -87,13 +87,13 @@ class _Total:
 
 
 @dataclass(frozen=True, slots=True)
-class _Elements:
+class _CountedElements:
     """A number that depends on the sizes of the batch alone."""
 
     number: int
 
 
-_Count = _Labels | _Total | _Elements
+_Count = _Labels | _Total | _CountedElements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ def loss_weight(
     if len(counts) != 1:
         return None
     (count,) = counts
-    if count is None or not (isinstance(count, _Elements) or graph.is_of_batch(count.value)):
+    if count is None or not (isinstance(count, _CountedElements) or graph.is_of_batch(count.value)):
         return None
     segment, paths = _segment(graph, count, is_near_1=is_near_1)
     return LossWeight(
@@ -173,7 +173,7 @@ class _Forward:
             at = _MEANS[node.op]
             # Torch leaves out trailing arguments with their default, which is the mean.
             is_mean = at is None or len(node.args) <= at or node.args[at] == _MEAN
-            yield _Elements(self._numel(operands[0])) if is_mean else None
+            yield _CountedElements(self._numel(operands[0])) if is_mean else None
         else:
             yield None
 
@@ -271,7 +271,7 @@ class _Forward:
         """
         if isinstance(count, _Total):
             return True
-        if isinstance(count, _Elements):
+        if isinstance(count, _CountedElements):
             return isinstance(count.number, Size)
         if any(isinstance(size, Size) for size in self.type_of(count.value).shape):
             return True
@@ -310,7 +310,7 @@ def _has(tensor: Tensor | None, label: int) -> bool:
 def _segment(graph: _Forward, count: _Count, *, is_near_1: bool) -> tuple[Segment, tuple[str, ...]]:
     """Return the segment that computes a count, and the paths of its inputs in the batch."""
     types = graph.joint.types
-    value = None if isinstance(count, _Elements) else count.value
+    value = None if isinstance(count, _CountedElements) else count.value
     leaves = [] if value is None else sorted(graph.leaves(value))
     built = _UnfinishedWeight(inputs=[graph.type_of(leaf) for leaf in leaves])
     numbers = {leaf: number for number, leaf in enumerate(leaves)}
@@ -328,7 +328,7 @@ def _segment(graph: _Forward, count: _Count, *, is_near_1: bool) -> tuple[Segmen
             labels = Ref(numbers[count.value])
             counted = built.new("aten.ne.Scalar", (labels, count.ignored), differs)
             output, most = built.new("aten.sum.default", (Ref(counted),), number), int(kind.numel)
-        case _Elements():
+        case _CountedElements():
             kwargs = (("dtype", DType.I64), ("device", Symbol("device")))
             output = built.new("aten.full.default", ((), count.number), number, kwargs)
             most = int(count.number)
