@@ -203,6 +203,18 @@ def test_a_size_of_1_is_left_out_where_it_computes_something_else(
     assert [dim.minimum for dim in program.program.dims] == [smallest]
 
 
+def test_a_view_by_strides_of_any_size_compiles() -> None:
+    def strided(x: Tensor) -> Tensor:
+        return x.as_strided((x.shape[0] - 1, 4), (4, 1), 4)
+
+    rows = Dim("rows", min=3, max=8)
+    program = zeroir.compile(Mean(strided), torch.zeros(5, 4), shapes=(rows, 4))
+    engine = program.engine()
+    for count in (3, 8):
+        assert engine.step(torch.randn(count, 4)).loss > 0
+    engine.close()
+
+
 def test_a_smallest_value_that_is_given_stays() -> None:
     rows = Dim("rows", min=2, max=8)
     with pytest.raises(UserError, match=r"only where rows >= 3\. Narrow the dims"):

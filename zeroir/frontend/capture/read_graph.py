@@ -369,6 +369,8 @@ class _Reader:
             case torch.dtype():
                 require_dtype(arg, self._place(node))
                 return IR_DTYPE[arg]
+            case torch.SymInt():
+                return size_in(arg, self._place(node))
             case torch.device():
                 return Symbol("device")
             case torch.layout() | torch.memory_format():

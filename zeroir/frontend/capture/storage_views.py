@@ -48,8 +48,9 @@ def bounds_error(node: fx.Node) -> str | None:
     """
     if node.target is not strided:
         return None
-    root, size, stride, start = cast("tuple[fx.Node, list[int], list[int], int]", node.args)
-    tensor = cast("Tensor", root.meta["val"])
+    root, *numbers = fx.map_arg(node.args, lambda arg: arg.meta["val"])
+    size, stride, start = cast("tuple[list[int], list[int], int]", numbers)
+    tensor = cast("Tensor", root)
     extent = span_numel(tuple(tensor.shape), tensor.stride())
     span = span_numel(tuple(size), tuple(stride))
     if span == 0 or 0 <= start <= extent - span:

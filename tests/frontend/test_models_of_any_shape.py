@@ -1,0 +1,18 @@
+"""Models of transformers compile for batches of any shape, and give the bits of eager PyTorch there."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model", ["causal/llama", "causal/mamba2", "masked/bert", "seq2seq/t5", "image/resnet"]
+)
+def test_a_model_of_transformers_takes_batches_of_any_shape(model: str, tmp_path: Path) -> None:
+    from tools.survey_shapes import survey
+
+    kind, name = model.split("/")
+    assert survey(kind, name, tmp_path, is_checked=True) == ("all sizes", "")
