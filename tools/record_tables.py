@@ -22,7 +22,7 @@ PAGES = tuple(
     DOCS / name
     for name in (
         *("checkpoints.md", "conformance.md", "ir.md", "measurements.md", "offload.md"),
-        *("operators.md", "performance.md", "trust.md"),
+        *("operators.md", "performance.md", "shapes.md", "trust.md"),
     )
 )
 RECORDS = DOCS / "records"
@@ -119,13 +119,13 @@ def _models_with_experts(record: Mapping[str, object]) -> str:
 
 
 def _refused_models(record: Mapping[str, object]) -> str:
-    """The models that the survey found refused, each with its sentence up to the remedy."""
+    """The models that a survey found refused, or narrowed, each with its sentence up to the remedy."""
     models = record["models"]
     assert isinstance(models, dict)
     rows = [
         [kind, reason.partition(";")[0].rstrip(".")]
         for kind, (verdict, reason) in models.items()
-        if verdict == "refused"
+        if verdict in ("refused", "fewer sizes")
     ]
     return _markdown(["model", "what the sentence says"], rows)
 
@@ -187,6 +187,8 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
         f"bench-offload {part}": _part(part)
         for part in ("traffic", "rates", "paper", "published", "speculation")
     },
+    "shapes": _rows,
+    "shapes refused": _refused_models,
     "causal-models": _rows,
     "causal-models experts": _models_with_experts,
     "causal-models refused": _refused_models,
