@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.frontend.test_torch_private import attempt
 from zeroir.frontend._torch_private import fake_mode
-from zeroir.frontend._torch_sizes import DimEnv, NoPolynomialError, has_dims, size_of
+from zeroir.frontend._torch_sizes import DimEnv, NoPolynomialError, has_dims, size_of, stride_of
 from zeroir.ir.sizes import Dim, quotient
 
 ROWS = Dim(name="rows", minimum=1, maximum=8)
@@ -38,6 +38,27 @@ def test_quotients_are_sizes() -> None:
     assert size_of(x.shape[1]) == quotient(LENGTH.size, 2)
     # Torch asks for the layout which sizes are 1.
     assert all(each.text.endswith("!= 1") for each in env.assumptions)
+
+
+def test_a_view_finds_a_size_from_sums() -> None:
+    def heads(x: Tensor) -> Tensor:
+        shorter = x.transpose(0, 1)[x.shape[1] // 3 :]
+        return shorter.reshape(*shorter.shape[:2], -1, 2)
+
+    env, x = traced(heads)
+    assert size_of(x.shape[2]) == 2
+    assert not any("%" in each.text or "Mod" in each.text for each in env.assumptions)
+
+
+def test_a_stride_counts_a_size_of_0_as_0() -> None:
+    env = DimEnv({ROWS: 3, LENGTH: 5})
+    with fake_mode(env):
+        rows = torch.empty([env.symint(size) for size in (LENGTH.size, ROWS.size)])
+        shorter = rows[:, :-1].clone()
+        larger = torch.sym_max(1, shorter.shape[1])  # type: ignore[no-untyped-call]
+    assert [stride_of(step) for step in shorter.stride()] == [ROWS.size - 1, 1]
+    with pytest.raises(NoPolynomialError):
+        size_of(larger)
 
 
 def test_a_size_that_is_no_polynomial_is_named() -> None:

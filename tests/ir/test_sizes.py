@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from zeroir.errors import UserError
 from zeroir.ir.size_text import UnknownDimError, parse_size
-from zeroir.ir.sizes import Dim, Size, quotient
+from zeroir.ir.sizes import Dim, Size, exact_quotient, quotient
 
 DIMS = {
     name: Dim(name=name, minimum=low, maximum=high)
@@ -59,9 +59,10 @@ def test_arithmetic_of_sizes_is_that_of_their_values(a: int, b: int, point: dict
 def test_a_quotient_that_is_a_size_is_exact(a: int, b: int, point: dict[str, int]) -> None:
     product = a * b
     if isinstance(product, Size) and b:
-        quotient = product // b
-        if product % b == 0 and isinstance(quotient, Size):
-            assert at(quotient, point) * at(b, point) == at(product, point)
+        assert exact_quotient(product, b) == a
+    if isinstance(a, Size) and b:
+        exact = exact_quotient(a, b)
+        assert exact is None or at(exact, point) * at(b, point) == at(a, point)
 
 
 @given(SIZES, SIZES)
@@ -161,6 +162,14 @@ def rounded(dividend: int, divisor: int) -> int:
     size = quotient(dividend, divisor)
     assert size is not None
     return size
+
+
+def test_what_all_products_share_decides_no_growth() -> None:
+    rows = Dim(name="rows", minimum=1, maximum=8).size
+    length = Dim(name="length", minimum=4, maximum=64).size
+    size = rows * (length - 2) * (length - 2)
+    assert isinstance(size, Size)
+    assert size.grows
 
 
 def test_quotients_that_are_equal_are_one_size() -> None:

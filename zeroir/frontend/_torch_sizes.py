@@ -122,6 +122,17 @@ class DimEnv(PolynomialEnv):
             raise NoPolynomialError(self.text(expression), self._names(expression))
         return size
 
+    def stride(self, expression: sympy.Expr) -> sympy.Expr:
+        """Return a stride of torch in which no size of 0 counts as 1: a tensor with one has no elements."""
+        sizes: dict[sympy.Expr, sympy.Expr] = {}
+        for largest in expression.atoms(Max):
+            one, *others = sorted(largest.args, key=lambda part: not part.is_number)
+            if one == 1 and len(others) == 1:
+                size = self.polynomial(others[0])
+                if size is not None and answer_for_all("ge", size, 0):
+                    sizes[largest] = others[0]
+        return expression.xreplace(sizes)
+
     def polynomial(self, expression: sympy.Expr) -> int | None:
         match expression:
             case sympy.Integer():
@@ -326,6 +337,19 @@ def size_of(size: int | torch.SymInt) -> int:
     env = node.shape_env
     assert isinstance(env, DimEnv)
     return env.size(node.expr)
+
+
+def stride_of(step: int | torch.SymInt) -> int:
+    """Return a stride that torch computed. Torch's strides count a size of 0 as 1, and a program's as 0.
+
+    Raises:
+        NoPolynomialError: where it is no polynomial of dims.
+    """
+    if not isinstance(step, torch.SymInt) or isinstance(step.node, DimNode):
+        return size_of(step)
+    env = step.node.shape_env
+    assert isinstance(env, DimEnv)
+    return env.size(env.stride(step.node.expr))
 
 
 def assume_not_1(size: int | torch.SymInt, line: str) -> None:

@@ -145,19 +145,14 @@ class Size(int):
         return -Size(_negated(self.terms)).lowest
 
     def _least_slope(self, by: Factor) -> int:
-        """Return the derivative where positive terms are smallest and negative ones largest."""
-        lowest = 0
+        """Return a number that the derivative by a factor is never less than."""
+        terms: list[tuple[int, Monomial]] = []
         for coefficient, monomial in self.terms:
             powers = dict(monomial)
-            power = powers.pop(by, 0)
-            if not power:
-                continue
-            product = coefficient * power
-            end = _minimum if coefficient > 0 else _maximum
-            for factor, exponent in ((by, power - 1), *powers.items()):
-                product *= _factor_value(factor, end) ** exponent
-            lowest += product
-        return lowest
+            power = powers.get(by, 0)
+            if power:
+                terms.append((coefficient * power, _monomial({**powers, by: power - 1})))
+        return _lowest(_sum(terms))
 
     def __reduce__(self) -> tuple[type[Size], tuple[Terms]]:
         return Size, (self.terms,)
@@ -254,19 +249,35 @@ def _multiplied(left: Size, right: int) -> int:
 
 @lru_cache(_KEPT)
 def exact_quotient(size: Size, divisor: int) -> int | None:
-    """Return the quotient if each product of the polynomial is a multiple of the divisor, which is one product."""
-    if not divisor or len(_terms(divisor)) != 1:
+    """Return the quotient of two polynomials, None where there is a remainder."""
+    factors = sorted(
+        {
+            factor
+            for terms in (size.terms, _terms(divisor))
+            for _, powers in terms
+            for factor, _ in powers
+        },
+        key=lambda factor: factor.name,
+    )
+
+    def powers_of(term: tuple[int, Monomial]) -> tuple[int, ...]:
+        powers = dict(term[1])
+        return _degree(term[1]), *(powers.get(factor, 0) for factor in factors)
+
+    if not divisor:
         return None
-    ((factor, powers_of_divisor),) = _terms(divisor)
-    terms: list[tuple[int, Monomial]] = []
-    for coefficient, monomial in size.terms:
-        powers = dict(monomial)
-        for divided, power in powers_of_divisor:
-            powers[divided] = powers.get(divided, 0) - power
-        if coefficient % factor or min(powers.values(), default=0) < 0:
+    leading = max(_terms(divisor), key=powers_of)
+    exact: int = 0
+    rest: int = size
+    while _terms(rest):
+        # Long division: the product of the highest degree is the leading one times one of the quotient.
+        term = max(_terms(rest), key=powers_of)
+        _, *powers = (a - b for a, b in zip(powers_of(term), powers_of(leading), strict=True))
+        if term[0] % leading[0] or min(powers, default=0) < 0:
             return None
-        terms.append((coefficient // factor, _monomial(powers)))
-    return _sum(terms)
+        part = _sum([(term[0] // leading[0], _monomial(dict(zip(factors, powers, strict=True))))])
+        exact, rest = part + exact, rest - part * divisor
+    return exact
 
 
 def quotient(dividend: int, divisor: int) -> int | None:
@@ -318,13 +329,17 @@ def quotient(dividend: int, divisor: int) -> int | None:
     return _sum([*exact, (1, ((Quotient(left, divisor), 1),))])
 
 
+@lru_cache(_KEPT)
 def _lowest(size: int) -> int:
     """Return a number that a size is never less than if its factors have any values of their ranges."""
     if not isinstance(size, Size):
         return size
-    negated = Size(_negated(size.terms))
-    ends = {factor: _minimum for factor in size._factors if size._least_slope(factor) >= 0}
-    ends |= {factor: _maximum for factor in size._factors if negated._least_slope(factor) >= 0}
+    degree = max(_degree(monomial) for _, monomial in size.terms)
+    ends: dict[Factor, Callable[[Dim], int]] = {}
+    if math.comb(len(size._factors) + degree, degree) <= _MOST_DERIVATIVES:
+        negated = Size(_negated(size.terms))
+        ends = {factor: _minimum for factor in size._factors if size._least_slope(factor) >= 0}
+        ends |= {factor: _maximum for factor in size._factors if negated._least_slope(factor) >= 0}
     total = 0
     for coefficient, monomial in size.terms:
         # With other factors it may grow and shrink, so each product has the end where that product is least.
@@ -481,6 +496,9 @@ def _sum(terms: Sequence[tuple[int, Monomial]]) -> int:
 
 
 _MOST_TERMS: Final = 500
+_MOST_DERIVATIVES: Final = 2000
+"""A polynomial of many factors has so many partial derivatives that its ends are not looked for."""
+
 _LARGEST_DEGREE: Final = 32
 _LARGEST_COEFFICIENT: Final = 10**18
 

@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from zeroir.frontend._torch_sizes import NoPolynomialError, size_of
+from zeroir.frontend._torch_sizes import NoPolynomialError, size_of, stride_of
 from zeroir.frontend.capture.node_origins import NodeOrigin
 
 
@@ -106,7 +106,7 @@ def kind_of(tensor: Tensor) -> TensorKind:
             return TensorKind(
                 dtype=tensor.dtype,
                 shape=tuple(size_of(size) for size in tensor.shape),
-                stride=tuple(size_of(step) for step in tensor.stride()),
+                stride=tuple(stride_of(step) for step in tensor.stride()),
                 offset=size_of(tensor.storage_offset()),
                 requires_grad=tensor.requires_grad,
             )

@@ -15,7 +15,7 @@ from zeroir.frontend._torch_private import (
     is_backward,
     is_gradient_sum,
 )
-from zeroir.frontend._torch_sizes import NoPolynomialError, assume_not_1, size_of
+from zeroir.frontend._torch_sizes import NoPolynomialError, assume_not_1, size_of, stride_of
 from zeroir.frontend.capture.storage_views import bounds_error
 from zeroir.ir.segments.allowlist import refusal
 from zeroir.ir.segments.segment import TensorType
@@ -98,7 +98,7 @@ def tensor_type(tensor: Tensor, source: str) -> TensorType:
     return TensorType(
         dtype=IR_DTYPE[tensor.dtype],
         shape=tuple(_planned(size_in(size, source), source) for size in tensor.shape),
-        stride=tuple(size_in(step, source) for step in tensor.stride()),
+        stride=tuple(_stride_in(step, source) for step in tensor.stride()),
     )
 
 
@@ -131,11 +131,23 @@ def size_in(size: int | torch.SymInt, source: str) -> int:
     try:
         return size_of(size)
     except NoPolynomialError as error:
-        raise ShapesError(
-            f"{source} makes a size that is no polynomial of dims, {error}: give that dimension one size, or let the "
-            "data have it.",
-            error.dims,
-        ) from None
+        raise _no_polynomial(error, source) from None
+
+
+def _stride_in(step: int | torch.SymInt, source: str) -> int:
+    """A stride that torch computed at the line ``source``; ShapesError where it is no polynomial of dims."""
+    try:
+        return stride_of(step)
+    except NoPolynomialError as error:
+        raise _no_polynomial(error, source) from None
+
+
+def _no_polynomial(error: NoPolynomialError, source: str) -> ShapesError:
+    return ShapesError(
+        f"{source} makes a size that is no polynomial of dims, {error}: give that dimension one size, or let the data "
+        "have it.",
+        error.dims,
+    )
 
 
 def require_dtype(dtype: torch.dtype, source: str) -> None:
