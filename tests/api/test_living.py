@@ -329,13 +329,8 @@ def test_values_are_not_given_back_while_an_exception_is_handled() -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_train_beside_a_teacher_that_follows_and_end_with_the_values(
-    world_size: int, tmp_path: Path
-) -> None:
-    ranks = Ranks(
-        world_size, tmp_path, module="tests.api.living_workers", sources=COMPILING_SOURCES
-    )
+def test_ranks_train_beside_a_teacher_that_follows_and_end_with_the_values(tmp_path: Path) -> None:
+    ranks = Ranks(3, tmp_path, module="tests.api.living_workers", sources=COMPILING_SOURCES)
     require_success(ranks.wait())
 
 
