@@ -183,6 +183,7 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "eight-bit-update": _rows,
     "paging": _rows,
     "fault-offload": _rows,
+    "random-shapes": _rows,
     **{
         f"bench-offload {part}": _part(part)
         for part in ("traffic", "rates", "paper", "published", "speculation")

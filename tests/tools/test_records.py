@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import record_file
+from tools import random_shapes, record_file
 from tools.bench_offload import OFFLOADS
 from tools.bench_predict import MODELS, MOST_ERROR, STAGES
 from tools.source_mutants.packages import PACKAGES
@@ -49,6 +49,20 @@ def test_offloading_copied_what_was_planned_and_beside_segments() -> None:
         assert row["as planned"] == "every step"
         assert float(row["beside segments"].rstrip("%")) >= 50
         assert parse_bytes(row["device"]) < parse_bytes(plain["device"])
+
+
+def test_a_thousand_steps_of_random_shapes_compiled_nothing_and_have_the_bits_of_eager_pytorch() -> (
+    None
+):
+    record = json.loads((RECORDS / "random-shapes.json").read_text())
+    assert (record["about"]["ranks"], record["about"]["micro_steps"]) == (4, 3)
+    rows = [dict(zip(record["head"], row, strict=True)) for row in record["rows"]]
+    assert [row.pop("training") for row in rows] == list(random_shapes.TRAININGS)
+    assert int(rows[0]["steps"].replace(",", "")) >= 1000
+    for row in rows:
+        assert int(row.pop("steps").replace(",", "")) >= 100
+        assert int(row.pop("shapes")) > 100
+        assert set(row.values()) == {"0"}, row
 
 
 def test_updates_and_disks_reached_their_shares() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -183,29 +183,14 @@ def _compared_with(
     kernels: str,
     draws: bool,
 ) -> Comparison:
-    import torch
-
-    from zeroir.api.checks.reference import EagerReplicas
+    from zeroir.api.checks.reference import replicas_of
     from zeroir.api.running.engines import kernel_backend
     from zeroir.runtime.execution.batch import inputs_of, shape_of
     from zeroir.runtime.execution.lockstep import Lockstep
-    from zeroir.runtime.execution.seeds import site_seed
     from zeroir.runtime.training.lr_schedule import Scheduler
-    from zeroir.runtime.training.micro_batch_weights import weighing
 
     program = compiled.program
-    rng = compiled.logical.buffer_by_name.get("rng")
-    sites = 0 if rng is None else rng.numel
-
-    def seeds(step: int, micro_step: int, rank: int) -> Tensor:
-        return torch.tensor(
-            [site_seed(seed, step, micro_step, rank, site) for site in range(sites)],
-            dtype=torch.int64,
-        )
-
-    if program.weight is not None and source.weight is None:
-        source = replace(source, weight=weighing(program))
-    reference = EagerReplicas(source, options, seed=seed, seeds=seeds, steps=steps)
+    reference = replicas_of(compiled.logical, source, options, seed=seed, steps=steps)
     backend = kernel_backend(kernels)
     folder = compiled.artifact.offload_folder
     lockstep = Lockstep(

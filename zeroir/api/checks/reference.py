@@ -10,6 +10,7 @@ update is torch.optim's, fused, on FP32 master weights; 8-bit states are rounded
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +24,13 @@ from zeroir.frontend.lowering.parameter_groups import ParameterGroup, parameter_
 from zeroir.frontend.source.source import ModelSource
 from zeroir.ir.layout import Parameter
 from zeroir.ir.optimizers.forms import StateForm
+from zeroir.ir.program import Program
 from zeroir.runtime.eight_bit.plain import WithRoundedStates
+from zeroir.runtime.execution.seeds import site_seed
 from zeroir.runtime.optimizers.catalogue import UPDATES
 from zeroir.runtime.optimizers.plain import PlainOptimizer
 from zeroir.runtime.training.lr_schedule import Scheduler
-from zeroir.runtime.training.micro_batch_weights import weight_of
+from zeroir.runtime.training.micro_batch_weights import weighing, weight_of
 from zeroir.torch_ops import neutral_ops
 from zeroir.torch_ops.batches import Batch
 
@@ -263,6 +266,24 @@ class EagerReplicas:
             self._hysteresis -= 1
         else:
             self._scale = max(self._scale / settings.factor, settings.minimum)
+
+
+def replicas_of(
+    program: Program, source: ModelSource, options: CompileOptions, *, seed: int, steps: int
+) -> EagerReplicas:
+    """Return the replicas that compute what a program, logical or lowered, computes with this seed."""
+    rng = program.buffer_by_name.get("rng")
+    sites = 0 if rng is None else rng.numel
+
+    def seeds(step: int, micro_step: int, rank: int) -> Tensor:
+        return torch.tensor(
+            [site_seed(seed, step, micro_step, rank, site) for site in range(sites)],
+            dtype=torch.int64,
+        )
+
+    if program.weight is not None and source.weight is None:
+        source = replace(source, weight=weighing(program))
+    return EagerReplicas(source, options, seed=seed, seeds=seeds, steps=steps)
 
 
 def _replica(source: ModelSource, seed: int) -> nn.Module:
