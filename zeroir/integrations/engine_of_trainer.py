@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from zeroir.api import CompiledProgram, compile_model
 from zeroir.config.steps import MicroSteps
@@ -80,12 +78,6 @@ class WrappedModel(nn.Module):
         raise UserError(_CANNOT_COMPUTE)
 
 
-def _require_values(module: nn.Module, _arguments: object) -> None:
-    """Raise a UserError if the model is called while its values are in an engine."""
-    if any(parameter.is_meta for parameter in module.parameters()):
-        raise UserError(_CANNOT_COMPUTE)
-
-
 class EngineOfTrainer:
     """One engine, and the programs of a model that it runs.
 
@@ -116,7 +108,6 @@ class EngineOfTrainer:
         self._optimizer = optimizer
         self._options = options
         self._returned: list[tuple[Tensor, int]] | None = None
-        self._watch: RemovableHandle | None = None
         self._has_outputs = has_outputs
         self._programs = FittedPrograms(
             self._compiled,
@@ -131,7 +122,6 @@ class EngineOfTrainer:
             compile_again=False, seed=seed, kernels=kernels, timeout=timeout
         )
         self.engine.fit = self._programs.fit
-        self._watch = model.register_forward_pre_hook(_require_values)
 
     @property
     def most_rows(self) -> int:
@@ -153,9 +143,6 @@ class EngineOfTrainer:
     def return_values(self) -> None:
         """Return the model's values to it, on the CPU; ``take_changes`` detects later changes."""
         self.engine.return_values(self.model)
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None
         self._returned = self._versions()
 
     @property
@@ -178,19 +165,6 @@ class EngineOfTrainer:
             self.engine.load_state_dict(self.model.state_dict(), strict=False)
             self._returned = present
 
-    @contextmanager
-    def _not_watched(self) -> Iterator[None]:
-        """Allow the compiler to call the model, whose values it does not need."""
-        watch = self._watch
-        if watch is None:
-            yield
-            return
-        watch.remove()
-        try:
-            yield
-        finally:
-            self._watch = self.model.register_forward_pre_hook(_require_values)
-
     def _versions(self) -> list[tuple[Tensor, int]]:
         return [
             (tensor, tensor._version) for tensor, _ in NamedTensors(self.model).names_by_tensor()
@@ -202,13 +176,12 @@ class EngineOfTrainer:
         options["micro_steps"] = _of_batches(options.get("micro_steps", 1))
         # A trainer evaluates with the model in evaluation mode.
         self.model.train()
-        with self._not_watched():
-            return compile_model(
-                self.model,
-                batch,
-                loss=_program_loss(self._loss, has_outputs=self._has_outputs),
-                **options,
-            )
+        return compile_model(
+            self.model,
+            batch,
+            loss=_program_loss(self._loss, has_outputs=self._has_outputs),
+            **options,
+        )
 
 
 def _of_batches(micro_steps: int | MicroSteps) -> MicroSteps:
