@@ -70,8 +70,9 @@ def test_accumulation_on_processes_equals_lockstep(zeroir: Zeroir, tmp_path: Pat
         path = tmp_path / f"{compiled_for}.zir"
         compiling = ["--micro-steps", compiled_for, "--world-size", "3"]
         assert zeroir("compile", model, *compiling, "-o", path).exit_code == 0
-        arguments = ["--nproc", "3", "--steps", "3", "--log-every", "1", "--json", "--model", model]
-        made = run("run", path.name, *arguments, "--micro-steps", "2", cwd=tmp_path)
+        arguments = ["--nproc", "3", "--steps", "3", "--log-every", "1", "--json"]
+        arguments += ["--model", model.name, "--micro-steps", "2"]
+        made = run("run", path.name, *arguments, cwd=tmp_path)
         assert made.returncode == 0, made.stderr
         losses = [json.loads(line)["loss"] for line in made.stdout.splitlines()]
         assert losses == expected, f"compiled for {compiled_for}"

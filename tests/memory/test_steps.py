@@ -185,10 +185,11 @@ def test_what_a_profile_measures_is_exact_where_only_a_bound_is_known(
     machine = load_machine("cpu-local").model_copy(update={"segments": segments})
     measured = with_measured_workspaces(program, machine)
     for before, after in zip(program.segments, measured.segments, strict=True):
-        own = dict(after.workspace_bytes)["eager"]
+        # The segment of a batch's weight declares no workspace.
+        own, most = (dict(one.workspace_bytes).get("eager", 0) for one in (after, before))
         # A step does not call what only evaluations do.
-        assert own == again.get(after.digest(), dict(before.workspace_bytes)["eager"])
-        assert own <= dict(before.workspace_bytes)["eager"]
+        assert own == again.get(after.digest(), most)
+        assert own <= most
     assert footprint(measured).scratch_bytes < footprint(program).scratch_bytes
 
 
