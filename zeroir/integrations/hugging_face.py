@@ -276,7 +276,7 @@ class ZeroirTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """Run a micro-step, and return its part of the step's loss."""
-        del model  # Its values are in the engine.
+        model.train()  # Its values are in the engine; an evaluation before may have changed its mode.
         assert self._running is not None
         micro_steps = self.current_gradient_accumulation_steps
         batch = TrainerBatch(
@@ -407,7 +407,9 @@ class ZeroirTrainer(Trainer):
             # An adapter is saved without its base model, which may not fit on any host.
             only_trained=hasattr(running.model, "peft_config"),
         )
-        dtypes = {name: tensor.dtype for name, tensor in running.model.state_dict().items()}
+        # The model's tensors have no values that could be detached.
+        own = running.model.state_dict(keep_vars=True)
+        dtypes = {name: tensor.dtype for name, tensor in own.items()}
         self._save(
             output_dir,
             state_dict={name: value.to(dtypes.get(name)) for name, value in values.items()},
