@@ -219,6 +219,8 @@ class Engine:
         self._accumulating = None
         self.rank_program.replace(program)
         if watch is not None:
+            if self._outside is not None:
+                watch.ignore(self._outside.ignored)
             self.follow(watch)
         elif self._outside is not None:
             self._outside.remember()

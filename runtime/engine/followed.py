@@ -35,6 +35,13 @@ class Followed(Protocol):
     def optimizers(self) -> Sequence[Optimizer]:
         """The script's own optimizers."""
 
+    @property
+    def ignored(self) -> Sequence[str]:
+        """Patterns of names whose changes do not matter."""
+
+    def ignore(self, patterns: Sequence[str]) -> None:
+        """Accept changes of the names that match one of these patterns, too."""
+
     def parameter_names(self) -> Mapping[int, str]:
         """Return the names of the module's parameters by their ids."""
 

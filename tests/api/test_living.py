@@ -447,3 +447,13 @@ def test_too_many_states_and_other_parameters_are_refused() -> None:
     net[0].requires_grad_(False)
     with pytest.raises(UserError, match=r"0\.weight is frozen now"):
         engine.step(X)
+
+
+def test_programs_compiled_again_ignore_the_same_names() -> None:
+    net = net_of()
+    compiled = zeroir.compile(net, X, loss=loss, world_size=1)
+    engine = compiled.engine(self_check=False, ignore=["2.tau"])
+    scaled(net).factors[1] = 3.0
+    engine.step(X)
+    scaled(net).tau = 0.5
+    engine.step(X)

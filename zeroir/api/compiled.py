@@ -278,7 +278,6 @@ class CompiledProgram:
             again = again.specialise(micro_steps=2)
         assert again.watch is not None
         assert self.watch is not None
-        again.watch.ignore(self.watch.ignored)
         again.watch.optimizers = self.watch.optimizers
         return again.program, again.watch
 

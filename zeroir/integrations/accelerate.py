@@ -29,7 +29,7 @@ from zeroir.integrations.defaults import (
     precision_of,
     require_effect,
 )
-from zeroir.integrations.fitted_programs import ONE_SIZE_KERNELS, FittedPrograms
+from zeroir.integrations.fitted_programs import ONE_SIZE_KERNELS, SET_BY_SAVING, FittedPrograms
 from zeroir.integrations.torch_schedulers import move_scheduler, without_schedule
 from zeroir.torch_ops.batches import Batch
 
@@ -185,7 +185,11 @@ def prepare(
         timeout=timeout,
     )
     engine = programs.present.compiled.engine(
-        compile_again=False, kernels=kernels, seed=torch.initial_seed(), timeout=timeout
+        compile_again=False,
+        ignore=SET_BY_SAVING,
+        kernels=kernels,
+        seed=torch.initial_seed(),
+        timeout=timeout,
     )
     engine.fit = programs.fit
     _include_state(accelerator, engine)

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from zeroir.api import CompiledProgram, compile_model
 from zeroir.config.steps import MicroSteps
 from zeroir.errors import UserError
-from zeroir.integrations.fitted_programs import ONE_SIZE_KERNELS, FittedPrograms, shapes_below
+from zeroir.integrations.fitted_programs import (
+    ONE_SIZE_KERNELS,
+    SET_BY_SAVING,
+    FittedPrograms,
+    shapes_below,
+)
 from zeroir.runtime.state.named_tensors import NamedTensors
 from zeroir.torch_ops.batches import Batch
 
@@ -119,7 +124,7 @@ class EngineOfTrainer:
             timeout=timeout,
         )
         self.engine: Engine = self._programs.present.compiled.engine(
-            compile_again=False, seed=seed, kernels=kernels, timeout=timeout
+            compile_again=False, ignore=SET_BY_SAVING, seed=seed, kernels=kernels, timeout=timeout
         )
         self.engine.fit = self._programs.fit
 

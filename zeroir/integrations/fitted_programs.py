@@ -33,6 +33,9 @@ ONE_SIZE_KERNELS: Final = "Inductor compiles kernels for one size of each dimens
 Compile = Callable[[Batch, str | None], "CompiledProgram"]
 """Compiles a program from an example batch and the option ``shapes``."""
 
+SET_BY_SAVING: Final = ("*config.architectures", "*config.dtype")
+"""What ``save_pretrained`` of transformers sets in a model's configuration, and no step depends on."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FittedProgram:

@@ -31,7 +31,12 @@ from zeroir.config.field_types import STEP
 from zeroir.config.steps import MicroSteps
 from zeroir.errors import CheckpointWarning, ModelWarning, UserError
 from zeroir.integrations.defaults import most_positions_of, multiple_of, require_effect
-from zeroir.integrations.fitted_programs import ONE_SIZE_KERNELS, FittedPrograms, shapes_below
+from zeroir.integrations.fitted_programs import (
+    ONE_SIZE_KERNELS,
+    SET_BY_SAVING,
+    FittedPrograms,
+    shapes_below,
+)
 from zeroir.integrations.lightning_steps import (
     BATCH,
     INDEX,
@@ -165,7 +170,10 @@ class ZeroirStrategy(DDPStrategy):
             static=None if self._kernels == "eager" else ONE_SIZE_KERNELS,
         )
         engine = self._engine = programs.present.compiled.engine(
-            compile_again=False, kernels=self._kernels, seed=torch.initial_seed()
+            compile_again=False,
+            ignore=SET_BY_SAVING,
+            kernels=self._kernels,
+            seed=torch.initial_seed(),
         )
         engine.fit = programs.fit
         for part in self._module.modules():

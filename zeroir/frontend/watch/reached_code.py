@@ -20,7 +20,7 @@ from torch import nn
 
 from zeroir.frontend._torch_private import HOOKS_OF_MODULES, gradient_hooks
 from zeroir.frontend.source.imports import is_known_package
-from zeroir.frontend.source.source_lines import line_of_code
+from zeroir.frontend.source.source_lines import is_users_file, line_of_code
 
 _LOADS_GLOBAL: Final = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 _LOADS_ATTRIBUTE: Final = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"))
@@ -33,8 +33,8 @@ class ReachedCode:
     """The functions that a step may run. ``globals_of`` has the globals that each mentions.
 
     ``attributes`` maps the names of attributes, and texts that may be such names, to the line that mentions them; the
-    user's lines win over those of libraries. ``reads_any_name`` is whether code outside torch may read attributes that
-    it does not mention.
+    user's lines win over those of libraries. ``reads_any_name`` is whether the user's own code may read attributes that
+    it does not mention; libraries do so for bookkeeping everywhere.
     """
 
     functions: list[FunctionType] = field(default_factory=list)
@@ -115,7 +115,7 @@ class ReachedCode:
                 self._mention_attribute(name, line)
             elif not is_torchs:
                 self._mention_global(function, name, line)
-            if name in _READS_ANY_NAME and not is_torchs:
+            if name in _READS_ANY_NAME and is_users_file(code.co_filename):
                 self.reads_any_name = True
         for value in [] if is_torchs else closure_values(function):
             self._follow_users(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -41,9 +41,9 @@ class Watch:
         code = ReachedCode.of(model, (source.loss,))
         return cls(model, tensors, CodeState.of(model, code, tensors.values()))
 
-    def ignore(self, patterns: Iterable[str]) -> None:
+    def ignore(self, patterns: Sequence[str]) -> None:
         """Accept changes of the names that match one of these patterns, as in ``fnmatch``."""
-        self.ignored = (*self.ignored, *patterns)
+        self.ignored = tuple(dict.fromkeys((*self.ignored, *patterns)))
 
     def parameter_names(self) -> Mapping[int, str]:
         """Return the names of the module's parameters by their ids."""
