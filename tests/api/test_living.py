@@ -457,3 +457,34 @@ def test_programs_compiled_again_ignore_the_same_names() -> None:
     engine.step(X)
     scaled(net).tau = 0.5
     engine.step(X)
+
+
+def test_the_mode_of_an_evaluation_does_not_matter_when_an_engine_is_made() -> None:
+    net = net_of()
+    compiled = zeroir.compile(net, X, loss=loss, stage=3)  # for as many ranks as the job has
+    net.eval()
+    engine = compiled.engine(self_check=False)
+    engine.evaluate(X)
+    first = engine.program
+    net.train()
+    engine.step(X)
+    assert engine.program is first
+    net[1].eval()
+    net[1].train()
+    engine.step(X)
+    assert engine.program is first
+    scaled(net).tau = 0.5
+    engine.step(X)
+    assert engine.program is not first
+    assert engine.program.mesh.world_size == 1
+
+
+def test_a_step_in_the_mode_of_an_evaluation_is_refused() -> None:
+    net = net_of()
+    compiled = zeroir.compile(net, X, loss=loss, world_size=1)
+    net.eval()
+    engine = compiled.engine(self_check=False, compile_again=False)
+    with pytest.raises(UserError, match="The model is in evaluation mode"):
+        engine.step(X)
+    net.train()
+    engine.step(X)

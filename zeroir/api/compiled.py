@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from zeroir.runtime.state.module_values import StateSource
 
 
+Compile = Callable[[CompileOptions, ConfigRecord | None], "CompiledProgram"]
+"""A function that compiles a source as it is now."""
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CompiledProgram:
     """A scheduled program, the logical program that it was lowered from, and its verification report.
@@ -61,7 +65,7 @@ class CompiledProgram:
     source: ModelSource | None = field(default=None, compare=False)
     speculation: SpeculationChoice | None = field(default=None, compare=False)
     watch: Watch | None = field(default=None, compare=False)
-    compile_again: Callable[[], CompiledProgram] | None = field(default=None, compare=False)
+    compile_again: Compile | None = field(default=None, compare=False)
 
     @property
     def program(self) -> Program:
@@ -273,7 +277,7 @@ class CompiledProgram:
     def _compiled_again(self, engine: Engine) -> tuple[Program, Followed]:
         """Compile the source again, for steps as those of the engine's program."""
         assert self.compile_again is not None
-        again = self.compile_again()
+        again = self.compile_again(self.requested, self.config)
         if MICRO_STEP in engine.program.section_by_name and not again.accumulates:
             again = again.specialise(micro_steps=2)
         assert again.watch is not None
@@ -321,7 +325,7 @@ class CompiledProgram:
         watch = self.watch if source is self.source and self.watch is not None else None
         watch = Watch.of(source) if watch is None else watch
         watch.ignore(ignore)
-        watch.require_unchanged()
+        watch.require_unchanged(is_step=False)
         require_host_memory(
             outside_bytes(self.program),
             ranks=local_ranks(),
@@ -431,7 +435,7 @@ def with_source(
     compiled: CompiledProgram,
     source: ModelSource,
     outside: Mapping[str, Tensor],
-    compile_again: Callable[[], CompiledProgram],
+    compile_again: Compile,
 ) -> CompiledProgram:
     """Return the program with the module or function that it was compiled from; ``outside`` is as for a capture."""
     if source.file is not None:

@@ -102,8 +102,7 @@ def compile_source(
         _require_every_size(artifact.logical, problem)
         raise InternalError(f"The program declares results that torch does not compute: {problem}.")
     compiled = with_proof(artifact, captured.options, lowered)
-    again = partial(compile_source, source, options, config)
-    return with_source(compiled, source, captured.outside, again)
+    return with_source(compiled, source, captured.outside, partial(compile_source, source))
 
 
 def _require_every_size(logical: Program, problem: str) -> None:

@@ -301,7 +301,9 @@ class ZeroirStrategy(DDPStrategy):
         """Return the state of the module in its own dtypes; during ``fit``, only on rank 0."""
         if self._engine is None:
             return super().lightning_module_state_dict()
-        dtypes = {name: tensor.dtype for name, tensor in self._module.state_dict().items()}
+        dtypes = {
+            name: tensor.dtype for name, tensor in self._module.state_dict(keep_vars=True).items()
+        }
         values = self._engine.state_dict(rank0_only=True)
         return {name: value.to(dtypes.get(name)) for name, value in values.items()}
 

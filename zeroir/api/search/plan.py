@@ -183,7 +183,7 @@ def plan_with(
             compiled,
             source,
             captured.outside,
-            partial(compile_source, source, compiled.requested, resolved.record),
+            partial(compile_source, source),
         ),
         machine=machine.name,
         world_size=options.world_size,

@@ -50,13 +50,15 @@ class CodeState:
     """The state at one time: ``leaves`` are comparable values by their names in messages.
 
     ``lines`` has the line of the user's code that reads the value of a name, and ``tensors`` are those outside the
-    module's own. ``is_as_it_was`` is the quick comparison.
+    module's own. ``is_as_it_was`` is the quick comparison, which is no use while
+    ``is_doubtful``.
     """
 
     code: ReachedCode
     leaves: dict[str, Leaf] = field(default_factory=dict)
     lines: dict[str, str] = field(default_factory=dict)
     tensors: list[Tensor] = field(default_factory=list)
+    is_doubtful: bool = False
     _containers: list[object] = field(default_factory=list)
     _contents: list[object] = field(default_factory=list)
     _globals: list[tuple[Mapping[str, object], str, object]] = field(default_factory=list)
@@ -93,6 +95,8 @@ class CodeState:
 
     def is_as_it_was(self) -> bool:
         """Return whether nothing has changed, as far as shallow comparisons show without looking for names."""
+        if self.is_doubtful:
+            return False
         try:
             return (
                 MovedTensor.flag_changes == self._flag_changes

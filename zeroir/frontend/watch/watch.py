@@ -51,8 +51,12 @@ class Watch:
         return {} if model is None else {id(p): name for name, p in model.named_parameters()}
 
     def remember(self) -> None:
-        """Compare with the present state from now on."""
-        self._state = self._now()
+        """Compare with the present state from now on, but for the modes of modules, which an evaluation may set."""
+        modes = {name: leaf for name, leaf in self._state.leaves.items() if _is_mode(name)}
+        now = self._now()
+        now.is_doubtful = any(now.leaves.get(name) != leaf for name, leaf in modes.items())
+        now.leaves |= modes
+        self._state = now
 
     def _now(self) -> CodeState:
         return CodeState.of(self.model, self._state.code, self.tensors.values())
@@ -71,7 +75,7 @@ class Watch:
             name: (before.leaves.get(name), now.leaves.get(name))
             for name in {**before.leaves, **now.leaves}
             if before.leaves.get(name) != now.leaves.get(name)
-            and (is_step or name.rpartition(".")[2] != "training")
+            and (is_step or not _is_mode(name))
             and not self._is_ignored(name)
         }
         if changed:
@@ -91,6 +95,10 @@ class Watch:
 
     def _is_ignored(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.ignored)
+
+
+def _is_mode(name: str) -> bool:
+    return name.rpartition(".")[2] == "training"
 
 
 def _is_of_parameters(name: str, leaves: tuple[Leaf | None, Leaf | None]) -> bool:
