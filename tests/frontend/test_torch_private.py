@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from zeroir.frontend import _torch_hooks
 from zeroir.frontend import _torch_private as private
 
 T = TypeVar("T")
@@ -49,13 +50,13 @@ def graph() -> private.TracedGraph:
 
 def test_hooks_of_a_parameter_are_listed() -> None:
     parameter = nn.Parameter(torch.ones(2))
-    assert attempt(lambda: private.gradient_hooks(parameter)) == ()
+    assert attempt(lambda: _torch_hooks.gradient_hooks(parameter)) == ()
     assert not attempt(lambda: private.has_accumulation_hooks(parameter))
     handle = parameter.register_hook(repr)  # type: ignore[no-untyped-call]
     parameter.register_hook(print)  # type: ignore[no-untyped-call]
-    assert len(private.gradient_hooks(parameter)) == 2
+    assert len(_torch_hooks.gradient_hooks(parameter)) == 2
     handle.remove()
-    assert private.gradient_hooks(parameter) == (print,)
+    assert _torch_hooks.gradient_hooks(parameter) == (print,)
     parameter.register_post_accumulate_grad_hook(print)  # type: ignore[no-untyped-call]
     assert private.has_accumulation_hooks(parameter)
 

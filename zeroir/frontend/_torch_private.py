@@ -42,11 +42,10 @@ from torch.nn.modules import module as nn_module
 from torch.nn.utils import stateless
 
 from zeroir.frontend._torch_dim_nodes import sizes_as_nodes
+from zeroir.frontend._torch_hooks import GradientHook, gradient_hooks
 from zeroir.frontend.capture.storage_views import rewrite_storage_views
 
 Function = Callable[..., object]
-GradientHook = Callable[[Tensor], Tensor | None]
-
 DATA_DEPENDENT: tuple[type[Exception], ...] = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -259,20 +258,6 @@ def as_plain_tensors() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return a number that every change of a tensor in place raises; -1 for one of inference mode, which has none."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
-HOOKS_OF_MODULES = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
-"""The attributes of a module with its hooks: dicts from handles to functions."""
-
-
 def has_partial_backward_hooks(module: nn.Module) -> bool:
     """Return whether the user's code called the deprecated ``register_backward_hook`` of this module."""
     return bool(module._backward_hooks) and module._is_full_backward_hook is False
@@ -293,11 +278,6 @@ def storage_address(tensor: Tensor) -> int:
     """Return the address of a tensor's storage, which is unique among existing storages, even on meta."""
     address: int = tensor.untyped_storage()._cdata
     return address
-
-
-def gradient_hooks(tensor: Tensor) -> tuple[GradientHook, ...]:
-    """Return the hooks that the user's code registered with ``register_hook``, in order."""
-    return tuple((tensor._backward_hooks or {}).values())
 
 
 def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:

@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zeroir.frontend._torch_private import Function, annotated, whole_where_different
+from zeroir.frontend._torch_private import (
+    Function,
+    annotated,
+    whole_where_different,
+)
 from zeroir.frontend._torch_sizes import torch_sizes
 from zeroir.frontend.capture.block_calls import CallSequence, TensorKind, UnrecordableError, kind_of
 from zeroir.frontend.capture.block_graph import BlockGraph, make_block_graph

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from zeroir.errors import UserError
-from zeroir.frontend._torch_private import GradientHook, gradient_hooks
+from zeroir.frontend._torch_hooks import GradientHook, gradient_hooks
 
 
 class ParameterHooks:

@@ -11,10 +11,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from zeroir.errors import InternalError, ShapesError, UserError
-from zeroir.frontend._torch_private import (
-    is_backward,
-    is_gradient_sum,
-)
+from zeroir.frontend._torch_private import is_backward, is_gradient_sum
 from zeroir.frontend._torch_sizes import NoPolynomialError, assume_not_1, size_of, stride_of
 from zeroir.frontend.capture.storage_views import bounds_error
 from zeroir.ir.segments.allowlist import refusal

@@ -14,7 +14,11 @@ from pathlib import Path
 import torch
 from torch import fx, nn
 
-from zeroir.frontend._torch_private import Function, annotated, annotation_of
+from zeroir.frontend._torch_private import (
+    Function,
+    annotated,
+    annotation_of,
+)
 from zeroir.frontend.capture.code_contexts import Checkpoint, line_of_caller
 from zeroir.frontend.capture.joint_graph import ModuleCall
 

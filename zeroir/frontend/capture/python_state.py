@@ -29,7 +29,7 @@ from types import (
 import torch
 from torch import Tensor, nn
 
-from zeroir.frontend._torch_private import HOOKS_OF_MODULES
+from zeroir.frontend._torch_hooks import HOOKS_OF_MODULES
 from zeroir.frontend.source.imports import is_known_package
 from zeroir.frontend.source.namespaces import (
     ClassAttributes,

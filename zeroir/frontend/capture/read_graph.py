@@ -15,7 +15,11 @@ import torch
 from torch import Tensor, fx
 
 from zeroir.errors import InternalError, UserError
-from zeroir.frontend._torch_private import Placeholder, TracedGraph, annotation_of
+from zeroir.frontend._torch_private import (
+    Placeholder,
+    TracedGraph,
+    annotation_of,
+)
 from zeroir.frontend.capture.block_graph import BlockGraph
 from zeroir.frontend.capture.block_reuse import ReusePlan
 from zeroir.frontend.capture.joint_graph import Alias, InputKind, JointGraph, JointInput, JointNode

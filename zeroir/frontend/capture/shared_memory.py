@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroir.errors import UserError
-from zeroir.frontend._torch_private import gradient_hooks, storage_address
+from zeroir.frontend._torch_hooks import gradient_hooks
+from zeroir.frontend._torch_private import storage_address
 from zeroir.frontend.capture.joint_graph import InputKind, JointGraph
 
 NamePair = tuple[str, str]

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zeroir.errors import UserError
+from zeroir.frontend._torch_hooks import HOOKS_OF_MODULES
 from zeroir.frontend._torch_private import (
-    HOOKS_OF_MODULES,
     as_plain_tensors,
     copy_gradient_hooks,
     storage_address,

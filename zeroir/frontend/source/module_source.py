@@ -15,7 +15,7 @@ from types import FunctionType, ModuleType
 from torch import nn
 
 from zeroir.errors import UserError, ZeroirError
-from zeroir.frontend._torch_private import HOOKS_OF_MODULES, gradient_hooks
+from zeroir.frontend._torch_hooks import HOOKS_OF_MODULES, gradient_hooks
 from zeroir.frontend.source.imports import is_in_a_library, is_known_package
 from zeroir.frontend.source.meta_copy import meta_copy
 from zeroir.frontend.source.source import (

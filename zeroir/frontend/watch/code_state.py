@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from zeroir.frontend._torch_private import HOOKS_OF_MODULES, version_of
+from zeroir.frontend._torch_hooks import HOOKS_OF_MODULES, version_of
 from zeroir.frontend.source.imports import is_known_package
 from zeroir.frontend.source.namespaces import SlotAttributes
 from zeroir.frontend.source.source_lines import is_users_file

@@ -18,7 +18,7 @@ from typing import Final
 
 from torch import nn
 
-from zeroir.frontend._torch_private import HOOKS_OF_MODULES, gradient_hooks
+from zeroir.frontend._torch_hooks import HOOKS_OF_MODULES, gradient_hooks
 from zeroir.frontend.source.imports import is_known_package
 from zeroir.frontend.source.source_lines import is_users_file, line_of_code
 
