@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zeroir.errors import ZeroirError
+from zeroir.errors import UserError, ZeroirError
 from zeroir.ir.program import Program
 from zeroir.runtime.comm.job import Backend, Job
 from zeroir.runtime.eight_bit.compiled_rounding import open_rounding
@@ -90,10 +89,15 @@ def open_program(
         kernels=open_kernels(settings.kernels, device),
         rounding=open_rounding(program, device),
     )
-    local_ranks.compile()
+    if program.dims and settings.kernels is not KernelBackend.EAGER:
+        raise UserError(
+            f"--kernels {settings.kernels} compiles kernels for one shape, and the program is for many: leave it out, "
+            "or compile the program without --shapes."
+        )
+    if not program.dims:
+        local_ranks.compile()
     if settings.self_check:
-        for shape in _checked_shapes(program, settings.kernels):
-            check_kernels(local_ranks.at(shape), settings.kernels)
+        check_kernels(local_ranks.at(_small(program)), settings.kernels)
     if kept is not None:  # only now, because the self-check overwrites the buffers
         state_of_buffers.take_over(program, memory, kept)
     streams, graphs = _open_streams(program, memory, job, cuda_graphs=settings.cuda_graphs)
@@ -107,20 +111,11 @@ def open_program(
     return OpenedProgram(memory=memory, executor=executor, graphs=graphs)
 
 
-def _checked_shapes(program: Program, kernels: KernelBackend) -> Sequence[Shape]:
-    """Return the values of dims with which kernels are checked.
-
-    Kernels for one shape are checked at small ones, which differ, and those for all sizes at both ends and in between.
-    """
-    dims = program.dims
-    small = tuple(min(max(dim.minimum, 2 + index), dim.maximum) for index, dim in enumerate(dims))
-    if not dims or kernels is KernelBackend.EAGER:
-        return (small,)
-    middle = tuple(
-        max((dim.minimum + dim.maximum) // 2, value) for dim, value in zip(dims, small, strict=True)
+def _small(program: Program) -> Shape:
+    """Values of dims with which kernels are checked: small ones, which differ."""
+    return tuple(
+        min(max(dim.minimum, 2 + index), dim.maximum) for index, dim in enumerate(program.dims)
     )
-    ends = (tuple(dim.minimum for dim in dims), tuple(dim.maximum for dim in dims))
-    return tuple(dict.fromkeys((*ends, middle)))
 
 
 def _open_streams(

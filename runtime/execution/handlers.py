@@ -6,7 +6,7 @@ Each op is prepared once: its tensors and its kernel are looked up, its views cr
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
@@ -27,16 +27,13 @@ from zeroir.runtime.eight_bit.compiled_rounding import CompiledRounding
 from zeroir.runtime.execution import numerics
 from zeroir.runtime.execution.batch import Shape
 from zeroir.runtime.execution.prepared_op import PreparedOp
-from zeroir.runtime.kernels.base import Kernel, KernelOfAllSizes, Kernels, KernelsOfAllSizes
+from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.kernels.declared import misdeclared
 from zeroir.runtime.kernels.eager import EagerKernels
 from zeroir.runtime.kernels.foreign import require_registered
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.optimizers.preparation import prepare_update
 from zeroir.torch_ops.types import TORCH_DTYPE
-
-_KernelKey = tuple[str, tuple[Binding | None, ...]]
-"""The segment of a call by name, and its bindings."""
 
 MOST_SHAPES: Final = 64
 """The number of shapes of micro-batches for which prepared ops are kept."""
@@ -60,8 +57,7 @@ class LocalRanks:
     kernels: Kernels
     rounding: CompiledRounding | None = None
     is_checked: bool = False
-    _kernels: dict[_KernelKey, Kernel] = field(default_factory=dict)
-    _of_all_sizes: dict[_KernelKey, KernelOfAllSizes] = field(default_factory=dict)
+    _kernels: dict[tuple[str, tuple[Binding | None, ...]], Kernel] = field(default_factory=dict)
     _temporary: frozenset[str] = field(init=False)
     _instances: OrderedDict[Shape, LocalRanks] = field(default_factory=OrderedDict)
 
@@ -84,13 +80,12 @@ class LocalRanks:
         ranks = self._instances.get(shape)
         if ranks is None:
             values = dict(zip((dim.name for dim in self.program.dims), shape, strict=True))
-            program = instance(self.program, values)
             ranks = replace(
                 self,
-                program=program,
+                program=instance(self.program, values),
                 kernels=EagerKernels(self.memories[0].device),
                 is_checked=True,
-                _kernels=self._kernels_at(program, values),
+                _kernels={},
                 _instances=OrderedDict(),
             )
             self._instances[shape] = ranks
@@ -99,40 +94,11 @@ class LocalRanks:
             self._instances.popitem(last=False)
         return ranks
 
-    def _kernels_at(self, program: Program, values: Mapping[str, int]) -> dict[_KernelKey, Kernel]:
-        """Return the kernels of all sizes where dims have these values, by the calls of the program for these values.
-
-        Calls without one have kernels for these values alone.
-        """
-        kernels: dict[_KernelKey, Kernel] = {}
-        if isinstance(self.kernels, KernelsOfAllSizes):
-            for op, own in zip(self.program.ops(), program.ops(), strict=True):
-                if isinstance(op, ops.Compute) and isinstance(own, ops.Compute):
-                    kernel = self._kernel_of_all_sizes(op, self.kernels).at(values)
-                    if kernel is not None:
-                        kernels[own.segment, tuple(bindings(own))] = kernel
-        return kernels
-
-    def _kernel_of_all_sizes(self, op: ops.Compute, kernels: KernelsOfAllSizes) -> KernelOfAllSizes:
-        key = (op.segment, tuple(bindings(op)))
-        kernel = self._of_all_sizes.get(key)
-        if kernel is None:
-            segment = self.program.segment_by_name[op.segment]
-            kernel = self._of_all_sizes[key] = kernels.compile_for_all_sizes(segment, key[1])
-        return kernel
-
     def compile(self) -> None:
-        """Compile every segment that the program calls, before the first step.
-
-        A backend that has kernels for one shape at a time compiles them when a batch has that shape.
-        """
+        """Compile every segment that the program calls, before the first step."""
         for op in self.program.ops():
-            if not isinstance(op, ops.Compute):
-                continue
-            if not self.program.dims:
+            if isinstance(op, ops.Compute):
                 self.kernel(op)
-            elif isinstance(self.kernels, KernelsOfAllSizes):
-                self._kernel_of_all_sizes(op, self.kernels)
         self.kernels.finish()
 
     def kernel(self, op: ops.Compute) -> Kernel:

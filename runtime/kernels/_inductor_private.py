@@ -28,7 +28,6 @@ from torch import Tensor, fx
 
 from zeroir.errors import InternalError
 from zeroir.ir.segments.segment import TensorType
-from zeroir.ir.sizes import Dim
 from zeroir.torch_ops.types import TORCH_DTYPE
 
 if TYPE_CHECKING:
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
 LIBRARY: Final = "kernel.so"
 EXTERN_CALLS: Final = "kernel.json"
 """A file beside the library that describes its calls of operators without a C function in torch."""
-
-_SMALLEST: Final = "smallest.json"
-"""A file beside the library with the values of dims, by name, from which on its code is right."""
 
 _SEGMENT_HEADER: Final = Path(__file__).with_name("segment.h")
 _FUNCTION: Final = "zeroir_run"
@@ -76,77 +72,47 @@ def compile_library(
     device: torch.device,
     *,
     host_inputs: frozenset[int] = frozenset(),
-    dims: Sequence[Dim] = (),
 ) -> None:
     """Compile a graph of torch operators that returns nothing into ``folder``, with additional decompositions.
 
-    ``inputs`` are the types of the inputs; those in ``host_inputs`` are on the host. Where sizes depend on dims,
-    the graph has one more input, a tensor of one element whose sizes are the values of ``dims``.
-
-    Code that is right from other smallest values of dims on has a file beside it that says so (``smallest_values``).
-
-    Raises:
-        InternalError: if the code is right for some larger values of dims only.
+    ``inputs`` are the types of the graph's inputs; those in ``host_inputs`` are on the host.
     """
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
-
-    from zeroir.runtime.kernels._dim_symbols_private import DimSymbols
-
-    smallest: dict[str, int] = {}
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     def compile_with(options: Mapping[str, object]) -> None:
-        symbols = DimSymbols(dims)
-        mode = FakeTensorMode(shape_env=symbols.shape_env, static_shapes=not dims)
-        with torch.no_grad(), mode, _size_oblivious():
+        mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+        with torch.no_grad(), mode:
             examples = [
                 torch.empty_strided(
-                    symbols.sizes(kind.shape),
-                    symbols.sizes(kind.stride),
+                    kind.shape,
+                    kind.stride,
                     dtype=TORCH_DTYPE[kind.dtype],
                     device="cpu" if index in host_inputs else device,
                 )
                 for index, kind in enumerate(inputs)
             ]
-            if dims:
-                examples.append(dims_tensor(symbols.sizes([dim.size for dim in dims]), device))
             table = {**select_decomp_table(), **decompositions}
             traced = make_fx(graph, decomposition_table=table)(*examples)
         traced.graph.eliminate_dead_code(is_impure_node=has_effect)
         traced.recompile()
-        with _size_oblivious():
-            _compile(traced, examples, mode, folder, options)
-        smallest.update(symbols.smallest_values())
+        _compile(traced, examples, mode, folder, options)
 
     _lower_ours()
     # If anything fails here, the segment is compiled as a model instead.
-    is_function = False
     with suppress(Exception), _as_function(folder) as options:
         compile_with(options)
-        is_function = not _describes_calls(folder)
-    if not is_function:
-        _keep_only(folder)
-        with _as_model() as options:
-            compile_with(options)
-        if (calls := _describes_calls(folder)) is not None:
-            calls.rename(folder / EXTERN_CALLS)
-    _keep_only(folder, LIBRARY, *(() if is_function else (EXTERN_CALLS,)))
-    if smallest:
-        (folder / _SMALLEST).write_text(json.dumps(smallest))
-
-
-@contextmanager
-def _size_oblivious() -> Iterator[None]:
-    """Let torch answer questions whether a size is 1 by no, and assume nothing."""
-    from torch.fx.experimental import _config
-
-    before = _config.backed_size_oblivious
-    _config.backed_size_oblivious = True
-    try:
-        yield
-    finally:
-        _config.backed_size_oblivious = before
+        if not _describes_calls(folder):
+            _keep_only(folder, LIBRARY)
+            return
+    _keep_only(folder)
+    with _as_model() as options:
+        compile_with(options)
+    if (calls := _describes_calls(folder)) is not None:
+        calls.rename(folder / EXTERN_CALLS)
+    _keep_only(folder, LIBRARY, EXTERN_CALLS)
 
 
 def _compile(
@@ -356,18 +322,6 @@ class Library(Protocol):
 
     def __call__(self, tensors: list[Tensor], /) -> object:
         """Run on arguments and destinations, on the current stream."""
-
-
-def dims_tensor(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return the tensor of one element whose sizes are the values of dims, an input of code for all sizes."""
-    return torch.empty_strided(values, [0] * len(values), dtype=torch.uint8, device=device)
-
-
-def smallest_values(folder: Path) -> Mapping[str, int]:
-    """Return the values of dims, by name, that the result of ``compile_library`` needs at least."""
-    path = folder / _SMALLEST
-    found: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
-    return found
 
 
 def load_library(folder: Path, device: torch.device) -> Library:

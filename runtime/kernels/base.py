@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -26,20 +26,3 @@ class Kernels(Protocol):
 
     def finish(self) -> None:
         """Make all kernels ready to run; call it once after the last ``compile``, before the first step."""
-
-
-class KernelOfAllSizes(Kernel, Protocol):
-    """A segment that depends on dims, compiled once for all their values."""
-
-    def at(self, values: Mapping[str, int]) -> Kernel | None:
-        """Return the kernel where dims have these values; None where it is to be compiled for them alone."""
-
-
-@runtime_checkable
-class KernelsOfAllSizes(Kernels, Protocol):
-    """A kernel backend that compiles segments for all values of dims; others compile them for one shape at a time."""
-
-    def compile_for_all_sizes(
-        self, segment: Segment, bindings: Sequence[Binding | None]
-    ) -> KernelOfAllSizes:
-        """Return the kernel of a segment, as ``compile`` does."""

@@ -21,11 +21,10 @@ import torch
 from filelock import FileLock, Timeout
 
 from zeroir import __version__
-from zeroir.ir.analysis.instances import dims_in
 from zeroir.ir.segments.bindings import Binding
 from zeroir.ir.segments.segment import Segment
 
-FORMAT: Final = 4
+FORMAT: Final = 3
 """The version of the entries' contents and of how they are compiled."""
 
 _MANIFEST: Final = "entry.json"
@@ -53,7 +52,6 @@ def kernel_key(
         threads if device.type == "cpu" else 0,
         segment.digest(),
         tuple(bindings),
-        dims_in((segment, *bindings)),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 

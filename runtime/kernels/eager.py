@@ -11,7 +11,7 @@ view of the result, so before a view the result is copied to the recorded stride
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, assert_never, cast
 
@@ -23,6 +23,7 @@ from zeroir.ir.segments.bindings import Binding, Bindings
 from zeroir.ir.segments.segment import Node, NodeArg, Segment
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.calls import Resolve, is_multiple, operator, out_overload, resolver
+from zeroir.workspace import eager_plan as planning
 from zeroir.workspace.eager_plan import (
     FillTarget,
     OutputTarget,
@@ -243,6 +244,12 @@ def _fill_embedding_gradient(
     grad: Tensor, indices: Tensor, padding_idx: int, *, out: Tensor
 ) -> None:
     torch.ops.zeroir.embedding_gradient.default(out, grad, indices, padding_idx)
+
+
+def in_place(segment: Segment, bindings: Bindings) -> Mapping[int, tuple[int, Undo | None]]:
+    """Return values that can be computed in a destination: value → (output, the inverse of the views between them)."""
+    targets = planning.in_place(segment, bindings)
+    return {value: (target.output, _undo(target.views)) for value, target in targets.items()}
 
 
 def _target(target: OutputTarget) -> _DestinationView:

@@ -11,19 +11,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, assert_never
+from typing import Final
 
 import torch
 from torch import fx
 
-from zeroir.ir.analysis.instances import dims_in
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode
 from zeroir.ir.segments.bindings import Binding
 from zeroir.ir.segments.segment import Node, NodeArg, Ref, Segment, TensorType
-from zeroir.ir.sizes import Dim, Size
-from zeroir.runtime.kernels.calls import constant, is_multiple, operator
-from zeroir.workspace.eager_plan import OutputTarget, Permute, Reshape, in_place
+from zeroir.runtime.kernels.calls import constant, has_ref, is_multiple, operator
+from zeroir.runtime.kernels.eager import Undo, in_place
 
 Argument = fx.node.Argument
 
@@ -84,7 +82,7 @@ def host_inputs(segment: Segment) -> frozenset[int]:
 def build_graph(
     segment: Segment, bindings: Sequence[Binding | None], device: torch.device
 ) -> fx.GraphModule:
-    """Return the segment as a graph; its inputs are those of ``input_types``, then the tensor of its dims, if any."""
+    """Return the segment as a graph; its inputs are those of ``input_types``."""
     return _GraphBuilder(segment, bindings, device).build()
 
 
@@ -111,14 +109,6 @@ class _GraphBuilder:
             for output in (*outputs.direct, *outputs.scratch)
         }
         self._written: set[int] = set()
-        self._dims = self._placed_dims(dims_in((segment, *bindings)))
-
-    def _placed_dims(self, dims: Sequence[Dim]) -> Mapping[str, fx.Node]:
-        """Return the values of dims by name, which are the sizes of one more input."""
-        if not dims:
-            return {}
-        tensor, size = self._graph.placeholder("dims"), torch.ops.aten.sym_size.int
-        return {dim.name: self._call_function(size, tensor, i) for i, dim in enumerate(dims)}
 
     def build(self) -> fx.GraphModule:
         segment = self._segment
@@ -126,14 +116,14 @@ class _GraphBuilder:
         sums = _sums(segment, self._bindings)
         for node in segment.nodes:
             first = len(self._values)
-            is_done = (first in sums and self._add(node, sums[first])) or (
-                first in places and self._fill(node, places[first])
+            is_done = (first in sums and self._add(node, *sums[first])) or (
+                first in places and self._fill(node, *places[first])
             )
             if not is_done:
                 self._call(node)
                 for index in range(first, len(self._values)):
                     if index in places:
-                        self._store(index, places[index])
+                        self._store(index, *places[index])
         for output, (value, binding) in enumerate(
             zip(segment.outputs, self._bindings, strict=True)
         ):
@@ -158,7 +148,7 @@ class _GraphBuilder:
         else:
             self._values.append(result)
 
-    def _fill(self, node: Node, target: OutputTarget) -> bool:
+    def _fill(self, node: Node, output: int, undo: Undo | None) -> bool:
         """Compute the node's result in the destination; return whether there is an operator for that."""
         args = [self._argument(arg) for arg in node.args]
         into = torch.ops.zeroir
@@ -176,26 +166,26 @@ class _GraphBuilder:
                 args = [grad, indices, padding_idx]
             case _:
                 return False
-        out = self._viewed(target)
+        out = self._undone(output, undo)
         self._call_function(function, out, *args)
         self._values.append(out)
-        self._written.add(target.output)
+        self._written.add(output)
         return True
 
-    def _add(self, node: Node, target: OutputTarget) -> bool:
+    def _add(self, node: Node, output: int, undo: Undo | None) -> bool:
         """Add the node's result to the destination in place; return whether that is possible."""
         args = [self._argument(arg) for arg in node.args]
         match node.op:
             case "aten.mm.default":
-                out = self._viewed(target)
+                out = self._undone(output, undo)
                 self._call_function(torch.ops.zeroir.addmm_out.default, out, out, *args, 1.0, 1.0)
             case "aten.embedding_dense_backward.default" if _adds_rows(node):
-                out = self._viewed(target)
+                out = self._undone(output, undo)
                 self._add_rows(out, *args[:2], padding=_number(node.args[3]))
             case _:
                 return False
         self._values.append(out)
-        self._written.add(target.output)
+        self._written.add(output)
         return True
 
     def _add_rows(self, out: fx.Node, grad: Argument, rows: Argument, *, padding: float) -> None:
@@ -207,26 +197,16 @@ class _GraphBuilder:
             grad = self._call_function(aten.masked_fill.Scalar, grad, everywhere, 0.0)
         self._call_function(aten.index_put_.default, out, [rows], grad, True)
 
-    def _store(self, value: int, target: OutputTarget) -> None:
+    def _store(self, value: int, output: int, undo: Undo | None) -> None:
         """Store a value in the destination, where later nodes read it."""
-        out = self._viewed(target)
+        out = self._undone(output, undo)
         self._call_function(torch.ops.zeroir.store.default, out, self._values[value])
         self._values[value] = out
-        self._written.add(target.output)
+        self._written.add(output)
 
-    def _viewed(self, target: OutputTarget) -> fx.Node:
-        """Return the destination, viewed in the shape of the value to write."""
-        viewed = self._targets[target.output]
-        for view in target.views:
-            match view:
-                case Permute(order):
-                    viewed = self._call_function(torch.ops.aten.permute.default, viewed, order)
-                case Reshape(shape):
-                    sizes = self._argument(shape)
-                    viewed = self._call_function(torch.ops.aten.view.default, viewed, sizes)
-                case _:
-                    assert_never(view)
-        return viewed
+    def _undone(self, output: int, undo: Undo | None) -> fx.Node:
+        target = self._targets[output]
+        return target if undo is None else self._graph.call_function(undo, (target,))
 
     def _call_function(self, function: torch._ops.OpOverload, *args: Argument) -> fx.Node:
         return self._graph.call_function(function, args)
@@ -234,16 +214,15 @@ class _GraphBuilder:
     def _argument(self, arg: NodeArg) -> Argument:
         if isinstance(arg, Ref):
             return self._values[arg.index]
-        if isinstance(arg, tuple):
+        if isinstance(arg, tuple) and has_ref(arg):
             return [self._argument(item) for item in arg]
-        if isinstance(arg, Size):
-            values = [self._dims[name] for name in sorted(dim.name for dim in arg.dims)]
-            return self._graph.call_function(_SizeOfDims(arg), tuple(values))
         return constant(arg, self._device)
 
 
-def _sums(segment: Segment, bindings: Sequence[Binding | None]) -> Mapping[int, OutputTarget]:
-    """Return values that are only added to one destination, with their places there."""
+def _sums(
+    segment: Segment, bindings: Sequence[Binding | None]
+) -> Mapping[int, tuple[int, Undo | None]]:
+    """Return values that are only added to one destination: value → (output, the inverse of the views between them)."""
     written = [
         replace(binding, mode=Mode.WRITE)
         if binding is not None and binding.mode is Mode.ACCUMULATE
@@ -262,7 +241,7 @@ def _sums(segment: Segment, bindings: Sequence[Binding | None]) -> Mapping[int, 
         return uses[value] == 1
 
     candidates = in_place(segment, written)
-    return {value: place for value, place in candidates.items() if is_only_for(place.output, value)}
+    return {value: place for value, place in candidates.items() if is_only_for(place[0], value)}
 
 
 def _makers(segment: Segment) -> Mapping[int, Node]:
@@ -284,18 +263,6 @@ def _adds_rows(node: Node) -> bool:
 def _number(arg: NodeArg) -> float:
     assert isinstance(arg, int | float)
     return arg
-
-
-class _SizeOfDims:
-    """Computes a size from its dims, in the order of their names."""
-
-    def __init__(self, size: Size) -> None:
-        self._size = size
-        self._names = sorted(dim.name for dim in size.dims)
-        self.__name__ = "size_of_dims"  # fx names calls after their functions
-
-    def __call__(self, *values: int) -> int:
-        return self._size.at(dict(zip(self._names, values, strict=True)))
 
 
 def _pick(results: Sequence[fx.Node], index: int) -> fx.Node:

@@ -14,25 +14,19 @@ errors, if independent, grow with √d. So results may differ by 4 × eps × √
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from zeroir.errors import KernelWarning
-from zeroir.ir.analysis.instances import dims_in
 from zeroir.ir.ops import Mode
 from zeroir.ir.segments.bindings import Binding
 from zeroir.ir.segments.segment import Segment
 from zeroir.runtime.kernels import graph
-from zeroir.runtime.kernels._inductor_private import (
-    Library,
-    dims_tensor,
-    load_library,
-    smallest_values,
-)
+from zeroir.runtime.kernels._inductor_private import Library, load_library
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.cache import KernelCache, cache_folder, kernel_key
 from zeroir.runtime.kernels.compile_pool import HostShare, compile_missing
@@ -61,25 +55,21 @@ class InductorKernels:
         self._missing: dict[str, Request] = {}
 
     def compile(self, segment: Segment, bindings: Sequence[Binding | None]) -> Kernel:
-        return self.compile_for_all_sizes(segment, bindings)
-
-    def compile_for_all_sizes(
-        self, segment: Segment, bindings: Sequence[Binding | None]
-    ) -> InductorKernel:
         """Return the kernel of a segment, which ``finish``, or otherwise its first call, completes."""
         key = kernel_key(segment, bindings, self._device, self._threads)
         existing = self._kernels.get(key)
         if existing is not None:
             return existing
-        kernel = InductorKernel(segment, tuple(bindings), self._device, self.finish)
+        kernel = InductorKernel(segment, tuple(bindings), self.finish)
         self._kernels[key] = kernel
         if not self._load(key, kernel):
-            self._missing[key] = Request.of(
-                segment,
-                tuple(bindings),
-                declarations(node.op for node in segment.nodes),
+            self._missing[key] = Request(
+                segment=segment,
+                operators=declarations(node.op for node in segment.nodes),
+                bindings=tuple(bindings),
                 device=str(self._device),
                 threads=self._threads,
+                folder="",
             )
         return kernel
 
@@ -118,65 +108,36 @@ class InductorKernels:
             library = load_library(folder, self._device)
         except (OSError, RuntimeError):
             return False
-        compiled = _LibraryKernel(
-            library=library,
-            outputs=graph.graph_outputs(kernel.bindings),
-            bindings=kernel.bindings,
-            dims=(),
-        )
-        kernel.use(compiled, smallest_values(folder))
+        outputs = graph.graph_outputs(kernel.bindings)
+        kernel.use(_LibraryKernel(library=library, outputs=outputs, bindings=kernel.bindings))
         return True
 
 
 @dataclass(slots=True, eq=False)
 class InductorKernel:
-    """A segment that runs a library or an eager kernel; its first call calls ``finish`` if it has neither.
-
-    ``device`` is where the segment runs.
-    """
+    """A segment that runs a library or an eager kernel; its first call calls ``finish`` if it has neither."""
 
     segment: Segment
     bindings: tuple[Binding | None, ...]
-    device: torch.device
     finish: Callable[[], None]
     _kernel: Kernel | None = None
-    _smallest: Mapping[str, int] = field(default_factory=dict)
 
-    def use(self, kernel: Kernel, smallest: Mapping[str, int] | None = None) -> None:
-        """Use this kernel from now on; ``smallest`` are the values of dims that it needs at least."""
+    def use(self, kernel: Kernel) -> None:
+        """Use this kernel from now on."""
         self._kernel = kernel
-        self._smallest = smallest or {}
-
-    def at(self, values: Mapping[str, int]) -> Kernel | None:
-        kernel = self._finished()
-        dims = dims_in((self.segment, *self.bindings))
-        if not dims:
-            return kernel
-        if not isinstance(kernel, _LibraryKernel):
-            return None
-        if any(values[name] < value for name, value in self._smallest.items()):
-            return None
-        sizes = [values[dim.name] for dim in dims]
-        return replace(kernel, dims=(dims_tensor(sizes, self.device),))
 
     def __call__(self, arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:
-        self._finished()(arguments, destinations)
-
-    def _finished(self) -> Kernel:
         if self._kernel is None:
             self.finish()
         assert self._kernel is not None
-        return self._kernel
+        self._kernel(arguments, destinations)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LibraryKernel:
-    """A library; ``dims`` is the tensor of dims that code for all sizes takes."""
-
     library: Library
     outputs: graph.GraphOutputs
     bindings: tuple[Binding | None, ...]
-    dims: tuple[Tensor, ...]
 
     def __call__(self, arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:
         tensors = list(arguments)
@@ -185,12 +146,12 @@ class _LibraryKernel:
             assert target is not None
             tensors.append(target)
         if not self.outputs.scratch:
-            self.library([*tensors, *self.dims])
+            self.library(tensors)
             return
         # The destination may overlap an argument, so the results are copied to it after everything has been read.
         targets = [destinations[output] for output in self.outputs.scratch]
         scratch = [torch.empty_like(target) for target in targets if target is not None]
-        self.library([*tensors, *scratch, *self.dims])
+        self.library([*tensors, *scratch])
         for output, target, value in zip(self.outputs.scratch, targets, scratch, strict=True):
             binding = self.bindings[output]
             assert target is not None

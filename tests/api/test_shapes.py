@@ -288,6 +288,8 @@ def test_an_engine_takes_batches_within_the_contract(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_order_by_layer_refuses_dims() -> None:
+def test_order_by_layer_and_compiled_kernels_refuse_dims() -> None:
     with pytest.raises(UserError, match="--order layer runs several micro-batches together"):
         zeroir.compile(any_length.__file__, micro_steps=zeroir.MicroSteps(count=2, order="layer"))
+    with pytest.raises(UserError, match="--kernels inductor compiles kernels for one shape"):
+        zeroir.compile(any_length.__file__).engine(kernels="inductor")

@@ -28,5 +28,5 @@ def test_tracing_a_large_model_takes_less_than_a_gigabyte() -> None:
     numel, segments, peak_bytes = json.loads(result.stdout)
     assert numel > 7.4e9
     # Forward, backward and evaluation of the blocks and of the two parts of the root.
-    assert segments == 9
+    assert segments == 10  # one of them counts labels
     assert peak_bytes < 10**9

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 import zeroir
-from examples import any_length
 from tests.memory.nodes import bound, segment_of
 from tests.runtime.support import (
     ROOT,
@@ -37,15 +36,13 @@ from tests.support.programs import mlp
 from zeroir.api.model_of_program import load_model
 from zeroir.api.running.engines import kernel_backend
 from zeroir.config import FloatName
-from zeroir.errors import InternalError, KernelWarning, UserError
+from zeroir.errors import KernelWarning, UserError
 from zeroir.ir.ops import Mode
 from zeroir.ir.segments.bindings import Binding
 from zeroir.ir.segments.segment import Segment
-from zeroir.ir.sizes import Dim
 from zeroir.runtime.engine import opened_program
 from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.kernels import compile_pool
-from zeroir.runtime.kernels._dim_symbols_private import DimSymbols
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.cache import KernelCache, cache_folder, kernel_key
 from zeroir.runtime.kernels.choice import KernelBackend
@@ -196,53 +193,6 @@ def test_every_segment_and_whole_steps_agree_with_eager(
     engine.close()
     assert found_losses == pytest.approx(losses, rel=LOSS_BOUND[precision])
     assert found_losses[-1] < found_losses[0]
-
-
-SHAPES = [(3, 12), (6, 64), (1, 2), (1, 3), (5, 2), (4, 33), (1, 64), (6, 3)]
-"""Rows and lengths, the smallest and the largest among them."""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_code_for_all_sizes_is_compiled_once_and_agrees_with_eager_at_each(cache: Path) -> None:
-    compiled = zeroir.compile(any_length.__file__, stage=3, world_size=1)
-    losses: dict[KernelBackend, list[float]] = {}
-    for kernels in KernelBackend:
-        engine = open_engine(compiled, kernels)
-        made = written(cache)
-        batches = [any_length.batch_of(*shape, seed=step) for step, shape in enumerate(SHAPES)]
-        losses[kernels] = [engine.step(batch).loss for batch in batches]
-        losses[kernels].append(engine.evaluate(any_length.batch_of(2, 9)).loss)
-        assert written(cache) == made
-        engine.close()
-    assert losses[KernelBackend.INDUCTOR] == pytest.approx(
-        losses[KernelBackend.EAGER], rel=LOSS_BOUND["fp32"]
-    )
-    assert losses[KernelBackend.INDUCTOR] != losses[KernelBackend.EAGER]
-
-
-def test_what_a_compiler_assumes_of_sizes_narrows_its_code_or_refuses_it() -> None:
-    length, rows = Dim(name="length", minimum=1, maximum=64), Dim(name="rows", minimum=1, maximum=8)
-    symbols = DimSymbols([length, rows])
-    a, b = symbols.sizes([length.size, rows.size])
-    assert a * b >= 1
-    assert not symbols.smallest_values()
-    assert a - 1 >= 4
-    assert symbols.smallest_values() == {"length": 5}
-    assert a < 40
-    with pytest.raises(InternalError, match="right only where length < 40"):
-        symbols.smallest_values()
-
-
-def test_code_for_all_sizes_is_checked_at_both_ends_and_in_between() -> None:
-    dims = (
-        Dim(name="length", minimum=2, maximum=64),
-        Dim(name="rows", minimum=1, maximum=6),
-    )
-    program = replace(mlp(), dims=dims)
-    shapes = opened_program._checked_shapes(program, KernelBackend.INDUCTOR)
-    assert shapes == ((2, 1), (64, 6), (33, 3))
-    assert opened_program._checked_shapes(program, KernelBackend.EAGER) == ((2, 3),)
 
 
 @pytest.mark.slow

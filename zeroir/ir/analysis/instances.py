@@ -114,12 +114,6 @@ def sizes_in(data: tuple[object, ...]) -> Iterator[Size]:
             rest.extend([getattr(value, name) for name in names])
 
 
-def dims_in(data: tuple[object, ...]) -> tuple[Dim, ...]:
-    """Return the dims that sizes in these tuples and records depend on, in the order of their names."""
-    dims = {dim for size in sizes_in(data) for dim in size.dims}
-    return tuple(sorted(dims, key=lambda dim: dim.name))
-
-
 @cache
 def sizes_in_segment(segment: Segment) -> tuple[Size, ...]:
     """Return each size of a segment that depends on dims."""
@@ -136,12 +130,8 @@ def segments_at_ends(program: Program) -> tuple[Segment, ...]:
 
 def with_other_sizes(data: _Data, change: Callable[[Size], int]) -> _Data:
     """Return tuples and records with other integers for the sizes in them that depend on dims."""
-    return with_other_integers(data, lambda size: change(size) if isinstance(size, Size) else size)
-
-
-def with_other_integers(data: _Data, change: Callable[[int], int]) -> _Data:
-    """Return tuples and records with other integers."""
-    return cast("_Data", _Integers(change).of(data))
+    changed = _Integers(lambda size: change(size) if isinstance(size, Size) else size)
+    return cast("_Data", changed.of(data))
 
 
 def with_integers(program: Program, change: Callable[[int], int], **others: object) -> Program:
