@@ -122,6 +122,7 @@ def test_a_report_is_one_page(zeroir: Zeroir, programs: dict[int, Path], tmp_pat
         "path": str(path),
         "machine": "dgx-h100",
         "memory_budget_bytes": 20_000_000,
+        "at": {},
     }
     page = path.read_text()
     assert "fp32</b>" in page
