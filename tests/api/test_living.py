@@ -349,6 +349,7 @@ def test_no_change_makes_a_silent_difference_from_eager(seed: int, drawn: list[i
 @pytest.mark.slow
 @given(seed=st.integers(0, 1000), drawn=changes())
 @examples(20)
+@pytest.mark.filterwarnings("ignore:The module Sequential is in evaluation mode")
 def test_a_program_compiled_again_computes_as_eager(seed: int, drawn: list[int]) -> None:
     require_no_silent_difference(seed, drawn, compile_again=True)
 

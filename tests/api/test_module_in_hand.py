@@ -185,6 +185,7 @@ def test_functions_with_a_cache_keep_no_tensor_of_the_trace() -> None:
 LAST = {"output": torch.zeros(3)}
 
 
+@pytest.mark.filterwarnings("ignore:The model's forward stores")
 @pytest.mark.slow
 @pytest.mark.parametrize("is_traceable", [True, False])
 def test_the_users_variables_stay_as_they_are(is_traceable: bool) -> None:
