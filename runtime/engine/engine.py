@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from zeroir.errors import ChangedCodeError, GraphWarning, UserError
+from zeroir.errors import GraphWarning, UserError
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
 from zeroir.runtime.checkpoint.background import PendingSave
@@ -28,13 +28,7 @@ from zeroir.runtime.checkpoint.snapshots import require_same_sums
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, Job
 from zeroir.runtime.distributed.rank_position import RankPosition
 from zeroir.runtime.engine.accumulation import Accumulation, MicroStepResult
-from zeroir.runtime.engine.followed import (
-    Compile,
-    Followed,
-    ProgramsOfStates,
-    read_tensors,
-)
-from zeroir.runtime.engine.followed_optimizers import FollowedOptimizers
+from zeroir.runtime.engine.followed import Compile, CompiledAgain, Followed, FollowedCode
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer
 from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.engine.rank_program import RankProgram
@@ -108,9 +102,7 @@ class Engine:
         self.rank_program = RankProgram(program, self.device, settings, self.update)
         self._values = ModelValues(self.rank_program)
         self._recording = Recording(self.rank_program)
-        self._outside: Followed | None = None
-        self._programs: ProgramsOfStates | None = None
-        self._followed: FollowedOptimizers | None = None
+        self._followed = FollowedCode(self.rank, lambda: self.rank_program.optimizer_if_any)
         self._accumulation = Accumulation(
             lambda batch: inputs_of(self.program, batch),
             self._look_outside,
@@ -206,24 +198,30 @@ class Engine:
                 within a step, where it has other sums, or a micro-step has not run yet; without ``watch``, where the
                 present program reads tensors outside the module.
         """
+        if watch is None and self._followed.reads_tensors:
+            raise UserError(
+                "The program reads tensors outside the module: call go_on_with(compiled.program, compiled.watch), so "
+                "that the next one reads them, too."
+            )
+        self._switch(program, watch)
+
+    def _switch(
+        self,
+        program: Program,
+        code: Followed | None,
+        accumulating: Callable[[], Program] | None = None,
+    ) -> None:
         self._accumulation.require_none_waiting("go_on_with")
         self._checkpoints.join()
         state_of_buffers.require_same_state(self.program, program)
         if self.rank_program.executor.micro_steps_done:
             require_same_sums(self.program, program)
-        if watch is None and self._outside is not None and self._outside.tensors:
-            raise UserError(
-                "The program reads tensors outside the module: call go_on_with(compiled.program, compiled.watch), so "
-                "that the next one reads them, too."
-            )
-        self._accumulating = None
+        self._accumulating = accumulating
         self.rank_program.replace(program)
-        if watch is not None:
-            if self._outside is not None:
-                watch.ignore(self._outside.ignored)
-            self.follow(watch)
-        elif self._outside is not None:
-            self._outside.remember()
+        if code is None:
+            self._followed.remember()
+        else:
+            self._followed.follow(code)
 
     def _accumulate(self) -> None:
         """Switch to the program for gradient accumulation."""
@@ -232,42 +230,34 @@ class Engine:
         self._accumulating = None
         self.rank_program.replace(program)
 
-    def follow(self, outside: Followed, compile_again: Compile | None = None) -> None:
+    def follow(self, code: Followed, compile_again: Compile | None = None) -> None:
         """Follow the user's code and tensors that the program was compiled from.
 
         Before each micro-step and evaluation the present values of the tensors are read, and changed settings of the
         script's optimizers apply to ``optimizer``. Where something else changed, ``compile_again`` returns the program
         to go on with; without it such a change is an error.
         """
-        self._outside = outside
+        self._followed.follow(code)
         if compile_again is not None:
-            self._programs = ProgramsOfStates(compile_again)
-            self._programs.remember(self.program, outside)
-        if outside.optimizers and self.program.groups:
-            self._followed = FollowedOptimizers(
-                outside.optimizers, outside.parameter_names(), self.optimizer
+            running = CompiledAgain(
+                program=self.program, code=code, accumulating=self._accumulating
             )
+            self._followed.compile_with(compile_again, running)
 
     def _look_outside(self, *, is_step: bool = True) -> None:
         """Read what the program follows, and raise UserError where something else changed that it depends on."""
-        if self._outside is None:
-            return
-        try:
-            self._outside.require_unchanged(is_step=is_step)
-        except ChangedCodeError as change:
-            if self._programs is None:
-                raise
-            program, followed = self._programs.after(change, self._outside)
+        self._followed.follow_optimizers()
+        changed = self._followed.changed_program(is_step=is_step)
+        if changed is not None:
+            again, change = changed
             try:
-                self.go_on_with(program, followed)
+                self._switch(again.program, again.code, again.accumulating)
             except UserError as error:
                 raise UserError(f"{change} It cannot go on with another program: {error}") from None
-        if self._followed is not None:
-            self._followed.follow()
-        self.rank_program.allocate_once()
-        if self._outside.tensors:
+        if self._followed.reads_tensors:
+            self.rank_program.allocate_once()
             with self.rank_program.executor.entered():
-                read_tensors(self._outside.tensors, self.program, self.rank_program.memory)
+                self._followed.read_tensors(self.program, self.rank_program.memory)
 
     def initialise(
         self,
@@ -452,8 +442,7 @@ class Engine:
             UserError: as ``step``; where no micro-step precedes it, or the last one was declared not to be the last.
         """
         self._accumulation.finish()
-        if self._followed is not None:
-            self._followed.follow()
+        self._followed.follow_optimizers()
         (result,) = self.rank_program.executor.update()
         self._last_result = StepResult(rank=result)
         return self._last_result

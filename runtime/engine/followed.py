@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from torch import Tensor
@@ -12,7 +13,10 @@ from torch.optim import Optimizer
 
 from zeroir.errors import ChangedCodeError, UserError
 from zeroir.ir.program import Program
+from zeroir.runtime.engine.followed_optimizers import FollowedOptimizers
+from zeroir.runtime.engine.live_optimizer import LiveOptimizer
 from zeroir.runtime.memory.rank_memory import RankMemory
+from zeroir.torch_ops.types import TORCH_DTYPE
 
 LOGGER: Final = logging.getLogger("zeroir")
 
@@ -55,36 +59,97 @@ class Followed(Protocol):
         """Raise ChangedCodeError where something changed that the program does not follow."""
 
 
-Compile = Callable[[], tuple[Program, Followed]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledAgain:
+    """A program that was compiled from another state of the user's code.
+
+    ``accumulating`` compiles it for steps of several batches; None where it is.
+    """
+
+    program: Program
+    code: Followed
+    accumulating: Callable[[], Program] | None = None
+
+
+Compile = Callable[[], CompiledAgain]
 """A function that compiles the program again from the present state of the user's code."""
 
 
-class ProgramsOfStates:
-    """The programs of one model that were compiled from different states of the user's code, by these states."""
+class FollowedCode:
+    """What an engine follows between steps: the user's code and tensors, and the script's optimizers.
 
-    def __init__(self, compile_again: Compile) -> None:
+    ``optimizer`` returns the settings of the running program, None where it updates nothing.
+    """
+
+    def __init__(self, rank: int, optimizer: Callable[[], LiveOptimizer | None]) -> None:
+        self._rank = rank
+        self._optimizer = optimizer
+        self._code: Followed | None = None
+        self._compile: Compile | None = None
+        self._programs: dict[Hashable, CompiledAgain] = {}
+        self._optimizers: FollowedOptimizers | None = None
+
+    @property
+    def reads_tensors(self) -> bool:
+        """Whether the running program has constants whose present values count."""
+        return self._code is not None and bool(self._code.tensors)
+
+    def follow(self, code: Followed) -> None:
+        """Follow the code from which the running program was compiled; what was ignored still is."""
+        if self._code is not None:
+            code.ignore(self._code.ignored)
+        self._code = code
+        live = self._optimizer()
+        of_script = tuple(code.optimizers)
+        is_known = self._optimizers is not None and self._optimizers.optimizers == of_script
+        if of_script and live is not None and not is_known:
+            self._optimizers = FollowedOptimizers(of_script, code.parameter_names(), live)
+
+    def compile_with(self, compile_again: Compile, running: CompiledAgain) -> None:
+        """Compile after a change instead of refusing it; ``running`` is the program of the present state."""
         self._compile = compile_again
-        self._programs: dict[Hashable, tuple[Program, Followed]] = {}
+        self._programs = {running.code.state(): running}
 
-    def remember(self, program: Program, followed: Followed) -> None:
-        """Remember the program that was compiled from the present state."""
-        self._programs[followed.state()] = program, followed
+    def remember(self) -> None:
+        """Take the running program as compiled from the present state."""
+        if self._code is not None:
+            self._code.remember()
 
-    def after(self, change: ChangedCodeError, followed: Followed) -> tuple[Program, Followed]:
-        """Return the program of the present state, which is compiled if it is new.
+    def follow_optimizers(self) -> None:
+        """Apply the changes of the script's optimizers."""
+        if self._optimizers is not None:
+            self._optimizers.follow()
+
+    def changed_program(self, *, is_step: bool) -> tuple[CompiledAgain, ChangedCodeError] | None:
+        """Return the program to go on with after a change, which is compiled if it is new, and the change, if any.
 
         Raises:
-            ChangedCodeError: ``change``, where parameters or states would not fit, or there are too many programs.
+            ChangedCodeError: where parameters or states would not fit, or there are too many programs already, or
+                changes are to be refused.
         """
-        state = followed.state()
-        if state not in self._programs:
-            if not change.may_compile or len(self._programs) >= MOST_STATES:
-                raise change
-            begun = time.perf_counter()
-            self._programs[state] = self._compile()
-            seconds = time.perf_counter() - begun
-            LOGGER.warning("%s: it was compiled again in %.1f s.", change.change, seconds)
-        return self._programs[state]
+        if self._code is None:
+            return None
+        try:
+            self._code.require_unchanged(is_step=is_step)
+        except ChangedCodeError as change:
+            if self._compile is None:
+                raise
+            state = self._code.state()
+            if state not in self._programs:
+                if not change.may_compile or len(self._programs) >= MOST_STATES:
+                    raise
+                begun = time.perf_counter()
+                self._programs[state] = self._compile()
+                if self._rank == 0:
+                    seconds = time.perf_counter() - begun
+                    LOGGER.warning("%s: it was compiled again in %.1f s.", change.change, seconds)
+            return self._programs[state], change
+        return None
+
+    def read_tensors(self, program: Program, memory: RankMemory) -> None:
+        """Copy the present values of the user's tensors to the program's constants."""
+        if self._code is not None:
+            read_tensors(self._code.tensors, program, memory)
 
 
 def read_tensors(tensors: Mapping[str, Tensor], program: Program, memory: RankMemory) -> None:
@@ -97,9 +162,10 @@ def read_tensors(tensors: Mapping[str, Tensor], program: Program, memory: RankMe
         tensor = tensors.get(binding.name)
         if tensor is None:
             continue
-        if tuple(tensor.shape) != binding.shape or tensor.is_meta:
+        dtype = TORCH_DTYPE[program.buffer_by_name[binding.buffer].dtype]
+        if tuple(tensor.shape) != binding.shape or tensor.dtype is not dtype or tensor.is_meta:
             raise UserError(
-                f"A tensor outside the model has the shape {list(tensor.shape)} on {tensor.device} now, and had "
-                f"{list(binding.shape)} when the program was compiled: compile again."
+                f"A tensor outside the model is {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device} now, "
+                f"and was {dtype} of shape {list(binding.shape)} when the program was compiled: compile again."
             )
         memory.write(binding.buffer, 0, tensor.detach().reshape(-1))

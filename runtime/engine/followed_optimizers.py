@@ -28,19 +28,21 @@ class FollowedOptimizers:
     def __init__(
         self, optimizers: Sequence[Optimizer], names: Mapping[int, str], live: LiveOptimizer
     ) -> None:
-        self._optimizers = optimizers
+        self.optimizers = tuple(optimizers)
         self._live = live
-        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self._known = [_settings(group) for group in self._groups]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         of_name = {
             names.get(id(parameter), ""): index
-            for index, group in enumerate(self._groups)
+            for index, group in enumerate(groups)
             for parameter in group["params"]
         }
         self._indices = [
             next(of_name[name] for name in group["param_names"] if name in of_name)
             for group in live.param_groups
         ]
+        # What changed since the program was compiled, as by a scheduler that warms up, is set now.
+        self._known: list[dict[str, object]] = [{} for _ in groups]
+        self._set([_settings(group) for group in groups])
         for optimizer in optimizers:
             optimizer.step = _refuse_step  # type: ignore[method-assign]
             # Else schedulers warn that step() was not called, or was replaced.
@@ -52,26 +54,30 @@ class FollowedOptimizers:
         Raises:
             UserError: where groups or parameters were added or removed, or a setting changed that the program lacks.
         """
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        if len(groups) != len(self._groups):
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        if len(groups) != len(self._known):
             raise UserError(
-                f"The optimizer has {len(groups)} groups now, and had {len(self._groups)} when the program was "
+                f"The optimizer has {len(groups)} groups now, and had {len(self._known)} when the program was "
                 "compiled from it: compile again."
             )
         present = [_settings(group) for group in groups]
-        if present == self._known:
-            return
+        if present != self._known:
+            self._set(present)
+
+    def _set(self, present: list[dict[str, object]]) -> None:
         for live, index in zip(self._live.param_groups, self._indices, strict=True):
             known = self._known[index]
             for name, value in present[index].items():
-                if known.get(name) == value:
+                if known and known.get(name) == value:
                     continue
-                if name not in live:
+                if name in live:
+                    if live[name] != value:
+                        live[name] = copy.copy(value)
+                elif known:
                     raise UserError(
                         f"The optimizer's {name} is {value!r} now, and was {known.get(name)!r} when the program was "
                         "compiled from it, which has no such setting to change: compile again."
                     )
-                live[name] = copy.copy(value)
         self._known = present
 
 

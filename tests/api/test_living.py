@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,72 +12,35 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zeroir
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.api import living_net
+from tests.api.living_net import (
+    Scaled,
+    X,
+    engine_of,
+    loss,
+    net_of,
+    plain_step,
+    scaled,
+    set_global,
+    settings,
+    table,
+)
 from tests.support.examples import examples
 from zeroir.errors import UserError
 from zeroir.runtime.engine.engine import Engine
 
-X = torch.linspace(-1, 1, 24).view(6, 4)
+
+@pytest.fixture(autouse=True)
+def changes_undone() -> Iterator[None]:
+    with living_net.restored():
+        yield
 
 
-@dataclass
-class Settings:
-    """An object of the user's that the loss reads."""
-
-    weight: float = 0.25
-    note: str = "unread"
-
-
-class Scaled(nn.Module):
-    """Reads attributes, a class attribute, and a list."""
-
-    slope = 0.5
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tau = 1.0
-        self.epoch = 0
-        self.factors = [1.0, 2.0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = nn.functional.leaky_relu(x, self.slope) / self.tau
-        return y * self.factors[0] + self.factors[1]
-
-
-def net_of(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Scaled(), nn.Linear(4, 2))
-
-
-beta = 0.0
-settings = Settings()
-table = {"gain": 1.0}
 unread: list[float] = []
 
 
-def penalty(y: Tensor) -> Tensor:
-    return beta * y.abs().mean() + settings.weight * y.square().mean() * table["gain"]
-
-
-def loss(module: nn.Module, x: Tensor) -> Tensor:
-    return penalty(module(x))
-
-
-def engine_of(net: nn.Module, loss: Callable[..., object] = loss, **options: object) -> Engine:
-    compiled = zeroir.compile(net, X, loss=loss, world_size=1, **{"lr": 0.1, **options})  # type: ignore[arg-type]
-    return compiled.engine(self_check=False, compile_again=False)
-
-
-def set_global(name: str, value: object) -> Callable[[nn.Sequential], None]:
-    return lambda _: globals().__setitem__(name, value)
-
-
-def scaled(net: nn.Sequential) -> Scaled:
-    return next(module for module in net if isinstance(module, Scaled))
-
-
 CHANGES: list[tuple[str, Callable[[nn.Sequential], object], tuple[str, ...]]] = [
-    ("a global", set_global("beta", 0.5), ("beta", "is 0.5 now", "was 0.0", "test_living.py:")),
+    ("a global", set_global("beta", 0.5), ("beta", "is 0.5 now", "was 0.0", "living_net.py:")),
     ("an item of a dict", lambda _: table.update(gain=2.0), ("table['gain']", "is 2.0")),
     (
         "an object's attribute",
@@ -109,15 +69,6 @@ CHANGES: list[tuple[str, Callable[[nn.Sequential], object], tuple[str, ...]]] = 
         ("0.weight is another tensor",),
     ),
 ]
-
-
-@pytest.fixture(autouse=True)
-def restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("beta", "penalty"):
-        monkeypatch.setitem(globals(), name, globals()[name])
-    monkeypatch.setattr(settings, "weight", settings.weight)
-    monkeypatch.setitem(table, "gain", table["gain"])
-    monkeypatch.setattr(Scaled, "slope", Scaled.slope)
 
 
 @pytest.mark.parametrize(
@@ -174,166 +125,6 @@ def test_what_no_step_reads_may_change() -> None:
     engine.step(X)
 
 
-def test_a_module_that_the_loss_reads_is_compared_too() -> None:
-    other = Scaled()
-
-    def with_other(module: nn.Module, x: Tensor) -> Tensor:
-        y: Tensor = other(module(x))
-        return y.square().mean()
-
-    engine = engine_of(net_of(), with_other)
-    engine.step(X)
-    other.tau = 0.5
-    with pytest.raises(UserError, match=r"other of .*with_other.*\.tau.* is 0\.5 now"):
-        engine.step(X)
-
-
-def plain_step(net: nn.Module, loss: Tensor, lr: float) -> float:
-    net.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
-    with torch.no_grad():
-        for parameter in net.parameters():
-            assert parameter.grad is not None
-            parameter.sub_(parameter.grad, alpha=lr)
-    return loss.item()
-
-
-def test_tensors_outside_the_module_have_their_present_values() -> None:
-    """Two that are equal at first, one that is replaced in its module, and one that only an evaluation reads."""
-    first, second, shown = torch.ones(2), torch.ones(2), torch.ones(2)
-    teacher = nn.Linear(4, 2).requires_grad_(False)
-
-    def distance(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        y = module(x)
-        aim = teacher(x)
-        value: Tensor = (y * first - aim * second).square().mean()
-        return value, {"y": y * shown}
-
-    net, plain = net_of(), net_of()
-    engine = engine_of(net, distance, optimizer="sgd")
-    for step in range(3):
-        expected = plain_step(plain, distance(plain, X)[0], 0.1)
-        assert engine.step(X).loss == expected
-        first.add_(0.5)
-        second.data.mul_(0.5)
-        shown.fill_(step)
-        teacher.weight.data = torch.full((2, 4), 0.1 * step)
-    plain.eval()
-    value, outputs = distance(plain, X)
-    evaluation = engine.evaluate(X)
-    assert evaluation.loss == value.item()
-    assert isinstance(evaluation.outputs, dict)
-    assert torch.equal(evaluation.outputs["y"], outputs["y"])
-
-
-def test_a_replaced_tensor_outside_is_refused() -> None:
-    outside = SimpleNamespace(aim=torch.zeros(2))
-
-    def distance(module: nn.Module, x: Tensor) -> Tensor:
-        y: Tensor = module(x) - outside.aim
-        return y.square().mean()
-
-    engine = engine_of(net_of(), distance)
-    engine.step(X)
-    outside.aim = torch.ones(2)
-    with pytest.raises(UserError, match="aim"):
-        engine.step(X)
-
-
-def test_the_scripts_own_optimizer_and_its_scheduler_drive_the_program() -> None:
-    def optimizer_of(net: nn.Sequential) -> torch.optim.AdamW:
-        groups: list[dict[str, object]] = [
-            {"params": net[:2].parameters(), "lr": 0.1},
-            {"params": net[3].parameters()},
-        ]
-        return torch.optim.AdamW(groups, lr=0.01)
-
-    net, plain = net_of(), net_of()
-    own, of_plain = optimizer_of(net), optimizer_of(plain)
-    schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in (own, of_plain)]
-    compiled = zeroir.compile(net, X, loss=loss, optimizer=own, world_size=1)
-    engine = compiled.engine(self_check=False)
-    for _ in range(5):
-        of_plain.zero_grad()
-        expected = loss(plain, X)
-        expected.backward()  # type: ignore[no-untyped-call]
-        of_plain.step()
-        assert engine.step(X).loss == expected.item()
-        for scheduler in schedulers:
-            scheduler.step()
-    own.param_groups[0]["betas"] = (0.5, 0.9)
-    engine.step(X)
-    assert engine.optimizer.param_groups[0]["betas"] == (0.5, 0.9)
-    with pytest.raises(UserError, match=r"call engine\.step\(batch\)"):
-        own.step()
-    own.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    with pytest.raises(UserError, match="has 3 groups now, and had 2"):
-        engine.step(X)
-
-
-USES: list[tuple[str, Callable[[nn.Sequential], object]]] = [
-    ("forward", lambda net: net(X)),
-    ("state_dict", nn.Module.state_dict),
-    ("to", lambda net: net.to(torch.float64)),
-    ("deepcopy", copy.deepcopy),
-    ("data", lambda net: net[0].weight.data),
-    ("in place", lambda net: net.get_buffer("1.running_mean").zero_()),
-    ("printing values", lambda net: net.get_parameter("0.weight").tolist()),
-]
-
-
-@pytest.mark.parametrize("use", [each[1] for each in USES], ids=[each[0] for each in USES])
-def test_a_module_says_that_its_values_are_in_the_engine(
-    use: Callable[[nn.Sequential], object],
-) -> None:
-    net = net_of()
-    engine = engine_of(net)
-    engine.step(X)
-    with pytest.raises(UserError, match="values of this module are in the engine"):
-        use(net)
-    engine.close(return_values=False)
-
-
-def test_a_module_without_values_can_be_described_and_saved_later(tmp_path: Path) -> None:
-    net = net_of()
-    shapes = [(name, p.shape, p.numel(), p.dtype) for name, p in net.named_parameters()]
-    engine = engine_of(net)
-    engine.step(X)
-    described = [(name, p.shape, p.numel(), p.dtype) for name, p in net.named_parameters()]
-    assert described == shapes
-    assert all(isinstance(p, nn.Parameter) for p in net.parameters())
-    assert "in the engine" in repr(net[0].weight)
-    expected = engine.state_dict()
-    engine.close()
-    torch.save(net.state_dict(), tmp_path / "net.pt")
-    saved = torch.load(tmp_path / "net.pt")
-    assert list(saved) == list(expected)
-    assert all(torch.equal(saved[name], value) for name, value in expected.items())
-    assert type(net[0].weight) is nn.Parameter
-
-
-def test_values_are_not_given_back_while_an_exception_is_handled() -> None:
-    net = net_of()
-    engine = engine_of(net)
-
-    def failing() -> None:
-        try:
-            raise ZeroDivisionError
-        finally:
-            engine.close()
-
-    with pytest.raises(ZeroDivisionError):
-        failing()
-    assert net[0].weight.is_meta
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_ranks_train_beside_a_teacher_that_follows_and_end_with_the_values(tmp_path: Path) -> None:
-    ranks = Ranks(3, tmp_path, module="tests.api.living_workers", sources=COMPILING_SOURCES)
-    require_success(ranks.wait())
-
-
 @st.composite
 def changes(draw: st.DrawFn) -> list[int]:
     return draw(st.lists(st.integers(0, len(CHANGES) + 3), min_size=1, max_size=4))
@@ -341,9 +132,10 @@ def changes(draw: st.DrawFn) -> list[int]:
 
 @pytest.mark.slow
 @given(seed=st.integers(0, 1000), drawn=changes())
-@examples(60)
+@examples(200)
 def test_no_change_makes_a_silent_difference_from_eager(seed: int, drawn: list[int]) -> None:
-    require_no_silent_difference(seed, drawn, compile_again=False)
+    with living_net.restored():
+        require_no_silent_difference(seed, drawn, compile_again=False)
 
 
 @pytest.mark.slow
@@ -351,13 +143,12 @@ def test_no_change_makes_a_silent_difference_from_eager(seed: int, drawn: list[i
 @examples(20)
 @pytest.mark.filterwarnings("ignore:The module Sequential is in evaluation mode")
 def test_a_program_compiled_again_computes_as_eager(seed: int, drawn: list[int]) -> None:
-    require_no_silent_difference(seed, drawn, compile_again=True)
+    with living_net.restored():
+        require_no_silent_difference(seed, drawn, compile_again=True)
 
 
 def require_no_silent_difference(seed: int, drawn: list[int], *, compile_again: bool) -> None:
     """A step after changes is refused, or has the loss of the user's code as it is then, on the same parameters."""
-    before = {name: globals()[name] for name in ("beta", "penalty")}
-    others = (settings.weight, table["gain"], Scaled.slope)
     net = net_of(seed)
     aim = torch.zeros(2)
 
@@ -380,8 +171,6 @@ def require_no_silent_difference(seed: int, drawn: list[int], *, compile_again: 
             with engine.gathered() as module, torch.no_grad():
                 assert found == with_aim(copy.deepcopy(module), X).item()
     finally:
-        globals().update(before)
-        settings.weight, table["gain"], Scaled.slope = others
         engine.close(return_values=False)
 
 
@@ -489,3 +278,32 @@ def test_a_step_in_the_mode_of_an_evaluation_is_refused() -> None:
         engine.step(X)
     net.train()
     engine.step(X)
+
+
+def test_engines_of_one_program_do_not_share_what_they_ignore() -> None:
+    net = net_of()
+    compiled = zeroir.compile(net, X, loss=loss, world_size=1)
+    first = compiled.engine(self_check=False, ignore="2.tau")
+    scaled(net).tau = 0.5
+    first.step(X)
+    first.close()
+    with pytest.raises(UserError, match=r"2\.tau is|2\.tau, which"):
+        compiled.engine(self_check=False)
+    scaled(net).tau = 1.0
+    second = compiled.engine(self_check=False)
+    second.step(X)
+
+
+def test_a_change_of_code_keeps_a_change_of_the_optimizer_and_steps_of_several_batches() -> None:
+    net = net_of()
+    own = torch.optim.SGD(net.parameters(), lr=0.5)
+    compiled = zeroir.compile(net, X, loss=loss, optimizer=own, world_size=1)
+    engine = compiled.engine(self_check=False)
+    engine.step(X)
+    own.param_groups[0]["lr"] = 0.25
+    scaled(net).tau = 2.0
+    engine.step(X)
+    assert engine.optimizer.param_groups[0]["lr"] == 0.25
+    scaled(net).tau = 4.0
+    engine.step([X, X])
+    assert engine.step_count == 3

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from zeroir.frontend.watch.watch import Watch
     from zeroir.runtime.distributed.rendezvous import JobRank
     from zeroir.runtime.engine.engine import Engine
-    from zeroir.runtime.engine.followed import Followed
+    from zeroir.runtime.engine.followed import CompiledAgain
     from zeroir.runtime.state.module_values import StateSource
 
 
@@ -274,16 +274,34 @@ class CompiledProgram:
             compile_again=compile_again,
         )
 
-    def _compiled_again(self, engine: Engine) -> tuple[Program, Followed]:
+    def _compiled_again(self, engine: Engine, watch: Watch) -> CompiledAgain:
         """Compile the source again, for steps as those of the engine's program."""
+        from zeroir.runtime.engine.followed import CompiledAgain
+
         assert self.compile_again is not None
         again = self.compile_again(self.requested, self.config)
         if MICRO_STEP in engine.program.section_by_name and not again.accumulates:
             again = again.specialise(micro_steps=2)
         assert again.watch is not None
-        assert self.watch is not None
-        again.watch.optimizers = self.watch.optimizers
-        return again.program, again.watch
+        again.watch.optimizers = watch.optimizers
+        return CompiledAgain(
+            program=again.program, code=again.watch, accumulating=again.accumulating(engine.rank)
+        )
+
+    def accumulating(self, rank: int) -> Callable[[], Program] | None:
+        """Return a function that lowers the program for steps of several batches; None if it takes them."""
+        if self.accumulates:
+            return None
+
+        def accumulating() -> Program:
+            if rank == 0:
+                LOGGER.info(
+                    "The program was compiled for steps of one batch: it is lowered again for steps of any number. "
+                    "With --micro-steps 2 it is so from the start."
+                )
+            return self.specialise(micro_steps=2).program
+
+        return accumulating
 
     def open_engine(
         self,
@@ -314,17 +332,9 @@ class CompiledProgram:
         from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
         from zeroir.runtime.engine.engine import Engine
 
-        def accumulating() -> Program:
-            if job_rank.rank == 0:
-                LOGGER.info(
-                    "The program was compiled for steps of one batch: it is lowered again for steps of any number. "
-                    "With --micro-steps 2 it is so from the start."
-                )
-            return self.specialise(micro_steps=2).program
-
-        watch = self.watch if source is self.source and self.watch is not None else None
-        watch = Watch.of(source) if watch is None else watch
-        watch.ignore(ignore)
+        is_own = source is self.source and self.watch is not None
+        watch = self.watch.copied() if is_own and self.watch is not None else Watch.of(source)
+        watch.ignore((ignore,) if isinstance(ignore, str) else ignore)
         watch.require_unchanged(is_step=False)
         require_host_memory(
             outside_bytes(self.program),
@@ -341,7 +351,7 @@ class CompiledProgram:
             self_check=self_check,
             weight=source.weight,
             disk_folder=self.artifact.offload_folder,
-            accumulating=None if self.accumulates else accumulating,
+            accumulating=self.accumulating(job_rank.rank),
         )
         precision = self.options.precision
         engine.initialise(
@@ -355,8 +365,8 @@ class CompiledProgram:
             ),
         )
         watch.remember()
-        may_compile = compile_again and watch is self.watch
-        engine.follow(watch, partial(self._compiled_again, engine) if may_compile else None)
+        again = partial(self._compiled_again, engine, watch)
+        engine.follow(watch, again if compile_again and is_own else None)
         return engine
 
 

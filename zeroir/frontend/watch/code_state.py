@@ -81,17 +81,26 @@ class CodeState:
 
         Of the tensors that are ``followed`` only the identity counts.
         """
-        state = cls(code, _flag_changes=MovedTensor.flag_changes)
-        state._followed = frozenset(map(id, followed))
+        ids = frozenset(map(id, followed))
+        while True:
+            mentioned = code.size
+            state = cls(code, _flag_changes=MovedTensor.flag_changes, _followed=ids)
+            state._walk(model)
+            # Objects that it met may have methods that mention more.
+            if code.size == mentioned:
+                return state
+
+    def _walk(self, model: nn.Module | None) -> None:
         if model is not None:
-            state._module_tree(model, "", is_own=True)
-        for function, name, line in code.globals_of:
+            self._module_tree(model, "", is_own=True)
+        for name, value in self.code.objects:
+            self._add(name, value)
+        for function, name, line in self.code.globals_of:
             if name in function.__globals__ and is_users(function):
-                state._global(function, name, line)
-        for function in code.functions:
+                self._global(function, name, line)
+        for function in self.code.functions:
             if is_users(function):
-                state._closure(function)
-        return state
+                self._closure(function)
 
     def is_as_it_was(self) -> bool:
         """Return whether nothing has changed, as far as shallow comparisons show without looking for names."""
@@ -153,7 +162,7 @@ class CodeState:
                 name = f"{path}.{key}".strip(".")
                 self.lines.setdefault(name, self.code.attributes.get(key, ""))
                 if isinstance(value, Tensor):
-                    self.leaves[name] = (type(value), id(value))  # the program has its value
+                    self.leaves[name] = (Tensor, id(value))  # the program has its value
                 else:
                     self._add(name, value)
 
@@ -177,10 +186,21 @@ class CodeState:
                 value = cell.cell_contents
             except ValueError:
                 continue
-            label = f"{name} of {function.__qualname__}"
             self._cells.append((cell, value))
-            self.lines.setdefault(label, self.code.line_of(function))
-            self._add(label, value)
+            self._variable(function, name, value)
+        code, defaults = function.__code__, function.__defaults__ or ()
+        positional = code.co_varnames[: code.co_argcount]
+        for name, value in zip(
+            positional[len(positional) - len(defaults) :], defaults, strict=True
+        ):
+            self._variable(function, name, value)
+        for name, value in (function.__kwdefaults__ or {}).items():
+            self._variable(function, name, value)
+
+    def _variable(self, function: FunctionType, name: str, value: object) -> None:
+        label = f"{name} of {function.__qualname__}"
+        self.lines.setdefault(label, self.code.line_of(function))
+        self._add(label, value)
 
     def _add(self, name: str, value: object) -> None:
         if isinstance(value, _PLAIN):
@@ -279,4 +299,8 @@ def _checksum_of_array(value: object) -> Callable[[], int] | None:
 
 def is_users(function: FunctionType) -> bool:
     """Return whether a function is the user's own, whose globals and closure may change while a script runs."""
-    return is_users_file(function.__code__.co_filename)
+    filename = function.__code__.co_filename
+    # Code without a file is that of a session, or made by a class for itself.
+    return not is_known_package(function.__module__) and (
+        filename.startswith("<") or is_users_file(filename)
+    )

@@ -34,13 +34,15 @@ class ReachedCode:
 
     ``attributes`` maps the names of attributes, and texts that may be such names, to the line that mentions them; the
     user's lines win over those of libraries. ``reads_any_name`` is whether the user's own code may read attributes that
-    it does not mention; libraries do so for bookkeeping everywhere.
+    it does not mention; libraries do so for bookkeeping everywhere. ``objects`` are those that are called as functions,
+    those whose methods are, and arguments of partial functions, with names for messages.
     """
 
     functions: list[FunctionType] = field(default_factory=list)
     globals_of: list[tuple[FunctionType, str, str]] = field(default_factory=list)
     attributes: dict[str, str] = field(default_factory=dict)
     reads_any_name: bool = False
+    objects: list[tuple[str, object]] = field(default_factory=list)
     _codes: set[CodeType] = field(default_factory=set)
     _classes: dict[type, None] = field(default_factory=dict)
     _waiting: list[FunctionType] = field(default_factory=list)
@@ -63,6 +65,11 @@ class ReachedCode:
     def mentions(self, name: str) -> bool:
         """Return whether an attribute of this name may be read."""
         return self.reads_any_name or name in self.attributes
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Numbers that grow whenever the code is found to mention more."""
+        return len(self.attributes), len(self._codes)
 
     def line_of(self, function: FunctionType) -> str:
         """Return ``file:line`` of a function."""
@@ -87,9 +94,14 @@ class ReachedCode:
     def _add(self, value: object) -> None:
         match value:
             case functools.partial():
-                for each in (value.func, *value.args, *value.keywords.values()):
+                self._add(value.func)
+                for each in (*value.args, *value.keywords.values()):
                     self._add(each)
-            case MethodType() | staticmethod() | classmethod():
+                    self._object(each)
+            case MethodType():
+                self._add(value.__func__)
+                self._object(value.__self__)
+            case staticmethod() | classmethod():
                 self._add(value.__func__)
             case property():
                 self._add(value.fget)
@@ -105,6 +117,11 @@ class ReachedCode:
                 pass
             case _ if callable(value) and not is_known_package(type(value).__module__):
                 self.add_class(type(value))
+                self._object(value)
+
+    def _object(self, value: object) -> None:
+        if all(value is not known for _, known in self.objects):
+            self.objects.append((type(value).__name__, value))
 
     def _read(self, function: FunctionType) -> None:
         code = function.__code__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Final
@@ -25,7 +25,7 @@ class Watch:
 
     ``tensors`` are those outside the module whose present values the program follows, by the names of its constants.
     ``ignored`` are patterns of names whose changes do not matter. ``optimizers`` are those of the script whose groups
-    the program has.
+    the program has. ``_evaluated`` is the state of the last evaluation, whose modes may differ.
     """
 
     model: nn.Module | None
@@ -33,6 +33,7 @@ class Watch:
     _state: CodeState
     ignored: tuple[str, ...] = ()
     optimizers: tuple[Optimizer, ...] = ()
+    _evaluated: CodeState | None = None
 
     @classmethod
     def of(cls, source: ModelSource, tensors: Mapping[str, Tensor] = MappingProxyType({})) -> Watch:
@@ -40,6 +41,10 @@ class Watch:
         model = source.model() if source.is_in_hand else None
         code = ReachedCode.of(model, (source.loss,))
         return cls(model, tensors, CodeState.of(model, code, tensors.values()))
+
+    def copied(self) -> Watch:
+        """Return the same state for another engine, which may ignore other names."""
+        return replace(self)
 
     def ignore(self, patterns: Sequence[str]) -> None:
         """Accept changes of the names that match one of these patterns, as in ``fnmatch``."""
@@ -56,7 +61,7 @@ class Watch:
         now = self._now()
         now.is_doubtful = any(now.leaves.get(name) != leaf for name, leaf in modes.items())
         now.leaves |= modes
-        self._state = now
+        self._state, self._evaluated = now, None
 
     def _now(self) -> CodeState:
         return CodeState.of(self.model, self._state.code, self.tensors.values())
@@ -69,6 +74,8 @@ class Watch:
                 reads it.
         """
         if self._state.is_as_it_was():
+            return
+        if not is_step and self._evaluated is not None and self._evaluated.is_as_it_was():
             return
         before, now = self._state, self._now()
         changed = {
@@ -86,6 +93,8 @@ class Watch:
             )
         if is_step:
             self._state = now
+        else:
+            self._evaluated = now
 
     def state(self) -> Hashable:
         """Return a value that is the same where the present state is."""

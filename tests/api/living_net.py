@@ -1,0 +1,96 @@
+"""A module and a loss that read attributes, globals and objects, which tests change between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import zeroir
+from zeroir.runtime.engine.engine import Engine
+
+X = torch.linspace(-1, 1, 24).view(6, 4)
+
+
+@dataclass
+class Settings:
+    """An object of the user's that the loss reads."""
+
+    weight: float = 0.25
+    note: str = "unread"
+
+
+class Scaled(nn.Module):
+    """Reads attributes, a class attribute, and a list."""
+
+    slope = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tau = 1.0
+        self.epoch = 0
+        self.factors = [1.0, 2.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = nn.functional.leaky_relu(x, self.slope) / self.tau
+        return y * self.factors[0] + self.factors[1]
+
+
+def net_of(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Scaled(), nn.Linear(4, 2))
+
+
+beta = 0.0
+
+
+settings = Settings()
+
+
+table = {"gain": 1.0}
+
+
+def penalty(y: Tensor) -> Tensor:
+    return beta * y.abs().mean() + settings.weight * y.square().mean() * table["gain"]
+
+
+def loss(module: nn.Module, x: Tensor) -> Tensor:
+    return penalty(module(x))
+
+
+def engine_of(net: nn.Module, loss: Callable[..., object] = loss, **options: object) -> Engine:
+    compiled = zeroir.compile(net, X, loss=loss, world_size=1, **{"lr": 0.1, **options})  # type: ignore[arg-type]
+    return compiled.engine(self_check=False, compile_again=False)
+
+
+def set_global(name: str, value: object) -> Callable[[nn.Sequential], None]:
+    return lambda _: globals().__setitem__(name, value)
+
+
+def scaled(net: nn.Sequential) -> Scaled:
+    return next(module for module in net if isinstance(module, Scaled))
+
+
+def plain_step(net: nn.Module, loss: Tensor, lr: float) -> float:
+    net.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for parameter in net.parameters():
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad, alpha=lr)
+    return loss.item()
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Undo the changes of the block, but for those of modules."""
+    names = {name: globals()[name] for name in ("beta", "penalty")}
+    others = (settings.weight, table["gain"], Scaled.slope)
+    try:
+        yield
+    finally:
+        globals().update(names)
+        settings.weight, table["gain"], Scaled.slope = others
