@@ -447,7 +447,7 @@ def test_only_equal_block_calls_are_reused(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        *((n, "bf16") for n in ("bert", "llama", "t5", "translator", "vit")),
+        *((n, "bf16") for n in ("bert", "convnet", "gpt2", "llama", "t5", "translator", "vit")),
         # Without casts, one that decodes and one that has running statistics.
         ("convnet", "fp32"),
         ("gpt2", "fp32"),
