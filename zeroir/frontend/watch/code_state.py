@@ -300,7 +300,7 @@ def _checksum_of_array(value: object) -> Callable[[], int] | None:
 def is_users(function: FunctionType) -> bool:
     """Return whether a function is the user's own, whose globals and closure may change while a script runs."""
     filename = function.__code__.co_filename
-    # Code without a file is that of a session, or made by a class for itself.
+    # Code without a file is typed at a prompt, or made by a class for itself.
     return not is_known_package(function.__module__) and (
         filename.startswith("<") or is_users_file(filename)
     )
