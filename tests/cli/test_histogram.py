@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+from torch.export import Dim
 
 import zeroir as package
 from examples import any_length
@@ -135,7 +136,8 @@ def test_batches_of_the_model_file_are_measured(zeroir: Zeroir, tmp_path: Path) 
         ("length,count\n4,0\n", "count is 0"),
         ("length,count\n4\n", "count is nothing"),
         ("length\n4,5\n", "a further column"),
-        ("length\n-4\n", "length is '-4'"),
+        ("length\n-4\n", "length is '-4', but should be a whole number from 1 on"),
+        ("length,count\n4,-3\n", "count is '-3', but should be a whole number from 1 on"),
         ('length\n"4\n', "no table in CSV"),
     ],
 )
@@ -161,6 +163,22 @@ def test_options_that_a_histogram_has_no_use_for_are_refused(
     assert_refused(zeroir("simulate", any_zir, "--histogram", "batches"), "no batches()")
     assert_refused(zeroir("simulate", any_zir, "--histogram", tmp_path / "none.csv"), "none.csv")
     assert_refused(zeroir("simulate", programs[3], "--histogram", path), "has no dims")
+
+
+def test_a_table_of_a_spreadsheet_is_a_histogram(
+    zeroir: Zeroir, any_zir: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("length,rows,count\r\n4,1,2\r\n", encoding="utf-8-sig")
+    measured = zeroir("simulate", any_zir, "--histogram", path, "--json").json
+    assert (measured["batches"], measured["shapes"][0]["values"]) == (2, {"rows": 1, "length": 4})
+
+
+def test_a_dim_called_count_has_no_column() -> None:
+    count, length = Dim("count", max=8), Dim("length", max=16)
+    program = package.compile(Tagger(), batch_of(3, 12), shapes=((count, length), (count, length)))
+    with pytest.raises(package.UserError, match="dim 'count'.*another name"):
+        package.simulate_histogram(program, [{"length": 4, "count": 3}])
 
 
 @pytest.fixture(scope="module")

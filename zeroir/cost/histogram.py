@@ -82,7 +82,8 @@ def read_histogram(path: Path, program: Program) -> Mapping[Shape, int]:
         UserError: if there is no such file, or a row is not a shape of the program.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        # Spreadsheets write a mark at the beginning of a file in UTF-8.
+        with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, skipinitialspace=True, strict=True)
             rows = [
                 (f"'{path}', line {reader.line_num}", row) for row in reader if any(row.values())
@@ -105,9 +106,13 @@ def histogram_of(
     """Return how often each shape occurs; each row has its name in messages, values of dims and a count.
 
     Raises:
-        UserError: if a row is not a shape of the program.
+        UserError: if a row is not a shape of the program, or the program has a dim called ``count``.
     """
-    values_of_dims(program, {})
+    if any(dim.name == COUNT for dim in program.dims):
+        raise UserError(
+            f"The program has a dim '{COUNT}', which is the name of another column of a histogram: compile it with "
+            "another name for this dim."
+        )
     counts: Counter[Shape] = Counter()
     for name, row in rows:
         numbers = {column: _number(name, column, text) for column, text in row.items()}
@@ -127,7 +132,7 @@ def _number(name: str, column: object, value: object) -> int:
     if not isinstance(column, str) or value is None or not text.isdecimal() or len(text) > 18:
         shown = "nothing" if value in (None, "") else f"{value!r:.40}"
         raise UserError(
-            f"{name}: {column or 'a further column'} is {shown}, but should be a number."
+            f"{name}: {column or 'a further column'} is {shown}, but should be a whole number from 1 on."
         )
     return int(text)
 
