@@ -177,7 +177,7 @@ def test_a_table_of_a_spreadsheet_is_a_histogram(
 def test_a_dim_called_count_has_no_column() -> None:
     count, length = Dim("count", max=8), Dim("length", max=16)
     program = package.compile(Tagger(), batch_of(3, 12), shapes=((count, length), (count, length)))
-    with pytest.raises(package.UserError, match="dim 'count'.*another name"):
+    with pytest.raises(package.UserError, match=r"dim 'count'.*another name"):
         package.simulate_histogram(program, [{"length": 4, "count": 3}])
 
 

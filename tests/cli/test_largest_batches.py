@@ -81,15 +81,27 @@ def test_larger_batches_than_the_largest_do_not_fit(wide: Program) -> None:
     assert str(found).startswith(f"rows × length ≤ {found.elements} fits ")
 
 
+def fits(program: Program, longest: int, elements: int) -> int | None:
+    rows, length = (int(size) for size in program.inputs[0].shape)
+    return 1 if length <= longest and rows * length <= elements else None
+
+
 def test_memory_for_all_or_for_no_batches_is_said(wide: Program) -> None:
     everything = largest_batches(wide, lambda _: 1, 10**6)
     assert str(everything) == "rows × length ≤ 2,048 fits 1.0 MB, all that the shapes allow"
     assert everything.narrowed(wide) == wide
-    # If not even one row of the longest fits, shorter ones may.
-    shorter = largest_batches(
-        wide, lambda program: 1 if int(program.inputs[0].shape[1]) <= 5 else None, 1000
-    )
-    assert [dict(limit.sizes) for limit in shorter.limits] == [{"rows": 1, "length": 5}]
+    # If not even one row of the longest fits, shorter ones may, with as many rows as fit beside them.
+    shorter = largest_batches(wide, lambda program: fits(program, longest=5, elements=10**6), 1000)
+    assert [dict(limit.sizes) for limit in shorter.limits] == [{"rows": ROWS, "length": 5}]
+    assert str(shorter) == f"rows ≤ {ROWS}, length ≤ 5 fits 1.0 kB"
+    fewer = largest_batches(wide, lambda program: fits(program, longest=20, elements=100), 1000)
+    assert [tuple(limit.sizes.values()) for limit in fewer.limits] == [
+        (5, 20),
+        (10, 10),
+        (20, 5),
+        (50, 2),
+    ]
+    assert str(fewer) == "rows ≤ 5, length ≤ 20 fits 1.0 kB"
     with pytest.raises(UserError, match=r"smallest batches \(rows 1, length 2\)"):
         largest_batches(wide, lambda _: None, 10**6)
 

@@ -41,18 +41,14 @@ class LargestBatches:
     """The largest batches that fit a memory, each by itself: the first with the longest range of the last dims.
 
     Each limit is that of another program. ``is_all`` says that the memory suffices for all that the shapes allow.
+    ``elements`` is the product of both sizes of all batches that fit, by each limit; None unless there are two dims,
+    and the longest range of the second one fits.
     """
 
     limits: tuple[Limit, ...]
     budget_bytes: int
     is_all: bool
-
-    @property
-    def elements(self) -> int | None:
-        """The product of both sizes of all batches that fit, by each limit; None unless two dims have a product."""
-        if len(self.limits[0].sizes) > 2:
-            return None
-        return min(limit.elements for limit in self.limits)
+    elements: int | None
 
     def __str__(self) -> str:
         """Return the sentence: ``rows × length ≤ 24,576 fits 80.0 GB``."""
@@ -75,9 +71,9 @@ def largest_batches(
     """Search the largest batches of a captured program; ``needed_bytes`` returns None for a program that does not fit.
 
     The first dim of the batch, as a rule that of rows, is made as large as possible where the others have their largest
-    values. If none of its values fits, it has its smallest, and the next dim is searched. With two dims, the same is
-    done where the second one has the half, the quarter and the eighth of its largest value, and then the second one is
-    searched where the first has its largest.
+    values. If none of its values fits, it has its smallest, and the next dim is searched; then it is made as large as fits
+    beside that. With two dims, the same is done where the second one has the half, the quarter and the eighth of its first
+    limit, and then the second one is searched where the first has its largest.
 
     Raises:
         UserError: if the program has no dims, or not even the smallest batches fit.
@@ -120,23 +116,27 @@ def largest_batches(
 
     sizes = {name: dims[name].maximum for name in order}
     first: Limit | None = None
+    shortened: list[str] = []
     for name in order:
         first = largest(name, sizes)
         if first is not None:
             break
         sizes[name] = dims[name].minimum
+        shortened.append(name)
     if first is None:
         smallest = ", ".join(f"{name} {dims[name].minimum:,}" for name in order)
         raise UserError(
             f"Not even the smallest batches ({smallest}) fit {format_bytes(budget_bytes)}: use more ranks, a lower "
             "precision or more memory."
         )
+    for name in shortened:
+        first = largest(name, first.sizes) or first
     limits = [first]
     is_all = all(first.sizes[name] == dims[name].maximum for name in order)
-    if len(order) == 2 and not is_all and first.sizes[order[0]] > dims[order[0]].minimum:
+    if len(order) == 2 and first.sizes[order[0]] < dims[order[0]].maximum:
         rows, length = order
         for halvings in range(1, _HALVINGS + 1):
-            shorter = dims[length].maximum >> halvings
+            shorter = first.sizes[length] >> halvings
             if shorter < dims[length].minimum:
                 break
             found = largest(rows, {length: shorter})
@@ -145,7 +145,15 @@ def largest_batches(
             limits.append(found)
         shortest = largest(length, {rows: dims[rows].maximum})
         limits += [] if shortest is None else [shortest]
-    return LargestBatches(limits=tuple(limits), budget_bytes=budget_bytes, is_all=is_all)
+    has_longest = first.sizes[order[-1]] == dims[order[-1]].maximum
+    return LargestBatches(
+        limits=tuple(limits),
+        budget_bytes=budget_bytes,
+        is_all=is_all,
+        elements=(
+            min(limit.elements for limit in limits) if len(order) == 2 and has_longest else None
+        ),
+    )
 
 
 def narrowed_capture(logical: Program, sizes: Mapping[str, int]) -> Program:
