@@ -71,9 +71,9 @@ def largest_batches(
     """Search the largest batches of a captured program; ``needed_bytes`` returns None for a program that does not fit.
 
     The first dim of the batch, as a rule that of rows, is made as large as possible where the others have their largest
-    values. If none of its values fits, it has its smallest, and the next dim is searched; then it is made as large as fits
-    beside that. With two dims, the same is done where the second one has the half, the quarter and the eighth of its first
-    limit, and then the second one is searched where the first has its largest.
+    values. If none of its values fits, it has its smallest, and the next dim is searched; then it is made as large as
+    fits beside that. With two dims, the same is done where the second one has the half, the quarter and the eighth of
+    its first limit, and then the second one is searched where the first has its largest.
 
     Raises:
         UserError: if the program has no dims, or not even the smallest batches fit.
