@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -13,50 +13,55 @@ from torch import Tensor
 from zeroir.errors import ModelWarning, UserError
 from zeroir.ir.analysis.instances import with_other_sizes
 from zeroir.ir.program import Program
+from zeroir.ir.segments.bindings import plain_bindings
 from zeroir.ir.segments.segment import Segment
-from zeroir.runtime.execution.batch import inputs_of, shape_of
-from zeroir.runtime.kernels.calls import is_multiple, operator, resolver
+from zeroir.runtime.execution.batch import Shape, shape_of
+from zeroir.runtime.kernels.eager import EagerKernel, compile_eager
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.torch_ops.batches import Batch, flatten
+from zeroir.torch_ops.types import TORCH_DTYPE
 
 WeightFunction = Callable[..., object]
 """A function from a batch to its weight: a non-negative number, or a tensor of one element."""
 
 
-def weighing(program: Program) -> WeightFunction | None:
+class Weighing:
+    """The function by which a program itself weighs batches, which must be like those that it was compiled for."""
+
+    def __init__(self, program: Program, segment: Segment, arguments: Sequence[str]) -> None:
+        paths = {binding.buffer: binding.path for binding in program.inputs}
+        self._program = program
+        self._segment = segment
+        self._paths = [paths[buffer] for buffer in arguments]
+        # As many shapes as the ops of a program are bound to.
+        self._kernel = lru_cache(maxsize=64)(self._compiled)
+
+    def arguments(self, batch: Batch) -> list[Tensor]:
+        """Return the tensors of a batch that its weight is computed from."""
+        tensors = flatten(batch).tensors
+        return [tensors[path].contiguous() for path in self._paths]
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> Tensor:
+        arguments = self.arguments(batch)
+        device = arguments[0].device if arguments else torch.device("cpu")
+        (kind,) = self._segment.output_types()
+        weight = torch.empty((), dtype=TORCH_DTYPE[kind.dtype], device=device)
+        self._kernel(shape_of(self._program, batch), device)(arguments, [weight])
+        return weight
+
+    def _compiled(self, shape: Shape, device: torch.device) -> EagerKernel:
+        values = dict(zip((dim.name for dim in self._program.dims), shape, strict=True))
+        segment = with_other_sizes(self._segment, lambda size: size.at(values))
+        return compile_eager(segment, plain_bindings(segment), device)
+
+
+def weighing(program: Program) -> Weighing | None:
     """Return the function by which the program itself weighs batches; None if it has none."""
     segment, declared = program.weighing_segment, program.weighing
     if segment is None or declared is None:
         return None
-    names = [dim.name for dim in program.dims]
-
-    @lru_cache(maxsize=64)  # as many shapes as the ops of a program are bound to
-    def of_shape(shape: tuple[int, ...]) -> Segment:
-        values = dict(zip(names, shape, strict=True))
-        return with_other_sizes(segment, lambda size: size.at(values))
-
-    def weight(batch: Batch) -> Tensor:
-        tensors = {binding.buffer: tensor for binding, tensor in inputs_of(program, batch)}
-        arguments = [tensors[buffer].contiguous() for buffer in declared.arguments]
-        return _result(of_shape(shape_of(program, batch)), arguments)
-
-    return weight
-
-
-@torch.no_grad()
-def _result(segment: Segment, arguments: list[Tensor]) -> Tensor:
-    """Return a segment's only result, computed node by node."""
-    device = arguments[0].device if arguments else torch.device("cpu")
-    values: list[Tensor | None] = [*arguments]
-    for node in segment.nodes:
-        function = operator(node.op)
-        args = [resolver(arg, device)(values) for arg in node.args]
-        kwargs = {name: resolver(arg, device)(values) for name, arg in node.kwargs}
-        returned = function(*args, **kwargs)
-        values += returned if is_multiple(function) else [returned]
-    result = values[segment.outputs[0]]
-    assert result is not None
-    return result
+    return Weighing(program, segment, declared.arguments)
 
 
 def weight_of(function: WeightFunction, batch: Batch) -> float | Tensor:
@@ -124,8 +129,10 @@ class RankWeights:
 
     def _compare(self, batch: Batch) -> None:
         """Warn once where a batch is not like the ones before it, as the program expects."""
-        if self._watched is None or any(not x.is_cpu for x in flatten(batch).tensors.values()):
-            return  # Elsewhere the host would wait for the value.
+        if self._watched is None:
+            return
+        if any(not tensor.is_cpu for tensor in self._watched.arguments(batch)):
+            return  # The host would wait for the value.
         weight = float(weight_of(self._watched, batch))
         if self._usual is None or weight == self._usual:
             self._usual = weight

@@ -42,7 +42,7 @@ from zeroir.workspace.op_scratch import SCALAR_BYTES, scratch_bytes
 from zeroir.workspace.segments import Workspace, eager_workspace
 
 CPU = torch.device("cpu")
-SCALAR_OPS = (ops.CheckFinite, ops.Guess, ops.Decide, ops.UpdateScale)
+SCALAR_OPS = (ops.CheckFinite, ops.Guess, ops.Decide, ops.UpdateScale, ops.Scale)
 """Ops of which only a bound is declared, a few bytes."""
 
 

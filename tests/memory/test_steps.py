@@ -8,6 +8,7 @@ more; where oneDNN computes, what is declared is a bound.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from zeroir.ir.program import Program
 from zeroir.memory.footprint import footprint
 from zeroir.runtime.execution import numerics
 from zeroir.runtime.memory.measured_workspaces import on_host
+from zeroir.workspace.op_scratch import weighing_bytes
 from zeroir.workspace.segments import declared
 
 ROOT = Path(__file__).parents[2]
@@ -89,12 +91,11 @@ def logical(name: str, choices: tuple[tuple[str, object], ...]) -> Program:
 
 
 def require_right(judged: Judged, program: Program) -> None:
-    """Every op takes what it declares, and outside of ops there are but the seeds and a few numbers."""
+    """Every op takes what it declares, and outside of ops only seeds, numbers and batches' weights are allocated."""
     assert not judged.wrong
     seeds = sum(b.size_bytes for b in program.buffers if b.role is Role.RNG)
-    # On the CPU the labels of a batch are counted beside the program, where their number is no weight.
-    labels = max(b.size_bytes for b in program.buffers if b.role is Role.INPUT)
-    assert all(event.size_bytes <= max(seeds, labels) for event in judged.others)
+    most = max(seeds, 8, weighing_bytes(program))
+    assert all(event.size_bytes <= most for event in judged.others)
     assert any(v.peak_bytes for v in judged.verdicts if isinstance(v.op, ops.Compute))
 
 
@@ -160,6 +161,26 @@ def test_options_change_what_is_declared_and_taken_alike(choices: dict[str, obje
     check_options("gpt2", choices)
 
 
+@pytest.mark.parametrize("mean_over", [None, "elements"], ids=["watched", "weighted"])
+def test_the_weights_of_batches_are_counted(mean_over: str | None) -> None:
+    """Whether batches have weights, or are only watched for labels that they ignore."""
+    weighs = {} if mean_over is None else {"mean_over": mean_over}
+    options = make_options({"world_size": 2, "precision": "bf16", **weighs})
+    traced = trace(model_file("gpt"), options).program
+    assert (traced.weight is not None) == (mean_over is not None)
+    program = proved_for(traced, options)
+    assert footprint(program).scratch_bytes >= weighing_bytes(program) > 8
+    check("gpt", program)
+
+
+def test_scratch_memory_suffices_for_the_weight_of_a_batch() -> None:
+    program = logical("gpt", ())
+    segment = program.weighing_segment
+    assert segment is not None
+    calls = tuple(replace(one, workspace_bytes=()) for one in program.segments)
+    assert footprint(replace(program, segments=calls)).scratch_bytes == weighing_bytes(program)
+
+
 @pytest.mark.parametrize(
     ("name", "precision"),
     [("convnet", "fp32"), pytest.param("vit", "bf16", marks=pytest.mark.slow)],
@@ -187,11 +208,13 @@ def test_what_a_profile_measures_is_exact_where_only_a_bound_is_known(
     machine = load_machine("cpu-local").model_copy(update={"segments": segments})
     measured = with_measured_workspaces(program, machine)
     for before, after in zip(program.segments, measured.segments, strict=True):
-        # The segment of a batch's weight declares no workspace.
-        own, most = (dict(one.workspace_bytes).get("eager", 0) for one in (after, before))
+        if before == program.weighing_segment:
+            assert after == before  # No op calls it.
+            continue
+        own = dict(after.workspace_bytes)["eager"]
         # A step does not call what only evaluations do.
-        assert own == again.get(after.digest(), most)
-        assert own <= most
+        assert own == again.get(after.digest(), dict(before.workspace_bytes)["eager"])
+        assert own <= dict(before.workspace_bytes)["eager"]
     assert footprint(measured).scratch_bytes < footprint(program).scratch_bytes
 
 

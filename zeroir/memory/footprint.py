@@ -19,7 +19,7 @@ from zeroir.ir.segments.segment import Segment
 from zeroir.memory.lifetimes import Lifetimes
 from zeroir.memory.most_live import most_live
 from zeroir.memory.placement import Placement, placements
-from zeroir.workspace.op_scratch import scratch_bytes
+from zeroir.workspace.op_scratch import scratch_bytes, weighing_bytes
 
 WORKSPACE: Final = "workspace"
 """The key of scratch memory among the roles."""
@@ -60,7 +60,7 @@ class Footprint:
 
     ``resting_bytes`` are those of persistent buffers, ``arena_bytes`` those of the block of temporary ones, planned or
     not, and ``scratch_bytes`` the maximum that the ops that work in this space need in addition to their buffers,
-    summed over all ops that may run at once.
+    summed over all ops that may run at once, or that the weight of a batch needs before them.
     """
 
     space: Space
@@ -120,11 +120,13 @@ def footprint(
         section_name = section.name
         unit, source = _blame(program, section, index)
     placement = place(program).get(space)
+    # A batch is weighed between sections, while no op with scratch memory runs.
+    weighing = weighing_bytes(program) if space is Space.DEVICE else 0
     return Footprint(
         space=space,
         resting_bytes=resting_bytes,
         arena_bytes=0 if placement is None else placement.size_bytes,
-        scratch_bytes=most_live(lifetimes, scratch_lives, sizes).bound_bytes,
+        scratch_bytes=max(most_live(lifetimes, scratch_lives, sizes).bound_bytes, weighing),
         fullest=FullestMoment(
             section=section_name,
             index=index,

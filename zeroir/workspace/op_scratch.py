@@ -17,7 +17,7 @@ from zeroir.ir.ops import Mode, Op
 from zeroir.ir.optimizers.declaration import StepScratch
 from zeroir.ir.program import Program, Slot
 from zeroir.workspace.scratch.allowance import SLACK_BYTES, product_allowance_bytes
-from zeroir.workspace.segments import EAGER
+from zeroir.workspace.segments import EAGER, eager_workspace
 
 SQUARES_CHUNK_NUMEL: Final = 1 << 20
 """Squares are summed in pieces of this number of elements, counted from the start of a region.
@@ -93,6 +93,12 @@ def scratch_bytes(
             return SCALAR_BYTES + (chunk if op.skip is None else 2 * chunk)
         case _:
             assert_never(op)
+
+
+def weighing_bytes(program: Program) -> int:
+    """Return the most bytes that the weight of a batch needs before a micro-step, where the program computes it."""
+    segment = program.weighing_segment
+    return 0 if segment is None else int(eager_workspace(segment).most_bytes)
 
 
 def scratch_space(program: Program, op: Op) -> Space:
