@@ -15,7 +15,7 @@ from zeroir.errors import ModelWarning, ShapesError, UserError
 from zeroir.frontend.capture.capture import CapturedModel, capture
 from zeroir.frontend.capture.code_contexts import note_on_small_checkpoints, recomputed_units
 from zeroir.frontend.lowering.accumulate import accumulate
-from zeroir.frontend.lowering.loss_weight import LossWeight, loss_weight, may_ignore_labels
+from zeroir.frontend.lowering.loss_weight import LossWeight, loss_weight, may_count_differently
 from zeroir.frontend.lowering.lower import lower as lower_calls
 from zeroir.frontend.lowering.micro_batch_weights import add_micro_batch_weights, weighed_by
 from zeroir.frontend.lowering.partition import UnitCall, partition
@@ -113,7 +113,7 @@ def _weights(
             "and this one is not: give batches a weight (weight=, or a function weight(batch) in the model file)."
         )
     note: str | None = None
-    if has_dims or may_ignore_labels(captured.joint, captured.example):
+    if has_dims or may_count_differently(captured.joint, captured.example):
         note = (
             "The mean over the job is that of its batches' losses, however many labels or rows a batch has, because "
             "the loss is not one mean over elements of the batch: give batches a weight (weight=, or a function "
