@@ -40,11 +40,13 @@ class RankResult:
 class RankEvaluation:
     """The results of an evaluation on one rank: the loss of its batch, f32[], and the declared outputs.
 
-    The outputs are copies, which later evaluations do not change.
+    The outputs are copies, which later evaluations do not change. ``weight`` is that of the batch, a number or a tensor
+    of one element; 1 where the program has no weights.
     """
 
     loss: Tensor
     outputs: object
+    weight: Tensor | float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +103,9 @@ class RankResults:
             is_redone=None if redo is None else redo[0].clone(),
         )
 
-    def evaluation(self, memory: RankMemory, dims: Sequence[int] = ()) -> RankEvaluation:
+    def evaluation(
+        self, memory: RankMemory, weight: Tensor | float, dims: Sequence[int] = ()
+    ) -> RankEvaluation:
         """Return the results of the section ``evaluate``, which has just run for a batch with these values of dims."""
         by_name = dict(zip((dim.name for dim in self.program.dims), dims, strict=True))
         values: list[tuple[str, Tensor]] = []
@@ -110,7 +114,9 @@ class RankResults:
             elements = memory.buffer(output.buffer)[: math.prod(shape)]
             values.append((output.path, elements.clone().view(shape)))
         return RankEvaluation(
-            loss=self._required(memory, Quantity.EVAL_LOSS)[0].clone(), outputs=structured(values)
+            loss=self._required(memory, Quantity.EVAL_LOSS)[0].clone(),
+            outputs=structured(values),
+            weight=weight,
         )
 
     def loss_scale(self, memory: RankMemory) -> Tensor | None:

@@ -70,13 +70,19 @@ class Evaluation:
     rank: RankEvaluation
 
     def __repr__(self) -> str:
+        weight = "" if self.weight == 1 else f", weight={self.weight}"
         outputs = "" if self.outputs is None else f", outputs={self.outputs}"
-        return f"{type(self).__name__}(loss={self.loss}{outputs})"
+        return f"{type(self).__name__}(loss={self.loss}{weight}{outputs})"
 
     @property
     def loss(self) -> float:
-        """The loss of this rank's batch; ``Engine.average`` computes the mean over ranks."""
+        """The loss of this rank's batch."""
         return float(self.rank.loss)
+
+    @property
+    def weight(self) -> float:
+        """The weight of the batch, as in a step; 1 where batches have no weights."""
+        return float(self.rank.weight)
 
     @property
     def outputs(self) -> object:

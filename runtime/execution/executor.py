@@ -37,7 +37,12 @@ from zeroir.runtime.execution.seeds import site_seed
 from zeroir.runtime.execution.streams import Streams
 from zeroir.runtime.execution.trace import Watch
 from zeroir.runtime.state.host_snapshot import SavedState, saved_states, snapshot_events
-from zeroir.runtime.training.micro_batch_weights import RankWeights, WeightFunction, weighing
+from zeroir.runtime.training.micro_batch_weights import (
+    RankWeights,
+    WeightFunction,
+    weighing,
+    weight_of,
+)
 from zeroir.torch_ops.batches import Batch
 
 
@@ -197,14 +202,20 @@ class StepExecutor:
         with self._streams.entered():
             shapes = self._shapes([[batch] for batch in batches])
             self._set_inputs([[batch] for batch in batches], 0)
+            weights = [self._weight_in_evaluations(batch) for batch in batches]
             self._runner.approach(EVALUATE, self.step_count + 1, 0)
             self._runner.run(EVALUATE, self._between_steps, shapes=shapes)
             return [
-                self._results.evaluation(memory, shape)
-                for memory, shape in zip(
-                    self.local_ranks.memories, shapes or repeat(()), strict=False
+                self._results.evaluation(memory, weight, shape)
+                for memory, weight, shape in zip(
+                    self.local_ranks.memories, weights, shapes or repeat(()), strict=False
                 )
             ]
+
+    def _weight_in_evaluations(self, batch: Batch) -> float | Tensor:
+        if self._program.weight is None or self._weight is None:
+            return 1.0
+        return weight_of(self._weight, batch)
 
     def save_state(self) -> list[SavedState]:
         """Copy the training state to host memory by the program's section ``save``; return one result per local rank.

@@ -1,7 +1,8 @@
-"""Evaluations between the steps of ``zeroir run``: the mean loss over all batches of all ranks."""
+"""Evaluations between the steps of ``zeroir run``: the weighted mean loss over all batches of all ranks."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -33,6 +34,11 @@ class HasLoss(Protocol):
         """The loss of the rank's batch."""
         ...
 
+    @property
+    def weight(self) -> float:
+        """The weight of the rank's batch."""
+        ...
+
 
 class Evaluator(Protocol):
     """The part of an engine that evaluations use."""
@@ -50,8 +56,8 @@ class Evaluator(Protocol):
 class EvaluationReport:
     """One evaluation, after ``step`` steps.
 
-    ``loss`` is the mean over all ranks and batches, ``batches`` the number of batches per rank, ``seconds`` the total
-    time.
+    ``loss`` is the weighted mean over all ranks and batches, NaN where all weights are 0; ``batches`` is the number of
+    batches per rank, ``seconds`` the total time.
     """
 
     step: int
@@ -67,28 +73,32 @@ def evaluate(engine: Evaluator, evaluations: Evaluations, step: int) -> Evaluati
         UserError: on every rank, where the batches fail, do not fit, or differ in number between ranks.
     """
     start = time.perf_counter()
-    losses: list[float] = []
+    batches, total_loss, total_weight = 0, 0.0, 0.0
     with in_users_code("eval_batches()", f" after step {step}"):
         iterator = iter(evaluations.batches())
     while True:
         batch, is_there = _next(iterator, step)
         share = engine.average(float(is_there))
         if share not in (0.0, 1.0):
-            raise _unequal(len(losses), is_there=is_there)
+            raise _unequal(batches, is_there=is_there)
         if not is_there:
             break
         try:
-            losses.append(engine.evaluate(batch).loss)
+            evaluation = engine.evaluate(batch)
         except BatchError as error:
-            raise UserError(
-                f"eval_batches() gave a wrong batch {len(losses) + 1}: {error}"
-            ) from error
-    if not losses:
+            raise UserError(f"eval_batches() gave a wrong batch {batches + 1}: {error}") from error
+        batches += 1
+        # The loss of a batch without data may be NaN.
+        if weight := evaluation.weight:
+            total_loss += weight * evaluation.loss
+            total_weight += weight
+    if not batches:
         raise UserError("eval_batches() yields no batch: yield at least one on every rank.")
+    loss, weight = engine.average(total_loss), engine.average(total_weight)
     return EvaluationReport(
         step=step,
-        loss=engine.average(sum(losses) / len(losses)),
-        batches=len(losses),
+        loss=loss / weight if weight else math.nan,
+        batches=batches,
         seconds=time.perf_counter() - start,
     )
 

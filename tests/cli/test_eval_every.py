@@ -86,7 +86,7 @@ def test_the_mean_is_over_all_ranks(program: Path, tmp_path: Path) -> None:
     for batches in given_batches:
         for rank, evaluation in enumerate(lockstep.evaluate(batches)):
             sums[rank] += float(evaluation.loss)
-    assert found["eval_loss"] == (sums[0] / 3 + sums[1] / 3) / 2
+    assert found["eval_loss"] == (sums[0] / 2 + sums[1] / 2) / 3
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_a_program_without_evaluations_is_one_sentence(zeroir: Zeroir, tmp_path:
 class Engine:
     """One of several ranks; ``shares`` are the means that the job gives."""
 
-    loss = 1.0
+    loss = weight = 1.0
 
     def __init__(self, shares: list[float]) -> None:
         self.shares = iter(shares)
