@@ -1,9 +1,16 @@
-"""Canonical strides of dimensions of size 1, which affect the results of some of torch's kernels.
+"""Strides that affect the results of some of torch's kernels: of dimensions of size 1, padded tensors and operands.
 
 Convolutions and norms choose among kernels by whether a tensor is channels-last, and the kernels sum in different
 orders. A tensor with one channel, or with one element in each, fits either format. Then the strides of its dimensions
 of size 1 decide, and these differ between eager PyTorch and the fake tensors of a trace. So such operands and results
 get the strides that follow from their other dimensions, and the gradients of the results have them, too.
+
+Padding keeps the order of a tensor's elements in memory where it adds none, and puts them in the order of dimensions
+where it adds some. How many it adds may depend on the sizes of the batch, so the order is always that of dimensions.
+
+A linear layer, and the product of a stack of matrices and a matrix, flatten their operand and their gradient. Where
+these are not contiguous, that is a view if the stack has one matrix, and a copy if it has more. How many it has may
+depend on the batch, too, so both are made contiguous first.
 """
 
 from __future__ import annotations
@@ -30,6 +37,8 @@ LAYOUT_SENSITIVE: Final[frozenset[object]] = frozenset(
 )
 """Functions whose operands and results get canonical strides; batch norm sets its own."""
 
+_PRODUCTS: Final[frozenset[object]] = frozenset({Tensor.__matmul__, Tensor.matmul, torch.matmul})
+
 
 def called_with_settled(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
@@ -37,6 +46,57 @@ def called_with_settled(
     """Call a function with canonical strides of operands and results that are ambiguous."""
     operands, named = pytree.tree_map_only(Tensor, settled_operand, (tuple(args), dict(kwargs)))
     return settled_result(cast("Tensor", function(*operands, **named)))
+
+
+def padded(
+    function: Callable[..., Tensor],
+    input: Tensor,  # noqa: A002 - torch's name, which callers may use
+    pad: Sequence[int],
+    mode: str = "constant",
+    value: float | None = None,
+) -> Tensor:
+    """Pad a tensor; the strides of the result, and of its gradient, depend on no amount."""
+    if mode != "constant":
+        return function(input, pad, mode, value)
+    may_add_none = any(isinstance(n, torch.SymInt) for n in pad) or all(n <= 0 for n in pad)
+    x = _in_order(input) if may_add_none else input
+    return _with_gradient(function(x, pad, mode, value), _in_order)
+
+
+def flattens(function: object, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Return whether a function flattens its first operand, and multiplies it by a matrix or a vector."""
+    if function is F.linear:
+        return True
+    if function not in _PRODUCTS:
+        return False
+    x, factor = (*args, *kwargs.values())[:2]
+    return isinstance(x, Tensor) and x.dim() > 2 and isinstance(factor, Tensor) and factor.dim() < 3
+
+
+def multiplied(
+    function: Callable[..., Tensor],
+    input: Tensor,  # noqa: A002 - torch's name, which callers may use
+    *args: object,
+    **kwargs: object,
+) -> Tensor:
+    """Multiply a contiguous tensor; the gradient of the result is contiguous, too."""
+    return _with_gradient(function(input.contiguous(), *args, **kwargs), Tensor.contiguous)
+
+
+def _with_gradient(result: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    if result.requires_grad:
+        result.register_hook(change)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """Return the tensor with its elements in the order of dimensions, with channels first or last."""
+    return x if _is_channels_last(x) else x.contiguous()
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
 
 
 def settled_operand(x: Tensor) -> Tensor:

@@ -26,7 +26,13 @@ from zeroir.torch_ops.ctc import reduced_ctc_loss
 from zeroir.torch_ops.devices import on_one_device
 from zeroir.torch_ops.dropout import dropout
 from zeroir.torch_ops.grouped import grouped_mm
-from zeroir.torch_ops.layouts import LAYOUT_SENSITIVE, called_with_settled
+from zeroir.torch_ops.layouts import (
+    LAYOUT_SENSITIVE,
+    called_with_settled,
+    flattens,
+    multiplied,
+    padded,
+)
 from zeroir.torch_ops.norm_functions import batch_normed, in_order_of_torch, instance_normed
 from zeroir.torch_ops.purity import foreign_operator, pure_call
 from zeroir.torch_ops.random_numbers import SeededRandomOps
@@ -195,6 +201,10 @@ class NeutralOps(TorchFunctionMode):
             # This function is Python code that calls the others: run its body under the mode, too.
             with mock.patch.object(F, "has_torch_function", _never), self:
                 return call(*args, **named_args)
+        if flattens(func, args, named_args):
+            return self._wrapped(partial(multiplied, call))(*args, **named_args)
+        if func is F.pad:
+            return self._wrapped(partial(padded, call))(*args, **named_args)
         if func in LAYOUT_SENSITIVE:
             return self._wrapped(partial(called_with_settled, call))(args, named_args)
         return call(*args, **named_args)

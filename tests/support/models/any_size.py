@@ -60,7 +60,7 @@ def loss(module: nn.Module, batch: Images) -> tuple[Tensor, Tensor]:
 
 def shapes() -> dict[str, tuple[Dim | int, ...]]:
     """Say which sizes differ from batch to batch, and how large they may be."""
-    rows = Dim("rows", min=2, max=MOST_ROWS)
+    rows = Dim("rows", max=MOST_ROWS)
     height, width = (Dim(name, min=SHORTEST, max=LONGEST) for name in ("height", "width"))
     return {"pixels": (rows, 3, height, width), "labels": (rows,)}
 
@@ -71,7 +71,7 @@ def batches(rank: int, world_size: int, seed: int, start_step: int = 0) -> Itera
     while True:
         here = seed * 1009 + step * world_size + rank
         chance = torch.Generator().manual_seed(here)
-        rows = int(torch.randint(2, MOST_ROWS + 1, (1,), generator=chance))
+        rows = int(torch.randint(1, MOST_ROWS + 1, (1,), generator=chance))
         height, width = torch.randint(SHORTEST, LONGEST + 1, (2,), generator=chance).tolist()
         yield batch_of(rows, height, width, here)
         step += 1
