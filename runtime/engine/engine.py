@@ -213,11 +213,11 @@ class Engine:
     ) -> None:
         self._accumulation.require_none_waiting("go_on_with")
         self._checkpoints.join()
-        state_of_buffers.require_same_state(self.program, program)
+        state_of_buffers.require_same_state(self.program, program, self._values.others)
         if self.rank_program.executor.micro_steps_done:
             require_same_sums(self.program, program)
         self._accumulating = accumulating
-        self.rank_program.replace(program)
+        self._values.go_on_with(program)
         if code is None:
             self._followed.remember()
         else:

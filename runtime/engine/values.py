@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroir.errors import UserError, memory_for
+from zeroir.ir.program import Program
 from zeroir.runtime.checkpoint.model_facts import ModelFacts, model_facts
 from zeroir.runtime.comm.rank_zero_values import ALONE, RankZeroValues
 from zeroir.runtime.engine.rank_program import RankProgram
@@ -17,7 +18,12 @@ from zeroir.runtime.state import initial, state_dicts
 from zeroir.runtime.state import state as state_of_buffers
 from zeroir.runtime.state.full_parameters import whole_parameters
 from zeroir.runtime.state.gathered_module import DeepCopy, ModuleGatherer, module_maker
-from zeroir.runtime.state.module_values import Factory, StateSource, watched_source
+from zeroir.runtime.state.module_values import (
+    Factory,
+    StateSource,
+    free_tensors,
+    watched_source,
+)
 from zeroir.runtime.state.write_back import return_values
 
 _LESS: Final = "gather smaller modules, one after the other"
@@ -35,7 +41,7 @@ class ModelValues:
         self._make: Callable[[], nn.Module] | None = None
         self._adapt: Callable[[nn.Module], None] | None = None
         self._facts: ModelFacts | None = None
-        self.others: Mapping[str, Tensor] = {}
+        self.others: dict[str, Tensor] = {}
         self.are_set = False
         self._taken_from: nn.Module | None = None
 
@@ -59,14 +65,16 @@ class ModelValues:
 
         def set_values() -> None:
             with memory_for("the model's parameters while they get their first values"):
-                self.others = initial.initialise(
-                    rank_program.program,
-                    [rank_program.memory],
-                    watched_source(source, self._note),
-                    seed,
-                    from_rank_zero,
-                    state=state,
-                    keep_module=keep_module,
+                self.others = dict(
+                    initial.initialise(
+                        rank_program.program,
+                        [rank_program.memory],
+                        watched_source(source, self._note),
+                        seed,
+                        from_rank_zero,
+                        state=state,
+                        keep_module=keep_module,
+                    )
                 )
 
         rank_program.fill(set_values)
@@ -120,8 +128,33 @@ class ModelValues:
         rank_program = self._rank_program
         with rank_program.between_sections(), memory_for("the whole model on each rank"):
             return_values(
-                rank_program.program, rank_program.memory, rank_program.job.comm, module, device
+                rank_program.program,
+                rank_program.memory,
+                rank_program.job.comm,
+                module,
+                device,
+                self.others,
             )
+
+    def go_on_with(self, program: Program) -> None:
+        """Switch to another program, and move the buffers of the model that only one of the two programs holds."""
+        rank_program = self._rank_program
+        present = rank_program.program
+        held = state_of_buffers.names_of_buffers(present)
+        wanted = state_of_buffers.names_of_buffers(program)
+        with rank_program.between_sections():
+            for binding in present.module_buffers:
+                if binding.name in held - wanted:
+                    values = rank_program.memory.buffer(binding.buffer).view(binding.shape)
+                    self.others[binding.name] = values.to("cpu", copy=True)
+        rank_program.replace(program)
+        arriving = [binding for binding in program.module_buffers if binding.name in wanted - held]
+        with rank_program.executor.entered():
+            for binding in arriving:
+                values = self.others.pop(binding.name)
+                rank_program.memory.buffer(binding.buffer).copy_(values.reshape(-1))
+        if self._taken_from is not None:
+            free_tensors(self._taken_from, [binding.name for binding in arriving])
 
     def parameters(self, *, masters: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter with its name, unsharded, unit by unit."""

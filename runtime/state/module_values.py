@@ -8,7 +8,7 @@ freed as soon as its values are in the buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -267,6 +267,14 @@ def free_module(program: Program, module: nn.Module) -> None:
     tensors = NamedTensors(module)
     for held in held_tensors(program):
         _free(tensors, held)
+
+
+def free_tensors(module: nn.Module, names: Collection[str]) -> None:
+    """Free tensors of a module whose values have moved: they become meta tensors."""
+    tensors = NamedTensors(module)
+    for name in names:
+        if name in tensors and not tensors[name].is_meta:
+            tensors.replace(tensors[name], absent(tensors[name], MovedTensor))
 
 
 def _free(tensors: NamedTensors, held: HeldTensor, *, is_made: bool = False) -> None:

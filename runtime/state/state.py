@@ -72,11 +72,12 @@ def take_over(program: Program, memory: RankMemory, earlier: RankMemory) -> None
         memory.buffer(program.loss).zero_()
 
 
-def require_same_state(present: Program, following: Program) -> None:
+def require_same_state(present: Program, following: Program, others: Collection[str] = ()) -> None:
     """Raise UserError unless a program can continue with the persistent buffers of the present one.
 
-    Both must have the same mesh, parameters in the same places, states, settings and buffers of the model. Constants,
-    sums of gradients, inputs and outputs may differ.
+    Both must have the same mesh, parameters in the same places, states and settings. Buffers of the model may be in one
+    of them alone if ``others``, names of tensors outside the present program, has those that only the following one
+    has. Constants, sums of gradients, inputs and outputs may differ.
     """
     if present.mesh != following.mesh:
         raise UserError(
@@ -84,8 +85,10 @@ def require_same_state(present: Program, following: Program) -> None:
             "compile it for the same mesh."
         )
     own, theirs = _state(present), _state(following)
+    own_buffers, their_buffers = names_of_buffers(present), names_of_buffers(following)
+    movable = (own_buffers - their_buffers) | (their_buffers - own_buffers).intersection(others)
     for name in {**own, **theirs}:
-        if own.get(name) != theirs.get(name):
+        if own.get(name) != theirs.get(name) and name not in movable:
             owner = (
                 "only the program to go on with" if name not in own else "only the engine's program"
             )
@@ -97,6 +100,11 @@ def require_same_state(present: Program, following: Program) -> None:
             raise UserError(
                 f"'{name}' is in {owner}: compile both from the same model with the same options."
             )
+
+
+def names_of_buffers(program: Program) -> frozenset[str]:
+    """Return the names of the buffers of the model that a program holds; constants are none."""
+    return frozenset(b.name for b in program.module_buffers if b.data is None)
 
 
 def _text(mesh: Mesh) -> str:

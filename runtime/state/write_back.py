@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import Tensor, nn
 
@@ -14,14 +17,19 @@ from zeroir.runtime.state.named_tensors import NamedTensors
 
 
 def return_values(
-    program: Program, memory: RankMemory, comm: Comm, module: nn.Module, device: torch.device
+    program: Program,
+    memory: RankMemory,
+    comm: Comm,
+    module: nn.Module,
+    device: torch.device,
+    others: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
     """Set a module's tensors to the present values, on ``device`` and in their own dtypes.
 
     All ranks call this together.
 
-    One unit at a time is gathered. Buffers get the values of this rank, and tensors that the program does not hold are
-    not changed.
+    One unit at a time is gathered. Buffers get the values of this rank. Tensors that the program does not hold are not
+    changed, except those without values, which get those in ``others``.
 
     Raises:
         UserError: where the module lacks a tensor of the program.
@@ -41,6 +49,9 @@ def return_values(
             _put(tensors, slot.name, values, device)
         for binding in held:
             _put(tensors, binding.name, memory.buffer(binding.buffer).view(binding.shape), device)
+        for name, values in others.items():
+            if name in tensors and tensors[name].is_meta:
+                _put(tensors, name, values, device)
 
 
 def _put(tensors: NamedTensors, name: str, values: Tensor, device: torch.device) -> None:
