@@ -180,3 +180,36 @@ def test_a_batch_is_compared_with_sizes_of_several_dims() -> None:
     inputs_of(flat, {**tokens, "labels": tokens["labels"].flatten()})
     with pytest.raises(BatchError, match="labels"):
         inputs_of(flat, {**tokens, "labels": tokens["labels"].flatten()[1:]})
+
+
+PROGRAM_WITH_A_PLACE = """
+zeroir 1
+mesh dp=2
+comm gather axis=dp
+dim length from=2 to=22
+buffer %tokens : i64[length] device input = value tokens
+buffer %table : f32[256] device scalar = value table
+input tokens : i64[length] -> %tokens
+
+section evaluate {{
+  fill %table[{start}:{stop}] = 0.0  stream=compute
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "is_inside"),
+    [
+        ("-length+64", "-length+65", True),
+        ("length^2-length*24+140", "length^2-length*24+141", False),
+        ("-length^2+length*24+112", "-length^2+length*24+113", False),
+    ],
+)
+def test_a_place_that_moves_back_where_a_dim_grows_is_inside_for_all_values(
+    start: str, stop: str, is_inside: bool
+) -> None:
+    """All are inside for the largest and the smallest length."""
+    program = parse(PROGRAM_WITH_A_PLACE.format(start=start, stop=stop))
+    for values in ({"length": 2}, {"length": 22}):
+        assert "Z003" not in str(verify(instance(program, values)))
+    assert ("Z203" in str(verify(program))) != is_inside

@@ -93,8 +93,14 @@ def values_of_dims(program: Program, given: Mapping[str, int]) -> dict[str, int]
     return values
 
 
-def sizes_in(data: tuple[object, ...]) -> Iterator[Size]:
-    """Yield each size that depends on dims in these tuples, records and integers, once."""
+def sizes_in(
+    data: tuple[object, ...], *, without: tuple[type[object], str] | None = None
+) -> Iterator[Size]:
+    """Yield each size that depends on dims in these tuples, records and integers, once.
+
+    ``without`` is a class of records and the field of it that is left out.
+    """
+    left_out, field = without or (None, "")
     found: set[Size] = set()
     seen: set[int] = set()
     rest: list[object] = [data]
@@ -111,7 +117,9 @@ def sizes_in(data: tuple[object, ...]) -> Iterator[Size]:
         elif kind not in _WITHOUT_FIELDS and id(value) not in seen:
             seen.add(id(value))
             names = reversed(_field_names(kind))  # type: ignore[arg-type] # a class is hashable
-            rest.extend([getattr(value, name) for name in names])
+            rest.extend(
+                [getattr(value, name) for name in names if kind is not left_out or name != field]
+            )
 
 
 @cache

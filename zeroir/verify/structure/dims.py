@@ -9,10 +9,10 @@ from itertools import chain
 from zeroir.ir import ops
 from zeroir.ir.analysis.effects import effects
 from zeroir.ir.analysis.instances import SIZED_FIELDS, sizes_in, sizes_in_segment
-from zeroir.ir.buffers import Role
+from zeroir.ir.buffers import Region, Role
 from zeroir.ir.program import Program
 from zeroir.ir.sizes import RESERVED_NAMES, Size
-from zeroir.verify.context import Findings, title
+from zeroir.verify.context import Findings, spell, title
 
 
 def check_dims(program: Program, findings: Findings) -> None:
@@ -27,7 +27,7 @@ def check_dims(program: Program, findings: Findings) -> None:
     sized = {b.name for b in program.buffers if isinstance(b.numel, Size)}
     for section in program.sections:
         for line, op in enumerate(section.body):
-            problem = _op_problem(op, sized)
+            problem = _op_problem(op, sized) or _place_problem(op, program)
             if problem is not None:
                 findings.add("Z203", f"{title(op)} {problem}", section=section, line=line)
 
@@ -40,7 +40,7 @@ def _header_problems(program: Program) -> Iterator[str]:
         unknown = next((dim for dim in size.dims if declared.get(dim.name) != dim), None)
         if unknown is not None:
             yield f"the size {size} depends on {unknown.name}, which is not declared with that range"
-    for size in sizes_in(_without_arguments(program)):
+    for size in sizes_in(_without_arguments(program), without=(Region, "offset")):
         if not size.grows:
             yield f"the size {size} may shrink where a dim grows, so that memory is not planned for its largest value"
     header = (field.name for field in dataclasses.fields(program))
@@ -87,4 +87,19 @@ def _op_problem(op: ops.Op, sized: set[str]) -> str | None:
                 return "has a size that depends on a dim, while ranks need one size"
         case _:
             pass
+    return None
+
+
+def _place_problem(op: ops.Op, program: Program) -> str | None:
+    """Return why a region may leave its buffer for some values of dims; None if none does.
+
+    One that begins later where a dim grows is inside for all values if it is inside for the largest and the smallest.
+    """
+    effect = effects(op)
+    for region in (*effect.reads, *effect.writes, *effect.accumulates):
+        if isinstance(region.offset, Size) and not region.offset.grows:
+            buffer = program.buffer_by_name.get(region.buffer)
+            rest = -1 if buffer is None else buffer.numel - region.stop
+            if region.offset.lowest < 0 or (rest.lowest if isinstance(rest, Size) else rest) < 0:
+                return f"works on {spell(region, program)}, which may not be inside its buffer for all values of dims"
     return None
