@@ -34,6 +34,7 @@ from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.engine.rank_program import RankProgram
 from zeroir.runtime.engine.recording import Recording
 from zeroir.runtime.engine.results import Evaluation, StepResult
+from zeroir.runtime.engine.signatures import Signatures
 from zeroir.runtime.engine.values import ModelValues
 from zeroir.runtime.execution.batch import inputs_of
 from zeroir.runtime.kernels.choice import KernelBackend
@@ -96,7 +97,9 @@ class Engine:
             weight=weight,
             disk_folder=None if disk_folder is None else Path(disk_folder),
         )
-        self._accumulating = accumulating
+        running = CompiledAgain(program=program, code=None, accumulating=accumulating)
+        self.signatures = Signatures(running)
+        """The programs of the present state of the user's code."""
         if self.device.type == "cpu":
             return_freed_memory()
         self.rank_program = RankProgram(program, self.device, settings, self.update)
@@ -105,7 +108,7 @@ class Engine:
         self._followed = FollowedCode(self.rank, lambda: self.rank_program.optimizer_if_any)
         self._accumulation = Accumulation(
             lambda batch: inputs_of(self.program, batch),
-            self._look_outside,
+            self._begin_micro_steps,
             self._micro_steps,
             lambda: self.program.interleaved,
         )
@@ -203,57 +206,71 @@ class Engine:
                 "The program reads tensors outside the module: call go_on_with(compiled.program, compiled.watch), so "
                 "that the next one reads them, too."
             )
-        self._switch(program, watch)
+        self.go_on_among(Signatures(CompiledAgain(program=program, code=watch)))
 
-    def _switch(
-        self,
-        program: Program,
-        code: Followed | None,
-        accumulating: Callable[[], Program] | None = None,
-    ) -> None:
+    def go_on_among(self, signatures: Signatures) -> None:
+        """Switch to a program of these, as ``go_on_with`` does, and to others of them where batches need these.
+
+        All ranks call this together.
+        """
+        self._run(signatures, signatures.running)
+
+    def _run(self, signatures: Signatures, chosen: CompiledAgain) -> None:
+        """Switch to one of these programs."""
         self._accumulation.require_none_waiting("go_on_with")
         self._checkpoints.join()
-        state_of_buffers.require_same_state(self.program, program, self._values.others)
+        state_of_buffers.require_same_state(self.program, chosen.program, self._values.others)
         if self.rank_program.executor.micro_steps_done:
-            require_same_sums(self.program, program)
-        self._accumulating = accumulating
-        self._values.go_on_with(program)
-        if code is None:
+            chosen = signatures.for_several(chosen)
+            require_same_sums(self.program, chosen.program)
+        self._values.go_on_with(chosen.program)
+        self.signatures, signatures.running = signatures, chosen
+        if chosen.code is None:
             self._followed.remember()
         else:
-            self._followed.follow(code)
+            self._followed.follow(chosen.code)
 
     def _accumulate(self) -> None:
         """Switch to the program for gradient accumulation."""
-        assert self._accumulating is not None
-        program = self._accumulating()
-        self._accumulating = None
-        self.rank_program.replace(program)
+        signatures = self.signatures
+        signatures.running = signatures.for_several(signatures.running)
+        self.rank_program.replace(signatures.running.program)
 
-    def follow(self, code: Followed, compile_again: Compile | None = None) -> None:
-        """Follow the user's code and tensors that the program was compiled from.
+    def _fit(self, batches: Sequence[Batch], *, is_evaluation: bool = False) -> None:
+        """Switch to a program that takes these batches of each rank, if the running one does not."""
+        if self.fit is not None:
+            self.fit(self, batches, is_evaluation=is_evaluation)
+        chosen = self.signatures.fitting(batches, self.job)
+        if chosen is not self.signatures.running:
+            self._run(self.signatures, chosen)
+
+    def follow(
+        self, code: Followed, signatures: Signatures, compile_again: Compile | None = None
+    ) -> None:
+        """Follow the user's code and tensors that the program was compiled from, which is one of ``signatures``.
 
         Before each micro-step and evaluation the present values of the tensors are read, and changed settings of the
         script's optimizers apply to ``optimizer``. Where something else changed, ``compile_again`` returns the program
         to go on with; without it such a change is an error.
         """
         self._followed.follow(code)
+        self.signatures = signatures
         if compile_again is not None:
-            running = CompiledAgain(
-                program=self.program, code=code, accumulating=self._accumulating
-            )
-            self._followed.compile_with(compile_again, running)
+            self._followed.compile_with(compile_again, signatures)
 
     def _look_outside(self, *, is_step: bool = True) -> None:
-        """Read what the program follows, and raise UserError where something else changed that it depends on."""
+        """Follow what changed outside, and raise UserError where something did that cannot be followed."""
         self._followed.follow_optimizers()
-        changed = self._followed.changed_program(is_step=is_step)
+        changed = self._followed.changed_programs(is_step=is_step)
         if changed is not None:
             again, change = changed
             try:
-                self._switch(again.program, again.code, again.accumulating)
+                self.go_on_among(again)
             except UserError as error:
                 raise UserError(f"{change} It cannot go on with another program: {error}") from None
+
+    def _read_outside(self) -> None:
+        """Read the present values of the user's tensors."""
         if self._followed.reads_tensors:
             self.rank_program.allocate_once()
             with self.rank_program.executor.entered():
@@ -405,12 +422,12 @@ class Engine:
         self._checkpoints.report()
         self._look_outside()
         batches: list[Batch] = batch if isinstance(batch, list) else [batch]
-        if self.fit is not None:
-            self.fit(self, batches, is_evaluation=False)
+        self._fit(batches)
+        self._read_outside()
         if len(batches) > 1:
             for each in batches:  # before the first of them is added to the sums
                 inputs_of(self.program, each)
-            if self._accumulating is not None:
+            if self.signatures.running.accumulating is not None:
                 self._accumulate()
         self.rank_program.allocate_once()
         (result,) = self.rank_program.executor.step([batches])
@@ -430,9 +447,11 @@ class Engine:
                 group.
         """
         self._checkpoints.report()
-        if self.fit is not None:
+        if self.fit is not None or self.signatures.are_several:
             self._accumulation.go_on_within_step()
-            self.fit(self, [batch], is_evaluation=False)
+            if self.signatures.are_several:
+                self._look_outside()
+            self._fit([batch])
         return self._accumulation.micro_step(batch, is_last)
 
     def update(self) -> StepResult:
@@ -468,8 +487,8 @@ class Engine:
         """
         self._accumulation.require_none("evaluate")
         self._look_outside(is_step=False)
-        if self.fit is not None:
-            self.fit(self, [batch], is_evaluation=True)
+        self._fit([batch], is_evaluation=True)
+        self._read_outside()
         self.rank_program.allocate_once()
         (evaluation,) = self.rank_program.executor.evaluate([batch])
         return Evaluation(rank=evaluation)
@@ -531,7 +550,9 @@ class Engine:
             os.fspath(path),
             weights_only=weights_only,
             has_values=self._values.are_set,
-            go_on_within=None if self._accumulating is None else self._running_within,
+            go_on_within=None
+            if self.signatures.running.accumulating is None
+            else self._running_within,
         )
         self._values.are_set = True
         self._accumulation.go_on(loaded.micro_steps)
@@ -606,8 +627,12 @@ class Engine:
         finally:
             self.rank_program.close()
 
+    def _begin_micro_steps(self) -> None:
+        self._look_outside()
+        self._read_outside()
+
     def _micro_steps(self, batches: Sequence[Batch], is_last: bool) -> Sequence[Tensor]:
-        if not is_last and self._accumulating is not None:
+        if not is_last and self.signatures.running.accumulating is not None:
             self._accumulate()
         self.rank_program.allocate_once()
         (losses,) = self.rank_program.executor.micro_steps([batches], is_last=is_last)

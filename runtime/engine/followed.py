@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,6 +17,9 @@ from zeroir.runtime.engine.followed_optimizers import FollowedOptimizers
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.torch_ops.types import TORCH_DTYPE
+
+if TYPE_CHECKING:
+    from zeroir.runtime.engine.signatures import Signatures
 
 LOGGER: Final = logging.getLogger("zeroir")
 
@@ -61,17 +64,17 @@ class Followed(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledAgain:
-    """A program that was compiled from another state of the user's code.
+    """A program that was compiled from some state of the user's code, None where that is not known.
 
     ``accumulating`` compiles it for steps of several batches; None where it is.
     """
 
     program: Program
-    code: Followed
+    code: Followed | None
     accumulating: Callable[[], Program] | None = None
 
 
-Compile = Callable[[], CompiledAgain]
+Compile = Callable[[], "Signatures"]
 """A function that compiles the program again from the present state of the user's code."""
 
 
@@ -86,7 +89,7 @@ class FollowedCode:
         self._optimizer = optimizer
         self._code: Followed | None = None
         self._compile: Compile | None = None
-        self._programs: dict[Hashable, CompiledAgain] = {}
+        self._programs: dict[Hashable, Signatures] = {}
         self._optimizers: FollowedOptimizers | None = None
 
     @property
@@ -105,10 +108,11 @@ class FollowedCode:
         if of_script and live is not None and not is_known:
             self._optimizers = FollowedOptimizers(of_script, code.parameter_names(), live)
 
-    def compile_with(self, compile_again: Compile, running: CompiledAgain) -> None:
-        """Compile after a change instead of refusing it; ``running`` is the program of the present state."""
+    def compile_with(self, compile_again: Compile, present: Signatures) -> None:
+        """Compile after a change instead of refusing it; ``present`` are the programs of the present state."""
+        assert self._code is not None
         self._compile = compile_again
-        self._programs = {running.code.state(): running}
+        self._programs = {self._code.state(): present}
 
     def remember(self) -> None:
         """Take the running program as compiled from the present state."""
@@ -120,8 +124,8 @@ class FollowedCode:
         if self._optimizers is not None:
             self._optimizers.follow()
 
-    def changed_program(self, *, is_step: bool) -> tuple[CompiledAgain, ChangedCodeError] | None:
-        """Return the program to go on with after a change, which is compiled if it is new, and the change, if any.
+    def changed_programs(self, *, is_step: bool) -> tuple[Signatures, ChangedCodeError] | None:
+        """Return the programs to go on with after a change, compiled if that is new, and the change, if there is any.
 
         Raises:
             ChangedCodeError: where parameters or states would not fit, or there are too many programs already, or

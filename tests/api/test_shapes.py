@@ -164,7 +164,6 @@ def _fixed(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("decide", "fact"),
     [
-        (_longer, "rows <= 5"),
         (_halved, "rows - (((rows + 1)//2)) = 1"),
         (_fixed, "rows = 3"),
     ],
@@ -215,12 +214,25 @@ def test_a_view_by_strides_of_any_size_compiles() -> None:
     engine.close()
 
 
-def test_a_smallest_value_that_is_given_stays() -> None:
-    rows = Dim("rows", min=2, max=8)
-    with pytest.raises(UserError, match=r"only where rows >= 3\. Narrow the dims"):
-        zeroir.compile(
-            Mean(lambda x: x if x.shape[0] >= 3 else x * 2), torch.zeros(5, 4), shapes=(rows, 4)
-        )
+@pytest.mark.parametrize(
+    ("code", "rows", "example", "text", "ends"),
+    [
+        (_longer, ROWS, 3, "rows <= 5", (1, 5)),
+        (_longer, ROWS, 7, "rows > 5", (6, 8)),
+        (lambda x: x if x.shape[0] >= 3 else x * 2, Dim("rows", min=2, max=8), 5, ">= 3", (3, 8)),
+        (lambda x: _longer(_squeezed(x)), ROWS, 3, "rows != 1 and rows <= 5", (2, 5)),
+        (lambda x: _longer(_spread(x)), ROWS, 3, "only where rows <= 5", (1, 5)),
+    ],
+)
+def test_a_dim_is_narrowed_to_the_examples_side_of_a_decision(
+    code: Callable[[Tensor], Tensor], rows: Dim, example: int, text: str, ends: tuple[int, int]
+) -> None:
+    said = (
+        rf"test_shapes\.py:\d+ .*{re.escape(text)}: the dim rows is from {ends[0]} to {ends[1]}\."
+    )
+    with pytest.warns(ModelWarning, match=f"{said} An engine that is made in this script compiles"):
+        compiled = zeroir.compile(Mean(code), torch.zeros(example, 4), shapes=(rows, 4))
+    assert [(dim.minimum, dim.maximum) for dim in compiled.program.dims] == [ends]
 
 
 @pytest.mark.parametrize(("code", "fact"), [(_first, "if rows is 1"), (_later, "size rows-2")])
@@ -245,7 +257,7 @@ def test_code_that_fits_only_smaller_sizes_is_named() -> None:
     assert refusal.value.dims == {"length"}
 
 
-def test_code_that_compares_two_dims_is_named() -> None:
+def test_code_that_compares_two_dims_narrows_them() -> None:
     """An answer that follows from an earlier one, or from the example, is not that of all sizes."""
 
     class Compares(nn.Module):
@@ -258,10 +270,11 @@ def test_code_that_compares_two_dims_is_named() -> None:
             loss: Tensor = (x * 2 if x.shape[0] < x.shape[1] else x).square().mean()
             return loss
 
-    with pytest.raises(UserError, match=r"test_shapes\.py:\d+ .* only where rows < length"):
-        zeroir.compile(
-            Compares(), torch.zeros(3, 5, 4), shapes=(ROWS, Dim("length", min=4, max=99), 4)
-        )
+    length = Dim("length", min=4, max=99)
+    with pytest.warns(ModelWarning, match=r"test_shapes\.py:\d+ .* only where rows < length"):
+        compiled = zeroir.compile(Compares(), torch.zeros(3, 5, 4), shapes=(ROWS, length, 4))
+    ends = {dim.name: (dim.minimum, dim.maximum) for dim in compiled.program.dims}
+    assert ends == {"rows": (1, 3), "length": (4, 99)}
 
 
 def test_an_engine_takes_batches_within_the_contract(tmp_path: Path) -> None:

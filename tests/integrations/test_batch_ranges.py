@@ -87,24 +87,16 @@ def test_examples_differ_from_each_other_and_from_fixed_sizes() -> None:
 def test_what_compiling_has_shown_limits_ranges() -> None:
     seen = [text_batch(4, 5)]
     limits = RangeLimits(tokens=frozenset(("ids", "mask")))
-    limits.smallest |= {("ids", 0): 2, ("mask", 0): 2, ("labels", 0): 2}
     limits.exact.add(("ids", 1))
     ranges = BatchRanges.proposed(seen, limits)
-    assert ranges.text() == "ids: 2<=rows<=4, 2<=length<=5; mask: rows, length; labels: rows"
+    assert ranges.text() == "ids: 1<=rows<=4, 2<=length<=5; mask: rows, length; labels: rows"
     limits.fixed |= {("ids", 1): "net.py:7 asks.", ("mask", 1): "net.py:7 asks."}
     assert (
         BatchRanges.proposed(seen, limits).text()
-        == "ids: 2<=rows<=4, 5; mask: rows, 5; labels: rows"
+        == "ids: 1<=rows<=4, 5; mask: rows, 5; labels: rows"
     )
     with pytest.raises(UserError, match=r"of 'ids' is 5 in a batch and 6 in another.*net\.py:7"):
         ranges.grown([text_batch(4, 5), text_batch(4, 6)], limits)
-    with pytest.raises(
-        UserError, match=r"of 'ids' is 1 in a batch and 4 in another.*sizes below 2 apart"
-    ):
-        ranges.grown([text_batch(4, 5), text_batch(1, 5)], limits)
-    later, sizes = proposed(text_batch(4, 6)).beginning_at({"rows": 2, "length": 2})
-    assert later.text().startswith("ids: 2<=rows<=4, 2<=length<=64;")
-    assert sizes == {("ids", 0): 2, ("mask", 0): 2, ("labels", 0): 2}
     static = RangeLimits(tokens=TOKENS, static="Kernels have one size.")
     assert BatchRanges.proposed([text_batch(4, 5, 5)], static).text() == ""
 

@@ -136,31 +136,37 @@ def test_a_table_of_positions_bounds_the_length() -> None:
 
 
 @pytest.mark.slow
-def test_a_size_of_one_gets_a_program_of_its_own() -> None:
+def test_the_engine_has_a_program_of_its_own_for_a_size_of_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with pytest.warns(ModelWarning, match="the dim rows is from 2 to 3"):
         fitted = Fitted(_not_alone, batch(3, 4))
     fitted.step(batch(3, 4), batch(1, 4))
     fitted.step(batch(2, 3))
-    assert fitted.shapes == ["0: 1<=rows<=3, 2<=length<=64", "0: 1, 2<=length<=64"]
+    assert [dim.minimum for dim in fitted.engine.program.dims] == [2, 2]
+    fitted.step(batch(1, 5))
+    assert fitted.engine.program.inputs[0].shape[0] == 1
+    assert fitted.shapes == ["0: 1<=rows<=3, 2<=length<=64"]
+    assert len(notes(caplog)) == 1
     fitted.engine.close()
 
 
-def test_where_code_decides_by_a_size_a_note_names_its_line(
+@pytest.mark.filterwarnings("ignore:.* the sizes of the batch decide")
+def test_where_code_decides_by_a_size_each_side_has_a_program(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    fitted = Fitted(_by_length, batch(3, 6))
+    fitted = Fitted(_by_length, batch(3, 7))
+    fitted.step(batch(2, 6), batch(1, 5))
+    fitted.step(batch(1, 64), batch(3, 7))
+    fitted.step(batch(3, 3))
     (note,) = notes(caplog)
-    assert "differ in dimension 1 of '0'. test_fitted_programs.py:" in note
-    assert "only where length <= 5" in note
-    fitted.step(batch(2, 6), batch(1, 7))
-    fitted.step(batch(1, 6), batch(3, 7))
-    assert fitted.shapes == ["0: 1<=rows<=3, 6", "0: 1<=rows<=3, 7"]
-    with pytest.raises(
-        UserError, match=r"'0' is 6 in a batch and 7 .*test_fitted_programs\.py:\d+"
-    ):
-        fitted.engine.step([batch(2, 6), batch(1, 7)])
+    assert "only where length > 5: a program for batches such as length 5, rows 1" in note
+    # More rows need programs for more, one for each side where it is needed.
+    fitted.step(batch(4, 5))
+    fitted.step(batch(3, 7))
+    fitted.step(batch(4, 7))
+    assert fitted.shapes == ["0: 1<=rows<=3, 2<=length<=64", "0: 1<=rows<=4, 2<=length<=64"]
     fitted.engine.close()
-    assert notes(caplog) == [note]
 
 
 def test_other_mistakes_are_the_users() -> None:

@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 class Captured:
     """An artefact with only a logical program, and its options including those that the model itself sets.
 
-    ``outside`` are the tensors of the user's code, outside the model, by the names of their constants.
+    ``outside`` are the tensors of the user's code, outside the model, by the names of their constants. ``narrowings``
+    say which lines of code let sizes decide, so that dims are narrowed.
     """
 
     artifact: Artifact
     options: CompileOptions
     outside: Mapping[str, Tensor]
+    narrowings: tuple[str, ...] = ()
 
 
 def capture(model: str | Path, options: CompileOptions) -> Captured:
@@ -59,7 +61,12 @@ def capture_source(source: ModelSource, options: CompileOptions) -> Captured:
         zeroir_version=__version__,
         offload_folder=options.offload.folder,
     )
-    return Captured(artifact=artifact, options=traced.options, outside=traced.outside)
+    return Captured(
+        artifact=artifact,
+        options=traced.options,
+        outside=traced.outside,
+        narrowings=traced.narrowings,
+    )
 
 
 def file_source(model: str | Path) -> ModelSource:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from zeroir import artifact as artifacts
 from zeroir.api.keywords import flat_values
 from zeroir.api.lowering import Lowered, lower, verified
 from zeroir.api.search.idle_offload import warn_of_idle_offload
-from zeroir.api.sentences import LOGGER
 from zeroir.artifact import Artifact, ConfigRecord
 from zeroir.config import CompileOptions, changed, for_world_size
 from zeroir.config.shapes import values_given
 from zeroir.errors import UserError
 from zeroir.ir.analysis.instances import instance
-from zeroir.ir.program import EVALUATE, MICRO_STEP, STEP_SECTIONS, Program, why_not_evaluate
+from zeroir.ir.program import (
+    EVALUATE,
+    MICRO_STEP,
+    STEP_SECTIONS,
+    Flat,
+    Program,
+    why_not_evaluate,
+)
 from zeroir.ir.text import print_program, print_section
 from zeroir.memory.curve import peak
 from zeroir.report.names import counted, format_bytes, shortened
@@ -27,8 +33,7 @@ from zeroir.report.summary import Summary, summarise
 from zeroir.verify import Report, VerificationError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from zeroir.api.capture import Captured
     from zeroir.api.search.speculation import SpeculationChoice
     from zeroir.config.offload import Offload
     from zeroir.config.steps import MicroSteps
@@ -37,12 +42,24 @@ if TYPE_CHECKING:
     from zeroir.frontend.watch.watch import Watch
     from zeroir.runtime.distributed.rendezvous import JobRank
     from zeroir.runtime.engine.engine import Engine
-    from zeroir.runtime.engine.followed import CompiledAgain
     from zeroir.runtime.state.module_values import StateSource
+    from zeroir.torch_ops.batches import Batch
 
 
-Compile = Callable[[CompileOptions, ConfigRecord | None], "CompiledProgram"]
-"""A function that compiles a source as it is now."""
+class Compile(Protocol):
+    """Compiles a source as it is now, from another example batch if one is given.
+
+    Parameters keep the places that they have in ``flats`` of an earlier program.
+    """
+
+    def __call__(
+        self,
+        options: CompileOptions,
+        config: ConfigRecord | None,
+        flats: tuple[Flat, ...] = (),
+        batch: Batch = None,
+    ) -> CompiledProgram:
+        """Return the compiled program."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -54,7 +71,8 @@ class CompiledProgram:
     searched from there. ``source`` is the module or function that it was compiled from in this process, if any.
     ``speculation`` is the choice whether the host's update is speculative, if it was made in this process. ``watch``
     has, in the same case as ``source``, the state of the user's code that the program was compiled from, and
-    ``compile_again`` compiles the source as it is now.
+    ``compile_again`` compiles the source as it is now. ``narrowings`` say, also in that case, which lines let sizes
+    decide, so that dims have smaller ranges than were asked for.
     """
 
     artifact: Artifact
@@ -66,6 +84,7 @@ class CompiledProgram:
     speculation: SpeculationChoice | None = field(default=None, compare=False)
     watch: Watch | None = field(default=None, compare=False)
     compile_again: Compile | None = field(default=None, compare=False)
+    narrowings: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def program(self) -> Program:
@@ -274,35 +293,6 @@ class CompiledProgram:
             compile_again=compile_again,
         )
 
-    def _compiled_again(self, engine: Engine, watch: Watch) -> CompiledAgain:
-        """Compile the source again, for steps as those of the engine's program."""
-        from zeroir.runtime.engine.followed import CompiledAgain
-
-        assert self.compile_again is not None
-        again = self.compile_again(self.requested, self.config)
-        if MICRO_STEP in engine.program.section_by_name and not again.accumulates:
-            again = again.specialise(micro_steps=2)
-        assert again.watch is not None
-        again.watch.optimizers = watch.optimizers
-        return CompiledAgain(
-            program=again.program, code=again.watch, accumulating=again.accumulating(engine.rank)
-        )
-
-    def accumulating(self, rank: int) -> Callable[[], Program] | None:
-        """Return a function that lowers the program for steps of several batches; None if it takes them."""
-        if self.accumulates:
-            return None
-
-        def accumulating() -> Program:
-            if rank == 0:
-                LOGGER.info(
-                    "The program was compiled for steps of one batch: it is lowered again for steps of any number. "
-                    "With --micro-steps 2 it is so from the start."
-                )
-            return self.specialise(micro_steps=2).program
-
-        return accumulating
-
     def open_engine(
         self,
         source: ModelSource,
@@ -325,6 +315,11 @@ class CompiledProgram:
             local_ranks,
             outside_bytes,
             require_host_memory,
+        )
+        from zeroir.api.running.signatures import (
+            accumulating,
+            compiled_after_change,
+            signatures_of,
         )
         from zeroir.frontend.capture.precision import apply_precision
         from zeroir.frontend.source.meta_copy import deep_copy
@@ -351,7 +346,7 @@ class CompiledProgram:
             self_check=self_check,
             weight=source.weight,
             disk_folder=self.artifact.offload_folder,
-            accumulating=self.accumulating(job_rank.rank),
+            accumulating=accumulating(self, job_rank.rank),
         )
         precision = self.options.precision
         engine.initialise(
@@ -365,8 +360,12 @@ class CompiledProgram:
             ),
         )
         watch.remember()
-        again = partial(self._compiled_again, engine, watch)
-        engine.follow(watch, again if compile_again and is_own else None)
+        again = partial(compiled_after_change, self, engine, watch)
+        engine.follow(
+            watch,
+            signatures_of(self, engine, watch),
+            again if compile_again and is_own else None,
+        )
         return engine
 
 
@@ -405,8 +404,13 @@ def specialised(
     artifact = replace(artifact, logical=replace(logical, options=options.to_pairs()))
     lowered = lower(artifact.logical, options)
     made = with_proof(artifact, options, lowered, path=compiled.path)
-    again = compiled.compile_again
-    return replace(made, source=compiled.source, watch=compiled.watch, compile_again=again)
+    return replace(
+        made,
+        source=compiled.source,
+        watch=compiled.watch,
+        compile_again=compiled.compile_again,
+        narrowings=compiled.narrowings,
+    )
 
 
 def _require_groups(compiled: CompiledProgram, micro_steps: int) -> None:
@@ -444,16 +448,21 @@ def with_proof(
 def with_source(
     compiled: CompiledProgram,
     source: ModelSource,
-    outside: Mapping[str, Tensor],
+    captured: Captured,
     compile_again: Compile,
 ) -> CompiledProgram:
-    """Return the program with the module or function that it was compiled from; ``outside`` is as for a capture."""
+    """Return the program with the module or function that it was compiled from."""
     if source.file is not None:
         return compiled
     from zeroir.frontend.watch.watch import Watch
 
-    watch = Watch.of(source, outside)
-    return replace(compiled, source=source, watch=watch, compile_again=compile_again)
+    return replace(
+        compiled,
+        source=source,
+        watch=Watch.of(source, captured.outside),
+        compile_again=compile_again,
+        narrowings=captured.narrowings,
+    )
 
 
 def with_report(

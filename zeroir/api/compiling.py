@@ -23,7 +23,7 @@ from zeroir.verify import Report, VerificationError, verify
 if TYPE_CHECKING:
     from zeroir.cost.machine import Machine
     from zeroir.frontend.source.source import LossFunction, Model, ModelSource, WeightFunction
-    from zeroir.ir.program import Program
+    from zeroir.ir.program import Flat, Program
     from zeroir.torch_ops.batches import Batch
 
 
@@ -102,7 +102,21 @@ def compile_source(
         _require_every_size(artifact.logical, problem)
         raise InternalError(f"The program declares results that torch does not compute: {problem}.")
     compiled = with_proof(artifact, captured.options, lowered)
-    return with_source(compiled, source, captured.outside, partial(compile_source, source))
+    return with_source(compiled, source, captured, partial(compile_again, source))
+
+
+def compile_again(
+    source: ModelSource,
+    options: CompileOptions,
+    config: ConfigRecord | None,
+    flats: tuple[Flat, ...] = (),
+    batch: Batch = None,
+) -> CompiledProgram:
+    """Compile a source as it is now, as ``compiled.Compile`` says."""
+    source = replace(source, flats=flats)
+    if batch is not None:
+        source = replace(source, batch=lambda: batch)
+    return compile_source(source, options, config)
 
 
 def _require_every_size(logical: Program, problem: str) -> None:

@@ -40,11 +40,23 @@ class NoPolynomialError(Exception):
 
 
 class SplitError(Exception):
-    """Sizes decide what a trace computes, and no smallest values of dims leave one decision."""
+    """Sizes decide what a trace computes, and no ranges of dims leave one decision."""
 
     def __init__(self, assumption: Assumption) -> None:
         super().__init__(assumption.text)
         self.assumption = assumption
+
+
+class Range(NamedTuple):
+    """The values of a dim from the least to the most, both included."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def of(cls, dim: Dim) -> Range:
+        """Return all values of a dim."""
+        return cls(dim.minimum, dim.maximum)
 
 
 class Assumption(NamedTuple):
@@ -174,43 +186,43 @@ class DimEnv(PolynomialEnv):
     def _assumption(self, what: sympy.Basic, line: str) -> Assumption:
         return Assumption(text=self.text(what), line=line, dims=self._names(what))
 
-    def smallest_values(self) -> dict[Dim, int]:
-        """Return the dims that need another smallest value than 1 so that all assumptions hold, with that value.
+    def ranges(self) -> dict[Dim, Range]:
+        """Return the dims that need a smaller range so that all assumptions hold: one around the trace's value.
 
         Raises:
-            SplitError: where an assumption fails for larger values, too, or for a dim with a smallest value of its own.
+            SplitError: where an assumption does not hold for the trace's values alone.
         """
-        smallest: dict[Dim, int] = {}
+        ranges: dict[Dim, Range] = {}
         for what, line in self._assumptions.items():
-            if self._holds(what, smallest):
+            if self._holds(what, ranges):
                 continue
-            for symbol, dim in self.dims.items():
-                if dim.minimum == 1 and symbol in what.free_symbols:
-                    least = self._least(what, dim, smallest)
-                    if least is not None:
-                        smallest[dim] = least
-                        break
-            else:
+            of_trace = {
+                dim: Range(self.hints[dim.name], self.hints[dim.name])
+                for symbol, dim in self.dims.items()
+                if symbol in what.free_symbols
+            }
+            present = {dim: ranges.get(dim, Range.of(dim)) for dim in of_trace}
+            ranges |= of_trace
+            if not self._holds(what, ranges):
                 raise SplitError(self._assumption(what, line))
-        return smallest
+            # Ranges that a user gives stay as wide as possible.
+            for dim in sorted(of_trace, key=lambda dim: dim.minimum == 1):
+                ranges[dim] = self._widened(what, dim, present[dim], ranges)
+        return {dim: range_ for dim, range_ in ranges.items() if range_ != Range.of(dim)}
 
-    def reason_for(self, dim: Dim, smallest: Mapping[Dim, int]) -> Assumption:
-        """Return the first assumption that fails for smaller values of a dim than its new smallest one."""
-        others = {**smallest, dim: dim.minimum}
-        return next(
+    def first_failing(self, ranges: Mapping[Dim, Range]) -> Assumption | None:
+        """Return the first assumption that does not hold for all values in these ranges, if there is one."""
+        failing = (
             self._assumption(what, line)
             for what, line in self._assumptions.items()
-            if not self._holds(what, others)
+            if not self._holds(what, ranges)
         )
+        return next(failing, None)
 
     def assume(self, what: sympy.Basic, line: str) -> None:
         """Assume something of dims, unless it is true for all their values."""
         if not self._holds(what, {}):
             self._assumptions.setdefault(what, line)
-
-    def holds(self, smallest: Mapping[Dim, int]) -> bool:
-        """Return whether all assumptions hold for all values of dims from these smallest ones on."""
-        return all(self._holds(what, smallest) for what in self._assumptions)
 
     @contextmanager
     def other_trace(self) -> Iterator[None]:
@@ -221,26 +233,34 @@ class DimEnv(PolynomialEnv):
         finally:
             self._assumptions = kept
 
-    def _least(self, what: sympy.Basic, dim: Dim, smallest: Mapping[Dim, int]) -> int | None:
-        """Return the smallest value of a dim from which on an assumption holds."""
-        low, high = smallest.get(dim, dim.minimum), dim.maximum
-        if not self._holds(what, {**smallest, dim: high}):
-            return None
-        while low < high:
-            middle = (low + high) // 2
-            if self._holds(what, {**smallest, dim: middle}):
-                high = middle
+    def _widened(
+        self, what: sympy.Basic, dim: Dim, within: Range, ranges: Mapping[Dim, Range]
+    ) -> Range:
+        """Return the widest range of a dim around its present one for which an assumption holds."""
+        least, most = ranges[dim]
+        wrong = within.least - 1
+        while least - wrong > 1:
+            middle = (least + wrong) // 2
+            if self._holds(what, {**ranges, dim: Range(middle, most)}):
+                least = middle
             else:
-                low = middle + 1
-        return low
+                wrong = middle
+        wrong = within.most + 1
+        while wrong - most > 1:
+            middle = (most + wrong) // 2
+            if self._holds(what, {**ranges, dim: Range(least, middle)}):
+                most = middle
+            else:
+                wrong = middle
+        return Range(least, most)
 
-    def _holds(self, what: sympy.Basic, smallest: Mapping[Dim, int]) -> bool:
-        """Return whether an assumption holds for all values of dims from these smallest ones on."""
-        ranges = tuple(
-            (symbol, ValueRanges(smallest.get(dim, dim.minimum), dim.maximum))
+    def _holds(self, what: sympy.Basic, ranges: Mapping[Dim, Range]) -> bool:
+        """Return whether an assumption holds for all values of dims in these ranges; the other dims have their own."""
+        of_symbols = tuple(
+            (symbol, ValueRanges(*ranges.get(dim, Range.of(dim))))
             for symbol, dim in self.dims.items()
         )
-        answer = self._maybe_evaluate_static(what, axioms=(), var_to_range=ranges)
+        answer = self._maybe_evaluate_static(what, axioms=(), var_to_range=of_symbols)
         return answer is sympy.true or answer is True
 
     def evaluate_expr(self, orig_expr: sympy.Basic, *args: object, **kwargs: object) -> sympy.Basic:

@@ -9,7 +9,7 @@ to a power of two except for rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
@@ -74,8 +74,7 @@ class RangeLimits:
 
     Lengths are multiples of ``multiple`` and at most ``most_positions``, if the model has such a number. ``static`` is
     the reason why no size may differ, if there is one. The others are what compiling has shown: axes that have one size
-    in each program, with the reason; the smallest sizes of axes whose smaller ones get programs of their own; and axes
-    with a limit of their own, so that their bound is not rounded up.
+    in each program, with the reason; and axes with a limit of their own, so that their bound is not rounded up.
     """
 
     tokens: frozenset[str]
@@ -83,19 +82,15 @@ class RangeLimits:
     most_positions: int | None = None
     static: str | None = None
     fixed: dict[Axis, str] = field(default_factory=dict)
-    smallest: dict[Axis, int] = field(default_factory=dict)
     exact: set[Axis] = field(default_factory=set)
 
     def is_length(self, axes: Sequence[Axis]) -> bool:
         """Return whether one of these axes is the length of a sequence of integers."""
         return any(path in self.tokens and index == 1 for path, index in axes)
 
-    def reason(self, axis: Axis, numbers: Sequence[int]) -> str | None:
-        """Return why an axis with these numbers is no dim; None where it may be one."""
-        reason = self.fixed.get(axis, self.static)
-        if reason is None and min(numbers) < self.smallest.get(axis, 0):
-            return f"Its code treats sizes below {self.smallest[axis]} apart."
-        return reason
+    def reason(self, axis: Axis) -> str | None:
+        """Return why an axis is no dim; None where it may be one."""
+        return self.fixed.get(axis, self.static)
 
     def range_of(
         self,
@@ -125,7 +120,6 @@ class RangeLimits:
         if earlier is not None:
             least = min(least, earlier.least * earlier.factor)
             most = max(most, earlier.most * earlier.factor)
-        least = max(least, *(self.smallest.get(axis, 1) for axis in axes))
         return SizeRange(
             least=-(-least // factor), most=most // factor, seen=seen // factor, factor=factor
         )
@@ -196,7 +190,7 @@ class BatchRanges:
             for index, present in enumerate(shape):
                 axis = path, index
                 numbers = _numbers(seen, axis)
-                reason = limits.reason(axis, numbers)
+                reason = limits.reason(axis)
                 if reason is not None:
                     sizes[path][index] = _only(numbers, axis, reason)
                 elif isinstance(present, str):
@@ -267,21 +261,6 @@ class BatchRanges:
             for size, present in zip(shape, earlier.sizes[path], strict=True)
             for number in earlier._ends(present)
         )
-
-    def beginning_at(self, smallest: Mapping[str, int]) -> tuple[BatchRanges, dict[Axis, int]]:
-        """Return the ranges with these smallest values of dims, and the smallest sizes of axes that are larger now."""
-        later = {name for name, each in self.dims.items() if each.least < smallest[name]}
-        dims = {
-            name: replace(each, least=smallest[name]) if name in later else each
-            for name, each in self.dims.items()
-        }
-        sizes = {
-            (path, index): dims[size].least * dims[size].factor
-            for path, shape in self.sizes.items()
-            for index, size in enumerate(shape)
-            if isinstance(size, str) and size in later
-        }
-        return replace(self, dims=dims), sizes
 
     def _ends(self, size: int | str) -> tuple[int, ...]:
         if isinstance(size, int):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import torch
 
+from zeroir.api.running.signatures import signatures_of
 from zeroir.api.sentences import LOGGER
 from zeroir.config.shapes import BatchShapes, shapes_text
 from zeroir.errors import ShapesError, UserError, ZeroirError
@@ -26,6 +27,7 @@ from zeroir.torch_ops.batches import Batch, flatten, with_tensors
 if TYPE_CHECKING:
     from zeroir.api import CompiledProgram
     from zeroir.runtime.engine.engine import Engine
+    from zeroir.runtime.engine.signatures import Signatures
 
 ONE_SIZE_KERNELS: Final = "Inductor compiles kernels for one size of each dimension."
 """The reason why no size may differ with such kernels."""
@@ -39,7 +41,10 @@ SET_BY_SAVING: Final = ("*config.architectures", "*config.dtype")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FittedProgram:
-    """A program, the sizes of the batches that it takes, and the example and shapes that it was compiled with."""
+    """A program, the sizes of batches that it is for, and the example and shapes that it was compiled with.
+
+    Where the model's code lets sizes decide, the engine itself compiles other programs for some of these sizes.
+    """
 
     compiled: CompiledProgram
     ranges: BatchRanges
@@ -84,6 +89,7 @@ class FittedPrograms:
         self._job = join_job(timeout or DEFAULT_TIMEOUT)
         self._training: list[FittedProgram] = []
         self._evaluation: list[FittedProgram] = []
+        self._signatures: dict[FittedProgram, Signatures] = {}
         self._reasons: list[str] = []
         self._is_given = given is not None
         if given is None:
@@ -118,8 +124,16 @@ class FittedPrograms:
         if fitting is None:
             fitting = self._added(batches[0], seen, is_evaluation=is_evaluation)
         if fitting is not self.present:
+            self._signatures[self.present] = engine.signatures
             self.present = fitting
-            engine.go_on_with(fitting.compiled.program, fitting.compiled.watch)
+            self._go_on(engine)
+
+    def _go_on(self, engine: Engine) -> None:
+        """Make the engine go on with the present program."""
+        compiled = self.present.compiled
+        assert compiled.watch is not None
+        known = self._signatures.get(self.present)
+        engine.go_on_among(known or signatures_of(compiled, engine, compiled.watch))
 
     def compile_again(self, engine: Engine) -> None:
         """Compile the program for training anew, and forget the others; the engine goes on with it."""
@@ -127,7 +141,8 @@ class FittedPrograms:
         assert old is not None
         self.present = self._compiled(old.ranges, old.example, old.shapes)
         self._training, self._evaluation = [self.present], []
-        engine.go_on_with(self.present.compiled.program, self.present.compiled.watch)
+        self._signatures.clear()
+        self._go_on(engine)
 
     def _added(self, batch: Batch, own: Sequence[Sizes], *, is_evaluation: bool) -> FittedProgram:
         """Compile a program for the batches of all ranks, and remember it."""
@@ -166,13 +181,12 @@ class FittedPrograms:
     ) -> FittedProgram | None:
         """Return a program; None where the model's code does not take such ranges, which limits the next ones."""
         try:
-            added = self._compiled(ranges, _example(batch, ranges), ranges.text() or None)
+            return self._compiled(ranges, _example(batch, ranges), ranges.text() or None)
         except ZeroirError as error:
             if not ranges.dims:
                 raise
             self._limit(ranges, seen, error)
             return None
-        return added if all(added.ranges.takes(sizes) for sizes in seen) else None
 
     def _of_all_ranks(self, own: Sequence[Sizes]) -> list[Sizes]:
         """Return the sizes of the batches of all ranks, in rank order.
@@ -198,11 +212,6 @@ class FittedPrograms:
 
     def _compiled(self, ranges: BatchRanges, example: Batch, shapes: str | None) -> FittedProgram:
         compiled = self._compile(example, shapes)
-        # A dim begins later where the model's code treats smaller sizes apart.
-        ranges, later = ranges.beginning_at(
-            {dim.name: dim.minimum for dim in compiled.program.dims}
-        )
-        self._limits.smallest |= later
         return FittedProgram(compiled=compiled, ranges=ranges, example=example, shapes=shapes)
 
     def _limit(self, ranges: BatchRanges, seen: Sequence[Sizes], error: ZeroirError) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Unpack
 
 from zeroir.api.capture import capture_source, given_source, with_shapes_text
 from zeroir.api.compiled import CompiledProgram, with_source
-from zeroir.api.compiling import compile_source, lowered_for
+from zeroir.api.compiling import compile_again, lowered_for
 from zeroir.api.config_file import Config, ResolvedOptions, resolve_options
 from zeroir.api.keywords import CompileKeywords, flat_values, is_torchs
 from zeroir.api.search.adaptive import least_offload, movable_units, possible_kinds
@@ -179,12 +179,7 @@ def plan_with(
     result = planner.search(most_tried)
     compiled = lowered_for(artifact, planner.measurer.options(result.chosen.settings), machine)
     return Plan(
-        compiled=with_source(
-            compiled,
-            source,
-            captured.outside,
-            partial(compile_source, source),
-        ),
+        compiled=with_source(compiled, source, captured, partial(compile_again, source)),
         machine=machine.name,
         world_size=options.world_size,
         budget_bytes=budget_bytes,

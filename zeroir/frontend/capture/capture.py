@@ -106,7 +106,7 @@ class CapturedModel:
     ``batch`` and ``constants`` are the tensors and constants of the example batch, and ``example`` has its tensors by
     path. ``reused_blocks`` names the blocks whose calls were not traced one by one, in the order of the calls.
     ``checkpoints`` are the model's activation checkpoints. ``notes`` are sentences on effects of the model's code that
-    a program does not have.
+    a program does not have. ``narrowings`` say which lines let sizes decide, so that dims are narrowed.
     """
 
     joint: JointGraph
@@ -120,6 +120,7 @@ class CapturedModel:
     reused_blocks: tuple[str, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
     notes: tuple[str, ...] = ()
+    narrowings: tuple[str, ...] = ()
     evaluation: CapturedEvaluation | None = None
 
     @property
@@ -216,6 +217,7 @@ def capture(
             note = note_on_state(joint, model, mode, step, lambda: joint_graph_of_a_step()[0])
         notes.append(note)
         evaluation: CapturedEvaluation | None = None
+        narrowings: tuple[str, ...] = ()
         if evaluate:
             evaluation, why_not = _evaluation(joint, step, outputs, joint_graph_of_a_step)
             notes.append(why_not)
@@ -229,10 +231,14 @@ def capture(
                 return at_values()[0], None if other is None else other.joint
 
             traces = (joint, None if evaluation is None else evaluation.joint)
-            narrowed, notes_on_dims = narrowed_dims(env, traces, traces_at, step.place)
-            notes += notes_on_dims
-            sizes_of_dims = {dim: other.size for dim, other in narrowed.items()}
+            narrowed = narrowed_dims(env, traces, traces_at, step.place)
             if narrowed:
+                sizes_of_dims = {dim: each.dim.size for dim, each in narrowed.items()}
+                narrowings = tuple(each.reason for each in narrowed.values())
+                notes += [
+                    each.note(_IN_FILE if source.file is not None else _IN_SCRIPT)
+                    for each in narrowed.values()
+                ]
                 joint, evaluation, batch = with_other_sizes(
                     (joint, evaluation, batch), lambda size: size.replaced(sizes_of_dims)
                 )
@@ -252,8 +258,16 @@ def capture(
         reused_blocks=reused_blocks,
         checkpoints=checkpoints,
         notes=tuple(note for note in notes if note is not None),
+        narrowings=narrowings,
         evaluation=evaluation,
     )
+
+
+_IN_FILE = "Batches of other sizes are refused: give it that range, or express the code without a decision."
+_IN_SCRIPT = (
+    "An engine that is made in this script compiles another program when it meets other sizes; one that is made from "
+    "a file of this program refuses them."
+)
 
 
 def _evaluation(

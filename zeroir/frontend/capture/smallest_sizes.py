@@ -1,8 +1,10 @@
-"""Dims of which a trace leaves out the smallest values, because code asks whether a size is 1.
+"""Dims whose ranges are narrowed, because code lets sizes decide what is computed.
+
+A trace makes the decisions of its own sizes. So a dim is narrowed to the values around the example's for which they are
+the same, with a note.
 
 Code often treats a size of 1 apart and computes the same: it expands a tensor only where there are several rows. So the
-model is traced again where the dim is 1. If that computes the same as the first trace says for 1, nothing is left out.
-Otherwise the dim has a larger smallest value, with a note.
+model is traced again where the dim is 1. If that computes the same as the first trace says for 1, 1 is not left out.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from itertools import combinations
 from typing import Final, NamedTuple
 
 from zeroir.errors import ShapesError
-from zeroir.frontend._torch_sizes import Assumption, DimEnv, SplitError
+from zeroir.frontend._torch_sizes import Assumption, DimEnv, Range, SplitError
 from zeroir.frontend.capture.joint_graph import JointGraph
 from zeroir.ir.dtypes import DType
 from zeroir.ir.segments.segment import NodeArg, Ref, TensorType
@@ -23,47 +25,63 @@ Traces = tuple[JointGraph | None, ...]
 """The graphs of a step and of an evaluation."""
 
 
+class NarrowedDim(NamedTuple):
+    """A dim with a smaller range than the user gives it, and why: the lines that decide, and what they decide."""
+
+    dim: Dim
+    reason: str
+
+    def note(self, on_other_sizes: str) -> str:
+        """Return sentences that say so, the last of which is on batches of other sizes."""
+        dim = self.dim
+        return f"{self.reason}: the dim {dim.name} is from {dim.minimum} to {dim.maximum}. {on_other_sizes}"
+
+
 def narrowed_dims(
     env: DimEnv,
     traces: Traces,
     trace: Callable[[Mapping[Dim, int]], Traces],
     place: str,
-) -> tuple[dict[Dim, Dim], list[str]]:
-    """Return the dims that have another smallest value than the user gives, and a sentence on each.
+) -> dict[Dim, NarrowedDim]:
+    """Return the dims for whose whole ranges the traces are not right, narrowed around the values of the example.
 
     ``trace`` returns the graphs where some dims have these values; ``traces`` are those where none has.
 
     Raises:
-        ShapesError: where sizes decide what is computed, and no smallest values leave one decision.
+        ShapesError: where the example, or no other value of a dim, is in such a range.
     """
     try:
-        smallest = env.smallest_values()
+        ranges = env.ranges()
     except SplitError as error:
         raise _refusal(error.assumption, place) from None
     kept: list[Dim] = []
-    for dim in [dim for dim, least in smallest.items() if least == 2]:
+    for dim in [dim for dim, (least, _) in ranges.items() if (dim.minimum, least) == (1, 2)]:
         corners = [
             dict.fromkeys((dim, *others), 1)
             for count in range(len(kept) + 1)
             for others in combinations(kept, count)
         ]
-        if all(_is_alike(env, traces, trace, values, smallest) for values in corners):
+        if all(_is_alike(env, traces, trace, values, ranges) for values in corners):
             kept.append(dim)
-    narrowed: dict[Dim, Dim] = {}
-    notes: list[str] = []
-    for dim, least in smallest.items():
-        if dim in kept:
+    narrowed: dict[Dim, NarrowedDim] = {}
+    for dim, (least_of_trace, most) in ranges.items():
+        least = 1 if dim in kept else least_of_trace
+        new = Dim(name=dim.name, minimum=least, maximum=most)
+        if new == dim:
             continue
-        reason = env.reason_for(dim, smallest)
-        if not env.examples[dim] >= least < dim.maximum:
-            raise _refusal(reason, place)
-        narrowed[dim] = Dim(name=dim.name, minimum=least, maximum=dim.maximum)
-        notes.append(
-            f"{reason.line or place} lets the sizes of the batch decide, and the program is right only where "
-            f"{reason.text}: the dim {dim.name} is from {least} to {dim.maximum}. Give it that smallest value, or "
-            "express the code without a decision."
+        below = [Range(dim.minimum, most)] if least > dim.minimum else []
+        above = [Range(least_of_trace, dim.maximum)] if most < dim.maximum else []
+        failing = (env.first_failing({**ranges, dim: wider}) for wider in (*below, *above))
+        reasons = list(dict.fromkeys(reason for reason in failing if reason is not None))
+        if not least <= env.examples[dim] <= most or least == most:
+            raise _refusal(reasons[0], place)
+        lines = list(dict.fromkeys(each.line or place for each in reasons))
+        narrowed[dim] = NarrowedDim(
+            new,
+            f"{' and '.join(lines)} {'lets' if len(lines) == 1 else 'let'} the sizes of the batch decide, and the "
+            f"program is right only where {' and '.join(each.text for each in reasons)}",
         )
-    return narrowed, notes
+    return narrowed
 
 
 def _refusal(assumption: Assumption, place: str) -> ShapesError:
@@ -79,15 +97,15 @@ def _is_alike(
     traces: Traces,
     trace: Callable[[Mapping[Dim, int]], Traces],
     values: Mapping[Dim, int],
-    smallest: Mapping[Dim, int],
+    ranges: Mapping[Dim, Range],
 ) -> bool:
-    """Return whether traces where dims have these values, and others not their smallest ones, compute the same."""
+    """Return whether traces where dims have these values, and others the values of their ranges, compute the same."""
     with env.other_trace():
         try:
             others = trace(values)
         except (Exception, SystemExit):  # noqa: BLE001 - a model may raise any error at a size of 1
             return False
-        if not env.holds(smallest):
+        if env.first_failing(ranges) is not None:
             return False
     numbers: dict[_Computation, int] = {}
     return [_results(joint, values, numbers) for joint in traces] == [

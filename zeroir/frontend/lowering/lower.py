@@ -50,10 +50,12 @@ def lower(
     owners: Mapping[str, str],
     options: CompileOptions,
     evaluation_calls: Sequence[SegmentCall] = (),
+    earlier: Sequence[Flat] = (),
 ) -> Program:
     """Return the logical program of a step's segment calls, and of those of an evaluation, in execution order.
 
-    ``owners`` has the unit of every parameter that no segment of the step uses.
+    ``owners`` has the unit of every parameter that no segment of the step uses. Parameters of ``earlier`` flats keep
+    their places.
 
     Raises:
         UserError: if no parameter is trained.
@@ -65,7 +67,7 @@ def lower(
         (_parameter(info) for info in captured.parameters if info.name in trained), options
     )
     states_by_name = kept_states(groups)
-    flats = _flats(captured, calls, owners, options, states_by_name)
+    flats = _flats(captured, calls, owners, options, states_by_name, earlier)
     trainable = tuple(flat for flat in flats if flat.is_trainable)
     if not trainable:
         with refusals_at(captured.joint.place):
@@ -157,21 +159,25 @@ def _flats(
     owners: Mapping[str, str],
     options: CompileOptions,
     states_by_name: Mapping[str, KeptStates],
+    earlier: Sequence[Flat],
 ) -> tuple[Flat, ...]:
     """Return the flats in the order of the units' first forwards, each with parameters in the order of first use.
 
     ``states_by_name`` has the optimizer states of each trained parameter. Parameters with different states are in
-    different flats.
+    different flats. Parameters of ``earlier`` flats have the order and the units that they have there.
     """
     infos = {info.name: info for info in captured.parameters}
-    unit_of: dict[str, str] = {}
+    unit_of = {
+        slot.name: flat.unit for flat in earlier for slot in flat.slots if slot.name in infos
+    }
     for call in calls:
         for source in call.sources:
             if source.parameter is not None:
                 unit_of.setdefault(source.parameter, call.unit)
     for name in infos:
         unit_of.setdefault(name, owners[name])
-    names_of: dict[str, list[str]] = {call.unit: [] for call in calls}
+    names_of: dict[str, list[str]] = {flat.unit: [] for flat in earlier}
+    names_of |= {call.unit: [] for call in calls if call.unit not in names_of}
     for name, unit in unit_of.items():
         names_of.setdefault(unit, []).append(name)
     compute = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16}[options.precision.dtype]

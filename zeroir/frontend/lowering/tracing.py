@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -23,7 +23,7 @@ from zeroir.frontend.lowering.segment_calls import SegmentCall
 from zeroir.frontend.lowering.segments import cut
 from zeroir.frontend.lowering.units import ROOT, ROOT_PRE, Units, find_units
 from zeroir.frontend.source.source import ModelSource
-from zeroir.ir.program import Program
+from zeroir.ir.program import Flat, Program
 from zeroir.workspace.segments import declared
 
 
@@ -31,12 +31,14 @@ from zeroir.workspace.segments import declared
 class TracedModel:
     """A logical program and its options: those given, and those that the model sets, such as the units to recompute.
 
-    ``outside`` are the tensors of the user's code, outside the model, by the names of their constants.
+    ``outside`` are the tensors of the user's code, outside the model, by the names of their constants. ``narrowings``
+    say which lines of code let sizes decide, so that dims are narrowed.
     """
 
     program: Program
     options: CompileOptions
     outside: Mapping[str, Tensor]
+    narrowings: tuple[str, ...]
 
 
 def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
@@ -70,8 +72,13 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
     notes += [] if note is None else [note]
     for note in notes:
         warnings.warn(note, ModelWarning, stacklevel=2)
-    program = program_of(captured, options, weights)
-    return TracedModel(program=program, options=options, outside=captured.outside)
+    program = program_of(captured, options, weights, source.flats)
+    return TracedModel(
+        program=program,
+        options=options,
+        outside=captured.outside,
+        narrowings=captured.narrowings,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +133,9 @@ def program_of(
     captured: CapturedModel,
     options: CompileOptions,
     weights: BatchWeights = BatchWeights(are_used=False),
+    earlier: Sequence[Flat] = (),
 ) -> Program:
-    """Return the logical program of a captured model."""
+    """Return the logical program of a captured model; ``earlier`` are the flats of another one, if there is one."""
     if not options.evaluate.is_on:
         captured = replace(captured, evaluation=None)
     units = find_units(captured.module, options.units)
@@ -156,7 +164,7 @@ def program_of(
             existing={call.segment.name: call.segment for call in calls}.values(),
         )
     owners = {info.name: _owner(info.name, units, unit_calls) for info in captured.parameters}
-    program = lower_calls(captured, calls, owners, options, evaluation_calls)
+    program = lower_calls(captured, calls, owners, options, evaluation_calls, earlier)
     if weights.are_used:
         program = add_micro_batch_weights(program)
     if weights.computed is not None:

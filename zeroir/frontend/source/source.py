@@ -16,6 +16,7 @@ from torch import nn
 from zeroir.config.shapes import BatchShapes
 from zeroir.errors import MEMORY_REMEDY, UserError, is_out_of_memory
 from zeroir.frontend.source.source_lines import line_of_definition, line_of_error, line_of_forward
+from zeroir.ir.program import Flat
 from zeroir.torch_ops.batches import Batch
 
 _LONGEST_REASON = 300
@@ -80,7 +81,7 @@ class ModelSource:
     ``folder`` is that of the user's code: traces show its files. ``modules`` names the user's Python modules in this
     process. ``autocasts`` maps ``file:line`` to the accelerator for which that code entered autocast while it was
     loaded. ``file`` is None if there is no model file. ``shapes`` returns the shapes of the batch's tensors that
-    depend on dims.
+    depend on dims. ``flats`` are those of an earlier logical program of the model, where parameters keep their places.
     """
 
     names: SourceNames
@@ -97,6 +98,7 @@ class ModelSource:
     file: FileOrigin | None = None
     is_in_hand: bool = False
     shapes: Callable[[], BatchShapes] | None = None
+    flats: tuple[Flat, ...] = ()
 
     def line_of_loss(self, model: nn.Module) -> str:
         """Return ``file:line`` of the function that returns the loss, or of the model's creation if that is torch's."""

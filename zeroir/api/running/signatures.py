@@ -1,0 +1,169 @@
+"""What an engine compiles while it runs: programs after a change of the user's code, and for batches of other sizes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from zeroir.api.sentences import LOGGER
+from zeroir.config import CompileOptions, replaced
+from zeroir.config.shapes import parse_shapes, shapes_text
+from zeroir.config.steps import BATCHES, ELEMENTS
+from zeroir.errors import ModelWarning, ShapesError
+from zeroir.ir.program import MICRO_STEP, Program
+from zeroir.ir.sizes import Size
+
+if TYPE_CHECKING:
+    from zeroir.api.compiled import CompiledProgram
+    from zeroir.runtime.engine.engine import Engine
+    from zeroir.runtime.engine.followed import CompiledAgain, Followed
+    from zeroir.runtime.engine.signatures import Signatures
+
+
+def signatures_of(compiled: CompiledProgram, engine: Engine, code: Followed) -> Signatures:
+    """Return a program for an engine that follows ``code``, and what compiles others for batches of other sizes."""
+    from zeroir.runtime.engine.signatures import Signatures, Splits
+
+    own = _for_engine(compiled, engine, code)
+    if not compiled.narrowings or compiled.compile_again is None:
+        return Signatures(own)
+    whole = _whole(compiled)
+    splits = Splits(
+        reason=" and ".join(compiled.narrowings),
+        dims=whole.dims,
+        inputs=whole.inputs,
+        compile_at=partial(_compiled_at, compiled, engine, code),
+    )
+    return Signatures(own, splits)
+
+
+def compiled_after_change(compiled: CompiledProgram, engine: Engine, code: Followed) -> Signatures:
+    """Compile the source of a program as it is now, for an engine that follows ``code``."""
+    assert compiled.compile_again is not None
+    again = compiled.compile_again(compiled.requested, compiled.config, compiled.logical.flats)
+    again, own = _like_running(again, engine, code)
+    return signatures_of(again, engine, own)
+
+
+def accumulating(compiled: CompiledProgram, rank: int) -> Callable[[], Program] | None:
+    """Return a function that lowers a program for steps of several batches; None if it takes them."""
+    if compiled.accumulates:
+        return None
+
+    def lowered_again() -> Program:
+        if rank == 0:
+            LOGGER.info(
+                "The program was compiled for steps of one batch: it is lowered again for steps of any number. With "
+                "--micro-steps 2 it is so from the start."
+            )
+        return compiled.specialise(micro_steps=2).program
+
+    return lowered_again
+
+
+def _for_engine(compiled: CompiledProgram, engine: Engine, code: Followed) -> CompiledAgain:
+    from zeroir.runtime.engine.followed import CompiledAgain
+
+    return CompiledAgain(
+        program=compiled.program, code=code, accumulating=accumulating(compiled, engine.rank)
+    )
+
+
+def _like_running(
+    compiled: CompiledProgram, engine: Engine, code: Followed
+) -> tuple[CompiledProgram, Followed]:
+    """Return a program for steps as those of the engine's, and what it follows, the script's optimizers among it."""
+    if MICRO_STEP in engine.program.section_by_name and not compiled.accumulates:
+        compiled = compiled.specialise(micro_steps=2)
+    assert compiled.watch is not None
+    compiled.watch.optimizers = tuple(code.optimizers)
+    return compiled, compiled.watch
+
+
+def _whole(compiled: CompiledProgram) -> Program:
+    """Return the program with the dims and the shapes of inputs that were asked for, before they were narrowed."""
+    assert compiled.options.shapes is not None
+    shapes = parse_shapes(compiled.options.shapes)
+    dims = {
+        dim
+        for shape in shapes.values()
+        for size in shape
+        if isinstance(size, Size)
+        for dim in size.dims
+    }
+    inputs = tuple(
+        replace(
+            binding,
+            shape=tuple(
+                given if isinstance(given, Size) else own
+                for given, own in zip(shapes[binding.path], binding.shape, strict=True)
+            ),
+        )
+        if binding.path in shapes
+        else binding
+        for binding in compiled.program.inputs
+    )
+    return replace(
+        compiled.program, dims=tuple(sorted(dims, key=lambda dim: dim.name)), inputs=inputs
+    )
+
+
+def _compiled_at(
+    compiled: CompiledProgram, engine: Engine, code: Followed, values: Mapping[str, int]
+) -> CompiledAgain:
+    """Compile the source for batches of these sizes, and as many others as its code treats alike."""
+    import torch
+
+    from zeroir.api.checks.drawn_batches import batch_of_sizes
+
+    assert compiled.compile_again is not None
+    assert compiled.source is not None
+    example = batch_of_sizes(
+        _whole(compiled), compiled.source.batch(), values, torch.Generator().manual_seed(0)
+    )
+    options = compiled.options
+    if compiled.source.weight is None:
+        mean_over = BATCHES if compiled.program.weight is None else ELEMENTS
+        options = replaced(options, mean_over=mean_over)
+    while True:
+        try:
+            with warnings.catch_warnings():
+                # That sizes decide was said of the first program.
+                warnings.filterwarnings("ignore", ".* the sizes of the batch decide", ModelWarning)
+                again = compiled.compile_again(
+                    options, compiled.config, compiled.logical.flats, example
+                )
+        except ShapesError as error:
+            if options.shapes is None:
+                raise
+            options = _with_fixed(options, values, error.dims)
+        else:
+            again, own = _like_running(again, engine, code)
+            return _for_engine(again, engine, own)
+
+
+def _with_fixed(
+    options: CompileOptions, values: Mapping[str, int], names: frozenset[str]
+) -> CompileOptions:
+    """Return options in whose shapes the dims of these names, all if there are none of these, have their values."""
+    assert options.shapes is not None
+    shapes = parse_shapes(options.shapes)
+    dims = {
+        dim
+        for shape in shapes.values()
+        for size in shape
+        if isinstance(size, Size)
+        for dim in size.dims
+    }
+    fixed = {dim: values[dim.name] for dim in dims if dim.name in names} or {
+        dim: values[dim.name] for dim in dims
+    }
+    other = {
+        path: tuple(size.replaced(fixed) if isinstance(size, Size) else size for size in shape)
+        for path, shape in shapes.items()
+    }
+    has_dims = any(isinstance(size, Size) for shape in other.values() for size in shape)
+    return replaced(options, shapes=shapes_text(other) if has_dims else None)
