@@ -49,7 +49,7 @@ def called_with_settled(
 
 
 def padded(
-    function: Callable[..., Tensor],
+    function: Callable[..., object],
     input: Tensor,  # noqa: A002 - torch's name, which callers may use
     pad: Sequence[int],
     mode: str = "constant",
@@ -57,7 +57,7 @@ def padded(
 ) -> Tensor:
     """Pad a tensor; the strides of the result, and of its gradient, depend on no amount."""
     if mode != "constant":
-        return function(input, pad, mode, value)
+        return cast("Tensor", function(input, pad, mode, value))
     may_add_none = any(isinstance(n, torch.SymInt) for n in pad) or all(n <= 0 for n in pad)
     x = _in_order(input) if may_add_none else input
     return _with_gradient(function(x, pad, mode, value), _in_order)
@@ -74,7 +74,7 @@ def flattens(function: object, args: Sequence[object], kwargs: Mapping[str, obje
 
 
 def multiplied(
-    function: Callable[..., Tensor],
+    function: Callable[..., object],
     input: Tensor,  # noqa: A002 - torch's name, which callers may use
     *args: object,
     **kwargs: object,
@@ -83,7 +83,8 @@ def multiplied(
     return _with_gradient(function(input.contiguous(), *args, **kwargs), Tensor.contiguous)
 
 
-def _with_gradient(result: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+def _with_gradient(value: object, change: Callable[[Tensor], Tensor]) -> Tensor:
+    result = cast("Tensor", value)
     if result.requires_grad:
         result.register_hook(change)  # type: ignore[no-untyped-call]
     return result
