@@ -7,9 +7,9 @@ computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Protocol
 
 import torch
@@ -32,7 +32,7 @@ from zeroir.runtime.distributed.section_comparison import SectionsOfRanks
 from zeroir.runtime.engine.read_results import RankEvaluation, RankResult, RankResults
 from zeroir.runtime.execution.batch import Shape, shape_of, write_inputs
 from zeroir.runtime.execution.handlers import LocalRanks
-from zeroir.runtime.execution.section_runner import RunSection, SectionRunner
+from zeroir.runtime.execution.section_runner import RunSection, SectionRunner, ShapesOfRanks
 from zeroir.runtime.execution.seeds import site_seed
 from zeroir.runtime.execution.streams import Streams
 from zeroir.runtime.execution.trace import Watch
@@ -205,10 +205,11 @@ class StepExecutor:
             weights = [self._weight_in_evaluations(batch) for batch in batches]
             self._runner.approach(EVALUATE, self.step_count + 1, 0)
             self._runner.run(EVALUATE, self._between_steps, shapes=shapes)
+            own_shapes: Iterable[Shape] = chain.from_iterable(shapes) if shapes else repeat(())
             return [
                 self._results.evaluation(memory, weight, shape)
                 for memory, weight, shape in zip(
-                    self.local_ranks.memories, weights, shapes or repeat(()), strict=False
+                    self.local_ranks.memories, weights, own_shapes, strict=False
                 )
             ]
 
@@ -312,11 +313,10 @@ class StepExecutor:
         """Stop the streams."""
         self._streams.close()
 
-    def _shapes(self, groups: Sequence[Sequence[Batch]]) -> tuple[Shape, ...]:
-        """The shapes of the local ranks' micro-batches; none where the program has no dims."""
+    def _shapes(self, groups: Sequence[Sequence[Batch]]) -> ShapesOfRanks:
         if not self._program.dims:
             return ()
-        return tuple(shape_of(self._program, batch) for own in groups for batch in own)
+        return [[shape_of(self._program, batch) for batch in own] for own in groups]
 
     def _set_inputs(self, groups: Sequence[Sequence[Batch]], micro_step: int) -> None:
         """Write the batches of local ranks and their seeds; ``micro_step`` is the index of each rank's first batch."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.profiler import record_function
@@ -20,6 +20,7 @@ from zeroir.errors import (
 )
 from zeroir.ir import ops
 from zeroir.ir.analysis.labels import labels
+from zeroir.ir.analysis.micro_batches import micro_batches_of_ops
 from zeroir.ir.program import OpPosition, Section
 from zeroir.runtime.comm.base import DifferentCollectivesError
 from zeroir.runtime.comm.job import LostPeersError, is_lost_connection
@@ -31,6 +32,18 @@ from zeroir.runtime.execution.trace import Task, Watch
 from zeroir.runtime.state import state
 
 K = TypeVar("K")
+
+ShapesOfRanks = Sequence[Sequence[Shape]]
+"""The shapes of the micro-batches of a section, for each local rank; empty where the program has no dims."""
+
+
+class _Part(NamedTuple):
+    """The ops of a section that have the dims of one micro-batch, or no dims, and its shape on each local rank."""
+
+    section: str
+    micro_batch: int | None
+    shapes: tuple[Shape, ...]
+
 
 RunSection = Callable[[Section, Callable[[], None]], None]
 """A function that runs a section, whose ops the given function submits."""
@@ -54,9 +67,9 @@ class SectionRunner:
         self._has_failed = False
         self._position: OpPosition | None = None
         self._when: dict[str, str] = {}
-        self._prepared: OrderedDict[tuple[str, tuple[Shape, ...]], list[Task]] = OrderedDict()
-        self._bound: OrderedDict[tuple[str, Watch | None, tuple[Shape, ...]], list[Task]]
-        self._bound = OrderedDict()
+        self._prepared: OrderedDict[_Part, list[Task]] = OrderedDict()
+        self._bound: OrderedDict[tuple[_Part, Watch | None], list[Task]] = OrderedDict()
+        self._owners_of_ops: dict[str, Sequence[int | None]] = {}
         self.sections: SectionsOfRanks | None = None
         """The record of the sections with collectives, which the ranks compare."""
         self._shared = {
@@ -83,11 +96,9 @@ class SectionRunner:
         return self._has_failed
 
     def run(
-        self, name: str, when: str, watch: Watch | None = None, shapes: tuple[Shape, ...] = ()
+        self, name: str, when: str, watch: Watch | None = None, shapes: ShapesOfRanks = ()
     ) -> None:
         """Run a section, observed by ``watch`` if that is given; errors mention ``when``, such as ``of step 3``.
-
-        ``shapes`` are those of the micro-batches of the local ranks, where the program has dims.
 
         Raises:
             UserError: where the program has no such section, an earlier one failed, memory runs out or a batch does
@@ -164,31 +175,54 @@ class SectionRunner:
         for pending in section.entry.pending:
             self._streams.signal(pending.event)
 
-    def _issue(self, section: Section, watch: Watch | None, shapes: tuple[Shape, ...]) -> None:
+    def _issue(self, section: Section, watch: Watch | None, shapes: ShapesOfRanks) -> None:
         if watch is None and torch.autograd.profiler._is_profiler_enabled:
             watch = self._named
+        # The ops of a micro-batch are bound to its shape, whatever shapes the others have that run with it.
+        owners = self._owners(section, has_dims=bool(shapes))
+        following: dict[int | None, Iterator[Task]] = {}
+        for owner in dict.fromkeys(owners):
+            own = () if owner is None else tuple(of_rank[owner] for of_rank in shapes)
+            following[owner] = iter(self._bind(section, _Part(section.name, owner, own), watch))
+        for owner in owners:
+            next(following[owner])()
+
+    def _owners(self, section: Section, *, has_dims: bool) -> Sequence[int | None]:
+        """Return the micro-batch of whose shape each op is, None where it has no size that depends on a dim."""
+        owners = self._owners_of_ops.get(section.name)
+        if owners is None:
+            owners = [0 if has_dims else None] * len(section.body)
+            if has_dims and self._program.interleaved > 1:
+                of_ops = micro_batches_of_ops(self._program, section)
+                owners = [min(of_op) if len(of_op) == 1 else None for of_op in of_ops]
+            self._owners_of_ops[section.name] = owners
+        return owners
+
+    def _bind(self, section: Section, part: _Part, watch: Watch | None) -> list[Task]:
+        """Return the tasks of the ops of a part, which are kept for recent shapes."""
         # Bound ops are kept, observed ones too: otherwise a recorded step would run ops for the first time.
-        key = section.name, watch, shapes
+        key = part, watch
         tasks = self._bound.get(key)
         if tasks is None:
-            tasks = self._bound[key] = self._bind(section, watch, shapes)
-        if shapes:
-            _keep_recent(self._bound, key)
-        for task in tasks:
-            task()
-
-    def _bind(self, section: Section, watch: Watch | None, shapes: tuple[Shape, ...]) -> list[Task]:
-        key = section.name, shapes
-        runs = self._prepared.get(key)
-        if runs is None:
-            runs = [self._task(position, op, shapes) for position, op in section.positioned_ops()]
-            self._prepared[key] = runs
-        if shapes:
-            _keep_recent(self._prepared, key)
-        return [
-            self._streams.bind(op, run, None if watch is None else partial(watch, position, op))
-            for (position, op), run in zip(section.positioned_ops(), runs, strict=True)
-        ]
+            owners = self._owners_of_ops[section.name]
+            own = [
+                op
+                for owner, op in zip(owners, section.positioned_ops(), strict=True)
+                if owner == part.micro_batch
+            ]
+            runs = self._prepared.get(part)
+            if runs is None:
+                runs = [self._task(position, op, part.shapes) for position, op in own]
+                self._prepared[part] = runs
+            tasks = self._bound[key] = [
+                self._streams.bind(op, run, None if watch is None else partial(watch, position, op))
+                for (position, op), run in zip(own, runs, strict=True)
+            ]
+        if part.shapes:
+            most = MOST_SHAPES * self._program.interleaved
+            _keep_recent(self._prepared, part, most)
+            _keep_recent(self._bound, key, most)
+        return tasks
 
     def _task(self, position: OpPosition, op: ops.Op, shapes: tuple[Shape, ...]) -> Task:
         """Return the function that runs an op, observed or not."""
@@ -248,8 +282,9 @@ class SectionRunner:
         return InternalError(f"{place}: {error}")
 
 
-def _keep_recent(kept: OrderedDict[K, list[Task]], key: K) -> None:
-    """Note the use of an entry, and drop the one whose use is longest ago where there are too many."""
-    kept.move_to_end(key)
-    if len(kept) > MOST_SHAPES:
+def _keep_recent(kept: OrderedDict[K, list[Task]], key: K, most: int) -> None:
+    """Note the use of an entry where it is kept, and drop the one whose use is longest ago where there are too many."""
+    if key in kept:
+        kept.move_to_end(key)
+    if len(kept) > most:
         kept.popitem(last=False)

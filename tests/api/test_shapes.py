@@ -301,8 +301,38 @@ def test_an_engine_takes_batches_within_the_contract(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_order_by_layer_and_compiled_kernels_refuse_dims() -> None:
-    with pytest.raises(UserError, match="--order layer runs several micro-batches together"):
-        zeroir.compile(any_length.__file__, micro_steps=zeroir.MicroSteps(count=2, order="layer"))
+def test_micro_batches_of_other_shapes_run_unit_by_unit() -> None:
+    """Evaluations in between, and calls for one micro-batch each, compute what they do without a group."""
+    in_order, in_turn = (
+        zeroir.compile(
+            any_length.__file__,
+            stage=0,
+            micro_steps=zeroir.MicroSteps(count=2, order=order),
+            lr=0.1,
+        ).engine()
+        for order in ("layer", "step")
+    )
+    for sizes in (((6, 64), (1, 2)), ((2, 9), (2, 9)), ((1, 2), (6, 64)), ((5, 7), (3, 40))):
+        batches = [any_length.batch_of(*size, seed) for seed, size in enumerate(sizes)]
+        expected = in_turn.step(batches)
+        assert in_order.step(batches).loss == expected.loss
+        for batch in batches:
+            logits, same = (e.evaluate(batch).outputs for e in (in_order, in_turn))
+            assert isinstance(logits, Tensor)
+            assert isinstance(same, Tensor)
+            assert torch.equal(logits, same)
+        losses = [in_order.micro_step(batch) for batch in batches]
+        assert in_order.update().loss == in_turn.step(batches).loss
+        assert losses[0].loss != losses[1].loss
+    own, other = in_order.full_parameters(), in_turn.full_parameters()
+    assert all(torch.equal(value, other[name]) for name, value in own.items())
+    with pytest.raises(UserError, match="rows from 1 to 6"):
+        in_order.step([any_length.batch_of(3, 12), any_length.batch_of(7, 12)])
+    in_order.close()
+    in_turn.close()
+
+
+@pytest.mark.slow
+def test_compiled_kernels_refuse_dims() -> None:
     with pytest.raises(UserError, match="--kernels inductor compiles kernels for one shape"):
         zeroir.compile(any_length.__file__).engine(kernels="inductor")

@@ -27,13 +27,15 @@ ROWS_OF_HISTOGRAM = [
 ]
 
 
-def compiled(stage: int, micro_steps: int, mesh: str | None = None) -> CompiledProgram:
+def compiled(
+    stage: int, micro_steps: int, mesh: str | None = None, order: str = "step"
+) -> CompiledProgram:
     return package.compile(
         Tagger(),
         batch_of(3, 12),
         shapes=((ROWS, LENGTH), (ROWS, LENGTH)),
         stage=stage,
-        micro_steps=micro_steps,
+        micro_steps=package.MicroSteps(count=micro_steps, order=order),
         world_size=2 if mesh is None else 4,
         mesh=mesh,
     )
@@ -60,13 +62,18 @@ def in_groups(draw: Draw) -> float:
 
 
 @pytest.mark.parametrize(
-    ("stage", "mesh", "step_of"),
-    [(0, None, apart), (3, None, together), (3, "replicate=2,shard=2", in_groups)],
+    ("stage", "mesh", "order", "step_of"),
+    [
+        (0, None, "step", apart),
+        (3, None, "step", together),
+        (3, None, "layer", apart),
+        (3, "replicate=2,shard=2", "step", in_groups),
+    ],
 )
 def test_a_mean_step_is_that_of_all_draws(
-    stage: int, mesh: str | None, step_of: Callable[[Draw], float]
+    stage: int, mesh: str | None, order: str, step_of: Callable[[Draw], float]
 ) -> None:
-    program = compiled(stage, 2, mesh)
+    program = compiled(stage, 2, mesh, order)
     mean = package.simulate_histogram(program, ROWS_OF_HISTOGRAM)
     steps: list[tuple[float, int]] = []
     for row in ROWS_OF_HISTOGRAM:

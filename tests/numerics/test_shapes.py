@@ -30,6 +30,14 @@ CASES: dict[str, dict[str, object]] = {
     },
     "paged": {"stage": 3, "world_size": 2, "precision": "bf16", "page_optimizer": "16KiB", "page_bytes": "4KiB"},
     "8-bit states, moving averages": {"stage": 1, "world_size": 2, "optimizer_bits": 8, "ema": 0.9},
+    "unit by unit, recomputed": {
+        "stage": 3, "world_size": 3, "micro_steps": 3, "order": "layer", "recompute": "*", "clip": 1.0,
+    },
+    "groups unit by unit, everything offloaded": {
+        "stage": 3, "world_size": 2, "micro_steps": 4, "order": "layer=2", "precision": "bf16",
+        "offload": "optimizer,parameters,gradients",
+    },
+    "unit by unit, whole gradients": {"stage": 0, "world_size": 2, "micro_steps": 2, "order": "layer"},
 }  # fmt: skip
 
 
@@ -42,10 +50,15 @@ def test_every_shape_gives_the_bits_of_eager_pytorch(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
-def test_sizes_after_strides_and_padding_give_the_bits_of_eager_pytorch(stage: int) -> None:
-    options = make_options({"stage": stage, "world_size": 2})
-    result = check_model(any_size.__file__, options, steps=4, seed=5)
+@pytest.mark.parametrize(
+    "options",
+    [{"stage": 0}, {"stage": 3}, {"stage": 3, "micro_steps": 3, "order": "layer"}],
+)
+def test_sizes_after_strides_and_padding_give_the_bits_of_eager_pytorch(
+    options: dict[str, object],
+) -> None:
+    chosen = make_options({"world_size": 2, **options})
+    result = check_model(any_size.__file__, chosen, steps=4, seed=5)
     assert result.is_equal, result
 
 

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from examples import any_length
 from tests.support.models import any_size
+from tests.support.mutate_slices import SLICE_MUTATIONS
 from zeroir.api.compiling import compile_model
 from zeroir.artifact.schema import SchemaError, pack, unpack
+from zeroir.config.steps import MicroSteps
 from zeroir.errors import BatchError
 from zeroir.ir.analysis.instances import (
     instance,
@@ -35,7 +37,10 @@ OPTIONS: dict[str, dict[str, object]] = {
     "bf16, accumulating": {"stage": 2, "precision": "bf16", "micro_steps": 2},
     "offloaded": {"stage": 1, "precision": "bf16", "offload": "optimizer"},
     "recomputed": {"stage": 3, "recompute": "*"},
-}
+    "unit by unit": {
+        "stage": 3, "recompute": "*", "micro_steps": MicroSteps(count=2, order="layer"),
+    },
+}  # fmt: skip
 
 
 @cache
@@ -112,6 +117,73 @@ def test_a_size_that_is_another_one_is_found_or_changes_nothing(name: str) -> No
         for key, value in trained(damaged).items():
             assert torch.equal(value, expected[key]), (what, key)
     assert refused >= 10
+
+
+@pytest.mark.slow
+def test_values_of_another_micro_batch_are_refused_or_change_nothing() -> None:
+    program, logical = compiled("unit by unit")
+    expected, refused = trained(program), 0
+    for kind, mutation in SLICE_MUTATIONS.items():
+        for seed in range(12):
+            damaged = mutation(program, Random(seed))
+            if damaged is None or not verify(damaged, logical).is_valid:
+                refused += 1
+                continue
+            for key, value in trained(damaged).items():
+                assert torch.equal(value, expected[key]), (kind, seed, key)
+    assert refused >= 40
+
+
+SECTION = """zeroir 1
+mesh dp=1
+dim length from=1 to=16
+interleaved 2
+buffer %x : f32[32] device input = value x
+buffer %a : f32[length] device activation
+buffer %b : f32[length] device activation
+input x : f32[length] -> %x
+
+section last_micro_step {
+  alloc %a  stream=compute
+  alloc %b  stream=compute
+  cast %x[0:length] -> %a  stream=compute
+  cast %x[16:length+16] -> %b  stream=compute
+  release %a  stream=compute
+  release %b  stream=compute
+}
+"""
+AGAIN = """  alloc %a  stream=compute
+  cast %x[16:length+16] -> %a  stream=compute
+  release %a  stream=compute
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("", "", None),
+        # One place serves one micro-batch after the other.
+        ("  release %b", f"{AGAIN}  release %b", None),
+        ("%x[16:length+16]", "%a", None),
+        ("%x[16:length+16] -> %b", "%x[16:length+16] -> %a", "works on micro-batches 0, 1 of 2"),
+        ("%x[0:length] -> %a", "%b -> %a", None),
+        (
+            "  release %a",
+            "  cast %a -> %b  stream=compute\n  release %a",
+            "works on micro-batches 0, 1",
+        ),
+        ("cast %x[0:length] -> %a", "fill %a = 0.0", "works on no micro-batch's values"),
+        ("%x[16:length+16]", "%x[8:length+8]", "works on micro-batches 0, 1 of 2"),
+        ("f32[32]", "f32[length*2]", "has a slice for each micro-batch, and its size"),
+        ("last_micro_step", "evaluate", "works on micro-batches 1 of 1"),
+    ],
+)
+def test_an_op_has_the_dims_of_one_micro_batch(old: str, new: str, sentence: str | None) -> None:
+    assert old in SECTION
+    report = verify(parse(SECTION.replace(old, new, 1)))
+    found = [finding.sentence for finding in report.findings if finding.code == "Z203"]
+    assert bool(found) == (sentence is not None), found
+    assert all(sentence is not None and sentence in each for each in found), found
 
 
 def trained(program: Program) -> dict[str, Tensor]:

@@ -161,8 +161,10 @@ def mean_step(
     weights = [histogram[shape] for shape in shapes]
     of_one = Distribution.of(zip(seconds, weights, strict=True))
     world_size = program.mesh.world_size
-    meeting = _meeting_ranks(program) if count > 1 else 1
-    of_step = of_one.largest_of(meeting).mean_of(count).largest_of(world_size // meeting)
+    group = program.interleaved
+    meeting = _meeting_ranks(program) if count > group else 1
+    of_group = of_one.mean_of(group).largest_of(meeting)
+    of_step = of_group.mean_of(count // group).largest_of(world_size // meeting)
     batches = sum(weights)
     return MeanStep(
         machine=machine.name,
@@ -234,7 +236,7 @@ def _segments_s(program: Program, machine: Machine) -> Callable[[Shape], float]:
 
 
 def _meeting_ranks(program: Program) -> int:
-    """Return the number of ranks that wait for each other in each micro-step, not only at the end of a step."""
+    """Return the number of ranks that wait for each other in each section of a step, not only at its end."""
     axes = {
         program.comm_by_name[op.comm].axis
         for op in program.section_by_name[MICRO_STEP].body

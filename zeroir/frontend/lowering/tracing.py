@@ -11,7 +11,7 @@ from torch import Tensor
 from zeroir.config import CompileOptions, replaced
 from zeroir.config.shapes import BatchShapes, parse_shapes, shapes_text
 from zeroir.config.steps import BATCHES, ELEMENTS
-from zeroir.errors import ModelWarning, ShapesError, UserError
+from zeroir.errors import ModelWarning, UserError
 from zeroir.frontend.capture.capture import CapturedModel, capture
 from zeroir.frontend.capture.code_contexts import note_on_small_checkpoints, recomputed_units
 from zeroir.frontend.lowering.accumulate import accumulate
@@ -49,11 +49,6 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
     elif source.shapes is not None:
         shapes = source.shapes()
         options = replaced(options, shapes=shapes_text(shapes) or None)
-    if shapes and options.micro_steps.is_step_interleaved:
-        raise ShapesError(
-            "--order layer runs several micro-batches together, and the dims of --shapes may differ among them: leave "
-            "one of the two out."
-        )
     captured = capture(
         source,
         options.precision.dtype,

@@ -27,8 +27,8 @@ class IntervalMap(Generic[T]):
         at = start
         while at < stop:
             end = starts[i + 1] if i < last else self.numel
-            if end > stop:
-                end = stop
+            if end >= stop:
+                end = stop  # also where both are equal at the bound only
             pieces.append((at, end, values[i]))
             at = end
             i += 1

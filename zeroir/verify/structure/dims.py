@@ -9,8 +9,9 @@ from itertools import chain
 from zeroir.ir import ops
 from zeroir.ir.analysis.effects import effects
 from zeroir.ir.analysis.instances import SIZED_FIELDS, sizes_in, sizes_in_segment
+from zeroir.ir.analysis.micro_batches import is_sliced, micro_batches_of_ops
 from zeroir.ir.buffers import Region, Role
-from zeroir.ir.program import Program
+from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, Program, Section
 from zeroir.ir.sizes import RESERVED_NAMES, Size
 from zeroir.verify.context import Findings, spell, title
 
@@ -30,6 +31,10 @@ def check_dims(program: Program, findings: Findings) -> None:
             problem = _op_problem(op, sized) or _place_problem(op, program)
             if problem is not None:
                 findings.add("Z203", f"{title(op)} {problem}", section=section, line=line)
+        if program.interleaved > 1:
+            for line, problem in _mixed_dims(program, section):
+                sentence = f"{title(section.body[line])} {problem}"
+                findings.add("Z203", sentence, section=section, line=line)
 
 
 def _header_problems(program: Program) -> Iterator[str]:
@@ -47,10 +52,13 @@ def _header_problems(program: Program) -> Iterator[str]:
     others = tuple(getattr(program, name) for name in header if name not in SIZED_FIELDS)
     for size in sizes_in(others):
         yield f"the size {size} stands in the header where ranks need one size"
+    has_slices = program.interleaved > 1
     for buffer in program.buffers:
         is_kept = buffer.is_persistent and buffer.role not in (Role.INPUT, Role.OUTPUT)
         if isinstance(buffer.numel, Size) and is_kept:
             yield f"%{buffer.name} keeps its content between steps, and its size {buffer.numel} depends on a dim"
+        elif isinstance(buffer.numel, Size) and has_slices and is_sliced(program, buffer):
+            yield f"%{buffer.name} has a slice for each micro-batch, and its size {buffer.numel} depends on a dim"
     sizes = (size for binding in program.inputs for size in binding.shape if isinstance(size, Size))
     told = {multiple.dim for size in sizes if (multiple := size.multiple) is not None}
     for dim in program.dims:
@@ -60,8 +68,27 @@ def _header_problems(program: Program) -> Iterator[str]:
             yield f"the dim {dim.name} is from {dim.minimum} to {dim.maximum}"
         elif dim not in told:
             yield f"no input tells the dim {dim.name}: none has a dimension that is a multiple of it alone"
-    if program.dims and program.interleaved != 1:
-        yield "a section runs several micro-batches, whose dims may differ"
+
+
+def _mixed_dims(program: Program, section: Section) -> Iterator[tuple[int, str]]:
+    """Yield the lines of ops whose dims are not those of one micro-batch, and why."""
+    count = program.interleaved if section.name in (MICRO_STEP, LAST_MICRO_STEP) else 1
+    for line, of_op in enumerate(micro_batches_of_ops(program, section)):
+        op = section.body[line]
+        if len(of_op) == 1 and max(of_op) < count:
+            continue
+        segment = program.segment_by_name.get(op.segment) if isinstance(op, ops.Compute) else None
+        in_segment = () if segment is None else sizes_in_segment(segment)
+        if not in_segment and next(sizes_in((op,)), None) is None:
+            continue
+        if of_op:
+            numbers = ", ".join(map(str, sorted(of_op)))
+            yield (
+                line,
+                f"has a size that depends on a dim, and works on micro-batches {numbers} of {count}",
+            )
+        else:
+            yield line, "has a size that depends on a dim, and works on no micro-batch's values"
 
 
 def _without_arguments(program: Program) -> tuple[object, ...]:
