@@ -67,6 +67,11 @@ class Accumulation:
         self._is_last_done = False
         self._count = 0
 
+    @property
+    def waiting(self) -> list[Batch]:
+        """The batches of the group that waits."""
+        return [batch for batch, _ in self._waiting]
+
     def micro_step(self, batch: Batch, is_last: bool | None) -> MicroStepResult:
         """Run the waiting group, and the group of this micro-step if it is complete and ``is_last`` is given.
 

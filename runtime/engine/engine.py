@@ -451,7 +451,8 @@ class Engine:
             self._accumulation.go_on_within_step()
             if self.signatures.are_several:
                 self._look_outside()
-            self._fit([batch])
+            # One program runs a whole group.
+            self._fit([*self._accumulation.waiting, batch])
         return self._accumulation.micro_step(batch, is_last)
 
     def update(self) -> StepResult:

@@ -131,6 +131,30 @@ def test_micro_steps_one_by_one_may_be_of_both_sides(caplog: pytest.LogCaptureFi
     trained.engine.close()
 
 
+def test_a_group_that_runs_unit_by_unit_is_of_one_side() -> None:
+    net = Net(_other_order)
+    engine, in_turn = (
+        zeroir.compile(
+            copy.deepcopy(net),
+            torch.zeros(3, 4),
+            micro_steps=zeroir.MicroSteps(count=4, order=order, mean_over="batches"),
+            shapes=(ROWS, 4),
+        ).engine(self_check=False)
+        for order in ("layer=2", "step")
+    )
+    for rows in ((3, 1, 2, 5), (8, 6, 7, 7), (3, 2, 6, 8)):
+        batches = [torch.randn(n, 4) for n in rows]
+        for each in (engine, in_turn):
+            for batch in batches:
+                each.micro_step(batch)
+        assert engine.update().loss == in_turn.update().loss
+    engine.micro_step(torch.randn(7, 4))
+    with pytest.raises(UserError, match="batches of this step need several programs"):
+        engine.micro_step(torch.randn(2, 4))
+    engine.close()
+    in_turn.close()
+
+
 def test_a_parameter_without_a_gradient_on_one_side_is_refused_with_the_line() -> None:
     trained = Trained(_one_alone)
     with pytest.raises(UserError, match=r"test_signatures\.py:\d+ .*parameter b\.bias has a grad"):
