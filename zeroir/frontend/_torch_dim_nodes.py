@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.types import PySymType
 from torch.utils._sympy.functions import FloorDiv
 
+from zeroir.ir.size_bounds import highest, lowest
 from zeroir.ir.sizes import Dim, Factor, Size, exact_quotient, quotient
 
 Relation = Literal["eq", "ne", "lt", "le", "gt", "ge"]
@@ -326,9 +327,7 @@ def answer_for_all(relation: Relation, left: int, right: int) -> bool | None:
 
 def _ends(size: int) -> tuple[int, int]:
     """Return numbers that a size is never below and never above."""
-    if not isinstance(size, Size):
-        return size, size
-    return size.lowest, size.highest
+    return lowest(size), highest(size)
 
 
 def rounded_quotient(dividend: int, divisor: int) -> int | None:

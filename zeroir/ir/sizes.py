@@ -81,7 +81,7 @@ class Size(int):
     _hash: int
 
     def __new__(cls, terms: Terms) -> Size:
-        size = super().__new__(cls, _value(terms, _maximum))
+        size = super().__new__(cls, _value(terms, maximum))
         size.terms = terms
         size._hash = hash(terms)
         return size
@@ -92,7 +92,7 @@ class Size(int):
 
     def replaced(self, values: Mapping[Dim, int]) -> int:
         """Return the size where these dims are these sizes; a plain integer where no dim is left."""
-        return _substituted(self.terms, lambda factor: _replaced(factor, values))
+        return substituted(self.terms, lambda factor: _replaced(factor, values))
 
     @property
     def at_bound(self) -> int:
@@ -103,12 +103,13 @@ class Size(int):
     def dims(self) -> frozenset[Dim]:
         """The dims that it depends on."""
         dims: set[Dim] = set()
-        for factor in self._factors:
+        for factor in self.factors:
             dims.update((factor,) if isinstance(factor, Dim) else factor.dividend.dims)
         return frozenset(dims)
 
     @property
-    def _factors(self) -> frozenset[Factor]:
+    def factors(self) -> frozenset[Factor]:
+        """The dims and the quotients that it is a polynomial of."""
         return frozenset(factor for _, monomial in self.terms for factor, _ in monomial)
 
     @property
@@ -119,40 +120,6 @@ class Size(int):
                 return Multiple(factor, dim)
             case _:
                 return None
-
-    @property
-    def grows(self) -> bool:
-        """Whether it is never negative and never shrinks where a dim grows, so that its bound is its largest value.
-
-        Where coefficients are negative, the answer may be no for a polynomial that grows.
-        """
-        return self.lowest >= 0 and any(
-            all(size._least_slope(factor) >= 0 for factor in size._factors)
-            for size in (self, _with_quotients_added(self))
-        )
-
-    @property
-    def lowest(self) -> int:
-        """A number that it is never less than."""
-        scaled, scale = _below(self.terms)
-        # The terms of each are least at values of their own, so none of the numbers is always the best one.
-        others = (self, _with_quotients_added(self))
-        return max(*map(_lowest, others), -(-_lowest(scaled) // scale))
-
-    @property
-    def highest(self) -> int:
-        """A number that it is never more than."""
-        return -Size(_negated(self.terms)).lowest
-
-    def _least_slope(self, by: Factor) -> int:
-        """Return a number that the derivative by a factor is never less than."""
-        terms: list[tuple[int, Monomial]] = []
-        for coefficient, monomial in self.terms:
-            powers = dict(monomial)
-            power = powers.get(by, 0)
-            if power:
-                terms.append((coefficient * power, _monomial({**powers, by: power - 1})))
-        return _lowest(_sum(terms))
 
     def __reduce__(self) -> tuple[type[Size], tuple[Terms]]:
         return Size, (self.terms,)
@@ -228,26 +195,26 @@ class Multiple(NamedTuple):
 
 
 # A program has few different sizes, and passes and proofs compute the same sums and products of them again and again.
-_KEPT: Final = 1 << 14
+MOST_KEPT: Final = 1 << 14
 
 
-@lru_cache(_KEPT)
+@lru_cache(MOST_KEPT)
 def _size(terms: Terms) -> Size:
     """Return one and the same object for equal terms, so that comparisons are fast."""
     return Size(terms)
 
 
-@lru_cache(_KEPT)
+@lru_cache(MOST_KEPT)
 def _added(left: int, right: int) -> int:
-    return _sum([*_terms(left), *_terms(right)])
+    return sum_of([*_terms(left), *_terms(right)])
 
 
-@lru_cache(_KEPT)
+@lru_cache(MOST_KEPT)
 def _multiplied(left: Size, right: int) -> int:
-    return _sum([(a * b, _product(x, y)) for a, x in left.terms for b, y in _terms(right)])
+    return sum_of([(a * b, _product(x, y)) for a, x in left.terms for b, y in _terms(right)])
 
 
-@lru_cache(_KEPT)
+@lru_cache(MOST_KEPT)
 def exact_quotient(size: Size, divisor: int) -> int | None:
     """Return the quotient of two polynomials, None where there is a remainder."""
     factors = sorted(
@@ -262,7 +229,7 @@ def exact_quotient(size: Size, divisor: int) -> int | None:
 
     def powers_of(term: tuple[int, Monomial]) -> tuple[int, ...]:
         powers = dict(term[1])
-        return _degree(term[1]), *(powers.get(factor, 0) for factor in factors)
+        return degree_of(term[1]), *(powers.get(factor, 0) for factor in factors)
 
     if not divisor:
         return None
@@ -275,7 +242,9 @@ def exact_quotient(size: Size, divisor: int) -> int | None:
         _, *powers = (a - b for a, b in zip(powers_of(term), powers_of(leading), strict=True))
         if term[0] % leading[0] or min(powers, default=0) < 0:
             return None
-        part = _sum([(term[0] // leading[0], _monomial(dict(zip(factors, powers, strict=True))))])
+        part = sum_of(
+            [(term[0] // leading[0], monomial_of(dict(zip(factors, powers, strict=True))))]
+        )
         exact, rest = part + exact, rest - part * divisor
     return exact
 
@@ -290,7 +259,7 @@ def quotient(dividend: int, divisor: int) -> int | None:
     match nested:
         case [(1 | -1 as sign, ((Quotient() as inner, 1),))]:
             # (x // m + y) // k is (x + m y) // (m k), and -(x // m) is (m - 1 - x) // m.
-            others = _sum([term for term in _terms(dividend) if term not in nested])
+            others = sum_of([term for term in _terms(dividend) if term not in nested])
             numerator = inner.dividend if sign == 1 else inner.divisor - 1 - inner.dividend
             return quotient(numerator + others * inner.divisor, inner.divisor * divisor)
         case _:
@@ -308,101 +277,28 @@ def quotient(dividend: int, divisor: int) -> int | None:
             rest.append((remainder, monomial))
         exact.append((times, monomial))
     if not rest:
-        return _sum(exact)
+        return sum_of(exact)
     if any(map(_has_quotient, rest)):
-        left = _sum([*rest, (constant, ())])
+        left = sum_of([*rest, (constant, ())])
         rounded = None if left == dividend else quotient(left, divisor)
-        return None if rounded is None else _sum(exact) + rounded
+        return None if rounded is None else sum_of(exact) + rounded
     common = math.gcd(divisor, *(coefficient for coefficient, _ in rest))
     divisor, constant = divisor // common, constant // common
     rest = sorted(((c // common, monomial) for c, monomial in rest), key=_order)
     leading = rest[0][0]
     if (2 * leading, divisor - 1) > (divisor, 2 * constant):
         # x // k is -((k - 1 - x) // k)
-        rounded = quotient(divisor - 1 - _sum([*rest, (constant, ())]), divisor)
-        return None if rounded is None else _sum(exact) - rounded
-    left = _sum([*rest, (constant, ())])
+        rounded = quotient(divisor - 1 - sum_of([*rest, (constant, ())]), divisor)
+        return None if rounded is None else sum_of(exact) - rounded
+    left = sum_of([*rest, (constant, ())])
     assert isinstance(left, Size)
-    lowest, highest = _value(left.terms, _minimum) // divisor, left.at_bound // divisor
+    lowest, highest = _value(left.terms, minimum) // divisor, left.at_bound // divisor
     if lowest == highest:
-        return _sum(exact) + lowest
-    return _sum([*exact, (1, ((Quotient(left, divisor), 1),))])
+        return sum_of(exact) + lowest
+    return sum_of([*exact, (1, ((Quotient(left, divisor), 1),))])
 
 
-@lru_cache(_KEPT)
-def _lowest(size: int) -> int:
-    """Return a number that a size is never less than if its factors have any values of their ranges."""
-    if not isinstance(size, Size):
-        return size
-    degree = max(_degree(monomial) for _, monomial in size.terms)
-    ends: dict[Factor, Callable[[Dim], int]] = {}
-    if math.comb(len(size._factors) + degree, degree) <= _MOST_DERIVATIVES:
-        negated = Size(_negated(size.terms))
-        ends = {factor: _minimum for factor in size._factors if size._least_slope(factor) >= 0}
-        ends |= {factor: _maximum for factor in size._factors if negated._least_slope(factor) >= 0}
-    total = 0
-    for coefficient, monomial in size.terms:
-        # With other factors it may grow and shrink, so each product has the end where that product is least.
-        end = _minimum if coefficient > 0 else _maximum
-        total += coefficient * math.prod(
-            _factor_value(factor, ends.get(factor, end)) ** power for factor, power in monomial
-        )
-    return total
-
-
-def _below(terms: Terms) -> tuple[int, int]:
-    """Return a polynomial of dims alone and a number: the one divided by the other is never more than the terms.
-
-    A quotient ``x // k`` is at least ``(x - k + 1) / k``, which may be negative, and at most ``x / k``.
-    """
-    scale = math.lcm(
-        *(
-            math.prod(
-                factor.divisor**power for factor, power in monomial if isinstance(factor, Quotient)
-            )
-            for _, monomial in terms
-        )
-    )
-    total: int = 0
-    for coefficient, monomial in terms:
-        degree = sum(power for factor, power in monomial if isinstance(factor, Quotient))
-        if coefficient > 0 and degree > 1:
-            continue  # a product of two negative numbers would be too large
-        product: int = coefficient * scale
-        for factor, power in monomial:
-            for _ in range(power):
-                if isinstance(factor, Dim):
-                    product = factor.size * product
-                    continue
-                slack = factor.divisor - 1 if coefficient > 0 else 0
-                product = (factor.dividend - slack) * (product // factor.divisor)
-        total = product + total
-    return total, scale
-
-
-def _with_quotients_added(size: Size) -> Size:
-    """Return an equal size without the quotients with which it shrinks: ``x // k`` is ``-((k - 1 - x) // k)``."""
-    others: dict[Factor, int] = {}
-    for factor in size._factors:
-        if isinstance(factor, Dim) or size._least_slope(factor) >= 0:
-            continue
-        k = factor.divisor
-        negated = [*((-c, m) for c, m in factor.dividend.terms), (k - 1, ())]
-        rest = _sum([(c % k, m) for c, m in negated if m] + [(_constant(negated) % k, ())])
-        assert isinstance(rest, Size)  # no coefficient of the dividend is a multiple of the divisor
-        exact = [(c // k, m) for c, m in negated if m] + [(_constant(negated) // k, ())]
-        others[factor] = -_sum([*exact, (1, ((Quotient(rest, k), 1),))])
-    changed = _substituted(
-        size.terms, lambda factor: others.get(factor, _sum([(1, ((factor, 1),))]))
-    )
-    return changed if isinstance(changed, Size) else size
-
-
-def _constant(terms: Sequence[tuple[int, Monomial]]) -> int:
-    return sum(coefficient for coefficient, monomial in terms if not monomial)
-
-
-def _substituted(terms: Terms, value_of: Callable[[Factor], int]) -> int:
+def substituted(terms: Terms, value_of: Callable[[Factor], int]) -> int:
     """Return the size with other sizes in the place of factors."""
     total: int = 0
     for coefficient, monomial in terms:
@@ -423,23 +319,26 @@ def _has_quotient(term: tuple[int, Monomial]) -> bool:
     return any(isinstance(factor, Quotient) for factor, _ in term[1])
 
 
-def _minimum(dim: Dim) -> int:
+def minimum(dim: Dim) -> int:
+    """Return the smallest value of a dim."""
     return dim.minimum
 
 
-def _maximum(dim: Dim) -> int:
+def maximum(dim: Dim) -> int:
+    """Return the largest value of a dim."""
     return dim.maximum
 
 
 def _value(terms: Terms, value_of: Callable[[Dim], int]) -> int:
     return sum(
         coefficient
-        * math.prod(_factor_value(factor, value_of) ** power for factor, power in monomial)
+        * math.prod(factor_value(factor, value_of) ** power for factor, power in monomial)
         for coefficient, monomial in terms
     )
 
 
-def _factor_value(factor: Factor, value_of: Callable[[Dim], int]) -> int:
+def factor_value(factor: Factor, value_of: Callable[[Dim], int]) -> int:
+    """Return the value of a factor where dims have these values."""
     if isinstance(factor, Dim):
         return value_of(factor)
     return _value(factor.dividend.terms, value_of) // factor.divisor
@@ -463,15 +362,16 @@ def _product(left: Monomial, right: Monomial) -> Monomial:
     powers = dict(left)
     for dim, power in right:
         powers[dim] = powers.get(dim, 0) + power
-    return _monomial(powers)
+    return monomial_of(powers)
 
 
-def _monomial(powers: Mapping[Factor, int]) -> Monomial:
+def monomial_of(powers: Mapping[Factor, int]) -> Monomial:
+    """Return a product of factors with these powers."""
     present = [(factor, power) for factor, power in powers.items() if power]
     return tuple(sorted(present, key=lambda item: item[0].name))
 
 
-def _sum(terms: Sequence[tuple[int, Monomial]]) -> int:
+def sum_of(terms: Sequence[tuple[int, Monomial]]) -> int:
     """Return the sum of products, a plain integer where no dim is left.
 
     Raises:
@@ -484,7 +384,7 @@ def _sum(terms: Sequence[tuple[int, Monomial]]) -> int:
     if not any(monomial for _, monomial in left):
         return sum(coefficient for coefficient, _ in left)
     is_small = len(left) <= _MOST_TERMS and all(
-        abs(coefficient) <= _LARGEST_COEFFICIENT and _degree(monomial) <= _LARGEST_DEGREE
+        abs(coefficient) <= _LARGEST_COEFFICIENT and degree_of(monomial) <= _LARGEST_DEGREE
         for coefficient, monomial in left
     )
     if not is_small:
@@ -496,17 +396,15 @@ def _sum(terms: Sequence[tuple[int, Monomial]]) -> int:
 
 
 _MOST_TERMS: Final = 500
-_MOST_DERIVATIVES: Final = 2000
-"""A polynomial of many factors has so many partial derivatives that its ends are not looked for."""
-
 _LARGEST_DEGREE: Final = 32
 _LARGEST_COEFFICIENT: Final = 10**18
 
 
-def _degree(monomial: Monomial) -> int:
+def degree_of(monomial: Monomial) -> int:
+    """Return the number of factors of a product."""
     return sum(power for _, power in monomial)
 
 
 def _order(term: tuple[int, Monomial]) -> tuple[int, list[tuple[str, int]]]:
     """Put products of higher degree first."""
-    return -_degree(term[1]), [(dim.name, power) for dim, power in term[1]]
+    return -degree_of(term[1]), [(dim.name, power) for dim, power in term[1]]

@@ -16,6 +16,7 @@ from zeroir.frontend._torch_sizes import NoPolynomialError, assume_not_1, size_o
 from zeroir.frontend.capture.storage_views import bounds_error
 from zeroir.ir.segments.allowlist import refusal
 from zeroir.ir.segments.segment import TensorType
+from zeroir.ir.size_bounds import grows
 from zeroir.ir.sizes import Size
 from zeroir.torch_ops.foreign_workspaces import declared_workspace_bytes
 from zeroir.torch_ops.purity import breach, is_foreign
@@ -101,7 +102,7 @@ def tensor_type(tensor: Tensor, source: str) -> TensorType:
 
 def _planned(size: int, source: str) -> int:
     """Return a size of a tensor, for which memory is planned at the bounds; ShapesError where it may shrink."""
-    if isinstance(size, Size) and not size.grows:
+    if isinstance(size, Size) and not grows(size):
         raise ShapesError(
             f"{source} makes a tensor of size {size}, which is negative or shrinks for some sizes of the batch: narrow "
             "the dims.",

@@ -12,6 +12,7 @@ from zeroir.ir.analysis.instances import SIZED_FIELDS, sizes_in, sizes_in_segmen
 from zeroir.ir.analysis.micro_batches import is_sliced, micro_batches_of_ops
 from zeroir.ir.buffers import Region, Role
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, Program, Section
+from zeroir.ir.size_bounds import grows, lowest
 from zeroir.ir.sizes import RESERVED_NAMES, Size
 from zeroir.verify.context import Findings, spell, title
 
@@ -46,7 +47,7 @@ def _header_problems(program: Program) -> Iterator[str]:
         if unknown is not None:
             yield f"the size {size} depends on {unknown.name}, which is not declared with that range"
     for size in sizes_in(_without_arguments(program), without=(Region, "offset")):
-        if not size.grows:
+        if not grows(size):
             yield f"the size {size} may shrink where a dim grows, so that memory is not planned for its largest value"
     header = (field.name for field in dataclasses.fields(program))
     others = tuple(getattr(program, name) for name in header if name not in SIZED_FIELDS)
@@ -124,9 +125,9 @@ def _place_problem(op: ops.Op, program: Program) -> str | None:
     """
     effect = effects(op)
     for region in (*effect.reads, *effect.writes, *effect.accumulates):
-        if isinstance(region.offset, Size) and not region.offset.grows:
+        if isinstance(region.offset, Size) and not grows(region.offset):
             buffer = program.buffer_by_name.get(region.buffer)
             rest = -1 if buffer is None else buffer.numel - region.stop
-            if region.offset.lowest < 0 or (rest.lowest if isinstance(rest, Size) else rest) < 0:
+            if lowest(region.offset) < 0 or lowest(rest) < 0:
                 return f"works on {spell(region, program)}, which may not be inside its buffer for all values of dims"
     return None
