@@ -57,13 +57,21 @@ class ChangedCodeError(UserError):
     """The code or an object that a program was compiled from has changed.
 
     ``change`` says what, without a full stop. ``may_compile`` is whether a program that is compiled now takes the
-    parameters and states over.
+    parameters and states over. ``numbers`` names numbers that changed, which another program may follow.
     """
 
-    def __init__(self, change: str, remedy: str, *, may_compile: bool) -> None:
+    def __init__(
+        self,
+        change: str,
+        remedy: str,
+        *,
+        may_compile: bool,
+        numbers: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__(f"{change}, and the program goes on with that: {remedy}.")
         self.change = change
         self.may_compile = may_compile
+        self.numbers = numbers
 
 
 class DamagedCheckpointError(UserError):

@@ -43,6 +43,14 @@ class Followed(Protocol):
         """The script's own optimizers."""
 
     @property
+    def numbers(self) -> frozenset[str]:
+        """The names of the user's numbers whose present values count."""
+
+    @property
+    def unfollowed(self) -> frozenset[str]:
+        """The names of numbers that the program was to follow and cannot."""
+
+    @property
     def ignored(self) -> Sequence[str]:
         """Patterns of names whose changes do not matter."""
 
@@ -74,8 +82,11 @@ class CompiledAgain:
     accumulating: Callable[[], Program] | None = None
 
 
-Compile = Callable[[], "Signatures"]
-"""A function that compiles the program again from the present state of the user's code."""
+Compile = Callable[[frozenset[str]], "Signatures"]
+"""A function that compiles the program again from the present state of the user's code.
+
+Of the numbers with these names every later value is to count, too.
+"""
 
 
 class FollowedCode:
@@ -89,7 +100,9 @@ class FollowedCode:
         self._optimizer = optimizer
         self._code: Followed | None = None
         self._compile: Compile | None = None
+        # One may be known by several states, as those that it follows more or less of.
         self._programs: dict[Hashable, Signatures] = {}
+        self._unfollowed: frozenset[str] = frozenset()
         self._optimizers: FollowedOptimizers | None = None
 
     @property
@@ -139,21 +152,49 @@ class FollowedCode:
             if self._compile is None:
                 raise
             state = self._code.state()
-            if state not in self._programs:
-                if not change.may_compile or len(self._programs) >= MOST_STATES:
+            known = self._programs.get(state)
+            if known is None or not _is_current(known.running.code, is_step=is_step):
+                count = len({id(each) for each in self._programs.values()})
+                if not change.may_compile or count >= MOST_STATES:
                     raise
                 begun = time.perf_counter()
-                self._programs[state] = self._compile()
+                known = self._compiled(self._code, change)
+                self._programs[state] = known
+                code = known.running.code
+                if code is not None:
+                    self._programs[code.state()] = known
+                follows = code is not None and change.numbers & code.numbers
                 if self._rank == 0:
                     seconds = time.perf_counter() - begun
-                    LOGGER.warning("%s: it was compiled again in %.1f s.", change.change, seconds)
-            return self._programs[state], change
+                    outcome = ", and follows it from now on" if follows else ""
+                    LOGGER.warning(
+                        "%s: it was compiled again in %.1f s%s.", change.change, seconds, outcome
+                    )
+            return known, change
         return None
+
+    def _compiled(self, code: Followed, change: ChangedCodeError) -> Signatures:
+        """Compile a program that follows the numbers that changed, too, if that is possible."""
+        assert self._compile is not None
+        compiled = self._compile((code.numbers | change.numbers) - self._unfollowed)
+        if compiled.running.code is not None:
+            self._unfollowed |= compiled.running.code.unfollowed
+        return compiled
 
     def read_tensors(self, program: Program, memory: RankMemory) -> None:
         """Copy the present values of the user's tensors to the program's constants."""
         if self._code is not None:
             read_tensors(self._code.tensors, program, memory)
+
+
+def _is_current(code: Followed | None, *, is_step: bool) -> bool:
+    """Return whether a program is one of the present state of the user's code, of which it may know more."""
+    try:
+        if code is not None:
+            code.require_unchanged(is_step=is_step)
+    except ChangedCodeError:
+        return False
+    return True
 
 
 def read_tensors(tensors: Mapping[str, Tensor], program: Program, memory: RankMemory) -> None:

@@ -207,10 +207,9 @@ def test_a_program_is_compiled_again_once_for_each_state(
 ) -> None:
     net, plain = net_of(), net_of()
     engine = following_engine(net, micro_steps=2)
-    for value, tau in ((0.0, 1.0), (0.5, 1.0), (0.5, 0.25), (0.0, 1.0), (0.5, 0.25)):
-        for module in (net, plain):
-            set_global("beta", value)(module)
-            scaled(module).tau = tau
+    for value, slope in ((0.0, 0.5), (0.5, 0.5), (0.5, 0.25), (0.0, 0.5), (0.5, 0.25)):
+        set_global("beta", value)(net)
+        Scaled.slope = slope
         expected = plain_step(plain, loss(plain, X), 0.1)
         engine.micro_step(X)
         assert engine.update().loss == pytest.approx(expected, rel=1e-6)
@@ -227,12 +226,12 @@ def test_too_many_states_and_other_parameters_are_refused() -> None:
     net = net_of()
     engine = following_engine(net)
     for number in range(1, 8):
-        scaled(net).tau = 1.0 + number
+        Scaled.slope = 0.5 + number
         engine.step(X)
-    scaled(net).tau = 100.0
-    with pytest.raises(UserError, match=r"2\.tau.* is 100\.0 now.*pass it with the batch"):
+    Scaled.slope = 100.0
+    with pytest.raises(UserError, match=r"Scaled\.slope.* is 100\.0 now.*pass it with the batch"):
         engine.step(X)
-    scaled(net).tau = 1.0
+    Scaled.slope = 0.5
     engine.step(X)
     net[0].requires_grad_(False)
     with pytest.raises(UserError, match=r"0\.weight is frozen now"):

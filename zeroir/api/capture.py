@@ -18,19 +18,22 @@ if TYPE_CHECKING:
     from zeroir.api.keywords import CompileKeywords
     from zeroir.frontend.source.source import LossFunction, Model, ModelSource, WeightFunction
     from zeroir.torch_ops.batches import Batch
+    from zeroir.torch_ops.followed_numbers import FollowedNumbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
     """An artefact with only a logical program, and its options including those that the model itself sets.
 
-    ``outside`` are the tensors of the user's code, outside the model, by the names of their constants. ``narrowings``
-    say which lines of code let sizes decide, so that dims are narrowed.
+    ``outside`` are the tensors of the user's code, outside the model, by the names of their constants, and ``numbers``
+    the numbers that the program follows. ``narrowings`` say which lines of code let sizes decide, so that dims are
+    narrowed.
     """
 
     artifact: Artifact
     options: CompileOptions
     outside: Mapping[str, Tensor]
+    numbers: FollowedNumbers | None = None
     narrowings: tuple[str, ...] = ()
 
 
@@ -65,6 +68,7 @@ def capture_source(source: ModelSource, options: CompileOptions) -> Captured:
         artifact=artifact,
         options=traced.options,
         outside=traced.outside,
+        numbers=traced.numbers,
         narrowings=traced.narrowings,
     )
 

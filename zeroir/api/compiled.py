@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 class Compile(Protocol):
     """Compiles a source as it is now, from another example batch if one is given.
 
-    Parameters keep the places that they have in ``flats`` of an earlier program.
+    Parameters keep the places that they have in ``flats`` of an earlier program. The program follows those of the
+    ``numbers`` that it can.
     """
 
     def __call__(
@@ -58,6 +59,7 @@ class Compile(Protocol):
         config: ConfigRecord | None,
         flats: tuple[Flat, ...] = (),
         batch: Batch = None,
+        numbers: frozenset[str] = frozenset(),
     ) -> CompiledProgram:
         """Return the compiled program."""
 
@@ -459,7 +461,7 @@ def with_source(
     return replace(
         compiled,
         source=source,
-        watch=Watch.of(source, captured.outside),
+        watch=Watch.of(source, captured.outside, captured.numbers),
         compile_again=compile_again,
         narrowings=captured.narrowings,
     )

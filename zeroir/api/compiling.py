@@ -111,9 +111,10 @@ def compile_again(
     config: ConfigRecord | None,
     flats: tuple[Flat, ...] = (),
     batch: Batch = None,
+    numbers: frozenset[str] = frozenset(),
 ) -> CompiledProgram:
     """Compile a source as it is now, as ``compiled.Compile`` says."""
-    source = replace(source, flats=flats)
+    source = replace(source, flats=flats, numbers=numbers)
     if batch is not None:
         source = replace(source, batch=lambda: batch)
     return compile_source(source, options, config)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Self
 from unittest import mock
@@ -25,6 +26,7 @@ from zeroir.torch_ops.conditions import tracing_conditions
 from zeroir.torch_ops.ctc import reduced_ctc_loss
 from zeroir.torch_ops.devices import on_one_device
 from zeroir.torch_ops.dropout import dropout
+from zeroir.torch_ops.followed_numbers import has_followed, on_tensors, with_values
 from zeroir.torch_ops.grouped import grouped_mm
 from zeroir.torch_ops.layouts import (
     LAYOUT_SENSITIVE,
@@ -144,6 +146,7 @@ class NeutralOps(TorchFunctionMode):
             torch.rnn_relu: partial(self._recurrent, relu_step),
             torch.rnn_tanh: partial(self._recurrent, tanh_step),
         }
+        self._own = self._replacements.keys() | _LOSSES | _ONE_DTYPE_FUNCTIONS
         self._depth = 0
 
     def __enter__(self) -> Self:
@@ -175,6 +178,13 @@ class NeutralOps(TorchFunctionMode):
         """
         call = self._wrapped(on_one_device(func))
         named_args = dict(kwargs or {})
+        if has_followed(args) or has_followed(named_args):
+            on_numbers = on_tensors(func, args, named_args)
+            if on_numbers is not None:
+                return self._wrapped(on_numbers)()
+            if getattr(func, "__module__", "") == F.__name__ and func not in self._own:
+                return self._inside(call, args, named_args)
+            return self.__torch_function__(func, types, with_values(args), with_values(named_args))
         foreign = foreign_operator(func)
         if foreign is not None:
             return pure_call(foreign, lambda: call(*args, **named_args))
@@ -198,9 +208,7 @@ class NeutralOps(TorchFunctionMode):
                 *(widened(arg) for arg in args), **{k: widened(v) for k, v in named_args.items()}
             )
         if func is F.multi_head_attention_forward:
-            # This function is Python code that calls the others: run its body under the mode, too.
-            with mock.patch.object(F, "has_torch_function", _never), self:
-                return call(*args, **named_args)
+            return self._inside(call, args, named_args)
         if flattens(func, args, named_args):
             return self._wrapped(partial(multiplied, call))(*args, **named_args)
         if func is F.pad:
@@ -208,6 +216,16 @@ class NeutralOps(TorchFunctionMode):
         if func in LAYOUT_SENSITIVE:
             return self._wrapped(partial(called_with_settled, call))(args, named_args)
         return call(*args, **named_args)
+
+    def _inside(
+        self, call: Function, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> object:
+        """Run a function of torch that is Python code under the mode, so that the functions that it calls count."""
+        with ExitStack() as stack:
+            for name in ("", "_unary", "_variadic"):
+                stack.enter_context(mock.patch.object(F, f"has_torch_function{name}", _never))
+            stack.enter_context(self)
+            return call(*args, **kwargs)
 
     def _wrapped(self, func: Function) -> Function:
         return func if self._around is None else self._around(func)
@@ -346,7 +364,7 @@ def _with_one_dtype(
     )
 
 
-def _never(_: object) -> bool:
+def _never(*_: object) -> bool:
     return False
 
 

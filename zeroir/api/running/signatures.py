@@ -40,10 +40,14 @@ def signatures_of(compiled: CompiledProgram, engine: Engine, code: Followed) -> 
     return Signatures(own, splits)
 
 
-def compiled_after_change(compiled: CompiledProgram, engine: Engine, code: Followed) -> Signatures:
-    """Compile the source of a program as it is now, for an engine that follows ``code``."""
+def compiled_after_change(
+    compiled: CompiledProgram, engine: Engine, code: Followed, numbers: frozenset[str]
+) -> Signatures:
+    """Compile the source of a program as it is now, for an engine that follows ``code``, and these numbers, too."""
     assert compiled.compile_again is not None
-    again = compiled.compile_again(compiled.requested, compiled.config, compiled.logical.flats)
+    again = compiled.compile_again(
+        compiled.requested, compiled.config, compiled.logical.flats, numbers=numbers
+    )
     again, own = _like_running(again, engine, code)
     return signatures_of(again, engine, own)
 
@@ -134,7 +138,7 @@ def _compiled_at(
                 # That sizes decide was said of the first program.
                 warnings.filterwarnings("ignore", ".* the sizes of the batch decide", ModelWarning)
                 again = compiled.compile_again(
-                    options, compiled.config, compiled.logical.flats, example
+                    options, compiled.config, compiled.logical.flats, example, code.numbers
                 )
         except ShapesError as error:
             if options.shapes is None:

@@ -80,6 +80,7 @@ from zeroir.ir.program import ConstantBinding
 from zeroir.ir.sizes import Dim
 from zeroir.torch_ops.batches import Batch, BatchLeaves, flatten
 from zeroir.torch_ops.conditions import tracing_conditions
+from zeroir.torch_ops.followed_numbers import FollowedNumbers
 from zeroir.torch_ops.purity import ImpureOperatorError
 
 MAX_DROPOUT_SITES = 65536
@@ -105,8 +106,9 @@ class CapturedModel:
 
     ``batch`` and ``constants`` are the tensors and constants of the example batch, and ``example`` has its tensors by
     path. ``reused_blocks`` names the blocks whose calls were not traced one by one, in the order of the calls.
-    ``checkpoints`` are the model's activation checkpoints. ``notes`` are sentences on effects of the model's code that
-    a program does not have. ``narrowings`` say which lines let sizes decide, so that dims are narrowed.
+    ``checkpoints`` are the model's activation checkpoints, ``numbers`` those of the user's code that are followed.
+    ``notes`` are sentences on effects of the model's code that a program does not have. ``narrowings`` say which lines
+    let sizes decide, so that dims are narrowed.
     """
 
     joint: JointGraph
@@ -122,6 +124,7 @@ class CapturedModel:
     notes: tuple[str, ...] = ()
     narrowings: tuple[str, ...] = ()
     evaluation: CapturedEvaluation | None = None
+    numbers: FollowedNumbers | None = None
 
     @property
     def outside(self) -> dict[str, Tensor]:
@@ -144,11 +147,13 @@ def capture(
     outputs: Sequence[str] = (),
     fewest_equal_calls: int = FEWEST_EQUAL_CALLS,
     shapes: BatchShapes = MappingProxyType({}),
+    numbers: FollowedNumbers | None = None,
 ) -> CapturedModel:
     """Trace a model: a step and, with ``evaluate``, an evaluation with the outputs of these names.
 
     Where at least ``fewest_equal_calls`` calls of blocks are equal, only one of them is traced; the result is the same.
-    Tensors of the batch that ``shapes`` names have sizes that depend on dims.
+    Tensors of the batch that ``shapes`` names have sizes that depend on dims. ``numbers`` are those in the user's code
+    that the program follows, as ``capture_with_numbers`` has put them there.
 
     Raises:
         UserError: if the model cannot be built or traced; it names the line and a remedy.
@@ -187,7 +192,10 @@ def capture(
         at_the_end.callback(state.restore_exactly)
         step = LossStep(model, source, example, compute_dtype(precision), hooks, state)
         reached = ReachedCode.of(model, functions)
-        step.outside = OutsideTensors(CodeState.of(None, reached).tensors)
+        step.outside = OutsideTensors(CodeState.of(None, reached).tensors, numbers)
+        if numbers is not None and numbers.values:
+            # Calls of blocks with different numbers are not equal.
+            step.blocks = ()
 
         def joint_graph_of_a_step(
             values: Mapping[Dim, int] = MappingProxyType({}),
@@ -260,6 +268,7 @@ def capture(
         notes=tuple(note for note in notes if note is not None),
         narrowings=narrowings,
         evaluation=evaluation,
+        numbers=numbers,
     )
 
 

@@ -12,21 +12,29 @@ import torch
 from torch import Tensor
 
 from zeroir.frontend._torch_private import storage_address
+from zeroir.torch_ops.followed_numbers import FollowedNumbers
 
 _Place = tuple[object, ...]
 
 
 class OutsideTensors:
-    """The tensors that code outside the model holds."""
+    """The tensors that code outside the model holds, and those of the numbers that the program follows."""
 
-    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self, tensors: Iterable[Tensor] = (), numbers: FollowedNumbers | None = None
+    ) -> None:
+        self._numbers = numbers
         self._by_place = {
             _place(x): x for x in tensors if x.layout is torch.strided and not x.is_meta
         }
 
     def holder(self, constant: Tensor) -> Tensor | None:
         """Return the user's tensor in whose memory a constant is; None if no code can change it."""
-        return self._by_place.get(_place(constant)) if self._by_place else None
+        place = _place(constant)
+        # A trace makes tensors of numbers as it meets them.
+        for tensor in () if self._numbers is None else self._numbers.tensors:
+            self._by_place.setdefault(_place(tensor), tensor)
+        return self._by_place.get(place)
 
 
 def _place(tensor: Tensor) -> _Place:

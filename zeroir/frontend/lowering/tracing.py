@@ -14,6 +14,7 @@ from zeroir.config.steps import BATCHES, ELEMENTS
 from zeroir.errors import ModelWarning, UserError
 from zeroir.frontend.capture.capture import CapturedModel, capture
 from zeroir.frontend.capture.code_contexts import note_on_small_checkpoints, recomputed_units
+from zeroir.frontend.capture.followed_numbers import capture_with_numbers
 from zeroir.frontend.lowering.accumulate import accumulate
 from zeroir.frontend.lowering.loss_weight import LossWeight, loss_weight, may_count_differently
 from zeroir.frontend.lowering.lower import lower as lower_calls
@@ -24,6 +25,7 @@ from zeroir.frontend.lowering.segments import cut
 from zeroir.frontend.lowering.units import ROOT, ROOT_PRE, Units, find_units
 from zeroir.frontend.source.source import ModelSource
 from zeroir.ir.program import Flat, Program
+from zeroir.torch_ops.followed_numbers import FollowedNumbers
 from zeroir.workspace.segments import declared
 
 
@@ -31,13 +33,15 @@ from zeroir.workspace.segments import declared
 class TracedModel:
     """A logical program and its options: those given, and those that the model sets, such as the units to recompute.
 
-    ``outside`` are the tensors of the user's code, outside the model, by the names of their constants. ``narrowings``
-    say which lines of code let sizes decide, so that dims are narrowed.
+    ``outside`` are the tensors of the user's code, outside the model, by the names of their constants, and ``numbers``
+    the numbers that the program follows. ``narrowings`` say which lines of code let sizes decide, so that dims are
+    narrowed.
     """
 
     program: Program
     options: CompileOptions
     outside: Mapping[str, Tensor]
+    numbers: FollowedNumbers | None
     narrowings: tuple[str, ...]
 
 
@@ -49,13 +53,17 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
     elif source.shapes is not None:
         shapes = source.shapes()
         options = replaced(options, shapes=shapes_text(shapes) or None)
-    captured = capture(
+    captured = capture_with_numbers(
         source,
-        options.precision.dtype,
-        options.precision.keep_fp32,
-        evaluate=options.evaluate.is_on,
-        outputs=options.evaluate.outputs,
-        shapes=shapes,
+        lambda numbers: capture(
+            source,
+            options.precision.dtype,
+            options.precision.keep_fp32,
+            evaluate=options.evaluate.is_on,
+            outputs=options.evaluate.outputs,
+            shapes=shapes,
+            numbers=numbers,
+        ),
     )
     units = find_units(captured.module, options.units)
     notes = [*captured.notes]
@@ -72,6 +80,7 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
         program=program,
         options=options,
         outside=captured.outside,
+        numbers=captured.numbers,
         narrowings=captured.narrowings,
     )
 

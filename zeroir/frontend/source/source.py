@@ -79,9 +79,10 @@ class ModelSource:
     and ``eval_batches(rank, world_size, seed)`` a finite number for evaluation; both are optional.
 
     ``folder`` is that of the user's code: traces show its files. ``modules`` names the user's Python modules in this
-    process. ``autocasts`` maps ``file:line`` to the accelerator for which that code entered autocast while it was
-    loaded. ``file`` is None if there is no model file. ``shapes`` returns the shapes of the batch's tensors that
-    depend on dims. ``flats`` are those of an earlier logical program of the model, where parameters keep their places.
+    process, and ``numbers`` those numbers in the user's code whose present values are to count at every step.
+    ``autocasts`` maps ``file:line`` to the accelerator for which that code entered autocast while it was loaded.
+    ``file`` is None if there is no model file. ``shapes`` returns the shapes of the batch that depend on dims.
+    ``flats`` are those of an earlier logical program of the model, where parameters keep their places.
     """
 
     names: SourceNames
@@ -94,6 +95,7 @@ class ModelSource:
     batches: BatchFunction | None = None
     eval_batches: BatchFunction | None = None
     modules: tuple[str, ...] = ()
+    numbers: frozenset[str] = frozenset()
     autocasts: Mapping[str, str] = field(default_factory=dict)
     file: FileOrigin | None = None
     is_in_hand: bool = False

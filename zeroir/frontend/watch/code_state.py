@@ -11,24 +11,43 @@ import argparse
 import operator
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from types import BuiltinFunctionType, CellType, FunctionType, ModuleType, SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 
 from zeroir.frontend._torch_hooks import HOOKS_OF_MODULES, version_of
 from zeroir.frontend.source.imports import is_known_package
-from zeroir.frontend.source.namespaces import SlotAttributes
+from zeroir.frontend.source.namespaces import (
+    ClassAttributes,
+    ClosureVariables,
+    Namespace,
+    SlotAttributes,
+)
 from zeroir.frontend.source.source_lines import is_users_file
 from zeroir.frontend.watch.reached_code import ReachedCode
 from zeroir.torch_ops.absent_tensors import MovedTensor
+from zeroir.torch_ops.followed_numbers import FollowedInt
 
 Leaf = tuple[object, ...]
 
-_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN: Final = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    FollowedInt,
+)
+_NUMBERS: Final = (int, float)
 _BY_IDENTITY: Final = (type, FunctionType, BuiltinFunctionType, ModuleType)
 _OF_TORCH: Final = frozenset(vars(nn.Module()))
 _MOST_ITEMS: Final = 10_000
@@ -45,19 +64,51 @@ HOOK: Final = "hook"
 """The first element of the leaves of hooks."""
 
 
+FOLLOWED: Final = "a number that counts at every step"
+"""The second element of the leaves of numbers that a program follows."""
+
+
+@dataclass(slots=True)
+class NumberPlace:
+    """Where a number is: a key of a container, and the container's contents to compare with, if it is compared."""
+
+    container: Namespace | dict[Any, object] | list[object] | deque[object]
+    key: Any
+    contents: Any = None
+
+    @property
+    def value(self) -> object:
+        """The present value; None where there is none."""
+        try:
+            return self.container[self.key]
+        except (IndexError, KeyError):
+            return None
+
+    def set(self, value: object) -> None:
+        """Replace the number."""
+        self.container[self.key] = value
+
+    def expect(self, value: object) -> None:
+        """Let a comparison of the container expect this value."""
+        if self.contents is not None:
+            self.contents[self.key] = value
+
+
 @dataclass(slots=True)
 class CodeState:
     """The state at one time: ``leaves`` are comparable values by their names in messages.
 
     ``lines`` has the line of the user's code that reads the value of a name, and ``tensors`` are those outside the
-    module's own. ``is_as_it_was`` is the quick comparison, which is no use while
-    ``is_doubtful``.
+    module's own. ``places`` has where numbers are; a program follows those in ``numbers``, of which only the type
+    counts. ``is_as_it_was`` is the quick comparison, which is no use while ``is_doubtful``.
     """
 
     code: ReachedCode
     leaves: dict[str, Leaf] = field(default_factory=dict)
     lines: dict[str, str] = field(default_factory=dict)
     tensors: list[Tensor] = field(default_factory=list)
+    places: dict[str, NumberPlace] = field(default_factory=dict)
+    numbers: frozenset[str] = frozenset()
     is_doubtful: bool = False
     _containers: list[object] = field(default_factory=list)
     _contents: list[object] = field(default_factory=list)
@@ -75,16 +126,22 @@ class CodeState:
 
     @classmethod
     def of(
-        cls, model: nn.Module | None, code: ReachedCode, followed: Iterable[Tensor] = ()
+        cls,
+        model: nn.Module | None,
+        code: ReachedCode,
+        followed: Iterable[Tensor] = (),
+        numbers: frozenset[str] = frozenset(),
     ) -> CodeState:
         """Return the present state of a module, and of the code of its steps.
 
-        Of the tensors that are ``followed`` only the identity counts.
+        Of the tensors that are ``followed`` only the identity counts, and of these ``numbers`` only the type.
         """
         ids = frozenset(map(id, followed))
         while True:
             mentioned = code.size
-            state = cls(code, _flag_changes=MovedTensor.flag_changes, _followed=ids)
+            state = cls(
+                code, numbers=numbers, _flag_changes=MovedTensor.flag_changes, _followed=ids
+            )
             state._walk(model)
             # Objects that it met may have methods that mention more.
             if code.size == mentioned:
@@ -144,7 +201,8 @@ class CodeState:
 
     def _module(self, path: str, module: nn.Module) -> None:
         own = vars(module)
-        self._shallow(own, dict(own))
+        contents = dict(own)
+        self._shallow(own, contents)
         self.leaves[f"{path}.training".strip(".")] = (module.training,)
         for name, child in module._modules.items():
             self._seen[id(child)] = child
@@ -164,19 +222,20 @@ class CodeState:
                 if isinstance(value, Tensor):
                     self.leaves[name] = (Tensor, id(value))  # the program has its value
                 else:
-                    self._add(name, value)
+                    self._add(name, value, NumberPlace(own, key, contents))
 
     def _global(self, function: FunctionType, name: str, line: str) -> None:
         space = function.__globals__
         value = space[name]
         module = function.__module__
         label = name if module == "__main__" else f"{module}.{name}"
-        self._globals.append((space, name, value))
+        if label not in self.numbers:
+            self._globals.append((space, name, value))
         self.lines.setdefault(label, line)
         if isinstance(value, ModuleType) and not is_known_package(value.__name__):
             self._attributes(label, vars(value), value)
         else:
-            self._add(label, value)
+            self._add(label, value, NumberPlace(space, name))
 
     def _closure(self, function: FunctionType) -> None:
         for name, cell in zip(
@@ -186,8 +245,11 @@ class CodeState:
                 value = cell.cell_contents
             except ValueError:
                 continue
-            self._cells.append((cell, value))
-            self._variable(function, name, value)
+            label = self._variable(
+                function, name, value, NumberPlace(ClosureVariables(function), name)
+            )
+            if label not in self.numbers:
+                self._cells.append((cell, value))
         code, defaults = function.__code__, function.__defaults__ or ()
         positional = code.co_varnames[: code.co_argcount]
         for name, value in zip(
@@ -197,15 +259,25 @@ class CodeState:
         for name, value in (function.__kwdefaults__ or {}).items():
             self._variable(function, name, value)
 
-    def _variable(self, function: FunctionType, name: str, value: object) -> None:
+    def _variable(
+        self, function: FunctionType, name: str, value: object, place: NumberPlace | None = None
+    ) -> str:
+        """Add a variable of a function, and return its name in messages."""
         label = f"{name} of {function.__qualname__}"
+        # Functions that one function makes have the same name.
+        if label in self.leaves:
+            label = next(each for i in count(2) if (each := f"{label} ({i})") not in self.leaves)
         self.lines.setdefault(label, self.code.line_of(function))
-        self._add(label, value)
+        self._add(label, value, place)
+        return label
 
-    def _add(self, name: str, value: object) -> None:
+    def _add(self, name: str, value: object, place: NumberPlace | None = None) -> None:
         if isinstance(value, _PLAIN):
+            if type(value) in _NUMBERS and place is not None:
+                self.places[name] = place
             # As text, because NaN is not equal to NaN, and True is equal to 1.
-            self.leaves[name] = (type(value), repr(value))
+            is_followed = name in self.numbers and type(value) in _NUMBERS
+            self.leaves[name] = (type(value), FOLLOWED if is_followed else repr(value))
         elif isinstance(value, Tensor):
             self._tensor(name, value)
         elif isinstance(value, _BY_IDENTITY):
@@ -262,27 +334,30 @@ class CodeState:
     def _items(
         self,
         name: str,
-        value: Sized,
+        value: dict[Any, object] | list[object] | deque[object],
         items: Iterable[tuple[object, object]],
         copied: Callable[[Any], object],
     ) -> None:
         self.leaves[name] += (len(value),)
         if len(value) <= _MOST_ITEMS:
-            self._shallow(value, copied(value))
+            contents = copied(value)
+            self._shallow(value, contents)
             for key, item in list(items):
-                self._add(f"{name}[{key!r}]", item)
+                self._add(f"{name}[{key!r}]", item, NumberPlace(value, key, contents))
 
     def _attributes(self, name: str, values: Mapping[str, object], owner: object) -> None:
         """Add those attributes of an object, a class or a Python module that the code of a step mentions."""
         if not isinstance(owner, type | ModuleType):
             self.code.add_class(type(owner))
             self.code.follow()
-        self._shallow(values, dict(values))
+        contents = dict(values)
+        self._shallow(values, contents)
+        space = ClassAttributes(owner) if isinstance(owner, type) else cast("Namespace", values)
         for key, value in list(values.items()):
             is_pythons = key.startswith("__")
             if not is_pythons and self.code.mentions(key):
                 self.lines.setdefault(f"{name}.{key}", self.code.attributes.get(key, ""))
-                self._add(f"{name}.{key}", value)
+                self._add(f"{name}.{key}", value, NumberPlace(space, key, contents))
 
     def _shallow(self, container: object, contents: object) -> None:
         self._containers.append(container)

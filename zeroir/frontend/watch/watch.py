@@ -15,6 +15,7 @@ from zeroir.errors import ChangedCodeError
 from zeroir.frontend.source.source import ModelSource
 from zeroir.frontend.watch.code_state import HOOK, CodeState, Leaf
 from zeroir.frontend.watch.reached_code import ReachedCode
+from zeroir.torch_ops.followed_numbers import FollowedNumbers
 
 _LONGEST_VALUE = 60
 
@@ -24,6 +25,7 @@ class Watch:
     """The state from which a program was compiled. ``model`` is the user's module, where there is one in this process.
 
     ``tensors`` are those outside the module whose present values the program follows, by the names of its constants.
+    ``numbers`` are those that the program follows, and ``unfollowed`` names those that it was to follow and cannot.
     ``ignored`` are patterns of names whose changes do not matter. ``optimizers`` are those of the script whose groups
     the program has. ``_evaluated`` is the state of the last evaluation, whose modes may differ.
     """
@@ -31,16 +33,32 @@ class Watch:
     model: nn.Module | None
     tensors: Mapping[str, Tensor]
     _state: CodeState
+    _numbers: FollowedNumbers | None = None
+    unfollowed: frozenset[str] = frozenset()
     ignored: tuple[str, ...] = ()
     optimizers: tuple[Optimizer, ...] = ()
     _evaluated: CodeState | None = None
 
     @classmethod
-    def of(cls, source: ModelSource, tensors: Mapping[str, Tensor] = MappingProxyType({})) -> Watch:
-        """Return the present state of a source."""
+    def of(
+        cls,
+        source: ModelSource,
+        tensors: Mapping[str, Tensor] = MappingProxyType({}),
+        numbers: FollowedNumbers | None = None,
+    ) -> Watch:
+        """Return the present state of a source, from which a program was compiled that follows these ``numbers``."""
         model = source.model() if source.is_in_hand else None
         code = ReachedCode.of(model, (source.loss,))
-        return cls(model, tensors, CodeState.of(model, code, tensors.values()))
+        names = frozenset() if numbers is None else numbers.names
+        state = CodeState.of(model, code, tensors.values(), names)
+        watch = cls(model, tensors, state, numbers, source.numbers - names)
+        state.leaves |= watch._answers()
+        return watch
+
+    @property
+    def numbers(self) -> frozenset[str]:
+        """The names of the numbers that the program follows."""
+        return self._state.numbers
 
     def copied(self) -> Watch:
         """Return the same state for another engine, which may ignore other names."""
@@ -64,7 +82,36 @@ class Watch:
         self._state, self._evaluated = now, None
 
     def _now(self) -> CodeState:
-        return CodeState.of(self.model, self._state.code, self.tensors.values())
+        state, numbers = self._state, self._numbers
+        now = CodeState.of(self.model, state.code, self.tensors.values(), state.numbers)
+        for name in () if numbers is None else state.numbers:
+            value = now.places[name].value if name in now.places else None
+            if numbers is not None and isinstance(value, int | float):
+                numbers.values[name] = value
+        now.leaves |= self._answers()
+        return now
+
+    def _answers(self) -> dict[str, Leaf]:
+        """Return what the trace learnt of numbers, for their present values, as leaves."""
+        answers = () if self._numbers is None else self._numbers.present_answers()
+        return {text: (type(answer), repr(answer)) for text, answer in answers}
+
+    def _reads_alike(self) -> bool:
+        """Read the present values of the numbers; return whether the trace would learn the same of them."""
+        state, numbers = self._state, self._numbers
+        for name in () if numbers is None else state.numbers:
+            place = state.places[name]
+            value = place.value
+            if not isinstance(value, int | float) or type(value) is not state.leaves[name][0]:
+                return False
+            assert numbers is not None
+            numbers.values[name] = value
+            place.expect(value)
+        return all(state.leaves[text] == leaf for text, leaf in self._answers().items())
+
+    def _write_numbers(self) -> None:
+        if self._numbers is not None:
+            self._numbers.write_tensors()
 
     def require_unchanged(self, *, is_step: bool = True) -> None:
         """Compare the state with that of the compilation; an evaluation, unlike a step, may happen in either mode.
@@ -73,9 +120,11 @@ class Watch:
             ChangedCodeError: where something changed that the program does not follow; it names it and the line that
                 reads it.
         """
-        if self._state.is_as_it_was():
+        if self._reads_alike() and self._state.is_as_it_was():
+            self._write_numbers()
             return
         if not is_step and self._evaluated is not None and self._evaluated.is_as_it_was():
+            self._write_numbers()
             return
         before, now = self._state, self._now()
         changed = {
@@ -90,11 +139,17 @@ class Watch:
             raise ChangedCodeError(
                 *_change_and_remedy(name, old, new, before.lines.get(name, "")),
                 may_compile=not any(map(_is_of_parameters, changed, changed.values())),
+                numbers=frozenset(
+                    name
+                    for name in changed
+                    if name in now.places and name not in self.unfollowed | self.numbers
+                ),
             )
         if is_step:
             self._state = now
         else:
             self._evaluated = now
+        self._write_numbers()
 
     def state(self) -> Hashable:
         """Return a value that is the same where the present state is."""
