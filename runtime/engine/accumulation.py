@@ -80,10 +80,7 @@ class Accumulation:
                 micro-step of the step but not of its group.
         """
         self._check(batch)
-        if self._is_last_done:
-            raise UserError(
-                "The last micro-step of this step has run: call update() before the next micro_step()."
-            )
+        self.require_open()
         self.go_on_within_step()
         if is_last and len(self._waiting) + 1 < self._group():
             raise self._incomplete(self._count + 1)
@@ -95,6 +92,13 @@ class Accumulation:
         if is_last is not None and self._is_complete:
             self._run_waiting(is_last=is_last)
         return result
+
+    def require_open(self) -> None:
+        """Raise UserError where the last micro-step of the current step has run."""
+        if self._is_last_done:
+            raise UserError(
+                "The last micro-step of this step has run: call update() before the next micro_step()."
+            )
 
     def go_on_within_step(self) -> None:
         """Run the waiting group if it is complete, since another micro-step of the step follows."""

@@ -32,6 +32,7 @@ from zeroir.runtime.engine.followed import Compile, CompiledAgain, Followed, Fol
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer
 from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.engine.rank_program import RankProgram
+from zeroir.runtime.engine.read_results import RankResult
 from zeroir.runtime.engine.recording import Recording
 from zeroir.runtime.engine.results import Evaluation, StepResult
 from zeroir.runtime.engine.signatures import Signatures
@@ -213,36 +214,45 @@ class Engine:
 
         All ranks call this together.
         """
-        self._run(signatures, signatures.running)
-
-    def _run(self, signatures: Signatures, chosen: CompiledAgain) -> None:
-        """Switch to one of these programs."""
         self._accumulation.require_none_waiting("go_on_with")
+        self._change_to(signatures, signatures.common)
+
+    def _change_to(self, signatures: Signatures, chosen: CompiledAgain) -> None:
+        """Switch to one of these programs; all ranks do so unless these are the present ones."""
+        self.rank_program.executor.require_intact()
         self._checkpoints.join()
         state_of_buffers.require_same_state(self.program, chosen.program, self._values.others)
         if self.rank_program.executor.micro_steps_done:
             chosen = signatures.for_several(chosen)
             require_same_sums(self.program, chosen.program)
-        self._values.go_on_with(chosen.program)
+        among = signatures.programs if signatures is self.signatures else []
+        self._values.go_on_with(chosen.program, among)
         self.signatures, signatures.running = signatures, chosen
         if chosen.code is None:
             self._followed.remember()
         else:
             self._followed.follow(chosen.code)
 
+    def _run(self, chosen: CompiledAgain) -> None:
+        """Let one of the present programs run from now on."""
+        if chosen is not self.signatures.running:
+            self._change_to(self.signatures, chosen)
+        self._read_outside()
+
+    def _fitting(
+        self, batches: Sequence[Batch], *, accumulates: bool = False, is_evaluation: bool = False
+    ) -> list[CompiledAgain]:
+        """Return a program for each of these batches of this rank."""
+        if self.fit is not None:
+            self.fit(self, batches, is_evaluation=is_evaluation)
+        return self.signatures.fitting(
+            batches, self.job, accumulates=accumulates, is_evaluation=is_evaluation
+        )
+
     def _accumulate(self) -> None:
         """Switch to the program for gradient accumulation."""
         signatures = self.signatures
-        signatures.running = signatures.for_several(signatures.running)
-        self.rank_program.replace(signatures.running.program)
-
-    def _fit(self, batches: Sequence[Batch], *, is_evaluation: bool = False) -> None:
-        """Switch to a program that takes these batches of each rank, if the running one does not."""
-        if self.fit is not None:
-            self.fit(self, batches, is_evaluation=is_evaluation)
-        chosen = self.signatures.fitting(batches, self.job)
-        if chosen is not self.signatures.running:
-            self._run(self.signatures, chosen)
+        self._change_to(signatures, signatures.for_several(signatures.running))
 
     def follow(
         self, code: Followed, signatures: Signatures, compile_again: Compile | None = None
@@ -422,17 +432,33 @@ class Engine:
         self._checkpoints.report()
         self._look_outside()
         batches: list[Batch] = batch if isinstance(batch, list) else [batch]
-        self._fit(batches)
-        self._read_outside()
+        chosen = self._fitting(batches, accumulates=len(batches) > 1)
         if len(batches) > 1:
-            for each in batches:  # before the first of them is added to the sums
-                inputs_of(self.program, each)
-            if self.signatures.running.accumulating is not None:
-                self._accumulate()
-        self.rank_program.allocate_once()
-        (result,) = self.rank_program.executor.step([batches])
+            for each, program in zip(batches, chosen, strict=True):
+                inputs_of(program.program, each)  # before the first of them is added to the sums
+            several = {each: self.signatures.for_several(each) for each in dict.fromkeys(chosen)}
+            chosen = [several[each] for each in chosen]
+        (result,) = self._steps(batches, chosen)
         self._last_result = StepResult(rank=result)
         return self._last_result
+
+    def _steps(
+        self, batches: Sequence[Batch], chosen: Sequence[CompiledAgain]
+    ) -> Sequence[RankResult]:
+        """Run one training step, with a program for each of its batches."""
+        self.rank_program.allocate_once()
+        programs = dict.fromkeys(chosen)
+        if len(programs) <= 1:
+            for program in programs:
+                self._run(program)
+            return self.rank_program.executor.step([batches])
+        group = self.program.interleaved
+        for start in range(0, len(batches), group):
+            self._run(chosen[start])
+            stop = start + group
+            own = batches[start:stop]
+            self.rank_program.executor.micro_steps([own], is_last=stop >= len(batches))
+        return self.rank_program.executor.update()
 
     def micro_step(self, batch: Batch, is_last: bool | None = None) -> MicroStepResult:
         """Add the gradient of one batch to those of the step; ``update`` ends the step.
@@ -448,11 +474,13 @@ class Engine:
         """
         self._checkpoints.report()
         if self.fit is not None or self.signatures.are_several:
+            self._accumulation.require_open()
             self._accumulation.go_on_within_step()
             if self.signatures.are_several:
                 self._look_outside()
             # One program runs a whole group.
-            self._fit([*self._accumulation.waiting, batch])
+            *_, chosen = self._fitting([*self._accumulation.waiting, batch], accumulates=True)
+            self._run(chosen)
         return self._accumulation.micro_step(batch, is_last)
 
     def update(self) -> StepResult:
@@ -488,8 +516,8 @@ class Engine:
         """
         self._accumulation.require_none("evaluate")
         self._look_outside(is_step=False)
-        self._fit([batch], is_evaluation=True)
-        self._read_outside()
+        (chosen,) = self._fitting([batch], is_evaluation=True)
+        self._run(chosen)
         self.rank_program.allocate_once()
         (evaluation,) = self.rank_program.executor.evaluate([batch])
         return Evaluation(rank=evaluation)

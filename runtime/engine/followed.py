@@ -70,7 +70,7 @@ class Followed(Protocol):
         """Raise ChangedCodeError where something changed that the program does not follow."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledAgain:
     """A program that was compiled from some state of the user's code, None where that is not known.
 

@@ -63,12 +63,16 @@ class OpenedProgram:
         if is_stuck and not job.is_alone:
             self.executor.close()
             return
+        self.stop()
+        job.comm.close()
+
+    def stop(self) -> None:
+        """Stop the streams, once the device has done all submitted work."""
         with suppress(ZeroirError):
             self.executor.finish()
         if self.graphs is not None:
             self.graphs.close()
         self.executor.close()
-        job.comm.close()
 
 
 def open_program(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,10 +16,25 @@ from zeroir.runtime.comm.job import open_job
 from zeroir.runtime.distributed.section_comparison import SectionsOfRanks
 from zeroir.runtime.distributed.section_history import OTHER_PROGRAM
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer, SettingsOfRanks
-from zeroir.runtime.engine.opened_program import EngineSettings, open_program
+from zeroir.runtime.engine.opened_program import EngineSettings, OpenedProgram, open_program
 from zeroir.runtime.execution.executor import StepExecutor
 from zeroir.runtime.memory.malloc import keep_freed_memory
 from zeroir.runtime.memory.rank_memory import RankMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Carried:
+    """What a program takes over from the one before it, besides persistent buffers.
+
+    ``micro_steps`` are those done of the present step, ``weight_sums`` and ``sums`` their weights and temporary sums.
+    """
+
+    step_count: int
+    seed: int
+    earlier_micro_steps: int
+    micro_steps: int
+    weight_sums: Sequence[float]
+    sums: Mapping[str, Tensor]
 
 
 class RankProgram:
@@ -40,6 +56,7 @@ class RankProgram:
         self._optimizer: LiveOptimizer | None = None
         self._sections: SectionsOfRanks | None = None
         self._is_allocated = False
+        self._parked: list[tuple[Program, OpenedProgram]] = []
         self._open(program)
 
     def _open(self, program: Program, kept: RankMemory | None = None) -> None:
@@ -48,13 +65,17 @@ class RankProgram:
         self.program = program
         self.job = open_job(program, settings.backend, self.device, settings.timeout)
         self.opened = open_program(program, self.job, self.device, settings, kept)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Give the program the job's record of sections, and the optimizer's settings."""
         if not self.job.is_alone:
             self._sections = self._sections or SectionsOfRanks(self.job)
             self.executor.compare_sections(self._sections)
         if self._optimizer is not None:
             self._optimizer.write_to([self.memory])
-        elif program.groups:
-            self._optimizer = LiveOptimizer(program, [self.memory], self._update)
+        elif self.program.groups:
+            self._optimizer = LiveOptimizer(self.program, [self.memory], self._update)
         if self._optimizer is not None:
             self.executor.settings = SettingsOfRanks(optimizer=self._optimizer, job=self.job)
 
@@ -98,32 +119,84 @@ class RankProgram:
     def replace(self, program: Program) -> None:
         """Switch to another program: parameters, master weights and states keep their tensors.
 
-        Within a step the sums so far are kept, too.
+        Within a step the sums so far are kept, too. All ranks call this together.
         """
-        step_count, seed = self.step_count, self.executor.seed
-        done, weight_sums = self.executor.micro_steps_done, self.executor.weight_sums()
-        sums: dict[str, Tensor] = {}
-        if done:
-            with self.between_sections():
-                sums = {
-                    name: self.memory.buffer(name).to("cpu", copy=True)
-                    for name in open_buffers(self.program)
-                }
+        carried = self._carried()
         if self._sections is not None:
             # Another rank may be in a section, and should learn why its connection breaks.
-            self._sections.begin(OTHER_PROGRAM, step_count + 1, done)
+            self._sections.begin(OTHER_PROGRAM, self.step_count + 1, carried.micro_steps)
             self._sections.show()
+        self._stop_parked(())
         self.opened.close(self.job)
         self._open(program, kept=self.memory)
-        self.executor.step_count = step_count
-        self.executor.seed = seed
-        with self.executor.entered():
+        self._go_on(carried)
+
+    def change_to(self, program: Program, among: Sequence[Program]) -> None:
+        """Switch to another program with the same communicators, as ``replace`` does; other ranks need not do so.
+
+        The programs ``among`` which a rank changes are opened once.
+        """
+        carried = self._carried()
+        left, left_program = self.opened, self.program
+        self._stop_parked(among)
+        if left.memory.can_be_parked:
+            left.memory.park()
+            self._parked.append((left_program, left))
+        parked = next((each for each in self._parked if each[0] is program), None)
+        self.program = program
+        if parked is None:
+            self.opened = open_program(
+                program, self.job, self.device, self._settings, kept=left.memory
+            )
+        else:
+            self._parked.remove(parked)
+            self.opened = parked[1]
+            self.memory.unpark()
+            self.executor.restart(carried.step_count)
+        if not left.memory.can_be_parked:
+            left.stop()
+        self._connect()
+        self._go_on(carried)
+
+    def _stop_parked(self, among: Sequence[Program]) -> None:
+        """Stop the programs that were left, except those among these."""
+        for each in [each for each in self._parked if not any(each[0] is one for one in among)]:
+            self._parked.remove(each)
+            each[1].stop()
+
+    def _carried(self) -> _Carried:
+        """Return what the next program takes over from the present one, besides persistent buffers."""
+        executor = self.executor
+        sums: dict[str, Tensor] = {}
+        with self.between_sections():
+            if executor.micro_steps_done:
+                buffers = [self.program.buffer_by_name[name] for name in open_buffers(self.program)]
+                sums = {
+                    buffer.name: self.memory.buffer(buffer.name).to("cpu", copy=True)
+                    for buffer in buffers
+                    # A new program begins with a loss of 0.
+                    if not buffer.is_persistent or buffer.name == self.program.loss
+                }
+        return _Carried(
+            step_count=executor.step_count,
+            seed=executor.seed,
+            earlier_micro_steps=executor.earlier_micro_steps,
+            micro_steps=executor.micro_steps_done,
+            weight_sums=executor.weight_sums(),
+            sums=sums,
+        )
+
+    def _go_on(self, carried: _Carried) -> None:
+        executor = self.executor
+        executor.step_count, executor.seed = carried.step_count, carried.seed
+        executor.earlier_micro_steps = carried.earlier_micro_steps
+        with executor.entered():
             self.memory.allocate()
-            if done:
-                self.executor.establish(MICRO_STEP)
-                for name, values in sums.items():
+            if carried.micro_steps:
+                executor.establish(MICRO_STEP)
+                for name, values in carried.sums.items():
                     self.memory.buffer(name).copy_(values)
-                self.executor.go_on_within(done, weight_sums)
+                executor.go_on_within(carried.micro_steps, carried.weight_sums)
 
     def allocate_once(self) -> None:
         """Allocate what is not allocated yet, before the first step."""
@@ -145,6 +218,7 @@ class RankProgram:
 
     def close(self) -> None:
         """Stop the streams and destroy the process groups, as ``Engine.close`` describes."""
+        self._stop_parked(())
         self.opened.close(self.job)
         if self._sections is not None:
             self._sections.close()

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Final, cast
 
 from zeroir.errors import UserError
-from zeroir.ir.program import InputBinding, Program
+from zeroir.ir.analysis.schedules import Schedule, shared_schedule
+from zeroir.ir.program import EVALUATE, STEP_SECTIONS, InputBinding, Program
 from zeroir.ir.sizes import Dim, Size
-from zeroir.runtime.comm.job import Job, exchanged_texts
+from zeroir.runtime.comm.job import Job, exchanged_texts, require_same_program
 from zeroir.runtime.engine.followed import CompiledAgain
 from zeroir.runtime.execution.batch import Shape, shape_of
 from zeroir.torch_ops.batches import Batch
@@ -41,17 +42,29 @@ class Splits:
 
 
 class Signatures:
-    """The programs that were compiled from one state of the user's code, one of which runs at a time.
+    """The programs that were compiled from one state of the user's code, one of which runs at a time on a rank.
 
-    ``running`` is the one that runs. Without ``splits`` it is the only one.
+    ``running`` is the one that runs on this rank. Without ``splits`` it is the only one. ``common`` is the last one
+    that ran on all ranks.
     """
 
     def __init__(self, running: CompiledAgain, splits: Splits | None = None) -> None:
         self.running = running
         self._splits = splits
         self._known = [running]
+        self._common = 0
+        self._schedules: dict[tuple[int, frozenset[str]], Schedule | None] = {}
         if splits is not None:
             self._whole = replace(running.program, dims=splits.dims, inputs=splits.inputs)
+
+    @property
+    def common(self) -> CompiledAgain:
+        return self._known[self._common]
+
+    @property
+    def programs(self) -> list[Program]:
+        """The programs among which a rank changes by itself."""
+        return [] if self._splits is None else [each.program for each in self._known]
 
     @property
     def are_several(self) -> bool:
@@ -66,41 +79,112 @@ class Signatures:
         self._known[self._known.index(known)] = several
         return several
 
-    def fitting(self, batches: Sequence[Batch], job: Job) -> CompiledAgain:
-        """Return a program that takes these batches of each rank, which is compiled if there is none.
+    def fitting(
+        self, batches: Sequence[Batch], job: Job, *, accumulates: bool, is_evaluation: bool
+    ) -> list[CompiledAgain]:
+        """Return a program for each of these batches of this rank; those that no other takes are compiled.
 
-        All ranks call this together.
+        It is one program for all batches of all ranks, if there is one, or else one for each micro-step, or else one
+        for each micro-step of each rank. ``accumulates`` says that they are micro-batches of a step, of which there may
+        be more. All ranks call this together.
 
         Raises:
-            UserError: where a batch is none that the shapes allow, no program takes all of them, or there are too many
-                programs already.
+            UserError: where a batch is none that the shapes allow, there are too many programs already, no program
+                takes the batches of a group that runs unit by unit, or ranks would run programs at the same time that
+                communicate differently.
         """
         if self._splits is None:
-            return self.running
+            return [self.running] * len(batches)
         own = [shape_of(self._whole, batch) for batch in batches]
-        fitting = self._known_for(own, job)
-        if fitting is None:
-            self._compile_for(_of_all_ranks(own, job), self._splits, job.rank)
-            fitting = self._known_for(own, job)
-        if fitting is None:
+        sections = frozenset((EVALUATE,) if is_evaluation else STEP_SECTIONS)
+        return self._fitting(own, job, self._splits, accumulates, sections)
+
+    def _fitting(
+        self,
+        own: Sequence[Shape],
+        job: Job,
+        splits: Splits,
+        accumulates: bool,
+        sections: frozenset[str],
+    ) -> list[CompiledAgain]:
+        rows = job.exchange([float(self._takes_all(each, own)) for each in self._known])
+        common = self._first([all(flags) for flags in zip(*rows, strict=True)])
+        if common is not None:
+            return self._for_all(common, own)
+        of_ranks = _of_all_ranks(own, job)
+        shapes = [shape for each in of_ranks for shape in each]
+        self._compile_for(shapes, splits, job)
+        common = self._taking(shapes)
+        if common is not None:
+            return self._for_all(common, own)
+        if len(set(map(len, of_ranks))) > 1:
             raise UserError(
-                f"{self._splits.reason}: the batches of this step need several programs, on several ranks or in "
-                "several micro-batches, and a step runs one. Let all batches of a step be of sizes with the same "
-                "decision."
+                "The ranks have different numbers of batches in this step: give all of them equally many."
             )
-        return fitting
+        chosen: list[CompiledAgain] = []
+        group = self._whole.interleaved
+        for start in range(0, len(own), group):
+            groups = [each[start : start + group] for each in of_ranks]
+            together = [shape for each in groups for shape in each]
+            one = self._taking(together)
+            if one is None:
+                used = {self._known.index(self._of(each, splits)) for each in groups}
+                self._require_same_schedule(sorted(used), splits, accumulates, sections)
+                one = self._of(own[start : start + group], splits)
+            chosen += [one] * len(groups[0])
+        return chosen
 
-    def _known_for(self, own: Sequence[Shape], job: Job) -> CompiledAgain | None:
-        """Return a known program that takes the batches of all ranks, that which runs if it does."""
-        known = sorted(self._known, key=lambda each: each is not self.running)
-        taken = [float(all(self._takes(each.program, shape) for shape in own)) for each in known]
-        rows = job.exchange(taken)
-        return next((each for each, *flags in zip(known, *rows, strict=True) if all(flags)), None)
+    def _for_all(self, common: CompiledAgain, own: Sequence[Shape]) -> list[CompiledAgain]:
+        self._common = self._known.index(common)
+        return [common] * len(own)
 
-    def _compile_for(self, shapes: Sequence[Shape], splits: Splits, rank: int) -> None:
+    def _require_same_schedule(
+        self, used: Sequence[int], splits: Splits, accumulates: bool, sections: frozenset[str]
+    ) -> None:
+        """Raise UserError unless ranks may run these of the programs at the same time.
+
+        With ``accumulates`` they become programs for steps of several batches first.
+        """
+        schedules: list[Schedule | None] = []
+        for index in used:
+            known = self.for_several(self._known[index]) if accumulates else self._known[index]
+            key = id(known.program), sections
+            if key not in self._schedules:
+                self._schedules[key] = shared_schedule(known.program, sections)
+            schedules.append(self._schedules[key])
+        if schedules[0] is None or any(each != schedules[0] for each in schedules):
+            raise UserError(
+                f"{splits.reason}: the ranks have batches on both sides of the decision, whose programs communicate in "
+                "different orders. Let all ranks have batches of one side at a time, or let the code use parameters in "
+                "one order."
+            )
+
+    def _of(self, group: Sequence[Shape], splits: Splits) -> CompiledAgain:
+        """Return a program that takes the batches of a group of micro-batches of one rank."""
+        one = self._taking(group)
+        if one is None:
+            raise UserError(
+                f"{splits.reason}: a group of micro-batches that run unit by unit needs several programs. Let the "
+                "batches of a group be of one side of the decision, or leave out --order layer."
+            )
+        return one
+
+    def _taking(self, shapes: Sequence[Shape]) -> CompiledAgain | None:
+        """Return a program that takes batches of all these shapes, if there is one."""
+        return self._first([self._takes_all(each, shapes) for each in self._known])
+
+    def _first(self, flags: Sequence[bool]) -> CompiledAgain | None:
+        """Return the common program if its flag is set, else the first one whose flag is, if there is one."""
+        index = self._common if flags[self._common] else flags.index(True) if any(flags) else None
+        return None if index is None else self._known[index]
+
+    def _takes_all(self, known: CompiledAgain, shapes: Sequence[Shape]) -> bool:
+        return all(self._takes(known.program, shape) for shape in shapes)
+
+    def _compile_for(self, shapes: Sequence[Shape], splits: Splits, job: Job) -> None:
         """Compile programs until each batch is taken by one."""
         for shape in shapes:
-            if any(self._takes(each.program, shape) for each in self._known):
+            if self._taking([shape]) is not None:
                 continue
             if len(self._known) > MOST_SIGNATURES:
                 raise UserError(
@@ -118,8 +202,10 @@ class Signatures:
                     "has a gradient on one side of the decision alone: freeze it, let every loss depend on it, or "
                     "narrow the dims."
                 )
+            if not job.is_alone:
+                require_same_program(compiled.program, job.device)
             self._known.append(compiled)
-            if rank == 0:
+            if job.rank == 0:
                 LOGGER.warning(
                     "%s: a program for batches such as %s was compiled in %.1f s.",
                     splits.reason,
@@ -140,12 +226,12 @@ class Signatures:
         )
 
 
-def _of_all_ranks(own: Sequence[Shape], job: Job) -> list[Shape]:
-    """Return the shapes of the batches of all ranks, in rank order."""
+def _of_all_ranks(own: Sequence[Shape], job: Job) -> list[list[Shape]]:
+    """Return the shapes of the batches of each rank, in rank order."""
     texts = [json.dumps(own)]
     if not job.is_alone:
         texts = exchanged_texts(texts[0], job.device)
-    return [tuple(shape) for text in texts for shape in cast("list[list[int]]", json.loads(text))]
+    return [[tuple(shape) for shape in cast("list[list[int]]", json.loads(text))] for text in texts]
 
 
 def _trained(program: Program) -> frozenset[str]:

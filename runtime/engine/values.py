@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Final
 
@@ -136,12 +136,18 @@ class ModelValues:
                 self.others,
             )
 
-    def go_on_with(self, program: Program) -> None:
-        """Switch to another program, and move the buffers of the model that only one of the two programs holds."""
+    def go_on_with(self, program: Program, among: Sequence[Program] = ()) -> None:
+        """Switch to another program, and move the buffers of the model that only one of the two programs holds.
+
+        A rank alone may switch to a program ``among`` those that it changes, if it holds the same buffers.
+        """
         rank_program = self._rank_program
         present = rank_program.program
         held = state_of_buffers.names_of_buffers(present)
         wanted = state_of_buffers.names_of_buffers(program)
+        if among and held == wanted:
+            rank_program.change_to(program, among)
+            return
         with rank_program.between_sections():
             for binding in present.module_buffers:
                 if binding.name in held - wanted:

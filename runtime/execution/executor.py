@@ -75,8 +75,8 @@ class StepExecutor:
         self.step_count = 0
         self.micro_steps_done = 0
         """Micro-steps done of the current step."""
-        self._earlier_micro_steps = 0
-        """Micro-steps of the steps before it, since this executor was created or ``restart`` was called."""
+        self.earlier_micro_steps = 0
+        """Micro-steps of the steps before it, since the engine was created or ``restart`` was called."""
         self.seed = seed
         self._weight = weight or weighing(local_ranks.program)
         self._weights = [
@@ -138,7 +138,7 @@ class StepExecutor:
         if self.settings is not None:
             self.settings.before_micro_step(
                 self.step_count + 1,
-                micro_steps=self._earlier_micro_steps + done,
+                micro_steps=self.earlier_micro_steps + done,
                 is_last=is_last,
             )
         self._set_inputs(groups, self.micro_steps_done)
@@ -156,7 +156,7 @@ class StepExecutor:
         self._runner.approach(UPDATE, self.step_count + 1, self.micro_steps_done)
         self._runner.run(UPDATE, self._in_step, self._watch())
         self.step_count += 1
-        self._earlier_micro_steps += self.micro_steps_done
+        self.earlier_micro_steps += self.micro_steps_done
         self.micro_steps_done = 0
         results = [
             self._results.after_update(memory, values)
@@ -263,6 +263,10 @@ class StepExecutor:
         """Whether a section or a change of values started and did not finish."""
         return self._runner.has_failed
 
+    def require_intact(self) -> None:
+        """Raise UserError where an earlier section started and did not finish."""
+        self._runner.require_intact()
+
     def weight_sums(self) -> list[float]:
         """Return the sum of the weights of the current step's micro-batches, on each local rank."""
         return [weights.sum for weights in self._weights]
@@ -274,7 +278,7 @@ class StepExecutor:
         """
         self.step_count = step_count
         self.micro_steps_done = 0
-        self._earlier_micro_steps = 0
+        self.earlier_micro_steps = 0
         self._runner.restart()
         for weights in self._weights:
             weights.take()

@@ -111,10 +111,7 @@ class SectionRunner:
             raise UserError(
                 f"The program has no {name} section; compile it for this many micro-steps."
             )
-        if self._has_failed:
-            raise UserError(
-                "An earlier step failed in its middle, and left a part of the values changed: make a new engine."
-            )
+        self.require_intact()
         self._when[name] = when
         self._has_failed = True  # until the section has finished
         with torch.no_grad():
@@ -130,6 +127,13 @@ class SectionRunner:
             self._streams.join(leaving)
         self._has_failed = False
         self._position = None
+
+    def require_intact(self) -> None:
+        """Raise UserError where an earlier section started and did not finish."""
+        if self._has_failed:
+            raise UserError(
+                "An earlier step failed in its middle, and left a part of the values changed: make a new engine."
+            )
 
     def approach(self, name: str, step: int, micro_steps: int) -> None:
         """Set the position to the first op of the section that runs next.

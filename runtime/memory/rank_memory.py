@@ -73,6 +73,7 @@ class RankMemory:
         self._live: set[str] = set(self._persistent)
         self._tensors: dict[str, Tensor] = {}
         self._has_blocks = False
+        self._block: Tensor | None = None
         if not is_deferred:
             self.allocate()
 
@@ -108,6 +109,22 @@ class RankMemory:
             self._disk.keep(on_disk)
             self._add_to_disk(self._disk)
         return frozenset(names)
+
+    @property
+    def can_be_parked(self) -> bool:
+        """Whether all temporary buffers are on the device, and none is on disk."""
+        return not self._on_disk and self._placed.keys() <= {Space.DEVICE}
+
+    def park(self) -> None:
+        """Free the memory of temporary buffers until ``unpark``; their tensors remain valid."""
+        if self._block is not None:
+            self._block.untyped_storage().resize_(0)
+
+    def unpark(self) -> None:
+        """Allocate the memory of temporary buffers again, with undefined elements."""
+        if self._block is not None:
+            with memory_for("the program's buffers"):
+                self._block.untyped_storage().resize_(self._block.numel())
 
     def is_live(self, name: str) -> bool:
         """Whether the buffer is allocated now."""
@@ -289,6 +306,8 @@ class RankMemory:
             if space is Space.DISK:
                 continue
             block = self._new(space, placement.size_bytes, DType.U8)
+            if space is Space.DEVICE:
+                self._block = block
             for name, start in placement.offsets.items():
                 buffer = self._buffer_by_name[name]
                 elements = block[start : start + buffer.size_bytes]

@@ -120,10 +120,15 @@ def test_a_program_for_the_other_side_is_compiled_once(caplog: pytest.LogCapture
     assert compilations(caplog) == 1
 
 
-def test_micro_steps_one_by_one_may_be_of_both_sides(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("first", [(3,), (7, 3, 3), ()])
+def test_micro_steps_may_be_of_both_sides(
+    caplog: pytest.LogCaptureFixture, first: tuple[int, ...]
+) -> None:
     trained = Trained(_other_order)
-    trained.step(3)
+    if first:
+        trained.step(*first)
     trained.step(3, 4, 5, one_by_one=True)
+    trained.step(7, 2, 8)
     trained.step(7, 3, 8, 2, one_by_one=True)
     trained.step(6, 8)
     trained.step(5)
@@ -148,8 +153,11 @@ def test_a_group_that_runs_unit_by_unit_is_of_one_side() -> None:
             for batch in batches:
                 each.micro_step(batch)
         assert engine.update().loss == in_turn.update().loss
+        assert engine.step(batches).loss == in_turn.step(batches).loss
     engine.micro_step(torch.randn(7, 4))
-    with pytest.raises(UserError, match="batches of this step need several programs"):
+    with pytest.raises(
+        UserError, match=r"test_signatures\.py:\d+ .*group .* needs several programs"
+    ):
         engine.micro_step(torch.randn(2, 4))
     engine.close()
     in_turn.close()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,11 +20,12 @@ from torch.export import Dim
 import zeroir
 from tests.runtime.support import join
 from zeroir.api import CompiledProgram
-from zeroir.errors import ModelWarning
+from zeroir.errors import ModelWarning, UserError
 
 VOCABULARY, LONG, MICRO_STEPS = 13, 8, 2
-SIDES = (False, True, True, False, True, False)
-"""Whether the batches of a step are long ones."""
+ONE_SIDED = (False, True, True, False, True, False)
+"""Whether the batches of a step are long ones, in the first steps."""
+STEPS = len(ONE_SIDED) + 4
 Batch = tuple[Tensor, Tensor]
 
 
@@ -44,9 +49,20 @@ class Sided(nn.Module):
         return F.cross_entropy(logits, labels.view(-1), ignore_index=-100)
 
 
+def is_long(rank: int, step: int, micro_step: int) -> bool:
+    """Whether a batch is a long one: all of a step, then those of a micro-step, then those of some ranks."""
+    if step < len(ONE_SIDED):
+        return ONE_SIDED[step]
+    return bool((micro_step if step == len(ONE_SIDED) else rank + step * micro_step) % 2)
+
+
 def batch_of(rank: int, step: int, micro_step: int) -> Batch:
     chance = torch.Generator().manual_seed(100 * step + 10 * micro_step + rank)
-    length = 2 + (rank + 3 * micro_step + step) % (LONG - 1) + (LONG - 1) * SIDES[step]
+    length = (
+        2
+        + (rank + 3 * micro_step + step) % (LONG - 1)
+        + (LONG - 1) * is_long(rank, step, micro_step)
+    )
     tokens = torch.randint(VOCABULARY, (2 + (rank + step) % 3, length), generator=chance)
     is_kept = torch.rand(tokens.shape, generator=chance) < 0.6
     is_kept[0, 0] = True
@@ -58,7 +74,7 @@ def counted(batch: Batch) -> Tensor:
     return (batch[1] != -100).sum()
 
 
-def compiled_for(world_size: int, stage: int) -> CompiledProgram:
+def compiled_for(world_size: int, options: Mapping[str, object]) -> CompiledProgram:
     torch.manual_seed(7)
     shapes = (Dim("rows", max=4), Dim("length", min=2, max=16))
     with warnings.catch_warnings():
@@ -68,21 +84,59 @@ def compiled_for(world_size: int, stage: int) -> CompiledProgram:
             batch_of(0, 0, 0),
             shapes=(shapes, shapes),
             world_size=world_size,
-            stage=stage,
             lr=0.05,
             # Others are lowered for several micro-batches when the first step has them.
-            micro_steps=MICRO_STEPS if stage == 3 else 1,
+            micro_steps=MICRO_STEPS if options["stage"] == 3 else 1,
+            **options,  # type: ignore[arg-type]
         )
+
+
+class Crossed(nn.Module):
+    """Calls its layers in another order for long batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.a(self.b(x).tanh()) if x.shape[0] > LONG else self.b(self.a(x))
+        return y.square().mean()
+
+
+def refuse_crossed(rank: int, world_size: int) -> None:
+    """Check that ranks do not run programs at the same time that communicate in different orders."""
+    torch.manual_seed(7)
+    shapes = (Dim("rows", max=2 * LONG), 4)
+    compiled = zeroir.compile(
+        Crossed(), torch.zeros(3, 4), shapes=shapes, units="a,b", stage=3, world_size=world_size
+    )
+    engine = compiled.engine()
+    losses: list[float] = []
+    for rows in (3, LONG + 1, 5):
+        losses.append(engine.step(torch.ones(rows, 4)).loss)
+        with pytest.raises(UserError, match=r"signature_workers\.py:\d+ .* in different orders"):
+            engine.step(torch.ones(LONG + rank, 4))
+    # Each micro-step is of one side.
+    losses.append(engine.step([torch.ones(2, 4), torch.ones(LONG + 2, 4)]).loss)
+    assert losses[0] > losses[2], losses
+    assert losses[1] > losses[3], losses
+    engine.close()
 
 
 def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     join()
-    compiled = compiled_for(world_size, int(os.environ["STAGE"]))
+    if "crossed" in sys.argv:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* the sizes of the batch decide", ModelWarning)
+            refuse_crossed(rank, world_size)
+        dist.destroy_process_group()
+        return
+    compiled = compiled_for(world_size, json.loads(os.environ["OPTIONS"]))
     engine = compiled.engine()
     losses: list[float] = []
     programs: dict[int, bool] = {}
-    for step in range(len(SIDES)):
+    for step in range(STEPS):
         batches = [batch_of(rank, step, micro) for micro in range(MICRO_STEPS)]
         evaluated = engine.evaluate(batches[0]).loss
         if step % 2:
@@ -93,7 +147,13 @@ def main() -> None:
             losses.append(engine.update().loss)
         losses.append(evaluated)
         programs[id(engine.program)] = engine.program.dims[0].minimum > LONG
-    assert sorted(programs.values()) == [False, True], programs
+        if step == STEPS - 2:  # where the ranks run different programs
+            path = Path(os.environ["TEST_FOLDER"]) / "checkpoint"
+            engine.save(path)
+            engine.load(path)
+    # Where the first step has several micro-batches, its program is lowered again after the evaluation before it.
+    assert set(programs.values()) == {False, True}
+    assert len(programs) <= 3, programs
     found = {**engine.full_parameters(), f"losses{rank}": torch.tensor(losses)}
     save_file(found, Path(os.environ["TEST_FOLDER"]) / f"trained{rank}.safetensors")
     engine.close()

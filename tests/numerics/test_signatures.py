@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,21 +12,23 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.numerics.signature_workers import MICRO_STEPS, SIDES, batch_of, compiled_for, counted
+from tests.numerics.signature_workers import MICRO_STEPS, STEPS, batch_of, compiled_for, counted
 from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
 from zeroir.api.checks.reference import replicas_of
 
 pytestmark = pytest.mark.dist
 
 
-def of_replicas(world_size: int, stage: int) -> tuple[dict[str, Tensor], list[list[float]]]:
+def of_replicas(
+    world_size: int, options: Mapping[str, object]
+) -> tuple[dict[str, Tensor], list[list[float]]]:
     """Return the parameters and each rank's losses of eager PyTorch: of a step, then of an evaluation before it."""
-    compiled = compiled_for(world_size, stage).specialise(micro_steps=MICRO_STEPS)
+    compiled = compiled_for(world_size, options).specialise(micro_steps=MICRO_STEPS)
     assert compiled.source is not None
     source = replace(compiled.source, weight=counted)
-    replicas = replicas_of(compiled.logical, source, compiled.options, seed=0, steps=len(SIDES))
+    replicas = replicas_of(compiled.logical, source, compiled.options, seed=0, steps=STEPS)
     losses: list[list[float]] = [[] for _ in range(world_size)]
-    for step in range(len(SIDES)):
+    for step in range(STEPS):
         batches = [
             [batch_of(rank, step, micro) for micro in range(MICRO_STEPS)]
             for rank in range(world_size)
@@ -35,26 +39,52 @@ def of_replicas(world_size: int, stage: int) -> tuple[dict[str, Tensor], list[li
     return replicas.parameters(), losses
 
 
+OFFLOADED = {
+    "stage": 3,
+    "precision": "bf16",
+    "offload": "optimizer,parameters,gradients",
+    "recompute": "*",
+}
+
+
 @pytest.mark.parametrize(
-    ("world_size", "stage"),
+    ("world_size", "options"),
     [
-        (3, 3),
-        *(pytest.param(n, stage, marks=pytest.mark.slow) for n, stage in ((1, 3), (2, 1), (3, 1))),
+        (3, {"stage": 3}),
+        *(
+            pytest.param(world_size, options, marks=pytest.mark.slow)
+            for world_size, options in (
+                (1, {"stage": 3}),
+                (2, {"stage": 1}),
+                (3, {"stage": 2}),
+                (2, OFFLOADED),
+            )
+        ),
     ],
+    ids=str,
 )
 def test_both_sides_of_a_decision_give_the_bits_of_eager_pytorch(
-    tmp_path: Path, world_size: int, stage: int
+    tmp_path: Path, world_size: int, options: dict[str, object]
 ) -> None:
     module = "tests.numerics.signature_workers"
-    environment = {"STAGE": str(stage)}
+    environment = {"OPTIONS": json.dumps(options)}
     ranks = Ranks(
         world_size, tmp_path, module=module, sources=COMPILING_SOURCES, environment=environment
     )
     require_success(ranks.wait())
-    parameters, losses = of_replicas(world_size, stage)
+    parameters, losses = of_replicas(world_size, options)
     for rank, expected in enumerate(losses):
         found = load_file(tmp_path / f"trained{rank}.safetensors")
         assert found.pop(f"losses{rank}").tolist() == torch.tensor(expected).tolist()
         assert found.keys() == parameters.keys()
         for name, value in parameters.items():
             assert torch.equal(found[name], value), name
+
+
+@pytest.mark.slow
+def test_ranks_run_no_programs_together_that_communicate_in_different_orders(
+    tmp_path: Path,
+) -> None:
+    module = "tests.numerics.signature_workers"
+    ranks = Ranks(2, tmp_path, "crossed", module=module, sources=COMPILING_SOURCES)
+    require_success(ranks.wait())
