@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -33,14 +35,30 @@ def _with_the_last_biases(x: Tensor) -> Tensor:
     return x + BIASES[-x.shape[1] :, None]
 
 
-@pytest.mark.parametrize("code", [_with_the_last_biases])
+def _in_blocks(x: Tensor) -> Tensor:
+    blocks = math.ceil(x.shape[1] / 4)
+    return F.pad(x, (0, 0, 0, 4 * blocks - x.shape[1])).view(-1, blocks, 16)
+
+
+def _without_the_last_half(x: Tensor) -> Tensor:
+    return x[:, : math.floor((x.shape[1] + 2) / 2)]
+
+
+@pytest.mark.parametrize("code", [_with_the_last_biases, _in_blocks, _without_the_last_half])
 def test_losses_have_the_bits_of_eager_pytorch(code: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     module = Mean(code)
     eager = deepcopy(module)
     shape = (Dim("rows", min=2, max=4), Dim("length", min=SHORTEST, max=LONGEST), 4)
+    # Weights scale gradients and divide them again, which eager PyTorch does not.
     program = zeroir.compile(
-        module, torch.randn(3, 9, 4), shapes=shape, stage=0, optimizer="sgd", lr=0.1
+        module,
+        torch.randn(3, 9, 4),
+        shapes=shape,
+        stage=0,
+        optimizer="sgd",
+        lr=0.1,
+        micro_steps=zeroir.MicroSteps(mean_over="batches"),
     )
     engine = program.engine()
     optimizer = torch.optim.SGD(eager.parameters(), lr=0.1)
@@ -52,3 +70,15 @@ def test_losses_have_the_bits_of_eager_pytorch(code: Callable[[Tensor], Tensor])
         optimizer.zero_grad()
         assert engine.step(batch).loss == loss
     engine.close()
+
+
+def test_a_size_that_code_makes_a_number_is_named_where_it_is_made() -> None:
+    """What follows from it may be no size at all."""
+
+    def code(x: Tensor) -> Tensor:
+        number = int(x.shape[1])
+        return x.reshape(-1, number).reshape(-1, 2, 2)
+
+    shape = (Dim("rows", max=4), Dim("length", min=SHORTEST, max=LONGEST), 4)
+    with pytest.raises(zeroir.UserError, match=r"test_code_of_any_size\.py:\d+ .* length = 9"):
+        zeroir.compile(Mean(code), torch.randn(3, 9, 4), shapes=shape)

@@ -177,6 +177,12 @@ class DimNode(SymNode):
         quotient = self._quotient(other)
         return super().int_floordiv(other) if quotient is None else self.shape_env.node(quotient)
 
+    def int_truediv(self, other: SymNode) -> SymNode:
+        ratio = super().int_truediv(other)
+        if type(other) is not DimNode or other.constant is None or other.constant < 1:
+            return ratio
+        return Ratio(self, other.constant, ratio)
+
     def mod(self, other: SymNode) -> SymNode:
         quotient = self._quotient(other)
         if quotient is None or type(other) is not DimNode:
@@ -231,6 +237,22 @@ class DimNode(SymNode):
         if type(other) is not DimNode:
             return super().ge(other)
         return self.shape_env.compared("ge", self, other)
+
+
+class Ratio(SymNode):
+    """A size divided by a plain positive number and not rounded, as it is before ``math.ceil``."""
+
+    def __init__(self, dividend: DimNode, divisor: int, value: SymNode) -> None:
+        super().__init__(value.expr, value.shape_env, value.pytype, value.hint)
+        self._dividend, self._divisor = dividend, divisor
+
+    def floor(self) -> SymNode:
+        rounded = rounded_quotient(self._dividend.size, self._divisor)
+        return super().floor() if rounded is None else self._dividend.shape_env.node(rounded)
+
+    def ceil(self) -> SymNode:
+        negated = rounded_quotient(-self._dividend.size, self._divisor)
+        return super().ceil() if negated is None else self._dividend.shape_env.node(-negated)
 
 
 class Truth(SymNode):

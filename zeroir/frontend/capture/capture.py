@@ -62,7 +62,11 @@ from zeroir.frontend.capture.shared_memory import (
     require_apart,
     tie_equal_tensors,
 )
-from zeroir.frontend.capture.smallest_sizes import Traces, narrowed_dims
+from zeroir.frontend.capture.smallest_sizes import (
+    Traces,
+    assumptions_first,
+    narrowed_dims,
+)
 from zeroir.frontend.capture.state_check import note_on_state
 from zeroir.frontend.source.source import (
     ModelSource,
@@ -207,7 +211,8 @@ def capture(
                     for info, x in zip(batch, tensors.values(), strict=True)
                 ]
                 inputs.append(torch.empty(MAX_DROPOUT_SITES, dtype=torch.int64))
-            return _joint_graph(source, mode, step, inputs, list(tensors), fewest_equal_calls)
+            with assumptions_first(env, step.place):
+                return _joint_graph(source, mode, step, inputs, list(tensors), fewest_equal_calls)
 
         joint, reused_blocks = joint_graph_of_a_step()
         with refusals_at(step.line):

@@ -10,7 +10,8 @@ model is traced again where the dim is 1. If that computes the same as the first
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import combinations
 from typing import Final, NamedTuple
 
@@ -82,6 +83,37 @@ def narrowed_dims(
             f"program is right only where {' and '.join(each.text for each in reasons)}",
         )
     return narrowed
+
+
+@contextmanager
+def assumptions_first(env: DimEnv | None, place: str) -> Iterator[None]:
+    """Within the block, where a size is refused, name the assumption that leaves a dim one value, if there is one.
+
+    Code that turns a size into a plain number, as ``int`` does, computes other sizes from it.
+
+    Raises:
+        ShapesError: where a size is refused.
+    """
+    try:
+        yield
+    except ShapesError:
+        if env is not None:
+            assumption = _decisive(env)
+            if assumption is not None:
+                raise _refusal(assumption, place) from None
+        raise
+
+
+def _decisive(env: DimEnv) -> Assumption | None:
+    """Return an assumption that holds for no range of dims, or for one value of a dim only; None without one."""
+    try:
+        ranges = env.ranges()
+    except SplitError as error:
+        return error.assumption
+    for dim, (least, most) in ranges.items():
+        if least == most:
+            return env.first_failing({**ranges, dim: Range.of(dim)})
+    return None
 
 
 def _refusal(assumption: Assumption, place: str) -> ShapesError:
