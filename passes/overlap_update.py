@@ -211,7 +211,8 @@ def _results(op: Op, program: Program) -> Iterator[tuple[Region, Content]]:
     """Yield the contents of persistent buffers after an op of the update."""
     match op:
         case ops.Decide():
-            yield from _advanced(op.step, program)
+            for region in (op.step, *op.counts):
+                yield from _advanced(region, program)
         case ops.Direction():
             for region in op.states:
                 yield from _advanced(region, program)

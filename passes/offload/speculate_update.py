@@ -71,14 +71,15 @@ class SpeculateUpdate(Pass):
             return program
         decisions = [op for op in update.body if isinstance(op, ops.Decide)]
         steps = tuple(host_steps(program, last, update))
-        if len(decisions) != 1 or not _rests_on_gradients(decisions[0]) or not steps:
+        if len(decisions) != 1 or not _can_be_guessed(decisions[0]) or not steps:
             return program
         return _Speculation(program, decisions[0], steps).run()
 
 
-def _rests_on_gradients(decision: ops.Decide) -> bool:
-    """Return whether a guess can predict the decision: to clip, or to skip the step."""
-    return decision.norm is not None or decision.overflow is not None
+def _can_be_guessed(decision: ops.Decide) -> bool:
+    """Return whether a guess can predict the decision, to clip or to skip the step, with one count of steps."""
+    rests_on_gradients = decision.norm is not None or decision.overflow is not None
+    return rests_on_gradients and not decision.counts
 
 
 @dataclass(slots=True, kw_only=True)

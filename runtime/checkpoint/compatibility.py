@@ -58,6 +58,12 @@ def require_loadable(
             and step.buffer not in {s.name for s in stored.manifest.scalars}
         ):
             notes.append("has no count of the optimizer's steps: it begins with 0")
+    own_counts = program.counts_of_steps
+    names = [scalar.name for scalar in stored.manifest.scalars]
+    if any(n.startswith(f"{own_counts[0]}.") and n not in own_counts for n in names if own_counts):
+        notes.append(
+            "counts the steps of parameters that were frozen for some steps apart: they get the count of all steps"
+        )
     averaged = {flat.name for flat, quantity, _ in saved_quantities(program) if quantity == EMA}
     has_averages = any(EMA in stored.quantities(flat) for flat in stored.manifest.flats)
     if averaged and not has_averages:

@@ -31,6 +31,7 @@ def stored_groups(optimizer: LiveOptimizer) -> tuple[StoredGroup, ...]:
             parameters=tuple(group["param_names"]),
         )
         for group, algorithm in zip(optimizer.param_groups, optimizer.algorithms, strict=True)
+        if _has_parameters(group)
     )
 
 
@@ -50,7 +51,7 @@ def require_groups(path: str, groups: Sequence[StoredGroup], optimizer: LiveOpti
 def restore_groups(groups: Sequence[StoredGroup], optimizer: LiveOptimizer) -> Iterator[str]:
     """Set each group's settings to those stored under the same name; yield a sentence for each group without any."""
     stored = _settings(groups)
-    for group in optimizer.param_groups:
+    for group in filter(_has_parameters, optimizer.param_groups):
         settings = stored.get(group["name"])
         if settings is None:
             yield (
@@ -59,6 +60,10 @@ def restore_groups(groups: Sequence[StoredGroup], optimizer: LiveOptimizer) -> I
             )
             continue
         group.update(settings)
+
+
+def _has_parameters(group: Mapping[str, object]) -> bool:
+    return bool(group["param_names"])
 
 
 def _settings(groups: Sequence[StoredGroup]) -> Mapping[str, Mapping[str, Setting]]:

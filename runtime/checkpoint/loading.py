@@ -21,7 +21,7 @@ from zeroir.checkpoint.reading import CheckpointFiles, VerifyItem, read_manifest
 from zeroir.checkpoint.state_tree import decode
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Role
-from zeroir.ir.contents import DIRECTION, GRAD, FlatContent
+from zeroir.ir.contents import PASSING, FlatContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import MICRO_STEP, Program
 from zeroir.runtime.checkpoint.compatibility import stored_buffer
@@ -155,7 +155,7 @@ def fill_memory(program: Program, memory: RankMemory, stored: StoredParameters) 
                     copied.copy(read, dtype, 0, target)
                 continue
             content = buffer.holds
-            if not isinstance(content, FlatContent) or content.quantity in (GRAD, DIRECTION):
+            if not isinstance(content, FlatContent) or content.quantity in PASSING:
                 memory.clear_elements(buffer.name)
                 continue
             held = stored.elements(program, buffer, content, memory.rank)
@@ -179,10 +179,14 @@ def fill_memory(program: Program, memory: RankMemory, stored: StoredParameters) 
 
 
 def fill_kept_scalars(program: Program, memory: RankMemory, manifest: Manifest) -> None:
-    """Set the scalars that persist between steps to their values in a checkpoint, where it has them."""
+    """Set the scalars that persist between steps to their values in a checkpoint, where it has them.
+
+    A count of the steps of some parameters that it lacks becomes that of all steps.
+    """
     saved = {scalar.name: scalar.values for scalar in manifest.scalars}
+    counts = dict.fromkeys(program.counts_of_steps, saved.get("".join(program.counts_of_steps[:1])))
     for name in program.counters:
-        values = saved.get(name)
+        values = saved.get(name, counts.get(name))
         if values is not None:
             target = memory.buffer(name)
             target.copy_(torch.tensor(values, dtype=torch.float64))

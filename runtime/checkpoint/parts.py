@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from zeroir.checkpoint.manifest import MASTER as TRAINED
 from zeroir.ir.analysis.held_elements import held_by_all, held_elements, is_within, save_order
 from zeroir.ir.buffers import Buffer
-from zeroir.ir.contents import DIRECTION, EMA, GRAD, MASTER, PARAM, FlatContent
+from zeroir.ir.contents import EMA, MASTER, PARAM, PASSING, FlatContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.layout import round_up, used_numel
 from zeroir.ir.own_coordinates import OWN_COORDINATES, own_numel
 from zeroir.ir.program import PARAMETER_ALIGNMENT_NUMEL, Flat, Program
-
-_PASSING: Final = (GRAD, DIRECTION)
-"""Quantities of flats that exist only within a step, so no checkpoint has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +71,7 @@ def saved_quantities(program: Program) -> list[SavedQuantity]:
     by_flat: dict[str, dict[str, list[tuple[Buffer, FlatContent]]]] = {}
     for buffer in program.buffers:
         content = buffer.holds
-        if isinstance(content, FlatContent) and content.quantity not in _PASSING:
+        if isinstance(content, FlatContent) and content.quantity not in PASSING:
             quantities = by_flat.setdefault(content.flat, {})
             quantities.setdefault(content.quantity, []).append((buffer, content))
     for flat in program.flats:

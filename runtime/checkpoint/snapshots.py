@@ -176,7 +176,8 @@ def open_buffers(program: Program) -> list[str]:
 def require_same_sums(present: Program, following: Program) -> None:
     """Raise UserError unless a program can continue a step of the present one."""
     own, theirs = _sums(present), _sums(following)
-    if own != theirs or MICRO_STEP not in following.section_by_name:
+    are_alike = own == theirs and present.flats == following.flats
+    if not are_alike or MICRO_STEP not in following.section_by_name:
         different = [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]
         which = f", such as %{different[0]}" if different else ""
         raise UserError(

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from zeroir.errors import GraphWarning, UserError
+from zeroir.errors import CheckpointWarning, GraphWarning, UserError
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
 from zeroir.runtime.checkpoint.background import PendingSave
@@ -106,7 +106,9 @@ class Engine:
         self.rank_program = RankProgram(program, self.device, settings, self.update)
         self._values = ModelValues(self.rank_program)
         self._recording = Recording(self.rank_program)
-        self._followed = FollowedCode(self.rank, lambda: self.rank_program.optimizer_if_any)
+        self._followed = FollowedCode(
+            self.rank, lambda: self.rank_program.optimizer_if_any, self._values.step_counts
+        )
         self._accumulation = Accumulation(
             lambda batch: inputs_of(self.program, batch),
             self._begin_micro_steps,
@@ -193,14 +195,16 @@ class Engine:
         """Switch to another program of the same model, such as one for other batches. All ranks call this together.
 
         Parameters, states, buffers of the model, the loss scale, the step count and the settings are kept, and within a
-        step the sums of its micro-steps so far. The new program takes several batches a step only if it was compiled
-        for that. ``watch`` is the ``watch`` of the compiled program; without it the program is taken as compiled from
-        the present state of the user's code.
+        step the sums of its micro-steps so far. Which parameters are trained, and where values lie, may differ: states
+        of parameters that are not trained now wait in host memory. The new program takes several batches a step only if
+        it was compiled for that. ``watch`` is the ``watch`` of the compiled program; without it the program is taken as
+        compiled from the present state of the user's code.
 
         Raises:
-            UserError: where the program has other parameters, states or buffers of the model, or is for another mesh;
-                within a step, where it has other sums, or a micro-step has not run yet; without ``watch``, where the
-                present program reads tensors outside the module.
+            UserError: where the program has other parameters or other states of them, or is for another mesh; where it
+                counts the steps of parameters together that were not trained together; within a step, where it has
+                other sums, or a micro-step has not run yet; without ``watch``, where the present program reads tensors
+                outside the module.
         """
         if watch is None and self._followed.reads_tensors:
             raise UserError(
@@ -278,6 +282,8 @@ class Engine:
                 self.go_on_among(again)
             except UserError as error:
                 raise UserError(f"{change} It cannot go on with another program: {error}") from None
+            # It may have groups that the earlier one had not.
+            self._followed.follow_optimizers()
 
     def _read_outside(self) -> None:
         """Read the present values of the user's tensors."""
@@ -552,6 +558,14 @@ class Engine:
                 last micro-step waits for the next.
         """
         self._accumulation.require_known()
+        waiting = sorted(self._values.waiting_parameters)
+        if waiting and self.rank == 0:
+            warnings.warn(
+                f"The checkpoint '{path}' lacks the optimizer states of {len(waiting)} parameters that are frozen now, "
+                f"such as {waiting[0]}: trained again after a load, they begin with new ones.",
+                CheckpointWarning,
+                stacklevel=2,
+            )
         return self._checkpoints.save(
             self._running,
             os.fspath(path),
@@ -584,6 +598,7 @@ class Engine:
             else self._running_within,
         )
         self._values.are_set = True
+        self._values.forget_waiting()
         self._accumulation.go_on(loaded.micro_steps)
         return loaded
 

@@ -60,6 +60,9 @@ class Followed(Protocol):
     def parameter_names(self) -> Mapping[int, str]:
         """Return the names of the module's parameters by their ids."""
 
+    def trained_names(self) -> Sequence[str]:
+        """Return the names of the module's parameters that require a gradient now."""
+
     def remember(self) -> None:
         """Compare with the present state of the user's code from now on."""
 
@@ -82,7 +85,10 @@ class CompiledAgain:
     accumulating: Callable[[], Program] | None = None
 
 
-Compile = Callable[[frozenset[str]], "Signatures"]
+StepCounts = Mapping[str, int]
+"""The number of the count of steps of each parameter that was not trained in all steps; see ``ModelSource``."""
+
+Compile = Callable[[frozenset[str], StepCounts], "Signatures"]
 """A function that compiles the program again from the present state of the user's code.
 
 Of the numbers with these names every later value is to count, too.
@@ -92,12 +98,19 @@ Of the numbers with these names every later value is to count, too.
 class FollowedCode:
     """What an engine follows between steps: the user's code and tensors, and the script's optimizers.
 
-    ``optimizer`` returns the settings of the running program, None where it updates nothing.
+    ``optimizer`` returns the settings of the running program, None where it updates nothing, and ``step_counts`` the
+    counts of steps of the parameters that are trained now.
     """
 
-    def __init__(self, rank: int, optimizer: Callable[[], LiveOptimizer | None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        optimizer: Callable[[], LiveOptimizer | None],
+        step_counts: Callable[[Sequence[str]], StepCounts],
+    ) -> None:
         self._rank = rank
         self._optimizer = optimizer
+        self._step_counts = step_counts
         self._code: Followed | None = None
         self._compile: Compile | None = None
         # One may be known by several states, as those that it follows more or less of.
@@ -125,7 +138,7 @@ class FollowedCode:
         """Compile after a change instead of refusing it; ``present`` are the programs of the present state."""
         assert self._code is not None
         self._compile = compile_again
-        self._programs = {self._code.state(): present}
+        self._programs = {(self._code.state(), frozenset()): present}
 
     def remember(self) -> None:
         """Take the running program as compiled from the present state."""
@@ -151,18 +164,20 @@ class FollowedCode:
         except ChangedCodeError as change:
             if self._compile is None:
                 raise
-            state = self._code.state()
+            counts = self._step_counts(self._code.trained_names())
+            counted = frozenset(counts.items())
+            state = self._code.state(), counted
             known = self._programs.get(state)
             if known is None or not _is_current(known.running.code, is_step=is_step):
                 count = len({id(each) for each in self._programs.values()})
                 if not change.may_compile or count >= MOST_STATES:
                     raise
                 begun = time.perf_counter()
-                known = self._compiled(self._code, change)
+                known = self._compiled(self._code, change, counts)
                 self._programs[state] = known
                 code = known.running.code
                 if code is not None:
-                    self._programs[code.state()] = known
+                    self._programs[code.state(), counted] = known
                 follows = code is not None and change.numbers & code.numbers
                 if self._rank == 0:
                     seconds = time.perf_counter() - begun
@@ -173,10 +188,12 @@ class FollowedCode:
             return known, change
         return None
 
-    def _compiled(self, code: Followed, change: ChangedCodeError) -> Signatures:
+    def _compiled(
+        self, code: Followed, change: ChangedCodeError, step_counts: StepCounts
+    ) -> Signatures:
         """Compile a program that follows the numbers that changed, too, if that is possible."""
         assert self._compile is not None
-        compiled = self._compile((code.numbers | change.numbers) - self._unfollowed)
+        compiled = self._compile((code.numbers | change.numbers) - self._unfollowed, step_counts)
         if compiled.running.code is not None:
             self._unfollowed |= compiled.running.code.unfollowed
         return compiled

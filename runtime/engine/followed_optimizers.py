@@ -31,15 +31,13 @@ class FollowedOptimizers:
         self.optimizers = tuple(optimizers)
         self._live = live
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        of_name = {
+        self._of_name = {
             names.get(id(parameter), ""): index
             for index, group in enumerate(groups)
             for parameter in group["params"]
         }
-        self._indices = [
-            next(of_name[name] for name in group["param_names"] if name in of_name)
-            for group in live.param_groups
-        ]
+        self._indices: list[int] = []
+        self._add_indices()
         # What changed since the program was compiled, as by a scheduler that warms up, is set now.
         self._known: list[dict[str, object]] = [{} for _ in groups]
         self._set([_settings(group) for group in groups])
@@ -61,8 +59,17 @@ class FollowedOptimizers:
                 "compiled from it: compile again."
             )
         present = [_settings(group) for group in groups]
+        if len(self._live.param_groups) > len(self._indices):
+            self._add_indices()
+            self._known = [{} for _ in groups]
         if present != self._known:
             self._set(present)
+
+    def _add_indices(self) -> None:
+        """Find the group of the script for each new group of the program."""
+        for group in self._live.param_groups[len(self._indices) :]:
+            named = (self._of_name[n] for n in group["param_names"] if n in self._of_name)
+            self._indices.append(next(named))
 
     def _set(self, present: list[dict[str, object]]) -> None:
         for live, index in zip(self._live.param_groups, self._indices, strict=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Final, overload
 
@@ -75,12 +75,7 @@ class LiveOptimizer(torch.optim.Optimizer):
         self._written = list(self._first)
         super().__init__(
             [
-                {
-                    "params": [_placeholder(shape) for _, shape in group.parameters],
-                    "param_names": [name for name, _ in group.parameters],
-                    "name": group.name,
-                    **_as_torch_has_them(group, settings),
-                }
+                _param_group(group, settings)
                 for group, settings in zip(self._groups, self._written, strict=True)
             ],
             dict(_as_torch_has_them(self._groups[0], self._written[0])),
@@ -135,16 +130,29 @@ class LiveOptimizer(torch.optim.Optimizer):
         for group, new in zip(self._groups, settings, strict=True):
             _require_valid(group, new)
         for group, new, old in zip(self._groups, settings, self._written, strict=True):
-            for memory in self._memories:
+            for memory in self._memories if group.parameters else ():
                 if new[0] != old[0]:
                     memory.region(group.lr).fill_(new[0])
                 if new[1:] != old[1:]:
                     memory.region(group.hyper).copy_(torch.tensor(new[1:], dtype=torch.float64))
         self._written = settings
 
-    def write_to(self, memories: Iterable[RankMemory]) -> None:
-        """Write to other memories from now on, starting with all settings."""
+    def go_on_with(self, program: Program, memories: Iterable[RankMemory]) -> None:
+        """Drive another program from now on, starting with all settings.
+
+        A group none of whose parameters it trains keeps its place and its settings without parameters.
+        """
         self._memories = list(memories)
+        present = {group.name: group for group in _groups(program)}
+        groups = [present.pop(group.name, replace(group, parameters=())) for group in self._groups]
+        first = {scalar.buffer: scalar.values for scalar in program.scalars}
+        self._groups = [*groups, *present.values()]
+        for param_group, group in zip(self.param_groups, groups, strict=True):
+            param_group.update(_members(group))
+        for group in present.values():
+            settings = _first_settings(group, first)
+            self._first.append(settings)
+            self.param_groups.append(_param_group(group, settings))
         self._written = [(math.nan,) * len(settings) for settings in self._first]
 
     def forget_written(self) -> None:
@@ -318,6 +326,18 @@ def _groups(program: Program) -> list[_LiveGroup]:
         )
         for group in program.groups
     ]
+
+
+def _param_group(group: _LiveGroup, settings: Settings) -> dict[str, object]:
+    """Return a group as torch's optimizers have it."""
+    return {**_members(group), "name": group.name, **_as_torch_has_them(group, settings)}
+
+
+def _members(group: _LiveGroup) -> dict[str, object]:
+    return {
+        "params": [_placeholder(shape) for _, shape in group.parameters],
+        "param_names": [name for name, _ in group.parameters],
+    }
 
 
 def _placeholder(shape: tuple[int, ...]) -> Tensor:

@@ -20,6 +20,7 @@ from zeroir.runtime.engine.opened_program import EngineSettings, OpenedProgram, 
 from zeroir.runtime.execution.executor import StepExecutor
 from zeroir.runtime.memory.malloc import keep_freed_memory
 from zeroir.runtime.memory.rank_memory import RankMemory
+from zeroir.runtime.state.carried_values import CarriedValues, WaitingStates, carried_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class RankProgram:
             self._sections = self._sections or SectionsOfRanks(self.job)
             self.executor.compare_sections(self._sections)
         if self._optimizer is not None:
-            self._optimizer.write_to([self.memory])
+            self._optimizer.go_on_with(self.program, [self.memory])
         elif self.program.groups:
             self._optimizer = LiveOptimizer(self.program, [self.memory], self._update)
         if self._optimizer is not None:
@@ -116,20 +117,37 @@ class RankProgram:
             self.executor.finish()
             yield
 
-    def replace(self, program: Program) -> None:
-        """Switch to another program: parameters, master weights and states keep their tensors.
+    def replace(self, program: Program, waiting: WaitingStates | None = None) -> CarriedValues:
+        """Switch to another program: parameters, master weights and states keep their values.
 
-        Within a step the sums so far are kept, too. All ranks call this together.
+        They keep their tensors, too, where both programs have the same flats; elsewhere ``waiting`` has the states of
+        the parameters that the present program does not train. Within a step the sums so far are kept. All ranks call
+        this together.
         """
         carried = self._carried()
         if self._sections is not None:
             # Another rank may be in a section, and should learn why its connection breaks.
             self._sections.begin(OTHER_PROGRAM, self.step_count + 1, carried.micro_steps)
             self._sections.show()
+        with self.between_sections():
+            moved = carried_values(
+                self.program,
+                program,
+                self.memory,
+                self.job.comm,
+                WaitingStates() if waiting is None else waiting,
+            )
         self._stop_parked(())
         self.opened.close(self.job)
         self._open(program, kept=self.memory)
+        with self.executor.entered():
+            self.memory.clear(moved.cleared)
+            for name, values in moved.buffers.items():
+                self.memory.write(name, 0, values)
+            for name, count in moved.scalars.items():
+                self.memory.buffer(name).fill_(count)
         self._go_on(carried)
+        return moved
 
     def change_to(self, program: Program, among: Sequence[Program]) -> None:
         """Switch to another program with the same communicators, as ``replace`` does; other ranks need not do so.

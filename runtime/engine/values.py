@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Final
@@ -16,6 +17,11 @@ from zeroir.runtime.comm.rank_zero_values import ALONE, RankZeroValues
 from zeroir.runtime.engine.rank_program import RankProgram
 from zeroir.runtime.state import initial, state_dicts
 from zeroir.runtime.state import state as state_of_buffers
+from zeroir.runtime.state.carried_values import (
+    CarriedValues,
+    WaitingStates,
+    counts_of_steps,
+)
 from zeroir.runtime.state.full_parameters import whole_parameters
 from zeroir.runtime.state.gathered_module import DeepCopy, ModuleGatherer, module_maker
 from zeroir.runtime.state.module_values import (
@@ -25,6 +31,8 @@ from zeroir.runtime.state.module_values import (
     watched_source,
 )
 from zeroir.runtime.state.write_back import return_values
+
+LOGGER: Final = logging.getLogger("zeroir")
 
 _LESS: Final = "gather smaller modules, one after the other"
 """The remedy if memory runs out for a gathered module."""
@@ -44,6 +52,7 @@ class ModelValues:
         self.others: dict[str, Tensor] = {}
         self.are_set = False
         self._taken_from: nn.Module | None = None
+        self._waiting = WaitingStates()
 
     def initialise(
         self,
@@ -145,7 +154,7 @@ class ModelValues:
         present = rank_program.program
         held = state_of_buffers.names_of_buffers(present)
         wanted = state_of_buffers.names_of_buffers(program)
-        if among and held == wanted:
+        if among and held == wanted and present.flats == program.flats:
             rank_program.change_to(program, among)
             return
         with rank_program.between_sections():
@@ -153,7 +162,8 @@ class ModelValues:
                 if binding.name in held - wanted:
                     values = rank_program.memory.buffer(binding.buffer).view(binding.shape)
                     self.others[binding.name] = values.to("cpu", copy=True)
-        rank_program.replace(program)
+        carried = rank_program.replace(program, self._waiting)
+        self._say(carried)
         arriving = [binding for binding in program.module_buffers if binding.name in wanted - held]
         with rank_program.executor.entered():
             for binding in arriving:
@@ -161,6 +171,43 @@ class ModelValues:
                 rank_program.memory.buffer(binding.buffer).copy_(values.reshape(-1))
         if self._taken_from is not None:
             free_tensors(self._taken_from, [binding.name for binding in arriving])
+
+    def step_counts(self, trained: Sequence[str]) -> Mapping[str, int]:
+        """Number the different counts of steps of these parameters from 1 on; those trained in all steps have none."""
+        rank_program = self._rank_program
+        with rank_program.between_sections():
+            counts = counts_of_steps(rank_program.program, rank_program.memory, self._waiting)
+        most = counts.of_all
+        counted = {
+            name: counts.of_parameter[name] for name in trained if name in counts.of_parameter
+        }
+        others = sorted(set(counted.values()) - {most}, reverse=True)
+        return {name: 1 + others.index(count) for name, count in counted.items() if count != most}
+
+    def forget_waiting(self) -> None:
+        """Forget the states of parameters that are not trained now, because others were loaded."""
+        self._waiting = WaitingStates()
+
+    @property
+    def waiting_parameters(self) -> frozenset[str]:
+        """The parameters whose states are not in the program, because it does not train them."""
+        return frozenset(name for name, _ in self._waiting.values)
+
+    def _say(self, carried: CarriedValues) -> None:
+        """Say what happened to the states of parameters that are frozen or trained now."""
+        if self._rank_program.job.rank != 0:
+            return
+        for names, sentence in (
+            (
+                carried.frozen,
+                f"frozen now; {self._waiting.size_bytes:,} bytes of optimizer states wait in the memory of this host.",
+            ),
+            (carried.resumed, "trained again, with the optimizer states that they had."),
+            (carried.begun, "trained now, with new optimizer states."),
+        ):
+            if names:
+                others = f" and {len(names) - 1} more parameters" if names[1:] else ""
+                LOGGER.warning("%s%s: %s", names[0], others, sentence)
 
     def parameters(self, *, masters: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter with its name, unsharded, unit by unit."""

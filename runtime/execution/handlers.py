@@ -264,7 +264,7 @@ def _prepare_locally(
         case ops.Decide():
             return partial(
                 numerics.decide,
-                step=memory.region(op.step),
+                steps=[memory.region(count) for count in (op.step, *op.counts)],
                 gradient_divisor=memory.region(op.gradient_divisor),
                 divisor=op.divisor,
                 overflow=_region(memory, op.overflow),

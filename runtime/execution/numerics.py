@@ -92,7 +92,7 @@ def _unclipped_divisor(
 
 def decide(
     *,
-    step: Tensor,
+    steps: Sequence[Tensor],
     gradient_divisor: Tensor,
     divisor: int,
     overflow: Tensor | None,
@@ -115,7 +115,8 @@ def decide(
         # A divisor that is NaN differs from any guess.
         redo.copy_(gradient_divisor != guess)
     if skip is None:
-        step.add_(1.0)
+        for step in steps:
+            step.add_(1.0)
         return
     is_skipped = torch.zeros_like(skip, dtype=torch.bool)
     if overflow is not None:
@@ -125,7 +126,8 @@ def decide(
     skip.copy_(is_skipped)
     if redo is not None:
         redo.masked_fill_(is_skipped, 1.0)
-    step.add_(1.0 - skip)
+    for step in steps:
+        step.add_(1.0 - skip)
 
 
 def average(param: Tensor, mean: Tensor, decay: float, skip: Tensor | None) -> None:

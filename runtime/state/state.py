@@ -10,7 +10,8 @@ from torch import Tensor
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.analysis.held_elements import held_by_all, held_elements
 from zeroir.ir.buffers import Buffer
-from zeroir.ir.contents import EMA, GRAD, MASTER, PARAM, FlatContent
+from zeroir.ir.contents import EMA, GRAD, MASTER, PARAM, PASSING, FlatContent
+from zeroir.ir.dtypes import DType
 from zeroir.ir.layout import used_numel
 from zeroir.ir.mesh import Mesh
 from zeroir.ir.own_coordinates import OWN_COORDINATES, own_numel
@@ -73,33 +74,70 @@ def take_over(program: Program, memory: RankMemory, earlier: RankMemory) -> None
 
 
 def require_same_state(present: Program, following: Program, others: Collection[str] = ()) -> None:
-    """Raise UserError unless a program can continue with the persistent buffers of the present one.
+    """Raise UserError unless a program can continue with the values of the present one.
 
-    Both must have the same mesh, parameters in the same places, states and settings. Buffers of the model may be in one
-    of them alone if ``others``, names of tensors outside the present program, has those that only the following one
-    has. Constants, sums of gradients, inputs and outputs may differ.
+    Both must have the same mesh, the same parameters, and the same states of those that both train; which they train,
+    and where the values lie, may differ. Buffers of the model may be in one of them alone if ``others``, names of
+    tensors outside the present program, has those that only the following one has. Constants, sums of gradients,
+    inputs and outputs may differ.
     """
     if present.mesh != following.mesh:
         raise UserError(
             f"The engine runs on {_text(present.mesh)}, but the program to go on with is for {_text(following.mesh)}: "
             "compile it for the same mesh."
         )
-    own, theirs = _state(present), _state(following)
-    own_buffers, their_buffers = names_of_buffers(present), names_of_buffers(following)
-    movable = (own_buffers - their_buffers) | (their_buffers - own_buffers).intersection(others)
+    own_buffers, their_buffers = _model_buffers(present), _model_buffers(following)
+    movable = (own_buffers.keys() - their_buffers.keys()) | set(others)
+    for name in movable - (own_buffers.keys() & their_buffers.keys()):
+        own_buffers.pop(name, None)
+        their_buffers.pop(name, None)
+    _require_equal(_parameters(present), _parameters(following))
+    _require_equal(own_buffers, their_buffers)
+    own_states, their_states = _states(present), _states(following)
+    for name in own_states.keys() & their_states.keys():
+        _require_equal(own_states[name], their_states[name])
+
+
+def _require_equal(own: Mapping[str, object], theirs: Mapping[str, object]) -> None:
     for name in {**own, **theirs}:
-        if own.get(name) != theirs.get(name) and name not in movable:
-            owner = (
-                "only the program to go on with" if name not in own else "only the engine's program"
-            )
-            if name in own and name in theirs:
-                raise UserError(
-                    f"'{name}' is another one in the program to go on with: compile it from the same model with the "
-                    "same options, and with other batches, outputs or micro-steps alone."
-                )
+        if own.get(name) == theirs.get(name):
+            continue
+        if name in own and name in theirs:
             raise UserError(
-                f"'{name}' is in {owner}: compile both from the same model with the same options."
+                f"'{name}' is another one in the program to go on with: compile it from the same model with the same "
+                "options, and with other batches, outputs or micro-steps alone."
             )
+        owner = "only the program to go on with" if name not in own else "only the engine's program"
+        raise UserError(
+            f"'{name}' is in {owner}: compile both from the same model with the same options."
+        )
+
+
+def _parameters(program: Program) -> dict[str, object]:
+    return {
+        slot.name: (slot.shape, slot.aliases, flat.dtype)
+        for flat in program.flats
+        for slot in flat.slots
+    }
+
+
+def _states(program: Program) -> dict[str, dict[str, DType]]:
+    """Return the dtypes of what a program keeps of each trained parameter beside its value."""
+    of_flat: dict[str, dict[str, DType]] = {}
+    for buffer in program.buffers:
+        content = buffer.holds
+        if isinstance(content, FlatContent) and content.quantity not in (PARAM, *PASSING):
+            of_flat.setdefault(content.flat, {})[content.quantity] = buffer.dtype
+    return {
+        slot.name: {f"{what} of {slot.name}": dtype for what, dtype in of_flat[flat.name].items()}
+        for flat in program.flats
+        if flat.is_trainable and flat.name in of_flat
+        for slot in flat.slots
+    }
+
+
+def _model_buffers(program: Program) -> dict[str, object]:
+    return {b.name: (b.buffer, b.shape) for b in program.module_buffers if b.data is None}
 
 
 def names_of_buffers(program: Program) -> frozenset[str]:
@@ -109,20 +147,6 @@ def names_of_buffers(program: Program) -> frozenset[str]:
 
 def _text(mesh: Mesh) -> str:
     return "the mesh " + ", ".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
-
-
-def _state(program: Program) -> dict[str, object]:
-    """Return what a program keeps between steps, by the names of flats, persistent buffers and buffers of the model."""
-    buffers = {
-        buffer.name: (buffer.space, buffer.dtype, buffer.numel, buffer.holds)
-        for buffer in program.buffers
-        if isinstance(buffer.holds, FlatContent) and buffer.holds.quantity != GRAD
-    }
-    return {
-        **{flat.name: flat for flat in program.flats},
-        **buffers,
-        **{binding.name: binding for binding in program.module_buffers if binding.data is None},
-    }
 
 
 def fill_constants(program: Program, ranks: Iterable[RankMemory]) -> None:

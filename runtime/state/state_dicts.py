@@ -19,7 +19,6 @@ from zeroir.ir.optimizers.catalogue import OWN_STATES, OWN_STATES_OF_TORCH
 from zeroir.ir.optimizers.forms import ABSMAX, QUANTITIES_OF_BLOCKS, state_of
 from zeroir.ir.own_coordinates import PlacedPart, placed_parts
 from zeroir.ir.program import Program
-from zeroir.ir.reports import Quantity
 from zeroir.runtime.checkpoint.model_facts import ModelFacts
 from zeroir.runtime.checkpoint.parts import elements_on, state_quantities
 from zeroir.runtime.comm.base import Comm
@@ -27,6 +26,7 @@ from zeroir.runtime.eight_bit.rounding import widened
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.memory.tensors import common
+from zeroir.runtime.state.carried_values import buffers_of_counts
 from zeroir.runtime.state.full_parameters import whole_parameters
 from zeroir.runtime.state.state import full_flat
 
@@ -176,7 +176,13 @@ def optimizer_state(
     if not is_kept:
         return {}
     groups: list[dict[str, object]] = []
-    steps = memory.buffer(program.report_of[Quantity.STEP].buffer)[0].cpu()
+    counts = buffers_of_counts(program)
+    steps = {
+        slot.name: memory.buffer(counts[flat.name])[0].cpu()
+        for flat in program.flats
+        if flat.name in counts
+        for slot in flat.slots
+    }
     for group, algorithm in zip(optimizer.param_groups, optimizer.algorithms, strict=True):
         names = list(group["param_names"])
         settings = {key: value for key, value in group.items() if key not in _NO_SETTINGS}
@@ -184,7 +190,7 @@ def optimizer_state(
         of_torch = algorithm.declaration.torch
         if of_torch is not None and of_torch.counts_steps:
             for name in names:
-                states.setdefault(name, {})["step"] = steps.clone()
+                states.setdefault(name, {})["step"] = steps[name].clone()
     return {"state": dict(states), "param_groups": groups}
 
 

@@ -1,14 +1,20 @@
-"""Modes that a script sets between steps take effect as in plain PyTorch, bit for bit."""
+"""What a script freezes, trains again or sets to evaluation mode takes effect as in plain PyTorch, bit for bit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import zeroir
+from tests.api import freezing_workers
+from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from zeroir.errors import CheckpointWarning, UserError
+from zeroir.ir.contents import FlatContent
 from zeroir.runtime.engine.engine import Engine
 
 pytestmark = [
@@ -121,3 +127,236 @@ def test_a_model_that_begins_in_evaluation_mode_may_leave_it() -> None:
     # The engine has the count now.
     assert pair.net[1].num_batches_tracked.is_meta
     pair.close()
+
+
+def freeze(*indices: int) -> Change:
+    return lambda net: [net[index].requires_grad_(False) for index in indices]
+
+
+def thaw(*indices: int) -> Change:
+    return lambda net: [net[index].requires_grad_(True) for index in indices]
+
+
+def two_groups(net: nn.Module) -> torch.optim.Optimizer:
+    assert isinstance(net, nn.Sequential)
+    groups = [
+        {"params": net[3:].parameters(), "lr": 0.05},
+        {"params": net[:3].parameters(), "lr": 0.2, "momentum": 0.5},
+    ]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01, fused=True)
+
+
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
+
+
+OPTIMIZERS = [momentum, two_groups, adamw]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_is_frozen_half_way_goes_on_when_it_is_trained_again(
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer], stage: int
+) -> None:
+    pair = Pair(optimizer, stage=stage)
+    pair.step()
+    pair.change(freeze(0, 1))
+    pair.step()
+    pair.change(lambda net: net[3].bias.requires_grad_(False))
+    pair.step()
+    pair.change(thaw(0))
+    pair.step()
+    pair.change(thaw(1, 3))
+    pair.step()
+    pair.close()
+
+
+def test_a_group_that_begins_frozen_is_trained_later() -> None:
+    def frozen_first(net: nn.Module) -> torch.optim.Optimizer:
+        assert isinstance(net, nn.Sequential)
+        freeze(0, 1)(net)
+        return two_groups(net)
+
+    pair = Pair(frozen_first)
+    pair.step()
+    assert len(pair.engine.optimizer.param_groups) == 1
+    pair.change(thaw(0, 1))
+    for group in (pair.own.param_groups[1], pair.optimizer.param_groups[1]):
+        group["lr"] = 0.3
+    pair.step()
+    assert [group["lr"] for group in pair.engine.optimizer.param_groups] == [0.05, 0.3]
+    pair.close()
+
+
+def engine_of(**options: object) -> tuple[nn.Sequential, Engine]:
+    net = net_of()
+    compiled = zeroir.compile(net, X, loss=loss_of, world_size=1, **options)  # type: ignore[arg-type]
+    return net, compiled.engine(self_check=False)
+
+
+def test_what_is_frozen_costs_neither_gradients_nor_states(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    net, engine = engine_of(optimizer="adamw")
+
+    def held() -> int:
+        quantities = ("grad", "exp_avg", "exp_avg_sq")
+        contents = [(b.size_bytes, b.holds) for b in engine.program.buffers]
+        return sum(
+            size
+            for size, content in contents
+            if isinstance(content, FlatContent) and content.quantity in quantities
+        )
+
+    engine.step(X)
+    before = held()
+    net.requires_grad_(False)
+    net[6].requires_grad_(True)
+    engine.step(X)
+    # Each flat is filled up to 256 elements.
+    assert held() == 3 * 4 * (256 + 256) < before / 2
+    net.requires_grad_(True)
+    engine.step(X)
+    net[0].bias.requires_grad_(False)
+    engine.step(X)
+    said = [
+        record.getMessage() for record in caplog.records if "optimizer states" in record.message
+    ]
+    assert said[0].startswith("0.weight and 7 more parameters: frozen now; ")
+    assert said[1].endswith("trained again, with the optimizer states that they had.")
+    assert said[2] == (
+        f"0.bias: frozen now; {2 * 4 * WIDTH} bytes of optimizer states wait in the memory of this host."
+    )
+
+
+def states_of(engine: Engine) -> dict[str, dict[str, Tensor]]:
+    """Return the optimizer's states by parameter and name."""
+    return cast("dict[str, dict[str, Tensor]]", engine.optimizer_state_dict()["state"])
+
+
+FORMS: tuple[dict[str, object], ...] = (
+    {"optimizer": "adamw", "precision": "bf16", "ema": 0.9},
+    {"optimizer": "adamw", "precision": "fp16", "loss_scale": 8.0, "clip": 1.0},
+    {"optimizer": "adamw", "optimizer_bits": 8},
+    {"optimizer": "adamw", "offload": "optimizer"},
+    {"optimizer": "adafactor"},
+    {"optimizer": "muon", "lr": 0.01},
+    {"optimizer": "shampoo"},
+)
+
+
+@pytest.mark.parametrize("options", FORMS, ids=str)
+def test_states_of_every_form_wait_unchanged(options: dict[str, object]) -> None:
+    """So do master weights and averages of parameters in 16 bits."""
+    net, engine = engine_of(**options)
+
+    def values() -> dict[str, Tensor]:
+        averages = {"ema": engine.full_parameters(ema=True)} if "ema" in options else {}
+        found = {"parameters": engine.full_parameters(), **averages, **states_of(engine)}
+        return {
+            f"{name} {kind}": value
+            for name, kinds in found.items()
+            for kind, value in kinds.items()
+            if "0." in f"{name} {kind}" and isinstance(value, Tensor)
+        }
+
+    for _ in range(2):
+        engine.step(X)
+    before = values()
+    assert len(before) > 2
+    freeze(0)(net)
+    for _ in range(2):
+        engine.step(X)
+    thaw(0)(net)
+    engine.evaluate(X)  # It goes on with the other program, too.
+    after = values()
+    assert after.keys() == before.keys()
+    for name, value in before.items():
+        assert torch.equal(after[name], value), name
+    engine.step(X)
+    assert engine.step_count == 5
+
+
+def test_a_step_that_has_begun_ends_with_the_parameters_of_its_start() -> None:
+    net, engine = engine_of(optimizer="sgd", micro_steps=2)
+    engine.micro_step(X, is_last=False)
+    freeze(0)(net)
+    with pytest.raises(UserError, match=r"0\.weight is frozen now.* call update\(\) before"):
+        engine.micro_step(X)
+    thaw(0)(net)
+    engine.micro_step(X)
+    engine.update()
+    freeze(0)(net)
+    engine.step([X, X])
+
+
+def test_a_checkpoint_says_what_waits_or_was_counted_apart(tmp_path: Path) -> None:
+    net, engine = engine_of(optimizer="adamw")
+    engine.step(X)
+    freeze(0)(net)
+    engine.step(X)
+    with pytest.warns(CheckpointWarning, match="lacks the optimizer states of 2 parameters"):
+        engine.save(tmp_path / "frozen")
+    thaw(0)(net)
+    engine.step(X)
+    steps = [states_of(engine)[name]["step"] for name in ("0.weight", "3.weight")]
+    assert steps == [2, 3]
+    engine.save(tmp_path / "apart")
+    _, other = engine_of(optimizer="adamw")
+    with pytest.warns(CheckpointWarning, match="counts the steps of parameters .* apart"):
+        other.load(tmp_path / "apart")
+    other.step(X)
+    # The engine itself takes what it saved, and a count of all steps for each of its own.
+    engine.load(tmp_path / "apart")
+    assert engine.program.counts_of_steps == ("step", "step.1")
+    assert [float(engine.buffer(name)) for name in engine.program.counts_of_steps] == [3, 2]
+    other.save(tmp_path / "together")
+    engine.load(tmp_path / "together")
+    assert [float(engine.buffer(name)) for name in engine.program.counts_of_steps] == [4, 4]
+
+
+def test_an_engine_goes_on_with_values_in_other_places() -> None:
+    """Programs of other stages and units, with other flats."""
+    torch.manual_seed(0)
+    found: list[dict[str, Tensor]] = []
+    usual: dict[str, object] = {}
+    for choices in (
+        [usual] * 4,
+        [{"stage": 3}, {"stage": 1}, {"units": "*"}, {"offload": "optimizer"}],
+    ):
+        programs = [
+            zeroir.compile(net_of(), X, loss=loss_of, world_size=1, optimizer="adamw", **each)  # type: ignore[arg-type]
+            for each in choices
+        ]
+        engine = programs[0].engine(self_check=False)
+        for program in programs:
+            engine.go_on_with(program.program)
+            engine.step(X)
+            engine.step(X)
+        found.append(engine.full_parameters())
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+
+
+def test_a_program_that_counts_all_steps_alike_is_refused_after_a_thaw() -> None:
+    net, engine = engine_of(optimizer="adamw")
+    first = engine.program
+    freeze(0)(net)
+    engine.step(X)
+    thaw(0)(net)
+    engine.step(X)
+    with pytest.raises(UserError, match=r"'0\.weight' was trained in 1 of 2 steps"):
+        engine.go_on_with(first)
+    engine.step(X)
+
+
+@pytest.mark.dist
+def test_three_ranks_freeze_and_train_again_as_eager_replicas(tmp_path: Path) -> None:
+    """At stages 1 and 3, bit for bit; each rank keeps a part of the states that wait."""
+    ranks = Ranks(
+        freezing_workers.RANKS,
+        tmp_path,
+        module="tests.api.freezing_workers",
+        sources=COMPILING_SOURCES,
+    )
+    require_success(ranks.wait())

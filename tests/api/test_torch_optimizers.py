@@ -328,14 +328,6 @@ def stepped(module: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def of_frozen(module: nn.Module) -> torch.optim.Optimizer:
-    module.get_parameter("head.bias").requires_grad_(False)
-    others = [p for n, p in module.named_parameters() if n != "head.bias"]
-    return torch.optim.SGD(
-        [{"params": others}, {"params": [module.get_parameter("head.bias")]}], lr=0.1
-    )
-
-
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
@@ -362,7 +354,6 @@ def of_frozen(module: nn.Module) -> torch.optim.Optimizer:
             "of shape [2, 3] that is not one of",
         ),
         (stepped, "has the states of 8 parameters already"),
-        (of_frozen, "Group 1 of the SGD has no parameter that requires a gradient"),
         (lambda _: RuntimeError("no optimizer"), "should be a name (sgd, momentum, adam, adamw"),
         (lambda _: torch.optim.LBFGS, "zeroir has no optimizer torch.optim.lbfgs.LBFGS"),
         (lambda _: int, "zeroir has no optimizer builtins.int"),

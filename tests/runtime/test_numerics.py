@@ -124,7 +124,7 @@ def test_clipping_follows_torch() -> None:
     scaled = gradient * 6 * 1024  # summed over 6 contributions, scaled by 1024
     divisor, step = torch.zeros(1), torch.zeros(1)
     numerics.decide(
-        step=step,
+        steps=[step],
         gradient_divisor=divisor,
         divisor=6,
         overflow=None,

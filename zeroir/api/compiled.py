@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from zeroir import artifact as artifacts
@@ -50,7 +51,7 @@ class Compile(Protocol):
     """Compiles a source as it is now, from another example batch if one is given.
 
     Parameters keep the places that they have in ``flats`` of an earlier program. The program follows those of the
-    ``numbers`` that it can.
+    ``numbers`` that it can. ``step_counts`` are those of ``ModelSource``.
     """
 
     def __call__(
@@ -60,6 +61,7 @@ class Compile(Protocol):
         flats: tuple[Flat, ...] = (),
         batch: Batch = None,
         numbers: frozenset[str] = frozenset(),
+        step_counts: Mapping[str, int] = MappingProxyType({}),
     ) -> CompiledProgram:
         """Return the compiled program."""
 
@@ -254,8 +256,8 @@ class CompiledProgram:
         Before each step the engine compares what the program was compiled from (attributes and modes of modules, hooks,
         globals and closures that the step's code mentions) with what is there now. After a change it compiles the
         program again, once for each state, and keeps parameters and states; it refuses a change of which parameters
-        there are or are trained, and with ``compile_again=False`` every one. ``ignore`` are patterns of names whose
-        changes no step depends on. Tensors outside the module count with their present values.
+        there are, and with ``compile_again=False`` every one. ``ignore`` are patterns of names whose changes no step
+        depends on. Tensors outside the module count with their present values.
 
         ``timeout`` bounds the wait for another rank in a collective; the default is 5 minutes.
 

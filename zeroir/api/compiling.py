@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Unpack
 
 from zeroir import artifact as artifacts
@@ -112,9 +113,10 @@ def compile_again(
     flats: tuple[Flat, ...] = (),
     batch: Batch = None,
     numbers: frozenset[str] = frozenset(),
+    step_counts: Mapping[str, int] = MappingProxyType({}),
 ) -> CompiledProgram:
     """Compile a source as it is now, as ``compiled.Compile`` says."""
-    source = replace(source, flats=flats, numbers=numbers)
+    source = replace(source, flats=flats, numbers=numbers, step_counts=step_counts)
     if batch is not None:
         source = replace(source, batch=lambda: batch)
     return compile_source(source, options, config)

@@ -196,9 +196,7 @@ def _of_instances(
         if twice:
             raise UserError(f"{group.label} has {min(twice)}, which another optimizer has, too.")
         trained |= set(group.members)
-    untrained = {
-        name for name, parameter in module.named_parameters() if parameter.requires_grad
-    } - trained
+    untrained = {name for name, _ in module.named_parameters()} - trained
     first = groups[0]
     options = {**given, **first.options, "optimizer": first.algorithm}
     if len(groups) > 1 or first.name is not None:
@@ -250,7 +248,7 @@ def _common(
 
 
 def _members(label: str, parameters: Sequence[Tensor], names: Mapping[int, str]) -> tuple[str, ...]:
-    """Return the names of the trained parameters of a group."""
+    """Return the names of the parameters of a group, which may be frozen for now."""
     own: list[str] = []
     for parameter in parameters:
         name = names.get(id(parameter))
@@ -259,10 +257,9 @@ def _members(label: str, parameters: Sequence[Tensor], names: Mapping[int, str])
                 f"{label} has a parameter of shape {list(parameter.shape)} that is not one of the module: make the "
                 "optimizer from the parameters of the module that is compiled."
             )
-        if parameter.requires_grad:
-            own.append(name)
+        own.append(name)
     if not own:
-        raise UserError(f"{label} has no parameter that requires a gradient: leave it out.")
+        raise UserError(f"{label} has no parameter: leave it out.")
     return tuple(own)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Final
 
 from zeroir.ir.fields import Flag, Form, NameKind, Refers
 
@@ -26,6 +26,10 @@ DIRECTION = "direction"
 """The directions of an optimizer that works on whole parameters."""
 EMA = "ema"
 """The exponential moving average of the parameters."""
+
+
+PASSING: Final = (GRAD, DIRECTION)
+"""Quantities of flats that exist only within a step."""
 
 
 class Micro(StrEnum):

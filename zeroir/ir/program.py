@@ -21,7 +21,7 @@ from zeroir.ir.contents import Content
 from zeroir.ir.dtypes import DType
 from zeroir.ir.fields import Declares, Flag, Form, NameKind, Refers, Word
 from zeroir.ir.mesh import STREAMS, Communicator, Executor, Mesh, Stream
-from zeroir.ir.ops import Algorithm, Op, Transfer
+from zeroir.ir.ops import Algorithm, Decide, Op, Transfer
 from zeroir.ir.reports import Quantity, ReportBinding
 from zeroir.ir.segments.operators import Operator
 from zeroir.ir.segments.segment import Segment
@@ -373,12 +373,20 @@ class Program:
         return self._reported(Quantity.EVAL_LOSS)
 
     @cached_property
+    def counts_of_steps(self) -> tuple[str, ...]:
+        """The buffers of the counts of steps: the reported one, and those of parameters that missed some."""
+        decisions = (op for op in self.step_ops() if isinstance(op, Decide))
+        more = (region.buffer for decision in decisions for region in decision.counts)
+        reported = self._reported(Quantity.STEP)
+        return tuple(dict.fromkeys(([] if reported is None else [reported]) + [*more]))
+
+    @cached_property
     def counters(self) -> tuple[str, ...]:
-        """The buffers of the reported scalars that steps advance: the step count, and a loss scale that changes."""
+        """The buffers of the scalars that steps advance: the counts of steps, and a loss scale that changes."""
         effects_of_step = [effects(op) for op in self.step_ops()]
         written = {region.buffer for e in effects_of_step for region in (*e.writes, *e.accumulates)}
-        reported = (self._reported(what) for what in (Quantity.STEP, Quantity.LOSS_SCALE))
-        return tuple(name for name in reported if name in written)
+        scale = self._reported(Quantity.LOSS_SCALE)
+        return tuple(name for name in (*self.counts_of_steps, scale) if name in written)
 
     def _reported(self, quantity: Quantity) -> str | None:
         report = self.report_of.get(quantity)

@@ -71,7 +71,8 @@ class Decide(Update):
     * ``skip`` (f32[1], with ``overflow`` or ``weight`` alone): 1 when overflow > 0 or the weight is 0, else 0;
     * ``gradient_divisor`` (f32[1]): S / c, with c = min(1, max_norm / (sqrt(norm) / S + 1e-6)) when ``max_norm`` is
       given, as torch.nn.utils.clip_grad_norm_ has it, else 1;
-    * ``step`` (f32[1]): + 1 − skip.
+    * ``step`` (f32[1]): + 1 − skip, and so is each of ``counts`` (f32[1]), the step counts of parameters that were not
+      trained from the first step on.
 
     ``weight`` (f32[1]) is the sum of the weights of the step's micro-batches. ``divisor`` is the size of the mesh axes
     that it is not summed over: the world size if each rank counts its own micro-steps, 1 if the weights of all
@@ -82,8 +83,9 @@ class Decide(Update):
     """
 
     syntax = (
-        "step={step} gradient_divisor={gradient_divisor} divisor={divisor} [overflow={overflow}] [norm={norm}]"
-        " [loss_scale={loss_scale}] [skip={skip}] [max_norm={max_norm}] [weight={weight}] [guess={guess}] [redo={redo}]"
+        "step={step} [counts=({counts})] gradient_divisor={gradient_divisor} divisor={divisor} [overflow={overflow}]"
+        " [norm={norm}] [loss_scale={loss_scale}] [skip={skip}] [max_norm={max_norm}] [weight={weight}] [guess={guess}]"
+        " [redo={redo}]"
     )
 
     step: Accumulated[Region]
@@ -98,6 +100,7 @@ class Decide(Update):
     weight: Read[Region] | None = None
     guess: Read[Region] | None = None
     redo: Written[Region] | None = None
+    counts: tuple[Accumulated[Region], ...] = ()
     event: Signalled[str] | None = None
 
 
@@ -211,7 +214,7 @@ class OptimizerStep(ParameterStep):
 
     ``states`` are in the order of ``algorithm.state_names``. ``lr`` is a one-element f64 region on the device,
     ``hyper`` an f64 region on the host with the values of ``algorithm.hyper_names``. Where ``skip`` is 1 nothing
-    changes. ``step`` is the count that ``decide`` advanced.
+    changes. ``step`` is the count, or one of the counts, that ``decide`` advanced.
 
     ``lr`` and ``hyper`` are those of ``group``, and ``others`` those of other groups. Each element is updated with the
     settings of the group whose intervals (``Program.groups``) contain it; without groups, all with the first. An

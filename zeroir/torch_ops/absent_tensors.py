@@ -59,7 +59,7 @@ _READABLE: Final[frozenset[object]] = frozenset(
 _OF_TRAINING: Final[frozenset[object]] = frozenset(
     {Tensor.requires_grad_, getattr(Tensor, "requires_grad").__set__}  # noqa: B009
 )
-"""What changes which parameters are trained: the next step refuses that by name."""
+"""What changes which parameters are trained, which the next step compares."""
 
 
 class AbsentTensor(Tensor):

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from zeroir.api.sentences import LOGGER
@@ -23,7 +24,12 @@ if TYPE_CHECKING:
     from zeroir.runtime.engine.signatures import Signatures
 
 
-def signatures_of(compiled: CompiledProgram, engine: Engine, code: Followed) -> Signatures:
+def signatures_of(
+    compiled: CompiledProgram,
+    engine: Engine,
+    code: Followed,
+    step_counts: Mapping[str, int] = MappingProxyType({}),
+) -> Signatures:
     """Return a program for an engine that follows ``code``, and what compiles others for batches of other sizes."""
     from zeroir.runtime.engine.signatures import Signatures, Splits
 
@@ -35,21 +41,29 @@ def signatures_of(compiled: CompiledProgram, engine: Engine, code: Followed) -> 
         reason=" and ".join(compiled.narrowings),
         dims=whole.dims,
         inputs=whole.inputs,
-        compile_at=partial(_compiled_at, compiled, engine, code),
+        compile_at=partial(_compiled_at, compiled, engine, code, step_counts),
     )
     return Signatures(own, splits)
 
 
 def compiled_after_change(
-    compiled: CompiledProgram, engine: Engine, code: Followed, numbers: frozenset[str]
+    compiled: CompiledProgram,
+    engine: Engine,
+    code: Followed,
+    numbers: frozenset[str],
+    step_counts: Mapping[str, int],
 ) -> Signatures:
     """Compile the source of a program as it is now, for an engine that follows ``code``, and these numbers, too."""
     assert compiled.compile_again is not None
     again = compiled.compile_again(
-        compiled.requested, compiled.config, compiled.logical.flats, numbers=numbers
+        compiled.requested,
+        compiled.config,
+        compiled.logical.flats,
+        numbers=numbers,
+        step_counts=step_counts,
     )
     again, own = _like_running(again, engine, code)
-    return signatures_of(again, engine, own)
+    return signatures_of(again, engine, own, step_counts)
 
 
 def accumulating(compiled: CompiledProgram, rank: int) -> Callable[[], Program] | None:
@@ -116,7 +130,11 @@ def _whole(compiled: CompiledProgram) -> Program:
 
 
 def _compiled_at(
-    compiled: CompiledProgram, engine: Engine, code: Followed, values: Mapping[str, int]
+    compiled: CompiledProgram,
+    engine: Engine,
+    code: Followed,
+    step_counts: Mapping[str, int],
+    values: Mapping[str, int],
 ) -> CompiledAgain:
     """Compile the source for batches of these sizes, and as many others as its code treats alike."""
     import torch
@@ -138,7 +156,12 @@ def _compiled_at(
                 # That sizes decide was said of the first program.
                 warnings.filterwarnings("ignore", ".* the sizes of the batch decide", ModelWarning)
                 again = compiled.compile_again(
-                    options, compiled.config, compiled.logical.flats, example, code.numbers
+                    options,
+                    compiled.config,
+                    compiled.logical.flats,
+                    example,
+                    code.numbers,
+                    step_counts,
                 )
         except ShapesError as error:
             if options.shapes is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from zeroir.config import CompileOptions
 from zeroir.errors import InternalError, UserError
@@ -51,11 +52,12 @@ def lower(
     options: CompileOptions,
     evaluation_calls: Sequence[SegmentCall] = (),
     earlier: Sequence[Flat] = (),
+    step_counts: Mapping[str, int] = MappingProxyType({}),
 ) -> Program:
     """Return the logical program of a step's segment calls, and of those of an evaluation, in execution order.
 
     ``owners`` has the unit of every parameter that no segment of the step uses. Parameters of ``earlier`` flats keep
-    their places.
+    their places. ``step_counts`` are those of ``ModelSource``.
 
     Raises:
         UserError: if no parameter is trained.
@@ -64,9 +66,11 @@ def lower(
         sink.parameter for call in calls for sink in call.sinks if isinstance(sink, GradientSink)
     }
     groups = parameter_groups(
-        (_parameter(info) for info in captured.parameters if info.name in trained), options
+        (_parameter(info) for info in captured.parameters if info.name in trained),
+        options,
+        frozen=(_parameter(info) for info in captured.parameters if info.name not in trained),
     )
-    states_by_name = kept_states(groups)
+    states_by_name = kept_states(groups, step_counts)
     flats = _flats(captured, calls, owners, options, states_by_name, earlier)
     trainable = tuple(flat for flat in flats if flat.is_trainable)
     if not trainable:
@@ -86,11 +90,15 @@ def lower(
     )
     is_evaluated = evaluation is not None
     scalar_buffers, scalar_bindings = zip(
-        *scalars(options, groups, has_evaluation=is_evaluated), strict=True
+        *scalars(options, groups, states_by_name, has_evaluation=is_evaluated), strict=True
     )
     sections = [
         Section(name=LAST_MICRO_STEP, body=ops, exit=complete),
-        Section(name=UPDATE, entry=complete, body=update_body(trainable, options, groups)),
+        Section(
+            name=UPDATE,
+            entry=complete,
+            body=update_body(trainable, options, groups, states_by_name),
+        ),
     ]
     if evaluation is not None:
         builder = SegmentCallsBuilder(
@@ -226,7 +234,7 @@ def _states_suffix(states: KeptStates, usual: KeptStates) -> str:
     suffix = f".{states.algorithm}" if states.algorithm is not usual.algorithm else ""
     if states.form != usual.form and states.algorithm.has_states_of_elements:
         suffix += f".{states.form.bits}bit"
-    return suffix
+    return f"{suffix}.steps{states.count}" if states.count else suffix
 
 
 def _parameter(info: TensorInfo) -> Parameter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeroir.config import CompileOptions
 from zeroir.config.groups import DEFAULT_GROUP, NO_DECAY
@@ -41,11 +41,12 @@ class ParameterGroup:
 
 
 def parameter_groups(
-    parameters: Iterable[Parameter], options: CompileOptions
+    parameters: Iterable[Parameter], options: CompileOptions, frozen: Iterable[Parameter] = ()
 ) -> tuple[ParameterGroup, ...]:
     """Return the groups that have trained parameters: first those in no group, then the others in the order given.
 
-    A parameter is in the first group that matches one of its names.
+    ``parameters`` are the trained ones, and ``frozen`` the others. A parameter is in the first group that matches one
+    of its names.
 
     Raises:
         UserError: if no parameter is in a group, or if two groups have the same name.
@@ -60,8 +61,9 @@ def parameter_groups(
         matching = [spec.name for spec in specs if spec.matches(names)]
         matched.update(matching)
         members[matching[0] if matching else DEFAULT_GROUP].append(parameter)
+    idle = [(parameter.name, *parameter.aliases) for parameter in frozen]
     for spec in specs:
-        if not members[spec.name]:
+        if not members[spec.name] and not any(map(spec.matches, idle)):
             raise UserError(_empty(spec.text, parameters, is_matched=spec.name in matched))
     own, is_split = options.optimizer, options.optimizer.no_decay
     groups = _split(DEFAULT_GROUP, members[DEFAULT_GROUP], own, no_decay=is_split)
@@ -124,15 +126,27 @@ def _empty(text: str, parameters: Sequence[Parameter], *, is_matched: bool) -> s
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class KeptStates:
-    """The optimizer's states of a parameter: those of its algorithm, in some form."""
+    """The optimizer's states of a parameter: those of its algorithm, in some form, with a count of its steps."""
 
     algorithm: Algorithm
     form: StateForm
+    count: int = 0
+
+    @property
+    def step_buffer(self) -> str:
+        """The scalar buffer of the count of steps."""
+        return f"step.{self.count}" if self.count else "step"
 
 
-def kept_states(groups: Iterable[ParameterGroup]) -> Mapping[str, KeptStates]:
-    """Return the optimizer's states of each parameter."""
-    return {name: states_of(group.options) for group in groups for name in group.parameters}
+def kept_states(
+    groups: Iterable[ParameterGroup], step_counts: Mapping[str, int]
+) -> Mapping[str, KeptStates]:
+    """Return the optimizer's states of each parameter; ``step_counts`` are those of ``ModelSource``."""
+    return {
+        name: replace(states_of(group.options), count=step_counts.get(name, 0))
+        for group in groups
+        for name in group.parameters
+    }
 
 
 def states_of(options: OptimizerOptions) -> KeptStates:

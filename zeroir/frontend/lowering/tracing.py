@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -75,7 +76,7 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
     notes += [] if note is None else [note]
     for note in notes:
         warnings.warn(note, ModelWarning, stacklevel=2)
-    program = program_of(captured, options, weights, source.flats)
+    program = program_of(captured, options, weights, source.flats, source.step_counts)
     return TracedModel(
         program=program,
         options=options,
@@ -138,8 +139,9 @@ def program_of(
     options: CompileOptions,
     weights: BatchWeights = BatchWeights(are_used=False),
     earlier: Sequence[Flat] = (),
+    step_counts: Mapping[str, int] = MappingProxyType({}),
 ) -> Program:
-    """Return the logical program of a captured model; ``earlier`` are the flats of another one, if there is one."""
+    """Return the logical program of a captured model; ``earlier`` and ``step_counts`` are those of ``ModelSource``."""
     if not options.evaluate.is_on:
         captured = replace(captured, evaluation=None)
     units = find_units(captured.module, options.units)
@@ -168,7 +170,7 @@ def program_of(
             existing={call.segment.name: call.segment for call in calls}.values(),
         )
     owners = {info.name: _owner(info.name, units, unit_calls) for info in captured.parameters}
-    program = lower_calls(captured, calls, owners, options, evaluation_calls, earlier)
+    program = lower_calls(captured, calls, owners, options, evaluation_calls, earlier, step_counts)
     if weights.are_used:
         program = add_micro_batch_weights(program)
     if weights.computed is not None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from zeroir.config import CompileOptions
-from zeroir.frontend.lowering.parameter_groups import ParameterGroup, states_of
+from zeroir.frontend.lowering.parameter_groups import KeptStates, ParameterGroup
 from zeroir.ir.buffers import Buffer, Region, Role, Space
 from zeroir.ir.contents import DIRECTION, EMA, MASTER, PARAM, NamedContent
 from zeroir.ir.dtypes import DType
@@ -40,7 +40,11 @@ EVAL_LOSS: Final = "eval_loss"
 
 
 def scalars(
-    options: CompileOptions, groups: Sequence[ParameterGroup], *, has_evaluation: bool
+    options: CompileOptions,
+    groups: Sequence[ParameterGroup],
+    states_by_name: Mapping[str, KeptStates],
+    *,
+    has_evaluation: bool,
 ) -> tuple[tuple[Buffer, ScalarBinding], ...]:
     """Return the scalar buffers that a program with these options needs, with their values before the first step."""
     is_scaling = options.precision.is_fp16
@@ -50,6 +54,7 @@ def scalars(
         _scalar(LOSS, (0.0,)),
         _scalar("loss_scale", (scale, 0.0, hysteresis)),
         _scalar("step", (0.0,)),
+        *(_scalar(name, (0.0,)) for name in _more_counts(states_by_name)),
         *(_scalar(group.lr_buffer, (group.options.lr,), DType.F64) for group in groups),
         *(
             _scalar(group.hyper_buffer, group.options.hyper, DType.F64, Space.HOST)
@@ -64,6 +69,11 @@ def scalars(
     if has_evaluation:
         items.append(_scalar(EVAL_LOSS, (0.0,)))
     return tuple(items)
+
+
+def _more_counts(states_by_name: Mapping[str, KeptStates]) -> list[str]:
+    """Return the buffers of the counts of steps beside that of all steps."""
+    return sorted({states.step_buffer for states in states_by_name.values() if states.count})
 
 
 def reports(options: CompileOptions, *, has_evaluation: bool) -> tuple[ReportBinding, ...]:
@@ -94,7 +104,10 @@ def _scalar(
 
 
 def update_body(
-    flats: Sequence[Flat], options: CompileOptions, groups: Sequence[ParameterGroup]
+    flats: Sequence[Flat],
+    options: CompileOptions,
+    groups: Sequence[ParameterGroup],
+    states_by_name: Mapping[str, KeptStates],
 ) -> tuple[Op, ...]:
     """Decide whether the step is skipped, then update flat by flat; ``flats`` are the trainable ones."""
     gradients = tuple(_whole(flat, "grad") for flat in flats)
@@ -115,13 +128,15 @@ def update_body(
             loss_scale=_first("loss_scale") if is_scaling else None,
             skip=skip,
             max_norm=options.clip,
+            counts=tuple(map(_first, _more_counts(states_by_name))),
             stream=COMPUTE,
         )
     )
     for flat, gradient in zip(flats, gradients, strict=True):
         names = {slot.name for slot in flat.slots}
         own_groups = [group for group in groups if not names.isdisjoint(group.parameters)]
-        ops += _update(flat, gradient, skip, options, own_groups)
+        kept = states_by_name[flat.slots[0].name]
+        ops += _update(flat, gradient, skip, options, own_groups, kept)
     if options.has_dynamic_loss_scale:
         scale = options.loss_scale
         ops.append(
@@ -145,8 +160,9 @@ def _update(
     skip: Region | None,
     options: CompileOptions,
     groups: Sequence[ParameterGroup],
+    kept: KeptStates,
 ) -> list[Op]:
-    """Return the update of a flat, whose parameters are in these groups, all with one algorithm."""
+    """Return the update of a flat, whose parameters are in these groups, all with these states."""
     is_low = flat.dtype.is_low_precision
     wide = _whole(flat, "grad32")
     trained = _whole(flat, MASTER if is_low else PARAM)
@@ -164,7 +180,6 @@ def _update(
         )
         for group in groups
     )
-    kept = states_of(groups[0].options)
     algorithm = kept.algorithm
     complete = wide if is_low else gradient
     names = algorithm.state_names
@@ -180,7 +195,7 @@ def _update(
                 grad=complete,
                 states=states,
                 direction=direction,
-                step=_first("step"),
+                step=_first(kept.step_buffer),
                 lr=first.lr,
                 hyper=first.hyper,
                 gradient_divisor=_first("gradient_divisor"),
@@ -197,7 +212,7 @@ def _update(
             param=trained,
             grad=complete,
             states=states,
-            step=_first("step"),
+            step=_first(kept.step_buffer),
             lr=first.lr,
             hyper=first.hyper,
             gradient_divisor=_first("gradient_divisor"),

@@ -82,7 +82,8 @@ class ModelSource:
     process, and ``numbers`` those numbers in the user's code whose present values are to count at every step.
     ``autocasts`` maps ``file:line`` to the accelerator for which that code entered autocast while it was loaded.
     ``file`` is None if there is no model file. ``shapes`` returns the shapes of the batch that depend on dims.
-    ``flats`` are those of an earlier logical program of the model, where parameters keep their places.
+    ``flats`` are those of an earlier logical program of the model, where parameters keep their places. ``step_counts``
+    has, for each parameter that was not trained in all steps so far, the number, from 1 on, of the count of its steps.
     """
 
     names: SourceNames
@@ -101,6 +102,7 @@ class ModelSource:
     is_in_hand: bool = False
     shapes: Callable[[], BatchShapes] | None = None
     flats: tuple[Flat, ...] = ()
+    step_counts: Mapping[str, int] = field(default_factory=dict)
 
     def line_of_loss(self, model: nn.Module) -> str:
         """Return ``file:line`` of the function that returns the loss, or of the model's creation if that is torch's."""

@@ -73,6 +73,12 @@ class Watch:
         model = self.model
         return {} if model is None else {id(p): name for name, p in model.named_parameters()}
 
+    def trained_names(self) -> Sequence[str]:
+        """Return the names of the module's parameters that require a gradient now."""
+        model = self.model
+        named = () if model is None else model.named_parameters()
+        return [name for name, parameter in named if parameter.requires_grad]
+
     def remember(self) -> None:
         """Compare with the present state from now on, but for the modes of modules, which an evaluation may set."""
         modes = {name: leaf for name, leaf in self._state.leaves.items() if _is_mode(name)}
@@ -138,7 +144,7 @@ class Watch:
             name, (old, new) = next(iter(changed.items()))
             raise ChangedCodeError(
                 *_change_and_remedy(name, old, new, before.lines.get(name, "")),
-                may_compile=not any(map(_is_of_parameters, changed, changed.values())),
+                may_compile=not any(map(_is_of_parameters, changed.values())),
                 numbers=frozenset(
                     name
                     for name in changed
@@ -165,9 +171,9 @@ def _is_mode(name: str) -> bool:
     return name.rpartition(".")[2] == "training"
 
 
-def _is_of_parameters(name: str, leaves: tuple[Leaf | None, Leaf | None]) -> bool:
-    """Return whether a change is one of the module's tensors, or of what is trained, so that states do not fit on."""
-    return name.endswith(".requires_grad") or any(
+def _is_of_parameters(leaves: tuple[Leaf | None, Leaf | None]) -> bool:
+    """Return whether a change is one of the module's tensors, whose values the program does not have."""
+    return any(
         leaf is not None and (leaf[0] is nn.Module or (leaf[0] is Tensor and len(leaf) == _OWN))
         for leaf in leaves
     )

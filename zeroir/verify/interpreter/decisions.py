@@ -49,7 +49,7 @@ def decide(run: SectionRun, op: ops.Decide) -> None:
         op.overflow is not None,
         op.skip is not None,
         op.max_norm,
-        held_value(run, op.step),
+        tuple(held_value(run, count) for count in (op.step, *op.counts)),
         None if op.loss_scale is None else held_value(run, op.loss_scale),
         *(() if op.weight is None else ("weight",)),
     )
@@ -66,8 +66,9 @@ def decide(run: SectionRun, op: ops.Decide) -> None:
     if op.skip is not None:
         run.reported[Quantity.SKIP] = [(0, 1, Decision("skip", number))]
         run.memory.write(op.skip, run.reported[Quantity.SKIP])
-    _check_counter(run, op, op.step, Quantity.STEP)
-    _advance(run, op.step)
+    for count in (op.step, *op.counts):
+        _check_counter(run, op, count, Quantity.STEP)
+        _advance(run, count)
 
 
 def guess(run: SectionRun, op: ops.Guess) -> None:
@@ -143,13 +144,22 @@ def _check_counter(
 
 
 def is_counter(run: SectionRun, region: Region, quantity: Quantity, version: int) -> bool:
-    """Return whether a region has the value at rest in the buffer of a report, advanced ``version`` times."""
+    """Return whether a region has the value at rest in the buffer of a report, advanced ``version`` times.
+
+    For the step count it may be that of another count of steps that the decision advances.
+    """
     report = run.program.report_of.get(quantity)
-    holds = None if report is None else run.program.buffer_by_name[report.buffer].holds
-    if not isinstance(holds, NamedContent):
-        return False
-    expected = Elements(NamedKey(holds.name, version))
-    return all(value in (expected, POISON) for _, _, value in run.memory.read(region))
+    names = [] if report is None else [report.buffer]
+    names += run.shared.more_counts if quantity is Quantity.STEP else ()
+    contents = [run.program.buffer_by_name[name].holds for name in names]
+    expected = [
+        Elements(NamedKey(content.name, version))
+        for content in contents
+        if isinstance(content, NamedContent)
+    ]
+    return bool(expected) and all(
+        value in (*expected, POISON) for _, _, value in run.memory.read(region)
+    )
 
 
 def _check_divisor(run: SectionRun, op: ops.Decide | ops.Guess) -> None:

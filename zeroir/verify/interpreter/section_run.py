@@ -78,6 +78,12 @@ class Shared:
         }
         self.groups = {group.name: group for group in program.groups}
         self.counters = _counters(program)
+        self.more_counts = tuple(
+            region.buffer
+            for op in program.ops()
+            if isinstance(op, ops.Decide)
+            for region in op.counts
+        )
         self.may_repeat = may_repeat
         self.pages = page_names(program)
         self.staging = [b for b in program.buffers if b.role is Role.STAGING and self.pages]

@@ -165,7 +165,8 @@ def _beside_flats(program: Program) -> Iterator[tuple[str, str]]:
     for op in program.ops():
         match op:
             case ops.Decide():
-                named.setdefault(op.step.buffer, "the step count")
+                for region in (op.step, *op.counts):
+                    named.setdefault(region.buffer, "the step count")
             case ops.UpdateScale():
                 named.setdefault(op.state.buffer, "the state of the loss scale")
             case ops.Compute():

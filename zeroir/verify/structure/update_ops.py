@@ -53,6 +53,7 @@ def _decide(operands: OperandChecks, op: ops.Decide) -> Iterator[Problem]:
         ("weight", op.weight),
         ("guess", op.guess),
         ("redo", op.redo),
+        *(("counts", region) for region in op.counts),
     ):
         yield from operands.scalar(op, name, region, DType.F32)
     yield from _divisor(operands, op)
