@@ -1,6 +1,6 @@
 """Train on batches of random sizes, on each rank and in each micro-batch its own, and compare with eager PyTorch.
 
-    python -m tools.random_shapes [--steps 1000] [--offloaded-steps 100] [--record docs/records/random-shapes.json]
+    python -m tools.random_shapes [--steps 1000] [--other-steps 100] [--record docs/records/random-shapes.json]
 
 Each training is a torchrun job over gloo with one program, whose batches have drawn sizes, the smallest and the largest
 of all dims among them. A job that does not end in ``--timeout`` seconds hangs. Then as many eager replicas as ranks
@@ -48,6 +48,7 @@ TRAININGS: Mapping[str, Mapping[str, object]] = {
         "recompute": "*",
         "offload": "optimizer,parameters,gradients",
     },
+    "stage 3, recomputed, unit by unit": {"stage": 3, "recompute": "*", "order": "layer"},
 }
 HEAD = [
     *("training", "steps", "shapes", "compilations after the first step", "hangs"),
@@ -206,7 +207,7 @@ def main() -> int:
     """Train, compare and print the table; or, as a rank, train."""
     parser = record_file.parser(__doc__ or "")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--offloaded-steps", type=int, default=100)
+    parser.add_argument("--other-steps", type=int, default=100, help="of all but the first")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds of one training")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -214,8 +215,8 @@ def main() -> int:
         train(arguments.rank_of, arguments.steps)
         return 0
     outcomes: dict[str, Outcome] = {}
-    all_steps = (arguments.steps, arguments.offloaded_steps)
-    for (name, options), steps in zip(TRAININGS.items(), all_steps, strict=True):
+    for name, options in TRAININGS.items():
+        steps = arguments.other_steps if outcomes else arguments.steps
         with tempfile.TemporaryDirectory() as folder:
             outcomes[name] = outcome(options, steps, Path(folder), arguments.timeout)
     rows = [each.cells(name) for name, each in outcomes.items()]
