@@ -58,6 +58,7 @@ class ChangedCodeError(UserError):
 
     ``change`` says what, without a full stop. ``may_compile`` is whether a program that is compiled now takes the
     parameters and states over. ``numbers`` names numbers that changed, which another program may follow.
+    ``is_of_training`` is whether only which parameters are trained has changed.
     """
 
     def __init__(
@@ -67,11 +68,13 @@ class ChangedCodeError(UserError):
         *,
         may_compile: bool,
         numbers: frozenset[str] = frozenset(),
+        is_of_training: bool = False,
     ) -> None:
         super().__init__(f"{change}, and the program goes on with that: {remedy}.")
         self.change = change
         self.may_compile = may_compile
         self.numbers = numbers
+        self.is_of_training = is_of_training
 
 
 class DamagedCheckpointError(UserError):

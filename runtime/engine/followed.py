@@ -170,8 +170,11 @@ class FollowedCode:
             known = self._programs.get(state)
             if known is None or not _is_current(known.running.code, is_step=is_step):
                 count = len({id(each) for each in self._programs.values()})
-                if not change.may_compile or count >= MOST_STATES:
+                if not change.may_compile or (count >= MOST_STATES and not change.is_of_training):
                     raise
+                if count >= MOST_STATES:
+                    # Where layer after layer is trained, earlier states do not come back.
+                    self._programs.clear()
                 begun = time.perf_counter()
                 known = self._compiled(self._code, change, counts)
                 self._programs[state] = known

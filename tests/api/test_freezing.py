@@ -16,6 +16,7 @@ from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
 from zeroir.errors import CheckpointWarning, UserError
 from zeroir.ir.contents import FlatContent
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.followed import MOST_STATES
 
 pytestmark = [
     pytest.mark.slow,
@@ -185,6 +186,39 @@ def test_a_group_that_begins_frozen_is_trained_later() -> None:
         group["lr"] = 0.3
     pair.step()
     assert [group["lr"] for group in pair.engine.optimizer.param_groups] == [0.05, 0.3]
+    pair.close()
+
+
+def test_layer_after_layer_is_trained() -> None:
+    """As scripts unfreeze a model: more states than an engine compiles programs for."""
+
+    def frozen_first(net: nn.Module) -> torch.optim.Optimizer:
+        *others, _ = net.parameters()
+        for parameter in others:
+            parameter.requires_grad_(False)
+        return adamw(net)
+
+    pair = Pair(frozen_first)
+    count = len(list(pair.net.parameters()))
+    assert count > MOST_STATES + 1
+    for number in range(1, count):
+        pair.step(1)
+        for net in (pair.net, pair.plain):
+            list(net.parameters())[-1 - number].requires_grad_(True)
+    pair.step(1)
+    pair.close()
+
+
+def test_what_the_optimizer_of_the_script_lacks_is_not_trained() -> None:
+    def of_the_last(net: nn.Module) -> torch.optim.Optimizer:
+        assert isinstance(net, nn.Sequential)
+        freeze(0)(net)
+        return torch.optim.SGD(net[6].parameters(), lr=0.1, fused=True)
+
+    pair = Pair(of_the_last)
+    pair.step()
+    pair.change(thaw(0))
+    pair.step()
     pair.close()
 
 

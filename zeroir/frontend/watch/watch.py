@@ -145,6 +145,7 @@ class Watch:
             raise ChangedCodeError(
                 *_change_and_remedy(name, old, new, before.lines.get(name, "")),
                 may_compile=not any(map(_is_of_parameters, changed.values())),
+                is_of_training=all(each.endswith(".requires_grad") for each in changed),
                 numbers=frozenset(
                     name
                     for name in changed
