@@ -18,6 +18,7 @@ from zeroir.frontend.capture.capture import CapturedModel, capture
 from zeroir.frontend.lowering import tracing
 from zeroir.frontend.source.entry import load_model_file
 from zeroir.frontend.source.source import ModelSource
+from zeroir.torch_ops.followed_numbers import FollowedNumbers
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (ROOT / "examples", ROOT / "tests" / "support" / "models")
@@ -32,13 +33,21 @@ def captured(
     evaluate: bool = True,
     outputs: Sequence[str] = (),
     shapes: BatchShapes = MappingProxyType({}),
+    numbers: FollowedNumbers | None = None,
 ) -> CapturedModel:
     """What the frontend's ``capture`` returns; for a file of the repository, what it returned before."""
     file = model_file.file
     path = None if file is None else file.path.resolve()
-    if file is None or path is None or path.parent not in FOLDERS or shapes:
+    is_plain = not shapes and (numbers is None or not numbers.values)
+    if file is None or path is None or path.parent not in FOLDERS or not is_plain:
         return capture(
-            model_file, precision, keep_fp32, evaluate=evaluate, outputs=outputs, shapes=shapes
+            model_file,
+            precision,
+            keep_fp32,
+            evaluate=evaluate,
+            outputs=outputs,
+            shapes=shapes,
+            numbers=numbers,
         )
     # The digest, lest an edited file is taken for what it was.
     spec = f"{path}:{file.factory}"
