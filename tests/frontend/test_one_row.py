@@ -79,6 +79,16 @@ FORWARDS = {
         "y = (x @ self.first.weight).transpose(1, 2).contiguous().cos();"
         "return y * self.last.bias[:, None] + self.last.weight.sum() + self.first.bias.sum()"
     ),
+    "products of heads": (
+        "y = self.first(x).repeat(1, 1, 128).unflatten(2, (2, 512)).transpose(1, 2);"
+        "y = (y @ y.transpose(2, 3)).softmax(-1) @ y;"
+        "return y.transpose(1, 2)[..., :8] * self.last.bias + self.last.weight.sum()"
+    ),
+    "products of heads that share keys": (
+        "q = self.first(x).repeat(1, 1, 128).unflatten(2, (2, 512)).transpose(1, 2);"
+        "k = self.last(x).repeat(1, 1, 64)[:, None];"
+        "return torch.matmul(torch.matmul(q, k.transpose(2, 3)).softmax(-1), k)"
+    ),
 }
 
 

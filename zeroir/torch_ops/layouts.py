@@ -10,7 +10,8 @@ where it adds some. How many it adds may depend on the sizes of the batch, so th
 
 A linear layer, and the product of a stack of matrices and a matrix, flatten their operand and their gradient. Where
 these are not contiguous, that is a view if the stack has one matrix, and a copy if it has more. How many it has may
-depend on the batch, too, so both are made contiguous first.
+depend on the batch, too, so both are made contiguous first. The product of two stacks folds all dimensions but two of
+each. If the first has size 1, that may be a view where it is a copy otherwise, so the stack is copied then, too.
 """
 
 from __future__ import annotations
@@ -81,6 +82,40 @@ def multiplied(
 ) -> Tensor:
     """Multiply a contiguous tensor; the gradient of the result is contiguous, too."""
     return _with_gradient(function(input.contiguous(), *args, **kwargs), Tensor.contiguous)
+
+
+def stacks_of(function: object, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Return whether a function multiplies two stacks of matrices, and folds the dimensions of one."""
+    if function not in _PRODUCTS:
+        return False
+    ranks = [x.dim() for x in (*args, *kwargs.values())[:2] if isinstance(x, Tensor)]
+    return len(ranks) == 2 and min(ranks) > 2 and max(ranks) > 3
+
+
+def multiplied_stacks(function: Callable[..., object], x: Tensor, other: Tensor) -> Tensor:
+    """Multiply stacks of matrices; those of one row are copied where those of several rows would be."""
+    rank = max(x.dim(), other.dim())
+    rows: list[object] = [each.shape[0] for each in (x, other) if each.dim() == rank]
+    if any(isinstance(size, torch.SymInt) or size != 1 for size in rows):
+        return cast("Tensor", function(x, other))
+    shape: Sequence[int] = torch.broadcast_shapes(x.shape[:-2], other.shape[:-2])  # type: ignore[no-untyped-call]
+    operands = (_folded(each.expand(*shape, *each.shape[-2:])) for each in (x, other))
+    return _with_gradient(function(*operands), _folded)
+
+
+def _folded(x: Tensor) -> Tensor:
+    """Return a stack of one row; make it contiguous if one of several rows with these strides would be copied."""
+    if x.is_contiguous():
+        return x
+    _, *sizes = x.shape[:-2]
+    expected, *strides = x.stride()[:-2]
+    for size, stride in zip(sizes, strides, strict=True):
+        if size == 1:
+            continue
+        if expected != size * stride:
+            return x.contiguous()
+        expected = stride
+    return x
 
 
 def _with_gradient(value: object, change: Callable[[Tensor], Tensor]) -> Tensor:

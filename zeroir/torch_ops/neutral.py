@@ -33,7 +33,9 @@ from zeroir.torch_ops.layouts import (
     called_with_settled,
     flattens,
     multiplied,
+    multiplied_stacks,
     padded,
+    stacks_of,
 )
 from zeroir.torch_ops.norm_functions import batch_normed, in_order_of_torch, instance_normed
 from zeroir.torch_ops.purity import foreign_operator, pure_call
@@ -211,6 +213,8 @@ class NeutralOps(TorchFunctionMode):
             return self._inside(call, args, named_args)
         if flattens(func, args, named_args):
             return self._wrapped(partial(multiplied, call))(*args, **named_args)
+        if stacks_of(func, args, named_args):
+            return self._wrapped(partial(multiplied_stacks, call))(*args, *named_args.values())
         if func is F.pad:
             return self._wrapped(partial(padded, call))(*args, **named_args)
         if func in LAYOUT_SENSITIVE:
