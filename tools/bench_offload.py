@@ -233,6 +233,7 @@ def main() -> int:
     arguments = parser.parse_args()
     path: Path | None = arguments.record
     tables: dict[str, object] = {}
+    earlier = record_file.commands_of(path)
     if path is not None and path.is_file():
         tables = {k: v for k, v in json.loads(path.read_text()).items() if k != "about"}
     if "traffic" in arguments.parts:
@@ -253,7 +254,8 @@ def main() -> int:
     for table in tables.values():
         assert isinstance(table, dict)
         record_file.print_table(table["head"], table["rows"])
-    record_file.write(path, "bench_offload", tables, {"threads": torch.get_num_threads()})
+    about = {"threads": torch.get_num_threads()}
+    record_file.write(path, "bench_offload", tables, about, after=earlier)
     return 0
 
 

@@ -33,19 +33,35 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 def write(
-    path: Path | None, tool: str, content: Mapping[str, object], about: Mapping[str, object] = {}
+    path: Path | None,
+    tool: str,
+    content: Mapping[str, object],
+    about: Mapping[str, object] = {},
+    *,
+    after: Sequence[Sequence[str]] = (),
 ) -> None:
-    """Write the results of ``python -m tools.{tool}``, with the command and versions, if a file was given."""
+    """Write the results of ``python -m tools.{tool}``, with the commands and versions, if a file was given.
+
+    ``after`` are the commands that made what the results have from earlier runs.
+    """
     if path is None:
         return
     header = {
-        "command": ["python", "-m", f"tools.{tool}", *sys.argv[1:]],
+        "commands": [*after, ["python", "-m", f"tools.{tool}", *sys.argv[1:]]],
         "torch": version("torch"),
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
         **about,
     }
     path.write_text(json.dumps({"about": header, **content}, indent=1) + "\n")
+
+
+def commands_of(path: Path | None) -> list[list[str]]:
+    """The commands that made a record; none where there is no file."""
+    if path is None or not path.exists():
+        return []
+    commands: list[list[str]] = json.loads(path.read_text())["about"]["commands"]
+    return commands
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -26,6 +26,7 @@ PAGES = tuple(
     )
 )
 RECORDS = DOCS / "records"
+VERDICTS_HEAD = ["verdict", "models", "which"]
 _PLACE = re.compile(
     r"(<!-- record (?P<name>[a-z-]+)\.json(?P<part> [a-z]+)? -->\n).*?(<!-- end -->)", re.DOTALL
 )
@@ -103,31 +104,41 @@ def _refusals(record: Mapping[str, object]) -> str:
     return _markdown(["what the sentence says", "samples", "of"], rows)
 
 
+def rows_by_verdict(verdicts: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """The verdicts on models on batches of one shape, each with the number of models and their names."""
+    by_verdict: dict[str, list[str]] = {}
+    for model, (verdict, _) in sorted(verdicts.items()):
+        by_verdict.setdefault(verdict, []).append(model.partition("/")[2])
+    return [
+        [verdict, str(len(names)), ", ".join(names)]
+        for verdict in ("equal", "different", "refused", "left out")
+        if (names := by_verdict.get(verdict))
+    ]
+
+
 def _models_with_experts(record: Mapping[str, object]) -> str:
-    """The verdicts of the survey on the models with experts."""
+    """The verdicts of a survey on the models with experts."""
     models, experts = record["models"], record["experts"]
     assert isinstance(models, dict)
     assert isinstance(experts, list)
-    by_verdict: dict[str, list[str]] = {}
-    for kind in experts:
-        by_verdict.setdefault(models[kind][0], []).append(kind)
-    order = ("equal", "different", "refused", "left out")
-    rows = [
-        [v, str(len(by_verdict[v])), ", ".join(by_verdict[v])] for v in order if v in by_verdict
-    ]
-    return _markdown(["verdict", "models", "which"], rows)
+    rows = rows_by_verdict({model: models[model] for model in experts})
+    return _markdown(VERDICTS_HEAD, rows)
 
 
-def _refused_models(record: Mapping[str, object]) -> str:
-    """The models that a survey found refused, or narrowed, each with its sentence up to the remedy."""
-    models = record["models"]
-    assert isinstance(models, dict)
-    rows = [
-        [kind, reason.partition(";")[0].rstrip(".")]
-        for kind, (verdict, reason) in models.items()
-        if verdict in ("refused", "fewer sizes")
-    ]
-    return _markdown(["model", "what the sentence says"], rows)
+def _models_that_are(verdict: str) -> Callable[[Mapping[str, object]], str]:
+    """The maker of a table of the models with a verdict, each with its sentence up to the remedy."""
+
+    def maker(record: Mapping[str, object]) -> str:
+        models = record["models"]
+        assert isinstance(models, dict)
+        rows = [
+            [model, re.split(r"[;:] (?=a program|Narrow|express)", reason)[0].rstrip(".")]
+            for model, (found, reason) in models.items()
+            if found == verdict
+        ]
+        return _markdown(["model", "what the sentence says"], rows)
+
+    return maker
 
 
 def _on_gpu(record: Mapping[str, object]) -> str:
@@ -188,11 +199,13 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
         f"bench-offload {part}": _part(part)
         for part in ("traffic", "rates", "paper", "published", "speculation")
     },
-    "shapes": _rows,
-    "shapes refused": _refused_models,
+    "models": _rows,
+    "models refused": _models_that_are("one size"),
+    "models decided": _models_that_are("several programs"),
+    "models different": _models_that_are("different"),
     "causal-models": _rows,
     "causal-models experts": _models_with_experts,
-    "causal-models refused": _refused_models,
+    "causal-models refused": _models_that_are("refused"),
     "conformance": _outcomes,
     "conformance refused": _refusals,
 }

@@ -112,10 +112,23 @@ def test_a_record_says_how_it_was_made(parser: argparse.ArgumentParser, tmp_path
     record_file.write(path, "bench_x", {"rows": [["1"]]}, {"rounds": 2})
     found = json.loads(path.read_text())
     assert found["rows"] == [["1"]]
-    assert found["about"]["command"][:3] == ["python", "-m", "tools.bench_x"]
+    (command,) = found["about"]["commands"]
+    assert command[:3] == ["python", "-m", "tools.bench_x"]
     assert found["about"]["rounds"] == 2
+    record_file.write(path, "bench_x", {}, after=[["python", "-m", "tools.bench_x", "--first"]])
+    commands = record_file.commands_of(path)
+    assert commands == [["python", "-m", "tools.bench_x", "--first"], command]
+    assert record_file.commands_of(tmp_path / "none.json") == []
     record_file.write(None, "bench_x", {})
     assert [one.name for one in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_models_of_transformers_take_batches_of_any_shape() -> None:
+    record = json.loads((RECORDS / "models.json").read_text())
+    every = dict(zip(record["head"], record["rows"][-1], strict=True))
+    assert every["kind"] == "all"
+    assert int(every["compile for one shape"]) > 50
+    assert int(every["share"].rstrip("%")) >= 90
 
 
 def test_every_package_has_mutants_that_tests_were_asked_about() -> None:

@@ -67,7 +67,11 @@ def main() -> int:
                 print(f"{outcome}: {name}, sample {at}: {why}")
     print(", ".join(f"{counts[outcome]} {outcome}" for outcome in SampleOutcome))
     record_file.write(
-        options.record, "conformance", _record(verdicts), {"samples": options.samples}
+        options.record,
+        "conformance",
+        _record(verdicts),
+        {"samples": options.samples},
+        after=record_file.commands_of(options.record) if options.resume else (),
     )
     return 1 if any(counts[outcome] for outcome in BAD) else 0
 
