@@ -561,8 +561,8 @@ class Engine:
         waiting = sorted(self._values.waiting_parameters)
         if waiting and self.rank == 0:
             warnings.warn(
-                f"The checkpoint '{path}' lacks the optimizer states of {len(waiting)} parameters that are frozen now, "
-                f"such as {waiting[0]}: trained again after a load, they begin with new ones.",
+                f"The checkpoint '{path}' lacks the optimizer states and FP32 copies of {len(waiting)} parameters that "
+                f"are frozen now, such as {waiting[0]}: trained again after a load, they begin with new ones.",
                 CheckpointWarning,
                 stacklevel=2,
             )

@@ -20,7 +20,8 @@ from zeroir.runtime.engine.opened_program import EngineSettings, OpenedProgram, 
 from zeroir.runtime.execution.executor import StepExecutor
 from zeroir.runtime.memory.malloc import keep_freed_memory
 from zeroir.runtime.memory.rank_memory import RankMemory
-from zeroir.runtime.state.carried_values import CarriedValues, WaitingStates, carried_values
+from zeroir.runtime.state.carried_values import CarriedValues, carried_values
+from zeroir.runtime.state.waiting_states import WaitingStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,6 @@ from zeroir.runtime.state import initial, state_dicts
 from zeroir.runtime.state import state as state_of_buffers
 from zeroir.runtime.state.carried_values import (
     CarriedValues,
-    WaitingStates,
     counts_of_steps,
 )
 from zeroir.runtime.state.full_parameters import whole_parameters
@@ -30,6 +29,7 @@ from zeroir.runtime.state.module_values import (
     free_tensors,
     watched_source,
 )
+from zeroir.runtime.state.waiting_states import WaitingStates
 from zeroir.runtime.state.write_back import return_values
 
 LOGGER: Final = logging.getLogger("zeroir")
@@ -116,6 +116,7 @@ class ModelValues:
             make=self._make,
             others=self.others,
             adapt=self._adapt,
+            waiting=self._waiting,
         )
         block = ExitStack()
         with (
@@ -143,6 +144,7 @@ class ModelValues:
                 module,
                 device,
                 self.others,
+                self._waiting,
             )
 
     def go_on_with(self, program: Program, among: Sequence[Program] = ()) -> None:
@@ -215,7 +217,11 @@ class ModelValues:
         with rank_program.between_sections():
             pass
         parameters = whole_parameters(
-            rank_program.program, [rank_program.memory], rank_program.job.comm, masters=masters
+            rank_program.program,
+            [rank_program.memory],
+            rank_program.job.comm,
+            masters=masters,
+            waiting=self._waiting,
         )
         while True:
             with rank_program.executor.entered():
@@ -230,7 +236,11 @@ class ModelValues:
         rank_program = self._rank_program
         with rank_program.between_sections():
             return state_of_buffers.full_parameters(
-                rank_program.program, [rank_program.memory], rank_program.job.comm, ema=ema
+                rank_program.program,
+                [rank_program.memory],
+                rank_program.job.comm,
+                ema=ema,
+                waiting=self._waiting,
             )
 
     def full_state(self) -> dict[tuple[str, str], Tensor]:
@@ -253,6 +263,7 @@ class ModelValues:
                 rank_program.job.comm,
                 facts,
                 self.others,
+                self._waiting,
                 is_kept=is_kept,
                 only_trained=only_trained,
             )
@@ -273,6 +284,8 @@ class ModelValues:
                 has_averages=rank_program.step_count > 0,
             )
             rank_program.executor.restart(rank_program.step_count)
+        known = rank_program.program.parameter_by_name
+        self._waiting.forget_values({known[name][1].name for name in state_dict if name in known})
         return names
 
     def optimizer_state_dict(

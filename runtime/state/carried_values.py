@@ -8,27 +8,25 @@ optimizers keep the states of parameters without a gradient, too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from zeroir.errors import InternalError, UserError
+from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer
 from zeroir.ir.contents import EMA, MASTER, PARAM, PASSING, FlatContent
 from zeroir.ir.own_coordinates import extents
 from zeroir.ir.program import Flat, Program, Slot
 from zeroir.runtime.checkpoint.parts import elements_on
-from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
+from zeroir.runtime.comm.base import Comm
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.memory.tensors import common
 from zeroir.runtime.state.state import full_flat
+from zeroir.runtime.state.waiting_states import Key, WaitingStates, own_part, whole_values
 from zeroir.torch_ops.types import TORCH_DTYPE
-
-Key = tuple[str, str]
-"""A parameter and a quantity."""
 
 _INSTEAD: Final[Mapping[str, tuple[str, ...]]] = {
     PARAM: (MASTER,),
@@ -39,33 +37,6 @@ _INSTEAD: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 _SEVERAL: Final = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WaitingValues:
-    """A quantity of a parameter that the program does not hold: ``own`` is this rank's part of it, on the host.
-
-    Equal parts, the last ones filled up with zeros, follow each other along ``axis`` of the mesh; every rank has all
-    elements where that is None.
-    """
-
-    axis: str | None
-    numel: int
-    own: Tensor
-
-
-@dataclass(slots=True, kw_only=True)
-class WaitingStates:
-    """What waits for parameters that are not trained now, by parameter and quantity."""
-
-    values: dict[Key, WaitingValues] = field(default_factory=dict)
-    counts: dict[str, float] = field(default_factory=dict)
-    """How many steps each of them was trained in, where it was."""
-
-    @property
-    def size_bytes(self) -> int:
-        """The host memory of this rank that they take."""
-        return sum(each.own.nbytes for each in self.values.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +84,7 @@ def carried_values(
         if quantity in own:
             readers.setdefault(source, []).extend(pieces)
         elif source in waiting.values:
-            _fill(pieces, _whole(present, memory, comm, waiting.values[source]))
+            _fill(pieces, whole_values(present, memory, comm, waiting.values[source]))
             resumed.add(name)
         else:
             if quantity not in _INSTEAD:
@@ -142,7 +113,7 @@ def carried_values(
                 values = copies[0][extent.offset : extent.offset + extent.numel]
                 _fill(readers.get(key, ()), values)
                 if key in kept:
-                    waiting.values[key] = _own_part(present, memory.rank, values)
+                    waiting.values[key] = own_part(present, memory.rank, values)
     was_trained = _trained(present)
     waiting.counts = {
         name: count for name, count in counts.of_parameter.items() if name not in trained and count
@@ -286,32 +257,3 @@ def buffers_of_counts(program: Program) -> dict[str, str]:
         if isinstance(content, FlatContent) and step is not None:
             found[content.flat] = step.buffer
     return found
-
-
-# ------------------------------------------------------------------------------------------------------ waiting values
-
-
-def _own_part(program: Program, rank: int, values: Tensor) -> WaitingValues:
-    """Return this rank's part of a quantity of a parameter, on the host."""
-    axis = program.comms[0].axis if program.comms else None
-    if axis is None:
-        return WaitingValues(axis=None, numel=values.numel(), own=values.to("cpu", copy=True))
-    most = -(-values.numel() // program.mesh.size(axis))
-    own = torch.zeros(most, dtype=values.dtype)
-    part = values[program.mesh.coordinate(rank)[axis] * most :][:most]
-    own[: part.numel()].copy_(part)
-    return WaitingValues(axis=axis, numel=values.numel(), own=own)
-
-
-def _whole(program: Program, memory: RankMemory, comm: Comm, waiting: WaitingValues) -> Tensor:
-    """Return all elements of what waits, from the parts of all ranks."""
-    if waiting.axis is None:
-        return waiting.own
-    name = next((each.name for each in program.comms if each.axis == waiting.axis), None)
-    if name is None:
-        raise InternalError(f"no communicator of the program spans the axis {waiting.axis}")
-    own = waiting.own.to(memory.device)
-    whole = own.new_empty(program.mesh.size(waiting.axis) * own.numel())
-    pair = TensorPair(source=own, destination=whole)
-    comm.all_gather(CollectiveTensors(comm=name, pairs=[[pair]], staging=[None]))
-    return whole[: waiting.numel]

@@ -16,6 +16,7 @@ from zeroir.ir.program import Flat, Program, Slot
 from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.memory.tensors import common
+from zeroir.runtime.state.waiting_states import WaitingStates, whole_values
 from zeroir.torch_ops.types import TORCH_DTYPE
 
 
@@ -27,13 +28,14 @@ def whole_parameters(
     *,
     masters: bool,
     ema: bool = False,
+    waiting: WaitingStates | None = None,
 ) -> Iterator[tuple[Slot, list[Tensor]]]:
     """Yield every parameter, or those in ``names`` by the names of their slots, with one copy for each local rank.
 
     A copy has the parameter's shape and its own memory, on the rank's device, in the dtype with which segments compute,
-    or with ``masters`` in FP32 where the program has master weights. With ``ema`` it is the moving average where there
-    is one. One flat at a time is gathered, or only the wanted parameters where they are less than half of it. All ranks
-    iterate together.
+    or with ``masters`` in FP32 where the program has master weights, or they are ``waiting``. With ``ema`` it is the
+    moving average where there is one. One flat at a time is gathered, or only the wanted parameters where they are less
+    than half of it. All ranks iterate together.
 
     Raises:
         UserError: with ``ema``, where the program keeps no averages.
@@ -44,6 +46,20 @@ def whole_parameters(
         )
     for flat in program.flats:
         slots = [slot for slot in flat.slots if names is None or slot.name in names]
+        if masters and waiting is not None and not flat.is_trainable:
+            held = [slot for slot in slots if (slot.name, MASTER) in waiting.values]
+            slots = [slot for slot in slots if slot not in held]
+            for slot in held:
+                key = slot.name, MASTER
+                yield (
+                    slot,
+                    [
+                        whole_values(program, memory, comm, waiting.values[key])
+                        .to(memory.device, copy=True)
+                        .view(slot.shape)
+                        for memory in ranks
+                    ],
+                )
         if not slots:
             continue
         buffers, dtype = _source(program, flat, masters=masters, ema=ema)

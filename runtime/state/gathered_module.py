@@ -26,6 +26,7 @@ from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.state.full_parameters import whole_parameters
 from zeroir.runtime.state.module_values import Factory, built_without_values
 from zeroir.runtime.state.named_tensors import NamedTensors, without_memory
+from zeroir.runtime.state.waiting_states import WaitingStates
 from zeroir.torch_ops.absent_tensors import ReturnedTensor, absent
 
 T = TypeVar("T")
@@ -66,6 +67,7 @@ class ModuleGatherer:
     make: Factory
     others: Mapping[str, Tensor]
     adapt: Callable[[nn.Module], None] | None = None
+    waiting: WaitingStates | None = None
 
     @contextmanager
     def gathered(self, name: str, *, masters: bool, ema: bool) -> Iterator[nn.Module]:
@@ -118,7 +120,13 @@ class ModuleGatherer:
             elif other is not None:
                 _put(tensors, tensor, other.to(device, copy=True))
         parameters = whole_parameters(
-            self.program, [self.memory], self.comm, of_slot, masters=masters, ema=ema
+            self.program,
+            [self.memory],
+            self.comm,
+            of_slot,
+            masters=masters,
+            ema=ema,
+            waiting=self.waiting,
         )
         for slot, (values,) in parameters:
             for tensor in of_slot[slot.name]:

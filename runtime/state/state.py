@@ -19,6 +19,7 @@ from zeroir.ir.program import Flat, Program, State
 from zeroir.runtime.comm.base import Comm
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.state.full_parameters import flat_buffers, flat_part, whole_parameters
+from zeroir.runtime.state.waiting_states import WaitingStates
 from zeroir.torch_ops.types import TORCH_DTYPE
 
 _TRAINED = (PARAM, MASTER, EMA)
@@ -233,7 +234,12 @@ def establish(program: Program, ranks: Sequence[RankMemory], comm: Comm, entry: 
 
 
 def full_parameters(
-    program: Program, ranks: Sequence[RankMemory], comm: Comm, *, ema: bool = False
+    program: Program,
+    ranks: Sequence[RankMemory],
+    comm: Comm,
+    *,
+    ema: bool = False,
+    waiting: WaitingStates | None = None,
 ) -> dict[str, Tensor]:
     """Return all parameters by name, unsharded, FP32 where the program has master weights.
 
@@ -246,7 +252,9 @@ def full_parameters(
     """
     return {
         name: values[0]
-        for slot, values in whole_parameters(program, ranks, comm, masters=True, ema=ema)
+        for slot, values in whole_parameters(
+            program, ranks, comm, masters=True, ema=ema, waiting=waiting
+        )
         for name in (slot.name, *slot.aliases)
     }
 

@@ -29,6 +29,7 @@ from zeroir.runtime.memory.tensors import common
 from zeroir.runtime.state.carried_values import buffers_of_counts
 from zeroir.runtime.state.full_parameters import whole_parameters
 from zeroir.runtime.state.state import full_flat
+from zeroir.runtime.state.waiting_states import WaitingStates
 
 _NO_SETTINGS: Final = frozenset({"params", "param_names", "name"})
 _NO_STATES: Final = (OWN_STATES.keys() - OWN_STATES_OF_TORCH) | {*QUANTITIES_OF_BLOCKS}
@@ -41,6 +42,7 @@ def module_state(
     comm: Comm,
     facts: ModelFacts,
     others: Mapping[str, Tensor],
+    waiting: WaitingStates | None = None,
     *,
     is_kept: bool,
     only_trained: bool = False,
@@ -55,7 +57,9 @@ def module_state(
     if only_trained:
         names = {slot.name for flat in program.flats if flat.is_trainable for slot in flat.slots}
     values: dict[str, Tensor] = {}
-    for slot, (whole,) in whole_parameters(program, [memory], comm, names, masters=True):
+    for slot, (whole,) in whole_parameters(
+        program, [memory], comm, names, masters=True, waiting=waiting
+    ):
         if is_kept:
             values |= dict.fromkeys((slot.name, *slot.aliases), whole.cpu())
     if not is_kept:

@@ -14,6 +14,7 @@ from zeroir.runtime.comm.base import Comm
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.state.full_parameters import whole_parameters
 from zeroir.runtime.state.named_tensors import NamedTensors
+from zeroir.runtime.state.waiting_states import WaitingStates
 
 
 def return_values(
@@ -23,6 +24,7 @@ def return_values(
     module: nn.Module,
     device: torch.device,
     others: Mapping[str, Tensor] = MappingProxyType({}),
+    waiting: WaitingStates | None = None,
 ) -> None:
     """Set a module's tensors to the present values, on ``device`` and in their own dtypes.
 
@@ -45,7 +47,9 @@ def return_values(
                 "from."
             )
     with torch.no_grad():
-        for slot, (values,) in whole_parameters(program, [memory], comm, masters=True):
+        for slot, (values,) in whole_parameters(
+            program, [memory], comm, masters=True, waiting=waiting
+        ):
             _put(tensors, slot.name, values, device)
         for binding in held:
             _put(tensors, binding.name, memory.buffer(binding.buffer).view(binding.shape), device)
