@@ -219,7 +219,7 @@ class Engine:
         All ranks call this together.
         """
         self._accumulation.require_none_waiting("go_on_with")
-        self._change_to(signatures, signatures.common)
+        self._change_to(signatures, signatures.base)
 
     def _change_to(self, signatures: Signatures, chosen: CompiledAgain) -> None:
         """Switch to one of these programs; all ranks do so unless these are the present ones."""
@@ -235,7 +235,7 @@ class Engine:
         if chosen.code is None:
             self._followed.remember()
         else:
-            self._followed.follow(chosen.code)
+            self._followed.follow(chosen.code, signatures.base.code)
 
     def _run(self, chosen: CompiledAgain) -> None:
         """Let one of the present programs run from now on."""

@@ -112,6 +112,7 @@ class FollowedCode:
         self._optimizer = optimizer
         self._step_counts = step_counts
         self._code: Followed | None = None
+        self._base: Followed | None = None
         self._compile: Compile | None = None
         # One may be known by several states, as those that it follows more or less of.
         self._programs: dict[Hashable, Signatures] = {}
@@ -123,11 +124,14 @@ class FollowedCode:
         """Whether the running program has constants whose present values count."""
         return self._code is not None and bool(self._code.tensors)
 
-    def follow(self, code: Followed) -> None:
-        """Follow the code from which the running program was compiled; what was ignored still is."""
+    def follow(self, code: Followed, base: Followed | None = None) -> None:
+        """Follow the code from which the running program was compiled; what was ignored still is.
+
+        Changes are those of ``base``, which is the same on all ranks where they run several programs.
+        """
         if self._code is not None:
             code.ignore(self._code.ignored)
-        self._code = code
+        self._code, self._base = code, base or code
         live = self._optimizer()
         of_script = tuple(code.optimizers)
         is_known = self._optimizers is not None and self._optimizers.optimizers == of_script
@@ -136,9 +140,9 @@ class FollowedCode:
 
     def compile_with(self, compile_again: Compile, present: Signatures) -> None:
         """Compile after a change instead of refusing it; ``present`` are the programs of the present state."""
-        assert self._code is not None
+        assert self._base is not None
         self._compile = compile_again
-        self._programs = {(self._code.state(), frozenset()): present}
+        self._programs = {(self._base.state(), frozenset()): present}
 
     def remember(self) -> None:
         """Take the running program as compiled from the present state."""
@@ -157,18 +161,18 @@ class FollowedCode:
             ChangedCodeError: where parameters or states would not fit, or there are too many programs already, or
                 changes are to be refused.
         """
-        if self._code is None:
+        if self._base is None:
             return None
         try:
-            self._code.require_unchanged(is_step=is_step)
+            self._base.require_unchanged(is_step=is_step)
         except ChangedCodeError as change:
             if self._compile is None:
                 raise
-            counts = self._step_counts(self._code.trained_names())
+            counts = self._step_counts(self._base.trained_names())
             counted = frozenset(counts.items())
-            state = self._code.state(), counted
+            state = self._base.state(), counted
             known = self._programs.get(state)
-            if known is None or not _is_current(known.running.code, is_step=is_step):
+            if known is None or not is_current(known.base.code, is_step=is_step):
                 count = len({id(each) for each in self._programs.values()})
                 if not change.may_compile or (count >= MOST_STATES and not change.is_of_training):
                     raise
@@ -176,9 +180,9 @@ class FollowedCode:
                     # Where layer after layer is trained, earlier states do not come back.
                     self._programs.clear()
                 begun = time.perf_counter()
-                known = self._compiled(self._code, change, counts)
+                known = self._compiled(self._base, change, counts)
                 self._programs[state] = known
-                code = known.running.code
+                code = known.base.code
                 if code is not None:
                     self._programs[code.state(), counted] = known
                 follows = code is not None and change.numbers & code.numbers
@@ -197,8 +201,8 @@ class FollowedCode:
         """Compile a program that follows the numbers that changed, too, if that is possible."""
         assert self._compile is not None
         compiled = self._compile((code.numbers | change.numbers) - self._unfollowed, step_counts)
-        if compiled.running.code is not None:
-            self._unfollowed |= compiled.running.code.unfollowed
+        if compiled.base.code is not None:
+            self._unfollowed |= compiled.base.code.unfollowed
         return compiled
 
     def read_tensors(self, program: Program, memory: RankMemory) -> None:
@@ -207,7 +211,7 @@ class FollowedCode:
             read_tensors(self._code.tensors, program, memory)
 
 
-def _is_current(code: Followed | None, *, is_step: bool) -> bool:
+def is_current(code: Followed | None, *, is_step: bool) -> bool:
     """Return whether a program is one of the present state of the user's code, of which it may know more."""
     try:
         if code is not None:

@@ -17,7 +17,7 @@ from zeroir.ir.analysis.schedules import Schedule, shared_schedule
 from zeroir.ir.program import EVALUATE, STEP_SECTIONS, InputBinding, Program
 from zeroir.ir.sizes import Dim, Size
 from zeroir.runtime.comm.job import Job, exchanged_texts, require_same_program
-from zeroir.runtime.engine.followed import CompiledAgain
+from zeroir.runtime.engine.followed import CompiledAgain, is_current
 from zeroir.runtime.execution.batch import Shape, shape_of
 from zeroir.torch_ops.batches import Batch
 
@@ -44,22 +44,25 @@ class Splits:
 class Signatures:
     """The programs that were compiled from one state of the user's code, one of which runs at a time on a rank.
 
-    ``running`` is the one that runs on this rank. Without ``splits`` it is the only one. ``common`` is the last one
-    that ran on all ranks.
+    ``running`` is the one that runs on this rank. Without ``splits`` it is the only one. ``base`` is the first one,
+    from whose code the engine learns of changes. Another one may be right for some values of numbers alone that the
+    base follows; it is then taken for these only.
     """
 
     def __init__(self, running: CompiledAgain, splits: Splits | None = None) -> None:
         self.running = running
         self._splits = splits
         self._known = [running]
+        self._is_current = [True]
         self._common = 0
         self._schedules: dict[tuple[int, frozenset[str]], Schedule | None] = {}
         if splits is not None:
             self._whole = replace(running.program, dims=splits.dims, inputs=splits.inputs)
 
     @property
-    def common(self) -> CompiledAgain:
-        return self._known[self._common]
+    def base(self) -> CompiledAgain:
+        """The program that was compiled first."""
+        return self._known[0]
 
     @property
     def programs(self) -> list[Program]:
@@ -96,6 +99,9 @@ class Signatures:
         if self._splits is None:
             return [self.running] * len(batches)
         own = [shape_of(self._whole, batch) for batch in batches]
+        is_step = not is_evaluation
+        others = [is_current(each.code, is_step=is_step) for each in self._known[1:]]
+        self._is_current = [True, *others]
         sections = frozenset((EVALUATE,) if is_evaluation else STEP_SECTIONS)
         return self._fitting(own, job, self._splits, accumulates, sections)
 
@@ -107,7 +113,7 @@ class Signatures:
         accumulates: bool,
         sections: frozenset[str],
     ) -> list[CompiledAgain]:
-        rows = job.exchange([float(self._takes_all(each, own)) for each in self._known])
+        rows = job.exchange([float(takes) for takes in self._all_that_take(own)])
         common = self._first([all(flags) for flags in zip(*rows, strict=True)])
         if common is not None:
             return self._for_all(common, own)
@@ -146,12 +152,19 @@ class Signatures:
         With ``accumulates`` they become programs for steps of several batches first.
         """
         schedules: list[Schedule | None] = []
+        numbers: set[frozenset[str]] = set()
         for index in used:
             known = self.for_several(self._known[index]) if accumulates else self._known[index]
             key = id(known.program), sections
             if key not in self._schedules:
                 self._schedules[key] = shared_schedule(known.program, sections)
             schedules.append(self._schedules[key])
+            numbers.add(frozenset() if known.code is None else known.code.numbers)
+        if len(numbers) > 1:  # a rank alone would compile after a change
+            raise UserError(
+                f"{splits.reason}: the ranks have batches on both sides of the decision, and the program of one side "
+                "does not follow the same numbers of the script. Let all ranks have batches of one side at a time."
+            )
         if schedules[0] is None or any(each != schedules[0] for each in schedules):
             raise UserError(
                 f"{splits.reason}: the ranks have batches on both sides of the decision, whose programs communicate in "
@@ -171,15 +184,19 @@ class Signatures:
 
     def _taking(self, shapes: Sequence[Shape]) -> CompiledAgain | None:
         """Return a program that takes batches of all these shapes, if there is one."""
-        return self._first([self._takes_all(each, shapes) for each in self._known])
+        return self._first(self._all_that_take(shapes))
+
+    def _all_that_take(self, shapes: Sequence[Shape]) -> list[bool]:
+        """Return for each known program whether it takes batches of all these shapes at present."""
+        return [
+            current and all(self._takes(each.program, shape) for shape in shapes)
+            for each, current in zip(self._known, self._is_current, strict=True)
+        ]
 
     def _first(self, flags: Sequence[bool]) -> CompiledAgain | None:
         """Return the common program if its flag is set, else the first one whose flag is, if there is one."""
         index = self._common if flags[self._common] else flags.index(True) if any(flags) else None
         return None if index is None else self._known[index]
-
-    def _takes_all(self, known: CompiledAgain, shapes: Sequence[Shape]) -> bool:
-        return all(self._takes(known.program, shape) for shape in shapes)
 
     def _compile_for(self, shapes: Sequence[Shape], splits: Splits, job: Job) -> None:
         """Compile programs until each batch is taken by one."""
@@ -204,7 +221,10 @@ class Signatures:
                 )
             if not job.is_alone:
                 require_same_program(compiled.program, job.device)
+            if compiled.code is not None and self.base.code is not None:
+                compiled.code.ignore(self.base.code.ignored)
             self._known.append(compiled)
+            self._is_current.append(True)
             if job.rank == 0:
                 LOGGER.warning(
                     "%s: a program for batches such as %s was compiled in %.1f s.",

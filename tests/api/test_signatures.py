@@ -29,10 +29,11 @@ class Net(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
         self.code = code
-        self.scale = 1.0
+        self.scale, self.kind = 1.0, "plain"
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.code(self, x * self.scale).square().mean()
+        y = self.code(self, x * self.scale)
+        return (y if self.kind == "plain" else y.sigmoid()).square().mean()
 
 
 def _other_order(net: Net, x: Tensor) -> Tensor:
@@ -190,8 +191,11 @@ def test_a_change_and_other_sizes_may_come_together(caplog: pytest.LogCaptureFix
 
     trained = Trained(code)
     caplog.set_level(logging.WARNING, "zeroir")
-    for value, rows in ((1.0, 3), (0.5, 7), (1.0, 6), (0.5, 6), (0.5, 2), (1.0, 2), (1.0, 7)):
-        trained.net.scale = trained.plain.scale = value
+    for kind, rows in (
+        *(("plain", 3), ("other", 7), ("plain", 6), ("other", 6), ("other", 2), ("plain", 2)),
+        ("plain", 7),
+    ):
+        trained.net.kind = trained.plain.kind = kind
         trained.step(rows)
     assert compilations(caplog) == 2
     assert sum("compiled again" in each.getMessage() for each in caplog.records) == 1
@@ -206,3 +210,26 @@ def test_an_engine_made_from_a_file_refuses_other_sizes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="rows from 1 to 5"):
         engine.step(torch.randn(7, 4))
     engine.close()
+
+
+def test_a_number_that_one_side_alone_compares_is_followed_on_both(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A program of the other side is right for those values of a number for which its code decides alike."""
+
+    def code(net: Net, x: Tensor) -> Tensor:
+        y: Tensor = net.b(net.a(x))
+        if x.shape[0] > 5:
+            return y.tanh() if net.scale > 1 else y.sigmoid()
+        return y
+
+    trained = Trained(code)
+    for value, rows in (
+        *((1.0, 3), (0.5, 2), (0.6, 7), (0.7, 8), (1.5, 4), (1.6, 8), (1.7, 7), (0.8, 6)),
+        *((1.8, 3), (1.9, 6), (0.4, 5), (0.3, 7)),
+    ):
+        trained.net.scale = trained.plain.scale = value
+        trained.step(rows)
+    assert sum("compiled again" in each.getMessage() for each in caplog.records) == 1
+    assert compilations(caplog) == 2
+    trained.engine.close()
