@@ -123,13 +123,54 @@ def refuse_crossed(rank: int, world_size: int) -> None:
     engine.close()
 
 
+class Annealed(nn.Module):
+    """Has a number that only the code for long batches compares, and a text that all of it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale, self.kind = 1.0, "plain"
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.b(self.a(x * self.scale))
+        if x.shape[0] > LONG:
+            y = y.tanh() if self.scale > 1.2 else y.sigmoid()
+        loss: Tensor = (y if self.kind == "plain" else y.cos()).square().mean()
+        return loss
+
+
+def anneal(rank: int, world_size: int) -> None:
+    """Change what the code reads while the ranks run different programs, and compare losses with the module's."""
+    torch.manual_seed(7)
+    module = Annealed()
+    shapes = (Dim("rows", max=2 * LONG), 4)
+    engine = zeroir.compile(
+        module, torch.zeros(3, 4), shapes=shapes, stage=3, world_size=world_size
+    ).engine()
+    for scale, kind, rows in (
+        *((1.0, "plain", (3, 3)), (0.9, "plain", (3, 9)), (0.8, "plain", (9, 3))),
+        *((1.3, "plain", (9, 3)), (1.4, "plain", (3, 16)), (0.7, "plain", (2, 4))),
+        *((0.6, "other", (2, 9)), (1.5, "other", (9, 2)), (0.5, "plain", (12, 2))),
+    ):
+        module.scale, module.kind = scale, kind
+        x = torch.randn(rows[rank], 4)
+        with torch.no_grad(), engine.gathered() as lent:
+            assert isinstance(lent, Annealed)
+            lent.scale, lent.kind = scale, kind
+            expected = lent(x).item()
+        assert engine.step(x).loss == expected, (scale, kind, rows)
+    engine.close()
+
+
 def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     join()
-    if "crossed" in sys.argv:
+    others = {"crossed": refuse_crossed, "annealed": anneal}
+    other = next((others[each] for each in sys.argv if each in others), None)
+    if other is not None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* the sizes of the batch decide", ModelWarning)
-            refuse_crossed(rank, world_size)
+            other(rank, world_size)
         dist.destroy_process_group()
         return
     compiled = compiled_for(world_size, json.loads(os.environ["OPTIONS"]))

@@ -88,3 +88,10 @@ def test_ranks_run_no_programs_together_that_communicate_in_different_orders(
     module = "tests.numerics.signature_workers"
     ranks = Ranks(2, tmp_path, "crossed", module=module, sources=COMPILING_SOURCES)
     require_success(ranks.wait())
+
+
+@pytest.mark.slow
+def test_changes_reach_ranks_that_run_different_programs(tmp_path: Path) -> None:
+    module = "tests.numerics.signature_workers"
+    ranks = Ranks(2, tmp_path, "annealed", module=module, sources=COMPILING_SOURCES)
+    require_success(ranks.wait())
