@@ -89,6 +89,12 @@ FORWARDS = {
         "k = self.last(x).repeat(1, 1, 64)[:, None];"
         "return torch.matmul(torch.matmul(q, k.transpose(2, 3)).softmax(-1), k)"
     ),
+    "products of heads that repeat keys": (
+        "q = self.first(x).repeat(1, 1, 128).unflatten(2, (2, 512)).transpose(1, 2);"
+        "k = self.last(x).repeat(1, 1, 64)[:, None, None].expand(-1, -1, 2, -1, -1);"
+        "k = k.reshape(q.shape);"
+        "return torch.matmul(torch.matmul(q, k.transpose(2, 3)).softmax(-1), k)"
+    ),
 }
 
 

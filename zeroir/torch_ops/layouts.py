@@ -112,7 +112,8 @@ def _folded(x: Tensor) -> Tensor:
     for size, stride in zip(sizes, strides, strict=True):
         if size == 1:
             continue
-        if expected != size * stride:
+        # Where a dimension is repeated, the stride of the row may be 0, too, and says nothing.
+        if stride == 0 or expected != size * stride:
             return x.contiguous()
         expected = stride
     return x
