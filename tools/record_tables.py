@@ -132,7 +132,7 @@ def _models_that_are(verdict: str) -> Callable[[Mapping[str, object]], str]:
         models = record["models"]
         assert isinstance(models, dict)
         rows = [
-            [model, re.split(r"[;:] (?=a program|Narrow|express)", reason)[0].rstrip(".")]
+            [model, re.split(r"[;:] (?=a program|express|the dim )", reason)[0].rstrip(".")]
             for model, (found, reason) in models.items()
             if found == verdict
         ]

@@ -55,7 +55,7 @@ from tools.tiny_models import (
 )
 from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
-from zeroir.errors import BatchError, ZeroirError
+from zeroir.errors import BatchError, ModelWarning, ZeroirError
 
 VERDICTS: Mapping[str, str] = {
     "all sizes": "for all sizes",
@@ -70,6 +70,7 @@ VERDICTS: Mapping[str, str] = {
 OF_DIMS = ("all sizes", "several programs")
 OF_ONE_SHAPE = (*OF_DIMS, "one size", "different")
 
+DECISION = "the sizes of the batch decide"
 MOST_NUMEL = 60_000_000
 SECONDS = 400
 LR, STEPS_OF_ENGINE = 0.01, 4
@@ -128,12 +129,16 @@ def survey(kind: str, name: str, folder: Path, *, is_one_shape: bool = False) ->
         return _verdict_on_one_shape(kind, name, form, folder, "equal", "")
     why = "rows only" if kind == "image" and not form.is_sized else ""
     try:
-        try:
-            return _judged(_difference(kind, name, form, folder, varies=True), "all sizes", why)
-        except BatchError as error:
-            # The program is for one side of a decision.
-            difference = _difference_of_an_engine(kind, name, form)
-            return _judged(difference, "several programs", _said(error, folder))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", ModelWarning)
+            try:
+                return _judged(_difference(kind, name, form, folder, varies=True), "all sizes", why)
+            except BatchError as error:
+                # The program is for one side of a decision, which a note names.
+                notes = [str(w.message) for w in caught if DECISION in str(w.message)]
+                difference = _difference_of_an_engine(kind, name, form)
+                said = _said(notes[0] if notes else error, folder)
+                return _judged(difference, "several programs", said)
     except ZeroirError as error:
         reason = _said(error, folder)
     return _verdict_on_one_shape(kind, name, form, folder, "one size", reason)
