@@ -57,8 +57,8 @@ class ChangedCodeError(UserError):
     """The code or an object that a program was compiled from has changed.
 
     ``change`` says what, without a full stop. ``may_compile`` is whether a program that is compiled now takes the
-    parameters and states over. ``numbers`` names numbers that changed, which another program may follow.
-    ``is_of_training`` is whether only which parameters are trained has changed.
+    parameters and states over. ``numbers`` names numbers that changed, which another program may follow; with
+    ``is_of_numbers`` nothing else changed. ``is_of_training`` is whether only which parameters are trained has changed.
     """
 
     def __init__(
@@ -67,12 +67,14 @@ class ChangedCodeError(UserError):
         remedy: str,
         *,
         may_compile: bool,
+        is_of_numbers: bool = False,
         numbers: frozenset[str] = frozenset(),
         is_of_training: bool = False,
     ) -> None:
         super().__init__(f"{change}, and the program goes on with that: {remedy}.")
         self.change = change
         self.may_compile = may_compile
+        self.is_of_numbers = is_of_numbers
         self.numbers = numbers
         self.is_of_training = is_of_training
 

@@ -272,6 +272,10 @@ class Engine:
         if compile_again is not None:
             self._followed.compile_with(compile_again, signatures)
 
+    def compile_changes_with(self, compile_again: Compile) -> None:
+        """Go on with what this function compiles after a change of the user's code; it keeps programs itself."""
+        self._followed.compile_with(compile_again)
+
     def _look_outside(self, *, is_step: bool = True) -> None:
         """Follow what changed outside, and raise UserError where something did that cannot be followed."""
         self._followed.follow_optimizers()

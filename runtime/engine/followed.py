@@ -117,6 +117,7 @@ class FollowedCode:
         # One may be known by several states, as those that it follows more or less of.
         self._programs: dict[Hashable, Signatures] = {}
         self._unfollowed: frozenset[str] = frozenset()
+        self._keeps = True
         self._optimizers: FollowedOptimizers | None = None
 
     @property
@@ -138,11 +139,16 @@ class FollowedCode:
         if of_script and live is not None and not is_known:
             self._optimizers = FollowedOptimizers(of_script, code.parameter_names(), live)
 
-    def compile_with(self, compile_again: Compile, present: Signatures) -> None:
-        """Compile after a change instead of refusing it; ``present`` are the programs of the present state."""
-        assert self._base is not None
+    def compile_with(self, compile_again: Compile, present: Signatures | None = None) -> None:
+        """Compile after a change instead of refusing it; ``present`` are the programs of the present state.
+
+        Without these no program is kept for a state that comes back.
+        """
         self._compile = compile_again
-        self._programs = {(self._base.state(), frozenset()): present}
+        self._keeps = present is not None
+        if present is not None:
+            assert self._base is not None
+            self._programs = {(self._base.state(), frozenset()): present}
 
     def remember(self) -> None:
         """Take the running program as compiled from the present state."""
@@ -170,7 +176,7 @@ class FollowedCode:
                 raise
             counts = self._step_counts(self._base.trained_names())
             counted = frozenset(counts.items())
-            state = self._base.state(), counted
+            state = (self._base.state(), counted) if self._keeps else object()
             known = self._programs.get(state)
             if known is None or not is_current(known.base.code, is_step=is_step):
                 count = len({id(each) for each in self._programs.values()})
@@ -183,9 +189,11 @@ class FollowedCode:
                 known = self._compiled(self._base, change, counts)
                 self._programs[state] = known
                 code = known.base.code
-                if code is not None:
+                if code is not None and self._keeps:
                     self._programs[code.state(), counted] = known
-                follows = code is not None and change.numbers & code.numbers
+                follows = (
+                    change.is_of_numbers and code is not None and change.numbers & code.numbers
+                )
                 if self._rank == 0:
                     seconds = time.perf_counter() - begun
                     outcome = ", and follows it from now on" if follows else ""

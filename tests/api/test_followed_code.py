@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -227,3 +228,57 @@ def test_a_model_file_that_changes_what_its_step_reads_is_refused(tmp_path: Path
     found = run(["run", "--nproc", "1", "x.zir", "--steps", "3"])
     assert found.returncode == 2, found.stderr
     assert "beta, which model.py:6 reads, is 0.5 now, but was 1.0" in found.stderr
+
+
+class Config:
+    """Settings as attributes of a class."""
+
+    gain = 1.0
+
+
+def scaled_by(factor: float) -> Callable[[Tensor], Tensor]:
+    def scale(x: Tensor) -> Tensor:
+        return x * factor
+
+    return scale
+
+
+class CallsItsFunctions(nn.Module):
+    """Calls functions that its attributes hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 2)
+        self.first, self.second = scaled_by(1.0), scaled_by(2.0)
+        self.config = Config()
+        self.bound = functools.partial(weighted_sum, table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.bound(self.line(self.first(x)) * self.config.gain)
+        return self.second(y).mean()
+
+
+table = {"weight": 1.0}
+
+
+def weighted_sum(weights: dict[str, float], y: Tensor) -> Tensor:
+    return y.square() * weights["weight"]
+
+
+@pytest.mark.parametrize("name", ["first", "second", "config", "bound"])
+def test_what_functions_in_attributes_read_counts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = CallsItsFunctions()
+    engine = zeroir.compile(net, X, world_size=1).engine(self_check=False, compile_again=False)
+    engine.step(X)
+    if name == "config":
+        monkeypatch.setattr(Config, "gain", 0.5)
+    elif name == "bound":
+        monkeypatch.setitem(table, "weight", 0.5)
+    else:
+        (cell,) = vars(net)[name].__closure__
+        cell.cell_contents = 3.0
+    with pytest.raises(UserError, match=r"is (0\.5|3\.0) now, but was"):
+        engine.step(X)
+    engine.close(return_values=False)

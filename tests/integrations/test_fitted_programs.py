@@ -13,6 +13,7 @@ import zeroir
 from zeroir.api import CompiledProgram
 from zeroir.config.steps import MicroSteps
 from zeroir.errors import ModelWarning, UserError
+from zeroir.frontend.source.source import Earlier
 from zeroir.integrations.fitted_programs import FittedPrograms
 from zeroir.runtime.engine.engine import Engine
 from zeroir.torch_ops.batches import Batch
@@ -50,7 +51,7 @@ class Fitted:
         self.engine: Engine = self.programs.present.compiled.engine(self_check=False)
         self.engine.fit = self.programs.fit
 
-    def _compiled(self, example: Batch, shapes: str | None) -> CompiledProgram:
+    def _compiled(self, example: Batch, shapes: str | None, _: Earlier) -> CompiledProgram:
         compiled = zeroir.compile(
             self.module,
             example,
@@ -170,7 +171,7 @@ def test_where_code_decides_by_a_size_each_side_has_a_program(
 
 
 def test_other_mistakes_are_the_users() -> None:
-    def compile_program(example: Batch, shapes: str | None) -> CompiledProgram:
+    def compile_program(example: Batch, shapes: str | None, _: Earlier) -> CompiledProgram:
         return zeroir.compile(Net(_same), example, shapes=shapes, units="nothing.*")
 
     with pytest.raises(UserError, match="nothing"):

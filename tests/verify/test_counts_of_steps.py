@@ -13,6 +13,7 @@ from zeroir.api.capture import given_source
 from zeroir.api.compiled import CompiledProgram
 from zeroir.api.compiling import compile_again
 from zeroir.config import make_options
+from zeroir.frontend.source.source import Earlier
 from zeroir.ir import ops
 from zeroir.ir.buffers import whole
 from zeroir.ir.ops import Op
@@ -32,10 +33,8 @@ def loss(net: nn.Module, x: Tensor) -> Tensor:
 def compiled(**options: object) -> CompiledProgram:
     net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     source = given_source(net, torch.zeros(4, 16), loss, None)
-    counts = {"0.weight": 1, "1.bias": 2}
-    return compile_again(
-        source, make_options({"world_size": 2, **options}), None, step_counts=counts
-    )
+    earlier = Earlier(step_counts={"0.weight": 1, "1.bias": 2})
+    return compile_again(source, make_options({"world_size": 2, **options}), None, earlier)
 
 
 def codes(program: Program, reference: Program) -> set[str]:

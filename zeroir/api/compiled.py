@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from zeroir import artifact as artifacts
@@ -23,7 +22,6 @@ from zeroir.ir.program import (
     EVALUATE,
     MICRO_STEP,
     STEP_SECTIONS,
-    Flat,
     Program,
     why_not_evaluate,
 )
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
     from zeroir.config.offload import Offload
     from zeroir.config.steps import MicroSteps
     from zeroir.cost.machine import Machine
-    from zeroir.frontend.source.source import Model, ModelSource, WeightFunction
+    from zeroir.frontend.source.source import Earlier, Model, ModelSource, WeightFunction
     from zeroir.frontend.watch.watch import Watch
     from zeroir.runtime.distributed.rendezvous import JobRank
     from zeroir.runtime.engine.engine import Engine
@@ -50,18 +48,15 @@ if TYPE_CHECKING:
 class Compile(Protocol):
     """Compiles a source as it is now, from another example batch if one is given.
 
-    Parameters keep the places that they have in ``flats`` of an earlier program. The program follows those of the
-    ``numbers`` that it can. ``step_counts`` are those of ``ModelSource``.
+    The program goes on with an earlier one.
     """
 
     def __call__(
         self,
         options: CompileOptions,
         config: ConfigRecord | None,
-        flats: tuple[Flat, ...] = (),
+        earlier: Earlier,
         batch: Batch = None,
-        numbers: frozenset[str] = frozenset(),
-        step_counts: Mapping[str, int] = MappingProxyType({}),
     ) -> CompiledProgram:
         """Return the compiled program."""
 

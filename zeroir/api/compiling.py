@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Unpack
 
 from zeroir import artifact as artifacts
@@ -23,8 +22,14 @@ from zeroir.verify import Report, VerificationError, verify
 
 if TYPE_CHECKING:
     from zeroir.cost.machine import Machine
-    from zeroir.frontend.source.source import LossFunction, Model, ModelSource, WeightFunction
-    from zeroir.ir.program import Flat, Program
+    from zeroir.frontend.source.source import (
+        Earlier,
+        LossFunction,
+        Model,
+        ModelSource,
+        WeightFunction,
+    )
+    from zeroir.ir.program import Program
     from zeroir.torch_ops.batches import Batch
 
 
@@ -59,7 +64,23 @@ def compile_model(
     Raises:
         UserError: if the file, the module, the batch or an option is wrong.
     """
+    return compile_following(None, model, batch, loss=loss, weight=weight, config=config, **options)
+
+
+def compile_following(
+    earlier: Earlier | None,
+    model: Model,
+    batch: Batch = None,
+    *,
+    loss: LossFunction | None = None,
+    weight: WeightFunction | None = None,
+    config: Config | None = None,
+    **options: Unpack[CompileKeywords],
+) -> CompiledProgram:
+    """Compile as ``compile_model`` does, a program that goes on with an earlier one of the model."""
     source = given_source(model, batch, loss, weight)
+    if earlier is not None:
+        source = replace(source, earlier=earlier)
     options = with_shapes_text(options, lambda: source)
     optimizer = options.get("optimizer")
     if is_torchs(optimizer):
@@ -110,13 +131,11 @@ def compile_again(
     source: ModelSource,
     options: CompileOptions,
     config: ConfigRecord | None,
-    flats: tuple[Flat, ...] = (),
+    earlier: Earlier,
     batch: Batch = None,
-    numbers: frozenset[str] = frozenset(),
-    step_counts: Mapping[str, int] = MappingProxyType({}),
 ) -> CompiledProgram:
     """Compile a source as it is now, as ``compiled.Compile`` says."""
-    source = replace(source, flats=flats, numbers=numbers, step_counts=step_counts)
+    source = replace(source, earlier=earlier)
     if batch is not None:
         source = replace(source, batch=lambda: batch)
     return compile_source(source, options, config)

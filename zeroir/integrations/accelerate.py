@@ -18,7 +18,7 @@ import torch
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, DynamoBackend
 
-from zeroir.api import compile_model
+from zeroir.api.compiling import compile_following
 from zeroir.api.keywords import merged
 from zeroir.errors import UserError
 from zeroir.frontend.source.given_shapes import given_shapes
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from zeroir.api import CompiledProgram
     from zeroir.api.keywords import CompileKeywords
     from zeroir.config import FloatName
-    from zeroir.frontend.source.source import LossFunction
+    from zeroir.frontend.source.source import Earlier, LossFunction
     from zeroir.runtime.engine.engine import Engine
 
 _STATE: Final = "zeroir"
@@ -171,9 +171,9 @@ def prepare(
     timeout = None if group is None else group.timeout
     shapes = given.pop("shapes", None)
 
-    def compile_program(example: Batch, text: str | None) -> CompiledProgram:
+    def compile_program(example: Batch, text: str | None, earlier: Earlier) -> CompiledProgram:
         options: CompileKeywords = {**given, "shapes": text}
-        return compile_model(model, example, loss=loss, **options)
+        return compile_following(earlier, model, example, loss=loss, **options)
 
     programs = FittedPrograms(
         compile_program,
@@ -191,7 +191,7 @@ def prepare(
         seed=torch.initial_seed(),
         timeout=timeout,
     )
-    engine.fit = programs.fit
+    programs.drive(engine)
     _include_state(accelerator, engine)
     for name, remedy in _REPLACED.items():
         setattr(accelerator, name, _refusal(name, remedy))

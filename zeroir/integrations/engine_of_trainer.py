@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from zeroir.api import CompiledProgram, compile_model
+from zeroir.api import CompiledProgram
+from zeroir.api.compiling import compile_following
 from zeroir.config.steps import MicroSteps
 from zeroir.errors import UserError
+from zeroir.frontend.source.source import Earlier
 from zeroir.integrations.fitted_programs import (
     ONE_SIZE_KERNELS,
     SET_BY_SAVING,
@@ -126,7 +129,7 @@ class EngineOfTrainer:
         self.engine: Engine = self._programs.present.compiled.engine(
             compile_again=False, ignore=SET_BY_SAVING, seed=seed, kernels=kernels, timeout=timeout
         )
-        self.engine.fit = self._programs.fit
+        self._programs.drive(self.engine)
 
     @property
     def most_rows(self) -> int:
@@ -175,16 +178,17 @@ class EngineOfTrainer:
             (tensor, tensor._version) for tensor, _ in NamedTensors(self.model).names_by_tensor()
         ]
 
-    def _compiled(self, batch: Batch, shapes: str | None) -> CompiledProgram:
+    def _compiled(self, batch: Batch, shapes: str | None, earlier: Earlier) -> CompiledProgram:
         options: CompileKeywords = {**self._options, "optimizer": self._optimizer, "shapes": shapes}
         # The trainer's loss counts labels itself.
         options["micro_steps"] = _of_batches(options.get("micro_steps", 1))
         # A trainer evaluates with the model in evaluation mode.
         self.model.train()
-        return compile_model(
+        return compile_following(
+            earlier,
             self.model,
             batch,
-            loss=_program_loss(self._loss, has_outputs=self._has_outputs),
+            loss=partial(_program_loss, self._loss, has_outputs=self._has_outputs),
             **options,
         )
 
@@ -197,20 +201,12 @@ def _of_batches(micro_steps: int | MicroSteps) -> MicroSteps:
 
 
 def _program_loss(
-    trainer_loss: TrainerLoss, *, has_outputs: bool
-) -> Callable[[nn.Module, Mapping[str, object]], object]:
-    """Return the loss function of a program, whose batch is the tree of a ``TrainerBatch``."""
-
-    def loss(module: nn.Module, tree: Mapping[str, object]) -> object:
-        inputs, num_items, micro_steps = (
-            tree[_INPUTS],
-            tree.get(_NUM_ITEMS),
-            tree[_MICRO_STEPS],
-        )
-        assert isinstance(inputs, Mapping)
-        assert isinstance(num_items, Tensor | None)
-        assert isinstance(micro_steps, Tensor)
-        value, outputs = trainer_loss(module, dict(inputs), num_items, micro_steps)
-        return (value, outputs) if has_outputs else value
-
-    return loss
+    trainer_loss: TrainerLoss, module: nn.Module, tree: Mapping[str, object], *, has_outputs: bool
+) -> object:
+    """Compute the loss of a program, whose batch is the tree of a ``TrainerBatch``."""
+    inputs, num_items, micro_steps = tree[_INPUTS], tree.get(_NUM_ITEMS), tree[_MICRO_STEPS]
+    assert isinstance(inputs, Mapping)
+    assert isinstance(num_items, Tensor | None)
+    assert isinstance(micro_steps, Tensor)
+    value, outputs = trainer_loss(module, dict(inputs), num_items, micro_steps)
+    return (value, outputs) if has_outputs else value

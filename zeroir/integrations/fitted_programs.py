@@ -7,9 +7,10 @@ together, before the batch runs.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
 import torch
@@ -19,6 +20,7 @@ from zeroir.api.sentences import LOGGER
 from zeroir.config.shapes import BatchShapes, shapes_text
 from zeroir.errors import ShapesError, UserError, ZeroirError
 from zeroir.frontend.source.given_shapes import given_shapes
+from zeroir.frontend.source.source import Earlier
 from zeroir.integrations.batch_ranges import BatchRanges, RangeLimits, Sizes, sizes_of, tokens_of
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, exchanged_texts
 from zeroir.runtime.distributed.rendezvous import join_job
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
 ONE_SIZE_KERNELS: Final = "Inductor compiles kernels for one size of each dimension."
 """The reason why no size may differ with such kernels."""
 
-Compile = Callable[[Batch, str | None], "CompiledProgram"]
-"""Compiles a program from an example batch and the option ``shapes``."""
+Compile = Callable[[Batch, str | None, Earlier], "CompiledProgram"]
+"""Compiles a program from an example batch, the option ``shapes``, and what it goes on with."""
 
 SET_BY_SAVING: Final = ("*config.architectures", "*config.dtype")
 """What ``save_pretrained`` of transformers sets in a model's configuration, and no step depends on."""
@@ -91,6 +93,7 @@ class FittedPrograms:
         self._evaluation: list[FittedProgram] = []
         self._signatures: dict[FittedProgram, Signatures] = {}
         self._reasons: list[str] = []
+        self._earlier = Earlier()
         self._is_given = given is not None
         if given is None:
             self.present = self._added(batch, [sizes_of(batch)], is_evaluation=False)
@@ -135,14 +138,32 @@ class FittedPrograms:
         known = self._signatures.get(self.present)
         engine.go_on_among(known or signatures_of(compiled, engine, compiled.watch))
 
+    def drive(self, engine: Engine) -> None:
+        """Let an engine go on with the program that fits, and with another one after a change of the user's code."""
+        engine.fit = self.fit
+        engine.compile_changes_with(partial(self._after_change, engine))
+
+    def _after_change(
+        self, engine: Engine, numbers: frozenset[str], step_counts: Mapping[str, int]
+    ) -> Signatures:
+        flats = self.present.compiled.logical.flats
+        self._earlier = Earlier(flats=flats, numbers=numbers, step_counts=step_counts)
+        self._compile_anew()
+        compiled = self.present.compiled
+        assert compiled.watch is not None
+        return signatures_of(compiled, engine, compiled.watch, step_counts)
+
     def compile_again(self, engine: Engine) -> None:
         """Compile the program for training anew, and forget the others; the engine goes on with it."""
+        self._compile_anew()
+        self._go_on(engine)
+
+    def _compile_anew(self) -> None:
         old = _widest(self._training)
         assert old is not None
         self.present = self._compiled(old.ranges, old.example, old.shapes)
         self._training, self._evaluation = [self.present], []
         self._signatures.clear()
-        self._go_on(engine)
 
     def _added(self, batch: Batch, own: Sequence[Sizes], *, is_evaluation: bool) -> FittedProgram:
         """Compile a program for the batches of all ranks, and remember it."""
@@ -211,7 +232,7 @@ class FittedPrograms:
         return seen
 
     def _compiled(self, ranges: BatchRanges, example: Batch, shapes: str | None) -> FittedProgram:
-        compiled = self._compile(example, shapes)
+        compiled = self._compile(example, shapes, self._earlier)
         return FittedProgram(compiled=compiled, ranges=ranges, example=example, shapes=shapes)
 
     def _limit(self, ranges: BatchRanges, seen: Sequence[Sizes], error: ZeroirError) -> None:

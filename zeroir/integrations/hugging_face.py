@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -206,7 +207,8 @@ class ZeroirTrainer(Trainer):
         needs_outputs = self.compute_metrics is not None and not args.prediction_loss_only
         self._running = EngineOfTrainer(
             model,
-            self._program_loss,
+            # What it reads counts, and so does what a function of the user's reads.
+            partial(self._program_loss, self.compute_loss_func),
             TrainerBatch(
                 inputs=with_tensors(example, lambda tensor: tensor.cpu()),
                 num_items=_number(num_items),
@@ -234,6 +236,7 @@ class ZeroirTrainer(Trainer):
 
     def _program_loss(
         self,
+        users_function: object,
         module: nn.Module,
         inputs: dict[str, object],
         num_items: Tensor | None,
@@ -244,18 +247,19 @@ class ZeroirTrainer(Trainer):
             module, inputs, return_outputs=True, num_items_in_batch=num_items
         )
         loss, outputs = result
-        if self._is_sum_over_micro_steps(has_items=num_items is not None):
+        has_items = num_items is not None
+        if self._is_sum_over_micro_steps(users_function, has_items=has_items):
             loss = loss * micro_steps
         return loss, self._predictions(outputs)
 
-    def _is_sum_over_micro_steps(self, *, has_items: bool) -> bool:
+    def _is_sum_over_micro_steps(self, users_function: object, *, has_items: bool) -> bool:
         """Return whether the loss of a step is the sum over its micro-batches instead of their mean.
 
         See ``compute_loss``.
         """
         if self.loss_is_scaled_for_ga is not None:
             return self.loss_is_scaled_for_ga
-        return (self.model_accepts_loss_kwargs and has_items) or self.compute_loss_func is not None
+        return (self.model_accepts_loss_kwargs and has_items) or users_function is not None
 
     def _predictions(self, outputs: object) -> object:
         """Return the outputs that the trainer uses as predictions in an evaluation."""

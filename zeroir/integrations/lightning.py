@@ -25,11 +25,13 @@ from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from zeroir.api import CompiledProgram, compile_model
+from zeroir.api import CompiledProgram
+from zeroir.api.compiling import compile_following
 from zeroir.api.keywords import merged
 from zeroir.config.field_types import STEP
 from zeroir.config.steps import MicroSteps
 from zeroir.errors import CheckpointWarning, ModelWarning, UserError
+from zeroir.frontend.source.source import Earlier
 from zeroir.integrations.defaults import most_positions_of, multiple_of, require_effect
 from zeroir.integrations.fitted_programs import (
     ONE_SIZE_KERNELS,
@@ -175,7 +177,7 @@ class ZeroirStrategy(DDPStrategy):
             kernels=self._kernels,
             seed=torch.initial_seed(),
         )
-        engine.fit = programs.fit
+        programs.drive(engine)
         for part in self._module.modules():
             if isinstance(part, LightningModule):
                 part._device = self.root_device  # Values that it logs go there.
@@ -185,7 +187,7 @@ class ZeroirStrategy(DDPStrategy):
         if self._resumed_path:
             engine.load(self._resumed_path)
 
-    def _program(self, example: Batch, shapes: str | None) -> CompiledProgram:
+    def _program(self, example: Batch, shapes: str | None, earlier: Earlier) -> CompiledProgram:
         """Compile a program, and remember what its steps log."""
         trainer = self._module.trainer
         options: CompileKeywords = {
@@ -206,7 +208,9 @@ class ZeroirStrategy(DDPStrategy):
                 host_generators_kept(),
                 _evaluation_required(is_required=trainer.enable_validation),
             ):
-                program = compile_model(self._module, example, loss=program_loss(logs), **options)
+                program = compile_following(
+                    earlier, self._module, example, loss=program_loss(logs), **options
+                )
         finally:
             _set_modes(present)
         self._logs.append((program, logs))

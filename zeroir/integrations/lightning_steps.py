@@ -58,17 +58,20 @@ def program_loss(logs: StepLogs) -> Callable[[nn.Module, Tree], object]:
 
     def loss(module: nn.Module, tree: Tree) -> object:
         assert isinstance(module, LightningModule)
+        # The methods are named here, so that a change of what they read counts.
         if module.training:
-            value, logs.training = _training_loss(module, tree)
+            value, logs.training = _training_loss(module, module.training_step, tree)
             return value
-        value, outputs, logs.validation = _evaluation(module, tree)
+        value, outputs, logs.validation = _evaluation(module, module.validation_step, tree)
         return value, outputs
 
     return loss
 
 
-def _training_loss(module: LightningModule, tree: Tree) -> tuple[Tensor, list[Log]]:
-    returned, calls = _called(module, "training_step", tree)
+def _training_loss(
+    module: LightningModule, step: Callable[..., object], tree: Tree
+) -> tuple[Tensor, list[Log]]:
+    returned, calls = _called(module, step, tree)
     loss = returned.get("loss") if isinstance(returned, Mapping) else returned
     if not isinstance(loss, Tensor):
         raise UserError(
@@ -83,12 +86,14 @@ def _training_loss(module: LightningModule, tree: Tree) -> tuple[Tensor, list[Lo
     return loss, [log for log, _ in calls]
 
 
-def _evaluation(module: LightningModule, tree: Tree) -> tuple[Tensor, dict[str, object], list[Log]]:
+def _evaluation(
+    module: LightningModule, step: Callable[..., object], tree: Tree
+) -> tuple[Tensor, dict[str, object], list[Log]]:
     """Call the step of an evaluation: ``validation_step``, or ``training_step`` if the module lacks it."""
     if not is_overridden("validation_step", module):
-        loss, _ = _training_loss(module, tree)
+        loss, _ = _training_loss(module, module.training_step, tree)
         return loss, {}, []
-    returned, calls = _called(module, "validation_step", tree)
+    returned, calls = _called(module, step, tree)
     for log, value in calls:
         if not isinstance(value, Tensor):
             raise UserError(
@@ -104,16 +109,15 @@ def _evaluation(module: LightningModule, tree: Tree) -> tuple[Tensor, dict[str, 
 
 
 def _called(
-    module: LightningModule, step: str, tree: Tree
+    module: LightningModule, step: Callable[..., object], tree: Tree
 ) -> tuple[object, list[tuple[Log, object]]]:
     """Call a step of the module, and return its result and its calls of ``log`` with their values."""
     arguments = [tree[BATCH]]
-    method = getattr(module, step)
-    if is_param_in_hook_signature(method, INDEX, min_args=2):
+    if is_param_in_hook_signature(step, INDEX, min_args=2):
         arguments.append(tree[INDEX])
     calls: list[tuple[Log, object]] = []
-    with _recording(module, calls, step):
-        return method(*arguments), calls
+    with _recording(module, calls, step.__name__):
+        return step(*arguments), calls
 
 
 @contextmanager

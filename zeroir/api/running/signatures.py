@@ -54,14 +54,11 @@ def compiled_after_change(
     step_counts: Mapping[str, int],
 ) -> Signatures:
     """Compile the source of a program as it is now, for an engine that follows ``code``, and these numbers, too."""
+    from zeroir.frontend.source.source import Earlier
+
     assert compiled.compile_again is not None
-    again = compiled.compile_again(
-        compiled.requested,
-        compiled.config,
-        compiled.logical.flats,
-        numbers=numbers,
-        step_counts=step_counts,
-    )
+    earlier = Earlier(flats=compiled.logical.flats, numbers=numbers, step_counts=step_counts)
+    again = compiled.compile_again(compiled.requested, compiled.config, earlier)
     again, own = _like_running(again, engine, code)
     return signatures_of(again, engine, own, step_counts)
 
@@ -140,12 +137,14 @@ def _compiled_at(
     import torch
 
     from zeroir.api.checks.drawn_batches import batch_of_sizes
+    from zeroir.frontend.source.source import Earlier
 
     assert compiled.compile_again is not None
     assert compiled.source is not None
     example = batch_of_sizes(
         _whole(compiled), compiled.source.batch(), values, torch.Generator().manual_seed(0)
     )
+    earlier = Earlier(flats=compiled.logical.flats, numbers=code.numbers, step_counts=step_counts)
     options = compiled.options
     if compiled.source.weight is None:
         mean_over = BATCHES if compiled.program.weight is None else ELEMENTS
@@ -155,14 +154,7 @@ def _compiled_at(
             with warnings.catch_warnings():
                 # That sizes decide was said of the first program.
                 warnings.filterwarnings("ignore", ".* the sizes of the batch decide", ModelWarning)
-                again = compiled.compile_again(
-                    options,
-                    compiled.config,
-                    compiled.logical.flats,
-                    example,
-                    code.numbers,
-                    step_counts,
-                )
+                again = compiled.compile_again(options, compiled.config, earlier, example)
         except ShapesError as error:
             if options.shapes is None:
                 raise

@@ -35,7 +35,7 @@ _STEPS: Final = (1, -1, 2, 10, 16, 100, 1000)
 
 def capture_with_numbers(source: ModelSource, capture: Capture) -> CapturedModel:
     """Capture a model; its ``numbers`` are those of the source's that it follows."""
-    names = _places(source) if source.numbers else {}
+    names = _places(source) if source.earlier.numbers else {}
     plain = capture(FollowedNumbers({}))
     while names:
         captured = _following(names, plain, capture)
@@ -64,7 +64,9 @@ def _following(
 def _places(source: ModelSource) -> dict[str, NumberPlace]:
     model = source.model() if source.is_in_hand else None
     state = CodeState.of(model, ReachedCode.of(model, (source.loss,)))
-    return {name: state.places[name] for name in sorted(source.numbers) if name in state.places}
+    return {
+        name: state.places[name] for name in sorted(source.earlier.numbers) if name in state.places
+    }
 
 
 def _number(value: object) -> Number:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 from zeroir.config import CompileOptions
 from zeroir.errors import InternalError, UserError
@@ -21,6 +20,7 @@ from zeroir.frontend.lowering.parameter_groups import (
 )
 from zeroir.frontend.lowering.segment_calls import GradientSink, SegmentCall
 from zeroir.frontend.lowering.update import reports, scalars, update_body
+from zeroir.frontend.source.source import NOTHING_EARLIER, Earlier
 from zeroir.frontend.source.source_lines import refusals_at
 from zeroir.ir.buffers import Buffer, Region, Role, Space
 from zeroir.ir.contents import DIRECTION, EMA, FlatContent, Micro
@@ -51,13 +51,11 @@ def lower(
     owners: Mapping[str, str],
     options: CompileOptions,
     evaluation_calls: Sequence[SegmentCall] = (),
-    earlier: Sequence[Flat] = (),
-    step_counts: Mapping[str, int] = MappingProxyType({}),
+    earlier: Earlier = NOTHING_EARLIER,
 ) -> Program:
     """Return the logical program of a step's segment calls, and of those of an evaluation, in execution order.
 
-    ``owners`` has the unit of every parameter that no segment of the step uses. Parameters of ``earlier`` flats keep
-    their places. ``step_counts`` are those of ``ModelSource``.
+    ``owners`` has the unit of every parameter that no segment of the step uses.
 
     Raises:
         UserError: if no parameter is trained.
@@ -70,8 +68,8 @@ def lower(
         options,
         frozen=(_parameter(info) for info in captured.parameters if info.name not in trained),
     )
-    states_by_name = kept_states(groups, step_counts)
-    flats = _flats(captured, calls, owners, options, states_by_name, earlier)
+    states_by_name = kept_states(groups, earlier.step_counts)
+    flats = _flats(captured, calls, owners, options, states_by_name, earlier.flats)
     trainable = tuple(flat for flat in flats if flat.is_trainable)
     if not trainable:
         with refusals_at(captured.joint.place):

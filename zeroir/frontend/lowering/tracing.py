@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from torch import Tensor
 
@@ -24,8 +23,8 @@ from zeroir.frontend.lowering.partition import UnitCall, partition
 from zeroir.frontend.lowering.segment_calls import SegmentCall
 from zeroir.frontend.lowering.segments import cut
 from zeroir.frontend.lowering.units import ROOT, ROOT_PRE, Units, find_units
-from zeroir.frontend.source.source import ModelSource
-from zeroir.ir.program import Flat, Program
+from zeroir.frontend.source.source import NOTHING_EARLIER, Earlier, ModelSource
+from zeroir.ir.program import Program
 from zeroir.torch_ops.followed_numbers import FollowedNumbers
 from zeroir.workspace.segments import declared
 
@@ -76,7 +75,7 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
     notes += [] if note is None else [note]
     for note in notes:
         warnings.warn(note, ModelWarning, stacklevel=2)
-    program = program_of(captured, options, weights, source.flats, source.step_counts)
+    program = program_of(captured, options, weights, source.earlier)
     return TracedModel(
         program=program,
         options=options,
@@ -138,10 +137,9 @@ def program_of(
     captured: CapturedModel,
     options: CompileOptions,
     weights: BatchWeights = BatchWeights(are_used=False),
-    earlier: Sequence[Flat] = (),
-    step_counts: Mapping[str, int] = MappingProxyType({}),
+    earlier: Earlier = NOTHING_EARLIER,
 ) -> Program:
-    """Return the logical program of a captured model; ``earlier`` and ``step_counts`` are those of ``ModelSource``."""
+    """Return the logical program of a captured model, which goes on with an earlier one."""
     if not options.evaluate.is_on:
         captured = replace(captured, evaluation=None)
     units = find_units(captured.module, options.units)
@@ -170,7 +168,7 @@ def program_of(
             existing={call.segment.name: call.segment for call in calls}.values(),
         )
     owners = {info.name: _owner(info.name, units, unit_calls) for info in captured.parameters}
-    program = lower_calls(captured, calls, owners, options, evaluation_calls, earlier, step_counts)
+    program = lower_calls(captured, calls, owners, options, evaluation_calls, earlier)
     if weights.are_used:
         program = add_micro_batch_weights(program)
     if weights.computed is not None:

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from torch import nn
 
@@ -69,6 +70,23 @@ class FileOrigin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Earlier:
+    """What a program goes on with from an earlier one of the same model.
+
+    ``flats`` are those of the earlier logical program, where parameters keep their places. ``numbers`` names those in
+    the user's code whose present values are to count at every step. ``step_counts`` has, for each parameter that was
+    not trained in all steps so far, the number, from 1 on, of the count of its steps.
+    """
+
+    flats: tuple[Flat, ...] = ()
+    numbers: frozenset[str] = frozenset()
+    step_counts: Mapping[str, int] = field(default_factory=dict)
+
+
+NOTHING_EARLIER: Final = Earlier()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
     """A model, an example batch and a loss.
 
@@ -79,11 +97,9 @@ class ModelSource:
     and ``eval_batches(rank, world_size, seed)`` a finite number for evaluation; both are optional.
 
     ``folder`` is that of the user's code: traces show its files. ``modules`` names the user's Python modules in this
-    process, and ``numbers`` those numbers in the user's code whose present values are to count at every step.
-    ``autocasts`` maps ``file:line`` to the accelerator for which that code entered autocast while it was loaded.
-    ``file`` is None if there is no model file. ``shapes`` returns the shapes of the batch that depend on dims.
-    ``flats`` are those of an earlier logical program of the model, where parameters keep their places. ``step_counts``
-    has, for each parameter that was not trained in all steps so far, the number, from 1 on, of the count of its steps.
+    process. ``autocasts`` maps ``file:line`` to the accelerator for which that code entered autocast while it was
+    loaded. ``file`` is None if there is no model file. ``shapes`` returns the shapes of the batch that depend on dims.
+    ``earlier`` is what a program goes on with.
     """
 
     names: SourceNames
@@ -96,13 +112,11 @@ class ModelSource:
     batches: BatchFunction | None = None
     eval_batches: BatchFunction | None = None
     modules: tuple[str, ...] = ()
-    numbers: frozenset[str] = frozenset()
     autocasts: Mapping[str, str] = field(default_factory=dict)
     file: FileOrigin | None = None
     is_in_hand: bool = False
     shapes: Callable[[], BatchShapes] | None = None
-    flats: tuple[Flat, ...] = ()
-    step_counts: Mapping[str, int] = field(default_factory=dict)
+    earlier: Earlier = NOTHING_EARLIER
 
     def line_of_loss(self, model: nn.Module) -> str:
         """Return ``file:line`` of the function that returns the loss, or of the model's creation if that is torch's."""

@@ -8,13 +8,21 @@ outside the module count by their identity and their version, which every change
 from __future__ import annotations
 
 import argparse
+import functools
 import operator
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
-from types import BuiltinFunctionType, CellType, FunctionType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, Final, cast
 
 import torch
@@ -181,10 +189,11 @@ class CodeState:
         for kind in dict.fromkeys(map(type, model.modules())):
             if not is_known_package(kind.__module__):
                 self._attributes(kind.__name__, vars(kind), kind)
+        # Objects in attributes may refer to the modules themselves.
+        self._seen.update((id(module), module) for module in model.modules())
         for name, module in model.named_modules():
             path = f"{prefix}.{name}".strip(".")
             self._module(path, module)
-            self._seen[id(module)] = module
             for tensors in (module._parameters, module._buffers):
                 for key, tensor in tensors.items():
                     full = f"{path}.{key}".strip(".")
@@ -215,8 +224,10 @@ class CodeState:
                 self.leaves[f"{path}.{kind}[{number}]".strip(".")] = (HOOK, id(hook))
         for kind in ("_modules", "_parameters", "_buffers"):
             self._shallow(own[kind], dict(own[kind]))
+        # A module may be a part of a trainer, as Lightning's is.
+        is_read = self.code.of_users.__contains__ if _is_trainer(module) else self.code.mentions
         for key, value in own.items():
-            if key not in _OF_TORCH and self.code.mentions(key):
+            if key not in _OF_TORCH and is_read(key):
                 name = f"{path}.{key}".strip(".")
                 self.lines.setdefault(name, self.code.attributes.get(key, ""))
                 if isinstance(value, Tensor):
@@ -271,6 +282,25 @@ class CodeState:
         self._add(label, value, place)
         return label
 
+    def _trainer(self, name: str, value: object) -> None:
+        """Add what the user's own code reads of a trainer, whose bookkeeping changes."""
+        self.code.add_class(type(value))
+        self.code.follow()
+        self._classes(value)
+        own, compared = vars(value), []
+        for key in sorted(self.code.of_users):
+            label = f"{name}.{key}"
+            if label not in self.numbers:
+                compared.append(key)
+            if key in own:
+                self.lines.setdefault(label, self.code.attributes.get(key, ""))
+                self._add(label, own[key], NumberPlace(own, key))
+
+        def present() -> list[int]:
+            return [id(own.get(key, _MISSING)) for key in compared]
+
+        self._computed.append((present, present()))
+
     def _add(self, name: str, value: object, place: NumberPlace | None = None) -> None:
         if isinstance(value, _PLAIN):
             if type(value) in _NUMBERS and place is not None:
@@ -283,6 +313,8 @@ class CodeState:
         elif isinstance(value, _BY_IDENTITY):
             self.leaves[name] = (type(value), id(value))
             self._seen[id(value)] = value
+            if isinstance(value, FunctionType):
+                self.code.reach(value)
             if isinstance(value, type) and not is_known_package(value.__module__):
                 self._attributes(name, vars(value), value)
         elif id(value) in self._seen:
@@ -306,6 +338,10 @@ class CodeState:
         match value:
             case nn.Module():
                 self._module_tree(value, name, is_own=False)
+            case functools.partial() | MethodType():
+                self.code.reach(value)
+            case _ if _is_trainer(value):
+                self._trainer(name, value)
             case dict():
                 self._items(name, value, value.items(), dict)
             case list():
@@ -325,6 +361,7 @@ class CodeState:
             case _ if isinstance(value, _NAMESPACES) or not is_known_package(
                 type(value).__module__
             ):
+                self._classes(value)
                 if hasattr(value, "__dict__"):
                     self._attributes(name, vars(value), value)
                 elif hasattr(type(value), "__slots__"):
@@ -344,6 +381,12 @@ class CodeState:
             self._shallow(value, contents)
             for key, item in list(items):
                 self._add(f"{name}[{key!r}]", item, NumberPlace(value, key, contents))
+
+    def _classes(self, value: object) -> None:
+        """Add the attributes of the user's classes that an object is of."""
+        for kind in type(value).__mro__:
+            if id(kind) not in self._seen and not is_known_package(kind.__module__):
+                self._add(kind.__qualname__, kind)
 
     def _attributes(self, name: str, values: Mapping[str, object], owner: object) -> None:
         """Add those attributes of an object, a class or a Python module that the code of a step mentions."""
@@ -370,6 +413,14 @@ def _checksum_of_array(value: object) -> Callable[[], int] | None:
     if type(value).__module__ != "numpy" or content is None:
         return None
     return lambda: zlib.crc32(content())
+
+
+def _is_trainer(value: object) -> bool:
+    """Return whether an object is of a class of zeroir's or Lightning's, or of one of the user's that extends it."""
+    return any(kind.__module__.partition(".")[0] in _OF_TRAINERS for kind in type(value).__mro__)
+
+
+_OF_TRAINERS: Final = frozenset(("zeroir", "lightning", "pytorch_lightning"))
 
 
 def is_users(function: FunctionType) -> bool:

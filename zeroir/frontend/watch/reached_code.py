@@ -33,17 +33,20 @@ class ReachedCode:
     """The functions that a step may run. ``globals_of`` has the globals that each mentions.
 
     ``attributes`` maps the names of attributes, and texts that may be such names, to the line that mentions them; the
-    user's lines win over those of libraries. ``reads_any_name`` is whether the user's own code may read attributes that
-    it does not mention; libraries do so for bookkeeping everywhere. ``objects`` are those that are called as functions,
-    those whose methods are, and arguments of partial functions, with names for messages.
+    user's lines win over those of libraries, and ``of_users`` are the names that the user's own code mentions.
+    ``reads_any_name`` is whether the user's own code may read attributes that it does not mention; libraries do so for
+    bookkeeping everywhere. ``objects`` are those that are called as functions, those whose methods are, and arguments
+    of partial functions, with names for messages.
     """
 
     functions: list[FunctionType] = field(default_factory=list)
     globals_of: list[tuple[FunctionType, str, str]] = field(default_factory=list)
     attributes: dict[str, str] = field(default_factory=dict)
+    of_users: set[str] = field(default_factory=set)
     reads_any_name: bool = False
     objects: list[tuple[str, object]] = field(default_factory=list)
-    _codes: set[CodeType] = field(default_factory=set)
+    # Functions with the same code may have other closures. They are kept alive, so that no two of them share an id.
+    _seen: dict[int, FunctionType] = field(default_factory=dict)
     _classes: dict[type, None] = field(default_factory=dict)
     _waiting: list[FunctionType] = field(default_factory=list)
 
@@ -69,7 +72,7 @@ class ReachedCode:
     @property
     def size(self) -> tuple[int, int]:
         """Numbers that grow whenever the code is found to mention more."""
-        return len(self.attributes), len(self._codes)
+        return len(self.attributes) + len(self.of_users), len(self._seen)
 
     def line_of(self, function: FunctionType) -> str:
         """Return ``file:line`` of a function."""
@@ -83,6 +86,14 @@ class ReachedCode:
                 for name, value in vars(each).items():
                     if name in self.attributes or name in ("__call__", "__getattr__"):
                         self._add(value)
+
+    def reach(self, function: object) -> None:
+        """Add a function of the user's that the code calls by the name of an attribute or variable that holds it."""
+        if isinstance(function, functools.partial):
+            self._add(function)
+        else:
+            self._follow_users(function)
+        self.follow()
 
     def follow(self) -> None:
         """Follow everything that was added, to the end."""
@@ -108,8 +119,8 @@ class ReachedCode:
             case functools.cached_property():
                 self._add(value.func)
             case FunctionType():
-                if value.__code__ not in self._codes:
-                    self._codes.add(value.__code__)
+                if id(value) not in self._seen:
+                    self._seen[id(value)] = value
                     self._waiting.append(value)
                 if (wrapped := inspect.unwrap(value)) is not value:
                     self._add(wrapped)
@@ -130,6 +141,8 @@ class ReachedCode:
             line = line_of_code(code, number)
             if not is_global:
                 self._mention_attribute(name, line)
+                if is_users_file(code.co_filename):
+                    self.of_users.add(name)
             elif not is_torchs:
                 self._mention_global(function, name, line)
             if name in _READS_ANY_NAME and is_users_file(code.co_filename):

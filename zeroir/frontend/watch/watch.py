@@ -51,7 +51,7 @@ class Watch:
         code = ReachedCode.of(model, (source.loss,))
         names = frozenset() if numbers is None else numbers.names
         state = CodeState.of(model, code, tensors.values(), names)
-        watch = cls(model, tensors, state, numbers, source.numbers - names)
+        watch = cls(model, tensors, state, numbers, source.earlier.numbers - names)
         state.leaves |= watch._answers()
         return watch
 
@@ -141,16 +141,20 @@ class Watch:
             and not self._is_ignored(name)
         }
         if changed:
-            name, (old, new) = next(iter(changed.items()))
+            numbers = frozenset(
+                name
+                for name in changed
+                if name in now.places and name not in self.unfollowed | self.numbers
+            )
+            # A number that can be followed is the smaller news.
+            name = min(changed, key=numbers.__contains__)
+            old, new = changed[name]
             raise ChangedCodeError(
                 *_change_and_remedy(name, old, new, before.lines.get(name, "")),
                 may_compile=not any(map(_is_of_parameters, changed.values())),
                 is_of_training=all(each.endswith(".requires_grad") for each in changed),
-                numbers=frozenset(
-                    name
-                    for name in changed
-                    if name in now.places and name not in self.unfollowed | self.numbers
-                ),
+                is_of_numbers=name in numbers,
+                numbers=numbers,
             )
         if is_step:
             self._state = now
