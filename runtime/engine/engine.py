@@ -28,7 +28,8 @@ from zeroir.runtime.checkpoint.snapshots import require_same_sums
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, Job
 from zeroir.runtime.distributed.rank_position import RankPosition
 from zeroir.runtime.engine.accumulation import Accumulation, MicroStepResult
-from zeroir.runtime.engine.followed import Compile, CompiledAgain, Followed, FollowedCode
+from zeroir.runtime.engine.followed import CompiledAgain, Followed
+from zeroir.runtime.engine.followed_code import Compile, FollowedCode
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer
 from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.engine.rank_program import RankProgram

@@ -25,7 +25,7 @@ from zeroir.runtime.state.waiting_states import WaitingStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Carried:
+class _TakenOver:
     """What a program takes over from the one before it, besides persistent buffers.
 
     ``micro_steps`` are those done of the present step, ``weight_sums`` and ``sums`` their weights and temporary sums.
@@ -183,7 +183,7 @@ class RankProgram:
             self._parked.remove(each)
             each[1].stop()
 
-    def _carried(self) -> _Carried:
+    def _carried(self) -> _TakenOver:
         """Return what the next program takes over from the present one, besides persistent buffers."""
         executor = self.executor
         sums: dict[str, Tensor] = {}
@@ -196,7 +196,7 @@ class RankProgram:
                     # A new program begins with a loss of 0.
                     if not buffer.is_persistent or buffer.name == self.program.loss
                 }
-        return _Carried(
+        return _TakenOver(
             step_count=executor.step_count,
             seed=executor.seed,
             earlier_micro_steps=executor.earlier_micro_steps,
@@ -205,7 +205,7 @@ class RankProgram:
             sums=sums,
         )
 
-    def _go_on(self, carried: _Carried) -> None:
+    def _go_on(self, carried: _TakenOver) -> None:
         executor = self.executor
         executor.step_count, executor.seed = carried.step_count, carried.seed
         executor.earlier_micro_steps = carried.earlier_micro_steps

@@ -37,7 +37,7 @@ ShapesOfRanks = Sequence[Sequence[Shape]]
 """The shapes of the micro-batches of a section, for each local rank; empty where the program has no dims."""
 
 
-class _Part(NamedTuple):
+class _OpsOfMicroBatch(NamedTuple):
     """The ops of a section that have the dims of one micro-batch, or no dims, and its shape on each local rank."""
 
     section: str
@@ -67,8 +67,8 @@ class SectionRunner:
         self._has_failed = False
         self._position: OpPosition | None = None
         self._when: dict[str, str] = {}
-        self._prepared: OrderedDict[_Part, list[Task]] = OrderedDict()
-        self._bound: OrderedDict[tuple[_Part, Watch | None], list[Task]] = OrderedDict()
+        self._prepared: OrderedDict[_OpsOfMicroBatch, list[Task]] = OrderedDict()
+        self._bound: OrderedDict[tuple[_OpsOfMicroBatch, Watch | None], list[Task]] = OrderedDict()
         self._owners_of_ops: dict[str, Sequence[int | None]] = {}
         self.sections: SectionsOfRanks | None = None
         """The record of the sections with collectives, which the ranks compare."""
@@ -187,7 +187,9 @@ class SectionRunner:
         following: dict[int | None, Iterator[Task]] = {}
         for owner in dict.fromkeys(owners):
             own = () if owner is None else tuple(of_rank[owner] for of_rank in shapes)
-            following[owner] = iter(self._bind(section, _Part(section.name, owner, own), watch))
+            following[owner] = iter(
+                self._bind(section, _OpsOfMicroBatch(section.name, owner, own), watch)
+            )
         for owner in owners:
             next(following[owner])()
 
@@ -202,7 +204,7 @@ class SectionRunner:
             self._owners_of_ops[section.name] = owners
         return owners
 
-    def _bind(self, section: Section, part: _Part, watch: Watch | None) -> list[Task]:
+    def _bind(self, section: Section, part: _OpsOfMicroBatch, watch: Watch | None) -> list[Task]:
         """Return the tasks of the ops of a part, which are kept for recent shapes."""
         # Bound ops are kept, observed ones too: otherwise a recorded step would run ops for the first time.
         key = part, watch

@@ -76,7 +76,7 @@ def carried_values(
     homes = {slot.name: flat for flat in present.flats for slot in flat.slots}
     quantities = {flat.name: _quantities(present, flat) for flat in present.flats}
     trained = _trained(following)
-    readers: dict[Key, list[_Piece]] = {}
+    readers: dict[Key, list[_OwnedElements]] = {}
     begun, resumed = set[str](), set[str]()
     for (name, quantity), pieces in wanted.items():
         source = (name, quantity)
@@ -131,7 +131,7 @@ def carried_values(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
+class _OwnedElements:
     """Elements of a quantity of a parameter, from ``start`` on, in a buffer of this rank."""
 
     start: int
@@ -140,9 +140,9 @@ class _Piece:
 
 def _wanted(
     present: Program, following: Program, rank: int
-) -> tuple[dict[Key, list[_Piece]], dict[str, Tensor], tuple[str, ...]]:
+) -> tuple[dict[Key, list[_OwnedElements]], dict[str, Tensor], tuple[str, ...]]:
     """Return the places of parameters' quantities in new buffers, these buffers, and those that begin as zeros."""
-    wanted: dict[Key, list[_Piece]] = {}
+    wanted: dict[Key, list[_OwnedElements]] = {}
     buffers: dict[str, Tensor] = {}
     cleared: list[str] = []
     for buffer, content in _persistent(following):
@@ -158,7 +158,7 @@ def _wanted(
             own = common(held, range(extent.offset, extent.offset + extent.numel))
             if own:
                 target = values[own.start - held.start : own.stop - held.start]
-                piece = _Piece(start=own.start - extent.offset, target=target)
+                piece = _OwnedElements(start=own.start - extent.offset, target=target)
                 wanted.setdefault((extent.slot.name, content.quantity), []).append(piece)
             else:
                 wanted.setdefault((extent.slot.name, content.quantity), [])
@@ -196,7 +196,7 @@ def _trained(program: Program) -> dict[str, Slot]:
     return {slot.name: slot for flat in program.flats if flat.is_trainable for slot in flat.slots}
 
 
-def _fill(pieces: Iterable[_Piece], values: Tensor) -> None:
+def _fill(pieces: Iterable[_OwnedElements], values: Tensor) -> None:
     for piece in pieces:
         piece.target.copy_(values[piece.start : piece.start + piece.target.numel()])
 

@@ -25,7 +25,7 @@ WeightFunction = Callable[..., object]
 """A function from a batch to its weight: a non-negative number, or a tensor of one element."""
 
 
-class Weighing:
+class BatchWeigher:
     """The function by which a program itself weighs batches, which must be like those that it was compiled for."""
 
     def __init__(self, program: Program, segment: Segment, arguments: Sequence[str]) -> None:
@@ -56,12 +56,12 @@ class Weighing:
         return compile_eager(segment, plain_bindings(segment), device)
 
 
-def weighing(program: Program) -> Weighing | None:
+def weighing(program: Program) -> BatchWeigher | None:
     """Return the function by which the program itself weighs batches; None if it has none."""
     segment, declared = program.weighing_segment, program.weighing
     if segment is None or declared is None:
         return None
-    return Weighing(program, segment, declared.arguments)
+    return BatchWeigher(program, segment, declared.arguments)
 
 
 def weight_of(function: WeightFunction, batch: Batch) -> float | Tensor:

@@ -17,7 +17,7 @@ from zeroir.errors import CheckpointWarning, UserError
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.dtypes import DType
 from zeroir.runtime.engine.engine import Engine
-from zeroir.runtime.engine.followed import MOST_STATES
+from zeroir.runtime.engine.followed_code import MOST_STATES
 
 pytestmark = [
     pytest.mark.slow,

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from zeroir import artifact as artifacts
+from zeroir.api.compilations import Compile
 from zeroir.api.keywords import flat_values
 from zeroir.api.lowering import Lowered, lower, verified
 from zeroir.api.search.idle_offload import warn_of_idle_offload
@@ -37,28 +38,11 @@ if TYPE_CHECKING:
     from zeroir.config.offload import Offload
     from zeroir.config.steps import MicroSteps
     from zeroir.cost.machine import Machine
-    from zeroir.frontend.source.source import Earlier, Model, ModelSource, WeightFunction
+    from zeroir.frontend.source.source import Model, ModelSource, WeightFunction
     from zeroir.frontend.watch.watch import Watch
     from zeroir.runtime.distributed.rendezvous import JobRank
     from zeroir.runtime.engine.engine import Engine
     from zeroir.runtime.state.module_values import StateSource
-    from zeroir.torch_ops.batches import Batch
-
-
-class Compile(Protocol):
-    """Compiles a source as it is now, from another example batch if one is given.
-
-    The program goes on with an earlier one.
-    """
-
-    def __call__(
-        self,
-        options: CompileOptions,
-        config: ConfigRecord | None,
-        earlier: Earlier,
-        batch: Batch = None,
-    ) -> CompiledProgram:
-        """Return the compiled program."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -47,14 +47,14 @@ class SplitError(Exception):
         self.assumption = assumption
 
 
-class Range(NamedTuple):
+class DimRange(NamedTuple):
     """The values of a dim from the least to the most, both included."""
 
     least: int
     most: int
 
     @classmethod
-    def of(cls, dim: Dim) -> Range:
+    def of(cls, dim: Dim) -> DimRange:
         """Return all values of a dim."""
         return cls(dim.minimum, dim.maximum)
 
@@ -186,31 +186,31 @@ class DimEnv(PolynomialEnv):
     def _assumption(self, what: sympy.Basic, line: str) -> Assumption:
         return Assumption(text=self.text(what), line=line, dims=self._names(what))
 
-    def ranges(self) -> dict[Dim, Range]:
+    def ranges(self) -> dict[Dim, DimRange]:
         """Return the dims that need a smaller range so that all assumptions hold: one around the trace's value.
 
         Raises:
             SplitError: where an assumption does not hold for the trace's values alone.
         """
-        ranges: dict[Dim, Range] = {}
+        ranges: dict[Dim, DimRange] = {}
         for what, line in self._assumptions.items():
             if self._holds(what, ranges):
                 continue
             of_trace = {
-                dim: Range(self.hints[dim.name], self.hints[dim.name])
+                dim: DimRange(self.hints[dim.name], self.hints[dim.name])
                 for symbol, dim in self.dims.items()
                 if symbol in what.free_symbols
             }
-            present = {dim: ranges.get(dim, Range.of(dim)) for dim in of_trace}
+            present = {dim: ranges.get(dim, DimRange.of(dim)) for dim in of_trace}
             ranges |= of_trace
             if not self._holds(what, ranges):
                 raise SplitError(self._assumption(what, line))
             # Ranges that a user gives stay as wide as possible.
             for dim in sorted(of_trace, key=lambda dim: dim.minimum == 1):
                 ranges[dim] = self._widened(what, dim, present[dim], ranges)
-        return {dim: range_ for dim, range_ in ranges.items() if range_ != Range.of(dim)}
+        return {dim: range_ for dim, range_ in ranges.items() if range_ != DimRange.of(dim)}
 
-    def first_failing(self, ranges: Mapping[Dim, Range]) -> Assumption | None:
+    def first_failing(self, ranges: Mapping[Dim, DimRange]) -> Assumption | None:
         """Return the first assumption that does not hold for all values in these ranges, if there is one."""
         failing = (
             self._assumption(what, line)
@@ -234,30 +234,30 @@ class DimEnv(PolynomialEnv):
             self._assumptions = kept
 
     def _widened(
-        self, what: sympy.Basic, dim: Dim, within: Range, ranges: Mapping[Dim, Range]
-    ) -> Range:
+        self, what: sympy.Basic, dim: Dim, within: DimRange, ranges: Mapping[Dim, DimRange]
+    ) -> DimRange:
         """Return the widest range of a dim around its present one for which an assumption holds."""
         least, most = ranges[dim]
         wrong = within.least - 1
         while least - wrong > 1:
             middle = (least + wrong) // 2
-            if self._holds(what, {**ranges, dim: Range(middle, most)}):
+            if self._holds(what, {**ranges, dim: DimRange(middle, most)}):
                 least = middle
             else:
                 wrong = middle
         wrong = within.most + 1
         while wrong - most > 1:
             middle = (most + wrong) // 2
-            if self._holds(what, {**ranges, dim: Range(least, middle)}):
+            if self._holds(what, {**ranges, dim: DimRange(least, middle)}):
                 most = middle
             else:
                 wrong = middle
-        return Range(least, most)
+        return DimRange(least, most)
 
-    def _holds(self, what: sympy.Basic, ranges: Mapping[Dim, Range]) -> bool:
+    def _holds(self, what: sympy.Basic, ranges: Mapping[Dim, DimRange]) -> bool:
         """Return whether an assumption holds for all values of dims in these ranges; the other dims have their own."""
         of_symbols = tuple(
-            (symbol, ValueRanges(*ranges.get(dim, Range.of(dim))))
+            (symbol, ValueRanges(*ranges.get(dim, DimRange.of(dim))))
             for symbol, dim in self.dims.items()
         )
         answer = self._maybe_evaluate_static(what, axioms=(), var_to_range=of_symbols)

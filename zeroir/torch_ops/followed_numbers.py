@@ -66,7 +66,7 @@ class FollowedNumbers:
         """Return what stands for a number while a model is traced."""
         return _followed(self, name, lambda: self.values[name])
 
-    def tensor(self, number: _Followed) -> Tensor | None:
+    def tensor(self, number: _FollowedNumber) -> Tensor | None:
         """Return the tensor with the present value of a number, f64[]; None where there is none."""
         if self._are_read:
             return None
@@ -108,7 +108,7 @@ class FollowedNumbers:
                 yield text, error
 
 
-class _Followed:
+class _FollowedNumber:
     """A number that knows its text and how to compute itself from the present values."""
 
     text: str
@@ -125,13 +125,13 @@ class _Followed:
         return hash(_read(self))
 
 
-class FollowedFloat(_Followed, float):
+class FollowedFloat(_FollowedNumber, float):
     """A float that a program follows."""
 
-    __hash__ = _Followed.__hash__
+    __hash__ = _FollowedNumber.__hash__
 
 
-class FollowedInt(_Followed):
+class FollowedInt(_FollowedNumber):
     """An integer that a program follows, which is no ``int``: in ``0.5 * step`` the float would read that."""
 
     def __repr__(self) -> str:
@@ -159,29 +159,29 @@ def _followed(numbers: FollowedNumbers, text: str, compute: Compute) -> object:
     return number
 
 
-def _plain(number: _Followed) -> Number:
+def _plain(number: _FollowedNumber) -> Number:
     """Return the value of a number without a note that it was read."""
     return float.__float__(number) if isinstance(number, float) else cast("int", number.compute())
 
 
-def _read(number: _Followed) -> Number:
+def _read(number: _FollowedNumber) -> Number:
     """Return the value of a number, on which the program depends from now on."""
     return cast("Number", number.numbers.answer(number.text, number.compute))
 
 
 def _present(operand: object) -> Compute:
-    return operand.compute if isinstance(operand, _Followed) else lambda: operand
+    return operand.compute if isinstance(operand, _FollowedNumber) else lambda: operand
 
 
 def _text(operand: object) -> str:
-    return operand.text if isinstance(operand, _Followed) else repr(operand)
+    return operand.text if isinstance(operand, _FollowedNumber) else repr(operand)
 
 
 def _computed(
     function: Callable[..., Any], form: str, operands: Sequence[object], *, is_read: bool = False
 ) -> object:
     """Return a function of numbers, one of which at least is followed."""
-    numbers = next(each.numbers for each in operands if isinstance(each, _Followed))
+    numbers = next(each.numbers for each in operands if isinstance(each, _FollowedNumber))
     present = [_present(operand) for operand in operands]
     text = form.format(*map(_text, operands))
 
@@ -194,9 +194,9 @@ def _computed(
 def _method(
     function: Callable[..., Any], form: str, *, is_read: bool = False, is_reflected: bool = False
 ) -> Callable[..., object]:
-    def method(self: _Followed, *others: object) -> object:
+    def method(self: _FollowedNumber, *others: object) -> object:
         operands = (self, *others)[:: -1 if is_reflected else 1]
-        if all(isinstance(other, int | float | _Followed) for other in others):
+        if all(isinstance(other, int | float | _FollowedNumber) for other in others):
             return _computed(function, form, operands, is_read=is_read)
         if isinstance(self, FollowedInt) and any(isinstance(other, Tensor) for other in others):
             # Tensors take no such object as operand, but the functions of torch do.
@@ -277,7 +277,7 @@ def followed_by_math() -> Iterator[None]:
 
     def following(name: str, function: Callable[..., Any]) -> Callable[..., object]:
         def call(*operands: object, **named: object) -> object:
-            if named or not any(isinstance(each, _Followed) for each in operands):
+            if named or not any(isinstance(each, _FollowedNumber) for each in operands):
                 return function(*operands, **named)
             form = f"math.{name}({', '.join(['{}'] * len(operands))})"
             return _computed(function, form, operands)
@@ -297,7 +297,7 @@ def followed_by_math() -> Iterator[None]:
 def has_followed(arguments: object) -> bool:
     """Return whether there is a followed number among arguments."""
     match arguments:
-        case _Followed():
+        case _FollowedNumber():
             return True
         case tuple() | list():
             return any(map(has_followed, arguments))
@@ -319,7 +319,7 @@ def with_values(arguments: Arguments) -> Arguments:
 
 def _with_values(arguments: object) -> object:
     match arguments:
-        case _Followed():
+        case _FollowedNumber():
             return _read(arguments)
         case tuple() if type(arguments) is tuple:
             return tuple(map(_with_values, arguments))
@@ -342,7 +342,7 @@ def on_tensors(
     16-bit tensors and plain numbers are an exception.
     """
     everything = (*args, *kwargs.values())
-    found = [each for each in everything if isinstance(each, _Followed)]
+    found = [each for each in everything if isinstance(each, _FollowedNumber)]
     values = {each.text: each.numbers.tensor(each) for each in found}
     tensors = [each for each in everything if isinstance(each, Tensor)]
     name = getattr(function, "__name__", "")
@@ -351,7 +351,7 @@ def on_tensors(
 
     def in_dtype(argument: object, dtype: torch.dtype) -> object:
         """Return a number as a tensor of this dtype."""
-        if isinstance(argument, _Followed):
+        if isinstance(argument, _FollowedNumber):
             return cast("Tensor", values[argument.text]).to(dtype)
         if isinstance(argument, int | float):
             return torch.full((), argument, dtype=dtype)
@@ -369,7 +369,7 @@ def on_tensors(
         wanted = kwargs.get("dtype") or usual
         assert isinstance(wanted, torch.dtype)
         return lambda: cast("Tensor", in_dtype(number, wanted)).clone()
-    if not tensors or not isinstance(args[0], Tensor | _Followed):
+    if not tensors or not isinstance(args[0], Tensor | _FollowedNumber):
         return None
     x = tensors[-1 if name == "where" else 0]
     if name == "full_like" and len(args) == 2 and not kwargs:

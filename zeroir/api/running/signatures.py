@@ -18,14 +18,14 @@ from zeroir.ir.program import MICRO_STEP, Program
 from zeroir.ir.sizes import Size
 
 if TYPE_CHECKING:
-    from zeroir.api.compiled import CompiledProgram
+    from zeroir.api.compilations import Compiled
     from zeroir.runtime.engine.engine import Engine
     from zeroir.runtime.engine.followed import CompiledAgain, Followed
     from zeroir.runtime.engine.signatures import Signatures
 
 
 def signatures_of(
-    compiled: CompiledProgram,
+    compiled: Compiled,
     engine: Engine,
     code: Followed,
     step_counts: Mapping[str, int] = MappingProxyType({}),
@@ -47,7 +47,7 @@ def signatures_of(
 
 
 def compiled_after_change(
-    compiled: CompiledProgram,
+    compiled: Compiled,
     engine: Engine,
     code: Followed,
     numbers: frozenset[str],
@@ -63,7 +63,7 @@ def compiled_after_change(
     return signatures_of(again, engine, own, step_counts)
 
 
-def accumulating(compiled: CompiledProgram, rank: int) -> Callable[[], Program] | None:
+def accumulating(compiled: Compiled, rank: int) -> Callable[[], Program] | None:
     """Return a function that lowers a program for steps of several batches; None if it takes them."""
     if compiled.accumulates:
         return None
@@ -79,7 +79,7 @@ def accumulating(compiled: CompiledProgram, rank: int) -> Callable[[], Program] 
     return lowered_again
 
 
-def _for_engine(compiled: CompiledProgram, engine: Engine, code: Followed) -> CompiledAgain:
+def _for_engine(compiled: Compiled, engine: Engine, code: Followed) -> CompiledAgain:
     from zeroir.runtime.engine.followed import CompiledAgain
 
     return CompiledAgain(
@@ -87,9 +87,7 @@ def _for_engine(compiled: CompiledProgram, engine: Engine, code: Followed) -> Co
     )
 
 
-def _like_running(
-    compiled: CompiledProgram, engine: Engine, code: Followed
-) -> tuple[CompiledProgram, Followed]:
+def _like_running(compiled: Compiled, engine: Engine, code: Followed) -> tuple[Compiled, Followed]:
     """Return a program for steps as those of the engine's, and what it follows, the script's optimizers among it."""
     if MICRO_STEP in engine.program.section_by_name and not compiled.accumulates:
         compiled = compiled.specialise(micro_steps=2)
@@ -98,7 +96,7 @@ def _like_running(
     return compiled, compiled.watch
 
 
-def _whole(compiled: CompiledProgram) -> Program:
+def _whole(compiled: Compiled) -> Program:
     """Return the program with the dims and the shapes of inputs that were asked for, before they were narrowed."""
     assert compiled.options.shapes is not None
     shapes = parse_shapes(compiled.options.shapes)
@@ -127,7 +125,7 @@ def _whole(compiled: CompiledProgram) -> Program:
 
 
 def _compiled_at(
-    compiled: CompiledProgram,
+    compiled: Compiled,
     engine: Engine,
     code: Followed,
     step_counts: Mapping[str, int],

@@ -16,7 +16,7 @@ from itertools import combinations
 from typing import Final, NamedTuple
 
 from zeroir.errors import ShapesError
-from zeroir.frontend._torch_sizes import Assumption, DimEnv, Range, SplitError
+from zeroir.frontend._torch_sizes import Assumption, DimEnv, DimRange, SplitError
 from zeroir.frontend.capture.joint_graph import JointGraph
 from zeroir.ir.dtypes import DType
 from zeroir.ir.segments.segment import NodeArg, Ref, TensorType
@@ -70,8 +70,8 @@ def narrowed_dims(
         new = Dim(name=dim.name, minimum=least, maximum=most)
         if new == dim:
             continue
-        below = [Range(dim.minimum, most)] if least > dim.minimum else []
-        above = [Range(least_of_trace, dim.maximum)] if most < dim.maximum else []
+        below = [DimRange(dim.minimum, most)] if least > dim.minimum else []
+        above = [DimRange(least_of_trace, dim.maximum)] if most < dim.maximum else []
         failing = (env.first_failing({**ranges, dim: wider}) for wider in (*below, *above))
         reasons = list(dict.fromkeys(reason for reason in failing if reason is not None))
         if not least <= env.examples[dim] <= most or least == most:
@@ -112,7 +112,7 @@ def _decisive(env: DimEnv) -> Assumption | None:
         return error.assumption
     for dim, (least, most) in ranges.items():
         if least == most:
-            return env.first_failing({**ranges, dim: Range.of(dim)})
+            return env.first_failing({**ranges, dim: DimRange.of(dim)})
     return None
 
 
@@ -129,7 +129,7 @@ def _is_alike(
     traces: Traces,
     trace: Callable[[Mapping[Dim, int]], Traces],
     values: Mapping[Dim, int],
-    ranges: Mapping[Dim, Range],
+    ranges: Mapping[Dim, DimRange],
 ) -> bool:
     """Return whether traces where dims have these values, and others the values of their ranges, compute the same."""
     with env.other_trace():

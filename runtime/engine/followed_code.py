@@ -1,0 +1,154 @@
+"""What an engine follows between steps, and the programs that it goes on with after changes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Final
+
+from zeroir.errors import ChangedCodeError
+from zeroir.ir.program import Program
+from zeroir.runtime.engine.followed import Followed, is_current, read_tensors
+from zeroir.runtime.engine.followed_optimizers import FollowedOptimizers
+from zeroir.runtime.engine.live_optimizer import LiveOptimizer
+from zeroir.runtime.engine.signatures import Signatures
+from zeroir.runtime.memory.rank_memory import RankMemory
+
+LOGGER: Final = logging.getLogger("zeroir")
+
+MOST_STATES: Final = 8
+"""Programs that one engine compiles for as many states of the user's code: a script that anneals a number has more."""
+
+StepCounts = Mapping[str, int]
+"""The number of the count of steps of each parameter that was not trained in all steps; see ``ModelSource``."""
+
+Compile = Callable[[frozenset[str], StepCounts], "Signatures"]
+"""A function that compiles the program again from the present state of the user's code.
+
+Of the numbers with these names every later value is to count, too.
+"""
+
+
+class FollowedCode:
+    """What an engine follows between steps: the user's code and tensors, and the script's optimizers.
+
+    ``optimizer`` returns the settings of the running program, None where it updates nothing, and ``step_counts`` the
+    counts of steps of the parameters that are trained now.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        optimizer: Callable[[], LiveOptimizer | None],
+        step_counts: Callable[[Sequence[str]], StepCounts],
+    ) -> None:
+        self._rank = rank
+        self._optimizer = optimizer
+        self._step_counts = step_counts
+        self._code: Followed | None = None
+        self._base: Followed | None = None
+        self._compile: Compile | None = None
+        # One may be known by several states, as those that it follows more or less of.
+        self._programs: dict[Hashable, Signatures] = {}
+        self._unfollowed: frozenset[str] = frozenset()
+        self._keeps = True
+        self._optimizers: FollowedOptimizers | None = None
+
+    @property
+    def reads_tensors(self) -> bool:
+        """Whether the running program has constants whose present values count."""
+        return self._code is not None and bool(self._code.tensors)
+
+    def follow(self, code: Followed, base: Followed | None = None) -> None:
+        """Follow the code from which the running program was compiled; what was ignored still is.
+
+        Changes are those of ``base``, which is the same on all ranks where they run several programs.
+        """
+        if self._code is not None:
+            code.ignore(self._code.ignored)
+        self._code, self._base = code, base or code
+        live = self._optimizer()
+        of_script = tuple(code.optimizers)
+        is_known = self._optimizers is not None and self._optimizers.optimizers == of_script
+        if of_script and live is not None and not is_known:
+            self._optimizers = FollowedOptimizers(of_script, code.parameter_names(), live)
+
+    def compile_with(self, compile_again: Compile, present: Signatures | None = None) -> None:
+        """Compile after a change instead of refusing it; ``present`` are the programs of the present state.
+
+        Without these no program is kept for a state that comes back.
+        """
+        self._compile = compile_again
+        self._keeps = present is not None
+        if present is not None:
+            assert self._base is not None
+            self._programs = {(self._base.state(), frozenset()): present}
+
+    def remember(self) -> None:
+        """Take the running program as compiled from the present state."""
+        if self._code is not None:
+            self._code.remember()
+
+    def follow_optimizers(self) -> None:
+        """Apply the changes of the script's optimizers."""
+        if self._optimizers is not None:
+            self._optimizers.follow()
+
+    def changed_programs(self, *, is_step: bool) -> tuple[Signatures, ChangedCodeError] | None:
+        """Return the programs to go on with after a change, compiled if that is new, and the change, if there is any.
+
+        Raises:
+            ChangedCodeError: where parameters or states would not fit, or there are too many programs already, or
+                changes are to be refused.
+        """
+        if self._base is None:
+            return None
+        try:
+            self._base.require_unchanged(is_step=is_step)
+        except ChangedCodeError as change:
+            if self._compile is None:
+                raise
+            counts = self._step_counts(self._base.trained_names())
+            counted = frozenset(counts.items())
+            state = (self._base.state(), counted) if self._keeps else object()
+            known = self._programs.get(state)
+            if known is None or not is_current(known.base.code, is_step=is_step):
+                count = len({id(each) for each in self._programs.values()})
+                if not change.may_compile or (count >= MOST_STATES and not change.is_of_training):
+                    raise
+                if count >= MOST_STATES:
+                    # Where layer after layer is trained, earlier states do not come back.
+                    self._programs.clear()
+                begun = time.perf_counter()
+                known = self._compiled(self._base, change, counts)
+                self._programs[state] = known
+                code = known.base.code
+                if code is not None and self._keeps:
+                    self._programs[code.state(), counted] = known
+                follows = (
+                    change.is_of_numbers and code is not None and change.numbers & code.numbers
+                )
+                if self._rank == 0:
+                    seconds = time.perf_counter() - begun
+                    outcome = ", and follows it from now on" if follows else ""
+                    LOGGER.warning(
+                        "%s: it was compiled again in %.1f s%s.", change.change, seconds, outcome
+                    )
+            return known, change
+        return None
+
+    def _compiled(
+        self, code: Followed, change: ChangedCodeError, step_counts: StepCounts
+    ) -> Signatures:
+        """Compile a program that follows the numbers that changed, too, if that is possible."""
+        assert self._compile is not None
+        compiled = self._compile((code.numbers | change.numbers) - self._unfollowed, step_counts)
+        if compiled.base.code is not None:
+            self._unfollowed |= compiled.base.code.unfollowed
+        return compiled
+
+    def read_tensors(self, program: Program, memory: RankMemory) -> None:
+        """Copy the present values of the user's tensors to the program's constants."""
+        if self._code is not None:
+            read_tensors(self._code.tensors, program, memory)
