@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from zeroir.api.sentences import LOGGER
 from zeroir.config import CompileOptions, replaced
-from zeroir.config.shapes import parse_shapes, shapes_text
+from zeroir.config.shapes import BatchShapes, parse_shapes, shapes_text
 from zeroir.config.steps import BATCHES, ELEMENTS
 from zeroir.errors import ModelWarning, ShapesError
 from zeroir.ir.program import MICRO_STEP, Program
-from zeroir.ir.sizes import Size
+from zeroir.ir.sizes import Dim, Size
 
 if TYPE_CHECKING:
     from zeroir.api.compilations import Compiled
@@ -100,13 +100,7 @@ def _whole(compiled: Compiled) -> Program:
     """Return the program with the dims and the shapes of inputs that were asked for, before they were narrowed."""
     assert compiled.options.shapes is not None
     shapes = parse_shapes(compiled.options.shapes)
-    dims = {
-        dim
-        for shape in shapes.values()
-        for size in shape
-        if isinstance(size, Size)
-        for dim in size.dims
-    }
+    dims = _dims_of(shapes)
     inputs = tuple(
         replace(
             binding,
@@ -122,6 +116,11 @@ def _whole(compiled: Compiled) -> Program:
     return replace(
         compiled.program, dims=tuple(sorted(dims, key=lambda dim: dim.name)), inputs=inputs
     )
+
+
+def _dims_of(shapes: BatchShapes) -> set[Dim]:
+    sizes = (size for shape in shapes.values() for size in shape if isinstance(size, Size))
+    return {dim for size in sizes for dim in size.dims}
 
 
 def _compiled_at(
@@ -168,13 +167,7 @@ def _with_fixed(
     """Return options in whose shapes the dims of these names, all if there are none of these, have their values."""
     assert options.shapes is not None
     shapes = parse_shapes(options.shapes)
-    dims = {
-        dim
-        for shape in shapes.values()
-        for size in shape
-        if isinstance(size, Size)
-        for dim in size.dims
-    }
+    dims = _dims_of(shapes)
     fixed = {dim: values[dim.name] for dim in dims if dim.name in names} or {
         dim: values[dim.name] for dim in dims
     }
