@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -70,6 +72,16 @@ def branching(module: nn.Module, x: Tensor) -> Tensor:
 
 def unseen(module: nn.Module, x: Tensor) -> Tensor:
     value: Tensor = module(x).square().mean() * EXP(-schedule.temperature)
+    return value
+
+
+def as_text(module: nn.Module, x: Tensor) -> Tensor:
+    value: Tensor = module(x).square().mean() * ast.literal_eval(f"{schedule.temperature}")
+    return value
+
+
+def of_numpy(module: nn.Module, x: Tensor) -> Tensor:
+    value: Tensor = module(x).square().mean() * float(np.clip(schedule.temperature, 0.15, 2.0))
     return value
 
 
@@ -151,7 +163,7 @@ def test_a_number_that_warms_up_is_followed(caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", [unseen, of_type])
+@pytest.mark.parametrize("loss", [unseen, of_type, as_text, of_numpy])
 def test_a_number_that_is_read_unseen_is_a_state_of_the_program(
     loss: Loss, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,9 +1,8 @@
 """Numbers of the user's code whose present values count at every step of a program.
 
-While a model is traced, a ``FollowedFloat`` or ``FollowedInt`` stands for such a number. Arithmetic with plain numbers
-gives another one, which knows how to compute itself from the present values. Where it meets a tensor, it becomes a
-tensor of one element: a constant of the program, which an engine writes before each step. Results have the bits that
-the plain number gives.
+While a model is traced, a ``FollowedNumber`` stands for such a number. Arithmetic with plain numbers gives another one,
+which knows how to compute itself from the present values. Where it meets a tensor, it becomes a tensor of one element,
+a constant of the program, which an engine writes before each step. Results have the bits that the plain number gives.
 
 Every other use reads the value, as comparisons do. The answer is remembered: the program is right as long as the
 present values give the same one.
@@ -66,7 +65,7 @@ class FollowedNumbers:
         """Return what stands for a number while a model is traced."""
         return _followed(self, name, lambda: self.values[name])
 
-    def tensor(self, number: _FollowedNumber) -> Tensor | None:
+    def tensor(self, number: FollowedNumber) -> Tensor | None:
         """Return the tensor with the present value of a number, f64[]; None where there is none."""
         if self._are_read:
             return None
@@ -108,12 +107,18 @@ class FollowedNumbers:
                 yield text, error
 
 
-class _FollowedNumber:
-    """A number that knows its text and how to compute itself from the present values."""
+class FollowedNumber:
+    """A number that a program follows: its text, and how to compute it from the present values.
 
-    text: str
-    compute: Compute
-    numbers: FollowedNumbers
+    It is no ``float`` or ``int``, whose value code in C reads unseen, and plain numbers, too, as in ``0.5 * step``.
+    """
+
+    __slots__ = ("compute", "numbers", "text")
+
+    __array_ufunc__ = None
+
+    def __init__(self, numbers: FollowedNumbers, text: str, compute: Compute) -> None:
+        self.numbers, self.text, self.compute = numbers, text, compute
 
     def __copy__(self) -> Self:
         return self
@@ -123,16 +128,6 @@ class _FollowedNumber:
 
     def __hash__(self) -> int:
         return hash(_read(self))
-
-
-class FollowedFloat(_FollowedNumber, float):
-    """A float that a program follows."""
-
-    __hash__ = _FollowedNumber.__hash__
-
-
-class FollowedInt(_FollowedNumber):
-    """An integer that a program follows, which is no ``int``: in ``0.5 * step`` the float would read that."""
 
     def __repr__(self) -> str:
         return repr(_plain(self))
@@ -147,43 +142,40 @@ class FollowedInt(_FollowedNumber):
 
 
 def _followed(numbers: FollowedNumbers, text: str, compute: Compute) -> object:
-    value = compute()
-    match value:
-        case float():
-            number: FollowedFloat | FollowedInt = FollowedFloat(value)
-        case int() if not isinstance(value, bool):
-            number = FollowedInt()
-        case _:
-            return numbers.answer(text, compute)
-    number.text, number.compute, number.numbers = text, compute, numbers
-    return number
+    if type(compute()) in (int, float):
+        return FollowedNumber(numbers, text, compute)
+    return numbers.answer(text, compute)
 
 
-def _plain(number: _FollowedNumber) -> Number:
+def _plain(number: FollowedNumber) -> Number:
     """Return the value of a number without a note that it was read."""
-    return float.__float__(number) if isinstance(number, float) else cast("int", number.compute())
+    return cast("Number", number.compute())
 
 
-def _read(number: _FollowedNumber) -> Number:
+def _read(number: FollowedNumber) -> Number:
     """Return the value of a number, on which the program depends from now on."""
     return cast("Number", number.numbers.answer(number.text, number.compute))
 
 
 def _present(operand: object) -> Compute:
-    return operand.compute if isinstance(operand, _FollowedNumber) else lambda: operand
+    return operand.compute if isinstance(operand, FollowedNumber) else lambda: operand
 
 
 def _text(operand: object) -> str:
-    return operand.text if isinstance(operand, _FollowedNumber) else repr(operand)
+    return operand.text if isinstance(operand, FollowedNumber) else repr(operand)
 
 
 def _computed(
     function: Callable[..., Any], form: str, operands: Sequence[object], *, is_read: bool = False
 ) -> object:
     """Return a function of numbers, one of which at least is followed."""
-    numbers = next(each.numbers for each in operands if isinstance(each, _FollowedNumber))
+    numbers = next(each.numbers for each in operands if isinstance(each, FollowedNumber))
     present = [_present(operand) for operand in operands]
-    text = form.format(*map(_text, operands))
+    shown, *further = (
+        form.format(*map(_text, operands)),
+        *map(_text, operands[form.count("{}") :]),
+    )
+    text = ", ".join((shown, *further))
 
     def compute() -> object:
         return function(*(operand() for operand in present))
@@ -194,14 +186,17 @@ def _computed(
 def _method(
     function: Callable[..., Any], form: str, *, is_read: bool = False, is_reflected: bool = False
 ) -> Callable[..., object]:
-    def method(self: _FollowedNumber, *others: object) -> object:
+    def method(self: FollowedNumber, *others: object) -> object:
         operands = (self, *others)[:: -1 if is_reflected else 1]
-        if all(isinstance(other, int | float | _FollowedNumber) for other in others):
+        if all(isinstance(other, int | float | FollowedNumber) for other in others):
             return _computed(function, form, operands, is_read=is_read)
-        if isinstance(self, FollowedInt) and any(isinstance(other, Tensor) for other in others):
-            # Tensors take no such object as operand, but the functions of torch do.
-            of_torch = getattr(torch, function.__name__.strip("_").replace("truediv", "div"))
-            return of_torch(*operands)
+        match others:
+            case (Tensor() as x,):
+                name = function.__name__.strip("_")
+                reflected = None if is_reflected else getattr(Tensor, f"__r{name}__", None)
+                if reflected is not None:
+                    return reflected(x, self)
+                return getattr(torch, name.replace("truediv", "div"))(*operands)
         return NotImplemented
 
     return method
@@ -240,15 +235,13 @@ _READS: Final[Mapping[str, tuple[Callable[..., Any], str]]] = {
     "index": (operator.index, "{}"),
 }
 
-for _class in (FollowedFloat, FollowedInt):
-    for _name, (_function, _form) in _BINARY.items():
-        setattr(_class, f"__{_name}__", _method(_function, _form))
-        setattr(_class, f"__r{_name}__", _method(_function, _form, is_reflected=True))
-    for _name, (_function, _form) in _UNARY.items():
-        setattr(_class, f"__{_name}__", _method(_function, _form))
-    for _name, (_function, _form) in {**_COMPARISONS, **_READS}.items():
-        setattr(_class, f"__{_name}__", _method(_function, _form, is_read=True))
-del FollowedFloat.__index__  # type: ignore[attr-defined]
+for _name, (_function, _form) in _BINARY.items():
+    setattr(FollowedNumber, f"__{_name}__", _method(_function, _form))
+    setattr(FollowedNumber, f"__r{_name}__", _method(_function, _form, is_reflected=True))
+for _name, (_function, _form) in _UNARY.items():
+    setattr(FollowedNumber, f"__{_name}__", _method(_function, _form))
+for _name, (_function, _form) in {**_COMPARISONS, **_READS}.items():
+    setattr(FollowedNumber, f"__{_name}__", _method(_function, _form, is_read=True))
 
 
 _OF_MATH: Final = (
@@ -277,7 +270,7 @@ def followed_by_math() -> Iterator[None]:
 
     def following(name: str, function: Callable[..., Any]) -> Callable[..., object]:
         def call(*operands: object, **named: object) -> object:
-            if named or not any(isinstance(each, _FollowedNumber) for each in operands):
+            if named or not any(isinstance(each, FollowedNumber) for each in operands):
                 return function(*operands, **named)
             form = f"math.{name}({', '.join(['{}'] * len(operands))})"
             return _computed(function, form, operands)
@@ -297,7 +290,7 @@ def followed_by_math() -> Iterator[None]:
 def has_followed(arguments: object) -> bool:
     """Return whether there is a followed number among arguments."""
     match arguments:
-        case _FollowedNumber():
+        case FollowedNumber():
             return True
         case tuple() | list():
             return any(map(has_followed, arguments))
@@ -319,7 +312,7 @@ def with_values(arguments: Arguments) -> Arguments:
 
 def _with_values(arguments: object) -> object:
     match arguments:
-        case _FollowedNumber():
+        case FollowedNumber():
             return _read(arguments)
         case tuple() if type(arguments) is tuple:
             return tuple(map(_with_values, arguments))
@@ -342,7 +335,7 @@ def on_tensors(
     16-bit tensors and plain numbers are an exception.
     """
     everything = (*args, *kwargs.values())
-    found = [each for each in everything if isinstance(each, _FollowedNumber)]
+    found = [each for each in everything if isinstance(each, FollowedNumber)]
     values = {each.text: each.numbers.tensor(each) for each in found}
     tensors = [each for each in everything if isinstance(each, Tensor)]
     name = getattr(function, "__name__", "")
@@ -351,7 +344,7 @@ def on_tensors(
 
     def in_dtype(argument: object, dtype: torch.dtype) -> object:
         """Return a number as a tensor of this dtype."""
-        if isinstance(argument, _FollowedNumber):
+        if isinstance(argument, FollowedNumber):
             return cast("Tensor", values[argument.text]).to(dtype)
         if isinstance(argument, int | float):
             return torch.full((), argument, dtype=dtype)
@@ -365,11 +358,13 @@ def on_tensors(
 
     if name in _MAKERS and len(args) == 1 and not kwargs.keys() - {"dtype", "device"}:
         (number,) = args
-        usual = torch.get_default_dtype() if isinstance(number, float) else torch.int64
+        assert isinstance(number, FollowedNumber)
+        is_float = isinstance(_plain(number), float)
+        usual = torch.get_default_dtype() if is_float else torch.int64
         wanted = kwargs.get("dtype") or usual
         assert isinstance(wanted, torch.dtype)
         return lambda: cast("Tensor", in_dtype(number, wanted)).clone()
-    if not tensors or not isinstance(args[0], Tensor | _FollowedNumber):
+    if not tensors or not isinstance(args[0], Tensor | FollowedNumber):
         return None
     x = tensors[-1 if name == "where" else 0]
     if name == "full_like" and len(args) == 2 and not kwargs:

@@ -1,9 +1,9 @@
 """Captures a model so that numbers of the user's code count with their present values.
 
-The numbers in attributes, globals and variables are replaced by followed ones for the time of the capture. Code that is
-not Python's may read the value of one unseen, and code may ask for its type. So the model is captured several times:
-with other values, and with followed numbers that torch's functions see as plain ones. A number is followed where the
-first makes no difference, and the second none from plain numbers.
+The numbers in attributes, globals and variables are replaced by followed ones for the time of the capture. Code may ask
+for the type of one, or read its text. So the model is captured several times: with followed numbers that torch's
+functions see as plain ones, and with other values. A number is followed where the first makes no difference from plain
+numbers, and the second none at all.
 """
 
 from __future__ import annotations

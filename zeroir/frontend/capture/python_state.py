@@ -37,13 +37,24 @@ from zeroir.frontend.source.namespaces import (
     Namespace,
     SlotAttributes,
 )
-from zeroir.torch_ops.followed_numbers import FollowedInt
+from zeroir.torch_ops.followed_numbers import FollowedNumber
 
 Leaf = tuple[object, ...]
 IsSame = Callable[[object, object], bool]
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, FollowedInt)
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    FollowedNumber,
+)
 _LASTING = (nn.Module, type, FunctionType, BuiltinFunctionType, ModuleType)
 """These are compared by identity, not by contents. Other objects may be created anew in every forward."""
 

@@ -39,7 +39,7 @@ from zeroir.frontend.source.namespaces import (
 from zeroir.frontend.source.source_lines import is_users_file
 from zeroir.frontend.watch.reached_code import ReachedCode
 from zeroir.torch_ops.absent_tensors import MovedTensor
-from zeroir.torch_ops.followed_numbers import FollowedInt
+from zeroir.torch_ops.followed_numbers import FollowedNumber
 
 Leaf = tuple[object, ...]
 
@@ -53,7 +53,7 @@ _PLAIN: Final = (
     type(None),
     torch.dtype,
     torch.device,
-    FollowedInt,
+    FollowedNumber,
 )
 _NUMBERS: Final = (int, float)
 _BY_IDENTITY: Final = (type, FunctionType, BuiltinFunctionType, ModuleType)
