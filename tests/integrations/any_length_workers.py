@@ -71,15 +71,15 @@ def loss(module: nn.Module, batch: Batch) -> Tensor:
 @contextmanager
 def programs_counted(module: ModuleType, counted: list[object]) -> Iterator[None]:
     """Collect the shapes with which a module compiles programs."""
-    compile_model = cast("Any", module).compile_model
+    compile_following = cast("Any", module).compile_following
 
     def counting(*given: object, **options: object) -> object:
         counted.append(options["shapes"])
-        return compile_model(*given, **options)
+        return compile_following(*given, **options)
 
-    cast("Any", module).compile_model = counting
+    cast("Any", module).compile_following = counting
     yield
-    cast("Any", module).compile_model = compile_model
+    cast("Any", module).compile_following = compile_following
 
 
 def require_close(actual: nn.Module, expected: nn.Module) -> None:
