@@ -220,12 +220,12 @@ class Engine:
         All ranks call this together.
         """
         self._accumulation.require_none_waiting("go_on_with")
+        self._checkpoints.join()
         self._change_to(signatures, signatures.base)
 
     def _change_to(self, signatures: Signatures, chosen: CompiledAgain) -> None:
         """Switch to one of these programs; all ranks do so unless these are the present ones."""
         self.rank_program.executor.require_intact()
-        self._checkpoints.join()
         state_of_buffers.require_same_state(self.program, chosen.program, self._values.others)
         if self.rank_program.executor.micro_steps_done:
             chosen = signatures.for_several(chosen)
