@@ -104,7 +104,9 @@ def trained(compiled: CompiledProgram, rank: int) -> tuple[list[float], dict[str
 
 def require_equal_training(path: str, rank: int, world_size: int, stage: int) -> None:
     """A module in hand, and at stage 3 a function, give the program of the file, and train to the same bits."""
-    from_file = zeroir.compile(path, stage=stage, world_size=world_size)
+    # Its classes have weights, so the mean over labels is another.
+    mean = zeroir.MicroSteps(mean_over="batches")
+    from_file = zeroir.compile(path, stage=stage, world_size=world_size, micro_steps=mean)
     losses, parameters = trained(from_file, rank)
     # Each stage compiles anew, so the function is left to one of them.
     functions = [Net] if stage == 3 else []
@@ -112,7 +114,12 @@ def require_equal_training(path: str, rank: int, world_size: int, stage: int) ->
     for model in makers:
         before = state_of(model) if isinstance(model, nn.Module) else {}
         compiled = zeroir.compile(
-            model, example(0, 0), loss=loss, stage=stage, world_size=world_size
+            model,
+            example(0, 0),
+            loss=loss,
+            stage=stage,
+            world_size=world_size,
+            micro_steps=mean,
         )
         if isinstance(model, nn.Module):
             for name, tensor in model.state_dict().items():

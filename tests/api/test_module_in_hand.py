@@ -37,7 +37,8 @@ Gradients = tuple[Tensor, ...] | Tensor
 def test_a_file_with_a_loss_function_and_constants_equals_eager_replicas(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(workers.FILE)
-    options = make_options({"stage": 3, "world_size": 3, "precision": "bf16"})
+    given = {"stage": 3, "world_size": 3, "precision": "bf16", "mean_over": "batches"}
+    options = make_options(given)
     comparison = check_model(str(path), options, steps=2, seed=0)
     assert comparison.is_equal, str(comparison)
     assert comparison.tolerance == 0
@@ -259,7 +260,9 @@ def test_a_module_in_hand_is_planned_as_well() -> None:
 def test_constants_of_a_batch_are_a_part_of_the_program() -> None:
     module = workers.make_module()
     batch = workers.example(0, 0)
-    engine = zeroir.compile(module, batch, loss=workers.loss, world_size=1).engine(self_check=False)
+    mean = zeroir.MicroSteps(mean_over="batches")
+    compiled = zeroir.compile(module, batch, loss=workers.loss, world_size=1, micro_steps=mean)
+    engine = compiled.engine(self_check=False)
     engine.step(batch)
     sentence = "The batch's 'smoothing' is 0.5, but the program was compiled for the constant 0.125"
     wrong = workers.Sample(batch.tokens, batch.labels, 0.5, batch.weights)

@@ -266,7 +266,8 @@ assert sys.modules["torch._dynamo"].__file__
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_modules_in_16_bits_declare_what_torch_makes_on_any_device(precision: str) -> None:
     """Meta kernels make what a GPU's make, such as statistics in FP32 where a CPU keeps them in 16 bits."""
-    options = make_options({"world_size": 1, "precision": precision, "units": "unit_*"})
+    given = {"world_size": 1, "precision": precision, "units": "unit_*", "mean_over": "batches"}
+    options = make_options(given)
     misdeclared_by_name: dict[str, str] = {}
     traced_count = 0
     for name in filter(is_module, subjects()):
