@@ -55,7 +55,7 @@ class Signatures:
         self._known = [running]
         self._is_current = [True]
         self._common = 0
-        self._schedules: dict[tuple[int, frozenset[str]], Schedule | None] = {}
+        self._schedules: dict[tuple[CompiledAgain, frozenset[str]], Schedule | None] = {}
         if splits is not None:
             self._whole = replace(running.program, dims=splits.dims, inputs=splits.inputs)
 
@@ -127,7 +127,7 @@ class Signatures:
             raise UserError(
                 "The ranks have different numbers of batches in this step: give all of them equally many."
             )
-        chosen: list[CompiledAgain] = []
+        chosen: list[int] = []
         group = self._whole.interleaved
         for start in range(0, len(own), group):
             groups = [each[start : start + group] for each in of_ranks]
@@ -137,8 +137,9 @@ class Signatures:
                 used = {self._known.index(self._of(each, splits)) for each in groups}
                 self._require_same_schedule(sorted(used), splits, accumulates, sections)
                 one = self._of(own[start : start + group], splits)
-            chosen += [one] * len(groups[0])
-        return chosen
+            chosen += [self._known.index(one)] * len(groups[0])
+        # A program that is chosen first may be replaced by one for steps of several batches afterwards.
+        return [self._known[index] for index in chosen]
 
     def _for_all(self, common: CompiledAgain, own: Sequence[Shape]) -> list[CompiledAgain]:
         self._common = self._known.index(common)
@@ -155,7 +156,7 @@ class Signatures:
         numbers: set[frozenset[str]] = set()
         for index in used:
             known = self.for_several(self._known[index]) if accumulates else self._known[index]
-            key = id(known.program), sections
+            key = known, sections
             if key not in self._schedules:
                 self._schedules[key] = shared_schedule(known.program, sections)
             schedules.append(self._schedules[key])

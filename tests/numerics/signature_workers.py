@@ -162,10 +162,34 @@ def anneal(rank: int, world_size: int) -> None:
     engine.close()
 
 
+def mix(rank: int, world_size: int) -> None:
+    """Let the first step of several batches be of one side at first, and then of both."""
+    torch.manual_seed(7)
+    module = Annealed()
+    engine = zeroir.compile(
+        module,
+        torch.zeros(3, 4),
+        micro_steps=zeroir.MicroSteps(mean_over="batches"),
+        shapes=(Dim("rows", max=2 * LONG), 4),
+        stage=3,
+        world_size=world_size,
+    ).engine()
+    for _ in range(2):
+        batches = [torch.randn(3, 4), torch.randn(3 + LONG * rank, 4)]
+        with torch.no_grad(), engine.gathered() as lent:
+            losses = torch.stack([lent(batch) for batch in batches])
+        assert engine.step(batches).loss == float(losses.sum() / 2)
+    engine.close()
+
+
 def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     join()
-    others = {"crossed": refuse_crossed, "annealed": anneal}
+    others = {
+        "crossed": refuse_crossed,
+        "annealed": anneal,
+        "mixed": mix,
+    }
     other = next((others[each] for each in sys.argv if each in others), None)
     if other is not None:
         with warnings.catch_warnings():

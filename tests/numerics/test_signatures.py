@@ -95,3 +95,10 @@ def test_changes_reach_ranks_that_run_different_programs(tmp_path: Path) -> None
     module = "tests.numerics.signature_workers"
     ranks = Ranks(2, tmp_path, "annealed", module=module, sources=COMPILING_SOURCES)
     require_success(ranks.wait())
+
+
+@pytest.mark.slow
+def test_the_first_step_of_several_batches_may_be_of_both_sides(tmp_path: Path) -> None:
+    module = "tests.numerics.signature_workers"
+    ranks = Ranks(2, tmp_path, "mixed", module=module, sources=COMPILING_SOURCES)
+    require_success(ranks.wait())
