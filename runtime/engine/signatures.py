@@ -113,8 +113,12 @@ class Signatures:
         accumulates: bool,
         sections: frozenset[str],
     ) -> list[CompiledAgain]:
-        rows = job.exchange([float(takes) for takes in self._all_that_take(own)])
-        common = self._first([all(flags) for flags in zip(*rows, strict=True)])
+        takes = self._all_that_take(own)
+        rows = job.exchange([float(flag) for flag in (*takes, *self._is_current)])
+        flags = [all(of_ranks) for of_ranks in zip(*rows, strict=True)]
+        # What a rank knows alone must decide nothing from here on.
+        takes, self._is_current = flags[: len(takes)], flags[len(takes) :]
+        common = self._first(takes)
         if common is not None:
             return self._for_all(common, own)
         of_ranks = _of_all_ranks(own, job)

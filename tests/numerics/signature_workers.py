@@ -20,7 +20,7 @@ from torch.export import Dim
 import zeroir
 from tests.runtime.support import join
 from zeroir.api import CompiledProgram
-from zeroir.errors import ModelWarning, UserError
+from zeroir.errors import ModelWarning, UserError, ZeroirError
 
 VOCABULARY, LONG, MICRO_STEPS = 13, 8, 2
 ONE_SIDED = (False, True, True, False, True, False)
@@ -182,6 +182,23 @@ def mix(rank: int, world_size: int) -> None:
     engine.close()
 
 
+def refuse_other_numbers(rank: int, world_size: int) -> None:
+    """Check that all ranks say so where a number, with which one program computes, differs between them."""
+    torch.manual_seed(7)
+    module = Annealed()
+    shapes = (Dim("rows", max=2 * LONG), 4)
+    engine = zeroir.compile(
+        module, torch.zeros(3, 4), shapes=shapes, stage=3, world_size=world_size
+    ).engine()
+    for scale, rows in ((1.0, 3), (0.9, 3), (0.8, LONG + 1)):
+        module.scale = scale
+        engine.step(torch.randn(rows, 4))
+    module.scale = 1.0 + 0.5 * rank
+    with pytest.raises(ZeroirError, match="Rank 1 has another program than rank 0"):
+        engine.step(torch.randn(LONG + 1, 4))
+    engine.close()
+
+
 def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     join()
@@ -189,6 +206,7 @@ def main() -> None:
         "crossed": refuse_crossed,
         "annealed": anneal,
         "mixed": mix,
+        "numbers": refuse_other_numbers,
     }
     other = next((others[each] for each in sys.argv if each in others), None)
     if other is not None:

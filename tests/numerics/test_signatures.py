@@ -102,3 +102,12 @@ def test_the_first_step_of_several_batches_may_be_of_both_sides(tmp_path: Path) 
     module = "tests.numerics.signature_workers"
     ranks = Ranks(2, tmp_path, "mixed", module=module, sources=COMPILING_SOURCES)
     require_success(ranks.wait())
+
+
+@pytest.mark.slow
+def test_numbers_that_differ_between_ranks_are_refused_where_a_program_computes_with_them(
+    tmp_path: Path,
+) -> None:
+    module = "tests.numerics.signature_workers"
+    ranks = Ranks(2, tmp_path, "numbers", module=module, sources=COMPILING_SOURCES)
+    require_success(ranks.wait())
