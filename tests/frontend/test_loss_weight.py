@@ -88,6 +88,13 @@ def with_another_term(model: nn.Module, batch: Batch) -> Tensor:
     return of_labels(model, batch) + more
 
 
+def scaled_by_a_mean(model: nn.Module, batch: Batch) -> Tensor:
+    mask = batch["labels"] > 2
+    each = model(batch["words"]).square().sum(-1)
+    mean: Tensor = (each * mask / each.mean()).sum() / mask.sum()
+    return mean
+
+
 def of_weighted_classes(model: nn.Module, batch: Batch) -> Tensor:
     weights = torch.linspace(0.5, 1, CLASSES)
     return entropy(model(batch["words"]), batch["labels"], weight=weights)
@@ -178,7 +185,7 @@ def test_a_given_weight_wins() -> None:
     assert program.weighing is None
 
 
-@pytest.mark.parametrize("loss", [with_another_term, of_weighted_classes])
+@pytest.mark.parametrize("loss", [with_another_term, scaled_by_a_mean, of_weighted_classes])
 def test_a_loss_of_several_means_has_no_weight_and_says_so(loss: Loss) -> None:
     with pytest.warns(ModelWarning, match="The mean over the job is that of its batches' losses"):
         assert compiled(loss).weight is None

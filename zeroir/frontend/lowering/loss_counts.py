@@ -241,7 +241,9 @@ class LossGraph:
             return False
         if terms := self._terms(node):
             return all(map(self._is_sum, terms))
-        return self._reduction(node) == _SUM
+        if self._reduction(node) != _SUM:
+            return False
+        return node.op in _LOSSES or not self._has_reductions(next(node.refs()))
 
     def _total(self, divisor: NodeArg) -> JointNode | None:
         """Return the sum that a divisor is, apart from what keeps it from 0: at least 1, or a little more."""
