@@ -87,6 +87,7 @@ class ModelValues:
                 )
 
         rank_program.fill(set_values)
+        self.forget_waiting()
         self.are_set = True
         if isinstance(source, nn.Module) and not keep_module:
             self._taken_from = source
@@ -99,6 +100,7 @@ class ModelValues:
         self._rank_program.fill(
             lambda: state_of_buffers.initialise_flats(program, [memory], values)
         )
+        self.forget_waiting()
         self.are_set = True
 
     @contextmanager
@@ -187,7 +189,7 @@ class ModelValues:
         return {name: 1 + others.index(count) for name, count in counted.items() if count != most}
 
     def forget_waiting(self) -> None:
-        """Forget the states of parameters that are not trained now, because others were loaded."""
+        """Forget the states of parameters that are not trained now, because all parameters got others."""
         self._waiting = WaitingStates()
 
     @property

@@ -337,6 +337,19 @@ def test_parameters_in_16_bits_keep_their_values_in_32_while_they_are_frozen() -
     assert not torch.equal(trained["3.weight"], trained["3.weight"].bfloat16().float())
 
 
+def test_first_values_take_the_place_of_those_that_wait() -> None:
+    net, engine = engine_of(optimizer="adamw", precision="bf16")
+    engine.step(X)
+    freeze(0)(net)
+    engine.step(X)
+    engine.initialise(net_of)
+    found, expected = engine.full_parameters()["0.weight"], net_of()[0].weight
+    assert torch.equal(found, expected.bfloat16().float())
+    thaw(0)(net)
+    engine.evaluate(X)
+    assert not states_of(engine)["0.weight"]["exp_avg"].any()
+
+
 def test_a_step_that_has_begun_ends_with_the_parameters_of_its_start() -> None:
     net, engine = engine_of(optimizer="sgd", micro_steps=2)
     engine.micro_step(X, is_last=False)
