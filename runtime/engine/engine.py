@@ -117,6 +117,7 @@ class Engine:
             lambda: self.program.interleaved,
         )
         self._last_result: StepResult | None = None
+        self._scheduler: Scheduler | None = None
         self.fit: Fit | None = None
         """Called before batches are checked, if it is set."""
         self._checkpoints = Checkpointer(self.job, timeout)
@@ -190,7 +191,8 @@ class Engine:
                 "The program was compiled without a schedule: compile it with one, or drive engine.optimizer with a "
                 "scheduler of torch.optim.lr_scheduler."
             )
-        return Scheduler(schedule, self.optimizer.param_groups, steps)
+        self._scheduler = Scheduler(schedule, self.optimizer.param_groups, steps)
+        return self._scheduler
 
     def go_on_with(self, program: Program, watch: Followed | None = None) -> None:
         """Switch to another program of the same model, such as one for other batches. All ranks call this together.
@@ -289,6 +291,8 @@ class Engine:
                 raise UserError(f"{change} It cannot go on with another program: {error}") from None
             # It may have groups that the earlier one had not.
             self._followed.follow_optimizers()
+        if self._scheduler is not None:
+            self._scheduler.follow_groups()
 
     def _read_outside(self) -> None:
         """Read the present values of the user's tensors."""

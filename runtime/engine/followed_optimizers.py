@@ -40,7 +40,7 @@ class FollowedOptimizers:
         self._add_indices()
         # What changed since the program was compiled, as by a scheduler that warms up, is set now.
         self._known: list[dict[str, object]] = [{} for _ in groups]
-        self._set([_settings(group) for group in groups])
+        self._set([_settings(group) for group in groups], slice(None))
         for optimizer in optimizers:
             optimizer.step = _refuse_step  # type: ignore[method-assign]
             # Else schedulers warn that step() was not called, or was replaced.
@@ -59,11 +59,14 @@ class FollowedOptimizers:
                 "compiled from it: compile again."
             )
         present = [_settings(group) for group in groups]
-        if len(self._live.param_groups) > len(self._indices):
+        count = len(self._indices)
+        if present != self._known:
+            self._set(present, slice(count))
+        if len(self._live.param_groups) > count:
             self._add_indices()
             self._known = [{} for _ in groups]
-        if present != self._known:
-            self._set(present)
+            # The settings of the other groups stay as they are: they need not be the script's.
+            self._set(present, slice(count, None))
 
     def _add_indices(self) -> None:
         """Find the group of the script for each new group of the program."""
@@ -71,8 +74,10 @@ class FollowedOptimizers:
             named = (self._of_name[n] for n in group["param_names"] if n in self._of_name)
             self._indices.append(next(named))
 
-    def _set(self, present: list[dict[str, object]]) -> None:
-        for live, index in zip(self._live.param_groups, self._indices, strict=True):
+    def _set(self, present: list[dict[str, object]], which: slice) -> None:
+        """Set what has changed in some groups of the program."""
+        groups = self._live.param_groups[which]
+        for live, index in zip(groups, self._indices[which], strict=True):
             known = self._known[index]
             for name, value in present[index].items():
                 if known and known.get(name) == value:

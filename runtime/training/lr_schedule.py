@@ -90,8 +90,14 @@ class Scheduler:
         self._updates_done = updates_done
         self._set()
 
-    def _set(self) -> None:
-        for group, lr in zip(self._groups, self._lrs, strict=True):
+    def follow_groups(self) -> None:
+        """Set the settings of groups that were added, whose learning rates are their initial ones."""
+        known = len(self._lrs)
+        self._lrs += [_number(group["lr"]) for group in self._groups[known:]]
+        self._set(known)
+
+    def _set(self, first: int = 0) -> None:
+        for group, lr in zip(self._groups[first:], self._lrs[first:], strict=True):
             point = SchedulePoint(updates_done=self._updates_done, lr=lr, steps=self._steps)
             settings = self._schedule.settings(point)
             group["lr"] = settings.lr

@@ -190,6 +190,31 @@ def test_a_group_that_begins_frozen_is_trained_later() -> None:
     pair.close()
 
 
+def test_the_schedule_drives_a_group_that_is_trained_later() -> None:
+    """From its first step on; settings that the other groups got in the engine stay."""
+    net = net_of()
+    freeze(0, 1)(net)
+    optimizer = two_groups(net)
+    compiled = zeroir.compile(
+        net, X, loss=loss_of, optimizer=optimizer, schedule="linear{warmup=10,total=10}"
+    )
+    engine = compiled.engine(self_check=False)
+    scheduler = engine.scheduler()
+    groups = engine.optimizer.param_groups
+    lr = 0.05 / 10
+    for _ in range(2):
+        engine.step(X)
+        scheduler.step()
+    groups[0]["momentum"] = 0.8
+    thaw(0, 1)(net)
+    engine.step(X)
+    assert [group["lr"] for group in groups] == pytest.approx([2 * lr, 8 * lr])
+    assert [group["momentum"] for group in groups] == [0.8, 0.5]
+    scheduler.step()
+    assert [group["lr"] for group in groups] == pytest.approx([3 * lr, 12 * lr])
+    assert len(scheduler.state_dict()["lrs"]) == 2  # type: ignore[arg-type]
+
+
 def test_layer_after_layer_is_trained() -> None:
     """As scripts unfreeze a model: more states than an engine compiles programs for."""
 
