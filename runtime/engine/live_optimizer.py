@@ -71,8 +71,7 @@ class LiveOptimizer(torch.optim.Optimizer):
         if not self._groups:
             raise UserError("The program updates no parameter, so it has no optimizer.")
         first = {scalar.buffer: scalar.values for scalar in program.scalars}
-        self._first = [_first_settings(group, first) for group in self._groups]
-        self._written = list(self._first)
+        self._written = [_first_settings(group, first) for group in self._groups]
         super().__init__(
             [
                 _param_group(group, settings)
@@ -148,16 +147,17 @@ class LiveOptimizer(torch.optim.Optimizer):
         first = {scalar.buffer: scalar.values for scalar in program.scalars}
         self._groups = [*groups, *present.values()]
         for param_group, group in zip(self.param_groups, groups, strict=True):
-            param_group.update(_members(group))
+            if param_group["param_names"] != [name for name, _ in group.parameters]:
+                param_group.update(_members(group))
         for group in present.values():
             settings = _first_settings(group, first)
-            self._first.append(settings)
+            self._written.append(settings)
             self.param_groups.append(_param_group(group, settings))
-        self._written = [(math.nan,) * len(settings) for settings in self._first]
+        self.forget_written()
 
     def forget_written(self) -> None:
-        """Note that the scalar buffers have their initial values again."""
-        self._written = list(self._first)
+        """Note that the scalar buffers may have other values, so that all settings are to be written."""
+        self._written = [(math.nan,) * len(settings) for settings in self._written]
 
     def report_update(self) -> None:
         """Notify schedulers and the hooks of ``step`` of an update by the engine."""

@@ -436,6 +436,18 @@ def test_an_engine_goes_on_with_values_in_other_places() -> None:
         assert torch.equal(value, found[1][name]), name
 
 
+def test_settings_outlive_a_program_with_others_and_new_first_values() -> None:
+    first, other = (
+        zeroir.compile(net_of(), X, loss=loss_of, world_size=1, optimizer="sgd", lr=lr)
+        for lr in (0.1, 0.2)
+    )
+    engine = first.engine(self_check=False)
+    engine.go_on_with(other.program, other.watch)
+    engine.initialise(net_of)
+    engine.step(X)
+    assert engine.optimizer.param_groups[0]["lr"] == engine.buffer("lr").item() == 0.1
+
+
 def test_a_program_that_counts_all_steps_alike_is_refused_after_a_thaw() -> None:
     net, engine = engine_of(optimizer="adamw")
     first = engine.program
