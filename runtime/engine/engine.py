@@ -425,11 +425,13 @@ class Engine:
         """Return the optimizer's state by parameter name, unsharded, on the CPU. All ranks call this together.
 
         It has the form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, with torch's names of
-        states. With ``rank0_only`` the result is empty on the other ranks.
+        states. With ``rank0_only`` the result is empty on the other ranks. A CheckpointWarning on rank 0 says that it
+        lacks the states of parameters that are frozen now.
 
         Raises:
             UserError: where the program updates nothing.
         """
+        self._warn_of_waiting("The state dict of the optimizer lacks the states")
         return self._values.optimizer_state_dict(rank0_only=rank0_only)
 
     def step(self, batch: Batch | list[Batch]) -> StepResult:
@@ -567,14 +569,7 @@ class Engine:
                 last micro-step waits for the next.
         """
         self._accumulation.require_known()
-        waiting = sorted(self._values.waiting_parameters)
-        if waiting and self.rank == 0:
-            warnings.warn(
-                f"The checkpoint '{path}' lacks the optimizer states and FP32 copies of {len(waiting)} parameters that "
-                f"are frozen now, such as {waiting[0]}: trained again after a load, they begin with new ones.",
-                CheckpointWarning,
-                stacklevel=2,
-            )
+        self._warn_of_waiting(f"The checkpoint '{path}' lacks the optimizer states and FP32 copies")
         return self._checkpoints.save(
             self._running,
             os.fspath(path),
@@ -584,6 +579,16 @@ class Engine:
             wait=wait,
             read_back=read_back,
         )
+
+    def _warn_of_waiting(self, what_lacks: str) -> None:
+        waiting = sorted(self._values.waiting_parameters)
+        if waiting and self.rank == 0:
+            warnings.warn(
+                f"{what_lacks} of {len(waiting)} parameters that are frozen now, such as {waiting[0]}: trained again "
+                "after a load, they begin with new ones.",
+                CheckpointWarning,
+                stacklevel=3,
+            )
 
     def load(self, path: str | os.PathLike[str], *, weights_only: bool = False) -> LoadedState:
         """Load a checkpoint, whatever the stage, mesh and precision that saved it. All ranks call this together.

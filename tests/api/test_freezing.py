@@ -395,6 +395,8 @@ def test_a_checkpoint_says_what_waits_or_was_counted_apart(tmp_path: Path) -> No
     engine.step(X)
     with pytest.warns(CheckpointWarning, match="lacks the optimizer states .* of 2 parameters"):
         engine.save(tmp_path / "frozen")
+    with pytest.warns(CheckpointWarning, match="The state dict of the optimizer lacks .* of 2 par"):
+        assert "0.weight" not in states_of(engine)
     thaw(0)(net)
     engine.step(X)
     steps = [states_of(engine)[name]["step"] for name in ("0.weight", "3.weight")]
