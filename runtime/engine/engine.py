@@ -493,8 +493,7 @@ class Engine:
         if self.fit is not None or self.signatures.are_several:
             self._accumulation.require_open()
             self._accumulation.go_on_within_step()
-            if self.signatures.are_several:
-                self._look_outside()
+            self._look_outside()
             # One program runs a whole group.
             *_, chosen = self._fitting([*self._accumulation.waiting, batch], accumulates=True)
             self._run(chosen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,9 +13,6 @@ from zeroir.errors import ChangedCodeError, UserError
 from zeroir.ir.program import Program
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.torch_ops.types import TORCH_DTYPE
-
-if TYPE_CHECKING:
-    pass
 
 
 class Followed(Protocol):

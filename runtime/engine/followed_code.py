@@ -18,12 +18,12 @@ from zeroir.runtime.memory.rank_memory import RankMemory
 LOGGER: Final = logging.getLogger("zeroir")
 
 MOST_STATES: Final = 8
-"""Programs that one engine compiles for as many states of the user's code: a script that anneals a number has more."""
+"""Programs that one engine compiles for as many states of the user's code."""
 
 StepCounts = Mapping[str, int]
-"""The number of the count of steps of each parameter that was not trained in all steps; see ``ModelSource``."""
+"""The number of the count of steps of each parameter that was not trained in all steps; see ``Earlier``."""
 
-Compile = Callable[[frozenset[str], StepCounts], "Signatures"]
+Compile = Callable[[frozenset[str], StepCounts], Signatures]
 """A function that compiles the program again from the present state of the user's code.
 
 Of the numbers with these names every later value is to count, too.

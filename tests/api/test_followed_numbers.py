@@ -70,6 +70,11 @@ def branching(module: nn.Module, x: Tensor) -> Tensor:
     return term.mean() * schedule.temperature
 
 
+def of_beta(module: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = module(x)
+    return (y.square() if beta > 0.2 else y.abs()).mean() * beta
+
+
 def unseen(module: nn.Module, x: Tensor) -> Tensor:
     value: Tensor = module(x).square().mean() * EXP(-schedule.temperature)
     return value
@@ -179,6 +184,21 @@ def test_a_number_that_decides_a_size_is_a_state_of_the_program(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert len(steps_with(sized, caplog)) < 8
+
+
+@pytest.mark.filterwarnings("ignore:The module Net is in evaluation mode")
+def test_an_answer_that_changes_between_evaluations_counts() -> None:
+    net = Net()
+    engine = zeroir.compile(net, X, loss=of_beta, world_size=1, lr=0.0).engine(self_check=False)
+    set_numbers(net, 1)
+    engine.step(X)
+    net.eval()
+    for value in (0.3, 0.3, 0.1, 0.3):
+        globals()["beta"] = value
+        with engine.gathered() as module:
+            expected = of_beta(module.eval(), X).item()
+        assert engine.evaluate(X).loss == pytest.approx(expected, rel=1e-6)
+    engine.close(return_values=False)
 
 
 def test_what_cannot_be_computed_from_a_number_is_an_error() -> None:

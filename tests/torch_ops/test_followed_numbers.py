@@ -65,6 +65,8 @@ READ: Mapping[str, tuple[Use, str]] = {
     "the least": (lambda x, b, k: x * min(1.0, k / 2), "(k / 2) < 1.0"),
     "the truth": (lambda x, b, k: x if b else -x, "bool(beta)"),
     "a conversion": (lambda x, b, k: x * int(b * 10), "int((beta * 10))"),
+    "masked integers": (lambda x, b, k: (x > 0).long().masked_fill(x > 1, int(b)), "int(beta)"),
+    "masks of other kinds": (lambda x, b, k: torch.where(x > 0, k, (x > 0).long()), "k"),
     "a key": (lambda x, b, k: x * {3: 0.5}[k], "k"),
 }
 """Uses that read the number, with what is remembered."""

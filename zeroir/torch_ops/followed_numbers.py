@@ -245,22 +245,10 @@ for _name, (_function, _form) in {**_COMPARISONS, **_READS}.items():
 
 
 _OF_MATH: Final = (
-    *(
-        "acos",
-        "acosh",
-        "asin",
-        "asinh",
-        "atan",
-        "atan2",
-        "atanh",
-        "cbrt",
-        "ceil",
-        "copysign",
-        "cos",
-    ),
-    *("cosh", "degrees", "erf", "erfc", "exp", "exp2", "expm1", "fabs", "floor", "fmod", "gamma"),
-    *("hypot", "isclose", "isfinite", "isinf", "isnan", "ldexp", "lgamma", "log", "log10", "log1p"),
-    *("log2", "pow", "radians", "sin", "sinh", "sqrt", "tan", "tanh", "trunc"),
+    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "copysign"),
+    *("cos", "cosh", "degrees", "erf", "erfc", "exp", "exp2", "expm1", "fabs", "floor", "fmod"),
+    *("gamma", "hypot", "isclose", "isfinite", "isinf", "isnan", "ldexp", "lgamma", "log"),
+    *("log10", "log1p", "log2", "pow", "radians", "sin", "sinh", "sqrt", "tan", "tanh", "trunc"),
 )
 
 
@@ -369,11 +357,17 @@ def on_tensors(
     x = tensors[-1 if name == "where" else 0]
     if name == "full_like" and len(args) == 2 and not kwargs:
         return lambda: cast("Tensor", in_dtype(args[1], x.dtype)).expand(x.shape).clone()
-    if (name in _SELECTIONS and x.is_floating_point()) or name == "masked_fill":
+    if name in _SELECTIONS and x.is_floating_point():
         return lambda: with_numbers_in(x.dtype)
     operation = name.strip("_").removeprefix("i" if name.startswith("__i") else "")
     if operation in ("rtruediv", "rdiv") and isinstance(args[0], Tensor) and not kwargs:
-        return on_tensors(torch.mul, (x.reciprocal(), *args[1:]), {})  # as torch does
+
+        def quotient() -> object:
+            product = on_tensors(torch.mul, (x.reciprocal(), *args[1:]), {})  # as torch does
+            assert product is not None
+            return product()
+
+        return quotient
     if operation not in _ARITHMETIC or len(args) != 2 or kwargs:
         return None
     dtype = torch.result_type(x, _plain(found[0]))
@@ -395,7 +389,7 @@ def on_tensors(
 _MAKERS: Final = frozenset(("tensor", "as_tensor", "scalar_tensor"))
 """Functions that make a tensor of one number."""
 
-_SELECTIONS: Final = frozenset(("clamp", "clip", "clamp_min", "clamp_max", "where"))
+_SELECTIONS: Final = frozenset(("clamp", "clip", "clamp_min", "clamp_max", "masked_fill", "where"))
 """Functions whose results are elements of a tensor, or numbers."""
 
 _ARITHMETIC: Final = frozenset(

@@ -26,35 +26,22 @@ from types import (
     ModuleType,
 )
 
-import torch
 from torch import Tensor, nn
 
 from zeroir.frontend._torch_hooks import HOOKS_OF_MODULES
 from zeroir.frontend.source.imports import is_known_package
 from zeroir.frontend.source.namespaces import (
+    PLAIN,
     ClassAttributes,
     ClosureVariables,
     Namespace,
     SlotAttributes,
 )
-from zeroir.torch_ops.followed_numbers import FollowedNumber
 
 Leaf = tuple[object, ...]
 IsSame = Callable[[object, object], bool]
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-_PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-    FollowedNumber,
-)
 _LASTING = (nn.Module, type, FunctionType, BuiltinFunctionType, ModuleType)
 """These are compared by identity, not by contents. Other objects may be created anew in every forward."""
 
@@ -199,7 +186,7 @@ class PythonState:
             self._callable(value)
 
     def _add(self, name: str, value: object) -> None:
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN):
             # As text, because NaN is not equal to NaN, and True is equal to 1.
             self.leaves[name] = (type(value), repr(value))
         elif isinstance(value, Tensor):
@@ -329,7 +316,7 @@ def _progress(iterator: Iterator[object]) -> Leaf:
     """Return a value that changes when a Python iterator advances, as far as this is visible."""
     frame = iterator.gi_frame if isinstance(iterator, GeneratorType) else None
     if frame is not None:
-        variables = {name: repr(x) for name, x in frame.f_locals.items() if isinstance(x, _PLAIN)}
+        variables = {name: repr(x) for name, x in frame.f_locals.items() if isinstance(x, PLAIN)}
         return (frame.f_lasti, tuple(variables.items()))
     return (repr(iterator), operator.length_hint(iterator, -1))
 
@@ -339,7 +326,7 @@ def _is_pythons_or_torchs(kind: type) -> bool:
 
 
 def _identity(value: object) -> object:
-    return (type(value), repr(value)) if isinstance(value, _PLAIN) else (type(value), id(value))
+    return (type(value), repr(value)) if isinstance(value, PLAIN) else (type(value), id(value))
 
 
 def _is_same(current: object, saved: object) -> bool:

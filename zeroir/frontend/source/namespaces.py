@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
 from types import CellType, FunctionType
+from typing import Final
+
+import torch
+
+from zeroir.torch_ops.followed_numbers import FollowedNumber
 
 Namespace = MutableMapping[str, object]
+
+PLAIN: Final = (
+    *(bool, int, float, complex, str, bytes, type(None)),
+    *(torch.dtype, torch.device, FollowedNumber),
+)
+"""The classes of values that are compared by their text."""
 
 
 class ClassAttributes(MutableMapping[str, object]):

@@ -25,12 +25,12 @@ from types import (
 )
 from typing import Any, Final, cast
 
-import torch
 from torch import Tensor, nn
 
 from zeroir.frontend._torch_hooks import HOOKS_OF_MODULES, version_of
 from zeroir.frontend.source.imports import is_known_package
 from zeroir.frontend.source.namespaces import (
+    PLAIN,
     ClassAttributes,
     ClosureVariables,
     Namespace,
@@ -39,22 +39,9 @@ from zeroir.frontend.source.namespaces import (
 from zeroir.frontend.source.source_lines import is_users_file
 from zeroir.frontend.watch.reached_code import ReachedCode
 from zeroir.torch_ops.absent_tensors import MovedTensor
-from zeroir.torch_ops.followed_numbers import FollowedNumber
 
 Leaf = tuple[object, ...]
 
-_PLAIN: Final = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-    FollowedNumber,
-)
 _NUMBERS: Final = (int, float)
 _BY_IDENTITY: Final = (type, FunctionType, BuiltinFunctionType, ModuleType)
 _OF_TORCH: Final = frozenset(vars(nn.Module()))
@@ -224,8 +211,10 @@ class CodeState:
                 self.leaves[f"{path}.{kind}[{number}]".strip(".")] = (HOOK, id(hook))
         for kind in ("_modules", "_parameters", "_buffers"):
             self._shallow(own[kind], dict(own[kind]))
-        # A module may be a part of a trainer, as Lightning's is.
-        is_read = self.code.of_users.__contains__ if _is_trainer(module) else self.code.mentions
+        # A module may be a part of a trainer, as Lightning's is, whose own code reads bookkeeping.
+        is_read = (
+            self._model_names(module).__contains__ if _is_trainer(module) else self.code.mentions
+        )
         for key, value in own.items():
             if key not in _OF_TORCH and is_read(key):
                 name = f"{path}.{key}".strip(".")
@@ -234,6 +223,18 @@ class CodeState:
                     self.leaves[name] = (Tensor, id(value))  # the program has its value
                 else:
                     self._add(name, value, NumberPlace(own, key, contents))
+
+    def _model_names(self, module: nn.Module) -> frozenset[str]:
+        """Return the names that the user's code mentions, and that of the packages with the module's classes."""
+        packages = {
+            kind.__module__.partition(".")[0]
+            for kind in type(module).__mro__
+            if not is_known_package(kind.__module__)
+        }
+        of_package = self.code.of_package
+        return frozenset(self.code.of_users).union(
+            *(of_package.get(package, ()) for package in packages - _OF_TRAINERS)
+        )
 
     def _global(self, function: FunctionType, name: str, line: str) -> None:
         space = function.__globals__
@@ -287,7 +288,7 @@ class CodeState:
         self.code.add_class(type(value))
         self.code.follow()
         self._classes(value)
-        own, compared = vars(value), []
+        own, compared = vars(value), list[str]()
         for key in sorted(self.code.of_users):
             label = f"{name}.{key}"
             if label not in self.numbers:
@@ -296,13 +297,13 @@ class CodeState:
                 self.lines.setdefault(label, self.code.attributes.get(key, ""))
                 self._add(label, own[key], NumberPlace(own, key))
 
-        def present() -> list[int]:
-            return [id(own.get(key, _MISSING)) for key in compared]
-
-        self._computed.append((present, present()))
+        kept = [(key, own.get(key, _MISSING)) for key in compared]
+        self._computed.append(
+            (lambda: all(own.get(key, _MISSING) is value for key, value in kept), True)
+        )
 
     def _add(self, name: str, value: object, place: NumberPlace | None = None) -> None:
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN):
             if type(value) in _NUMBERS and place is not None:
                 self.places[name] = place
             # As text, because NaN is not equal to NaN, and True is equal to 1.

@@ -33,16 +33,17 @@ class ReachedCode:
     """The functions that a step may run. ``globals_of`` has the globals that each mentions.
 
     ``attributes`` maps the names of attributes, and texts that may be such names, to the line that mentions them; the
-    user's lines win over those of libraries, and ``of_users`` are the names that the user's own code mentions.
-    ``reads_any_name`` is whether the user's own code may read attributes that it does not mention; libraries do so for
-    bookkeeping everywhere. ``objects`` are those that are called as functions, those whose methods are, and arguments
-    of partial functions, with names for messages.
+    user's lines win over those of libraries, and ``of_users`` are those that the user's own code mentions, and
+    ``of_package`` those of each package. ``reads_any_name`` is whether the user's own code may read attributes that it
+    does not mention; libraries do so for bookkeeping everywhere. ``objects`` are those that are called as functions,
+    those whose methods are, and arguments of partial functions, with names for messages.
     """
 
     functions: list[FunctionType] = field(default_factory=list)
     globals_of: list[tuple[FunctionType, str, str]] = field(default_factory=list)
     attributes: dict[str, str] = field(default_factory=dict)
     of_users: set[str] = field(default_factory=set)
+    of_package: dict[str, set[str]] = field(default_factory=dict)
     reads_any_name: bool = False
     objects: list[tuple[str, object]] = field(default_factory=list)
     # Functions with the same code may have other closures. They are kept alive, so that no two of them share an id.
@@ -141,6 +142,8 @@ class ReachedCode:
             line = line_of_code(code, number)
             if not is_global:
                 self._mention_attribute(name, line)
+                package = (function.__module__ or "").partition(".")[0]
+                self.of_package.setdefault(package, set()).add(name)
                 if is_users_file(code.co_filename):
                     self.of_users.add(name)
             elif not is_torchs:

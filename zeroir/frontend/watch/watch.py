@@ -126,10 +126,8 @@ class Watch:
             ChangedCodeError: where something changed that the program does not follow; it names it and the line that
                 reads it.
         """
-        if self._reads_alike() and self._state.is_as_it_was():
-            self._write_numbers()
-            return
-        if not is_step and self._evaluated is not None and self._evaluated.is_as_it_was():
+        known = [self._state, *([] if is_step or self._evaluated is None else [self._evaluated])]
+        if self._reads_alike() and any(state.is_as_it_was() for state in known):
             self._write_numbers()
             return
         before, now = self._state, self._now()
