@@ -250,8 +250,13 @@ class Engine:
         self, batches: Sequence[Batch], *, accumulates: bool = False, is_evaluation: bool = False
     ) -> list[CompiledAgain]:
         """Return a program for each of these batches of this rank."""
-        if self.fit is not None:
+        while self.fit is not None:
+            present = self.signatures
             self.fit(self, batches, is_evaluation=is_evaluation)
+            if self.signatures is present:
+                break
+            # They may not follow what changed while others ran, and what is compiled instead may not fit.
+            self._look_outside(is_step=not is_evaluation)
         return self.signatures.fitting(
             batches, self.job, accumulates=accumulates, is_evaluation=is_evaluation
         )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import zeroir
 from zeroir.api import CompiledProgram
+from zeroir.api.compiling import compile_following
 from zeroir.config.steps import MicroSteps
 from zeroir.errors import ModelWarning, UserError
 from zeroir.frontend.source.source import Earlier
@@ -38,21 +39,37 @@ def batch(rows: int, length: int) -> Tensor:
     return torch.arange(rows * length).view(rows, length) % 10
 
 
+class Annealed(Net):
+    """Multiplies by a number, with which its code for long batches decides."""
+
+    scale = 1.0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids) * self.scale
+        if ids.shape[1] > 64:
+            x = x.tanh() if self.scale > 1.2 else x.sigmoid()
+        loss: Tensor = self.code(x).square().mean()
+        return loss
+
+
 class Fitted:
     """An engine for a module's batches, and the shapes of the programs that were compiled."""
 
-    def __init__(self, code: Code, first: Tensor) -> None:
+    def __init__(self, code: Code, first: Tensor, kind: type[Net] = Net) -> None:
         torch.manual_seed(0)
-        self.module, self.shapes = Net(code), list[str | None]()
-        self.plain = Net(code)
+        self.module, self.shapes = kind(code), list[str | None]()
+        self.plain = kind(code)
         self.plain.load_state_dict(self.module.state_dict())
         self.optimizer = torch.optim.SGD(self.plain.parameters(), lr=0.1)
         self.programs = FittedPrograms(self._compiled, first)
-        self.engine: Engine = self.programs.present.compiled.engine(self_check=False)
-        self.engine.fit = self.programs.fit
+        self.engine: Engine = self.programs.present.compiled.engine(
+            self_check=False, compile_again=False
+        )
+        self.programs.drive(self.engine)
 
-    def _compiled(self, example: Batch, shapes: str | None, _: Earlier) -> CompiledProgram:
-        compiled = zeroir.compile(
+    def _compiled(self, example: Batch, shapes: str | None, earlier: Earlier) -> CompiledProgram:
+        compiled = compile_following(
+            earlier,
             self.module,
             example,
             shapes=shapes,
@@ -124,6 +141,14 @@ def _not_alone(x: Tensor) -> Tensor:
     return x * 2 if x.shape[0] == 1 else x
 
 
+def _times_length(x: Tensor) -> Tensor:
+    return x * int(x.shape[1])
+
+
+def _plus_length(x: Tensor) -> Tensor:
+    return x + int(x.shape[1])
+
+
 def _by_length(x: Tensor) -> Tensor:
     return x * 2 if x.shape[1] > 5 else x
 
@@ -167,6 +192,34 @@ def test_where_code_decides_by_a_size_each_side_has_a_program(
     fitted.step(batch(3, 7))
     fitted.step(batch(4, 7))
     assert fitted.shapes == ["0: 1<=rows<=3, 2<=length<=64", "0: 1<=rows<=4, 2<=length<=64"]
+    fitted.engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* the sizes of the batch decide")
+def test_a_program_that_was_left_is_compiled_again_after_a_change() -> None:
+    fitted = Fitted(_same, batch(3, 4), Annealed)
+    for scale, length in ((1.0, 4), (0.9, 4), (0.8, 70), (0.7, 4), (1.3, 4), (1.4, 70)):
+        for net in (fitted.module, fitted.plain):
+            assert isinstance(net, Annealed)
+            net.scale = scale
+        if length == 4:
+            fitted.step(batch(3, 4))
+        else:  # the program of evaluations follows the number only as far as it decides nothing
+            found = fitted.engine.evaluate(batch(3, length)).loss
+            assert found == fitted.plain(batch(3, length)).item(), scale
+    fitted.engine.close()
+
+
+@pytest.mark.slow
+def test_a_change_may_come_with_a_size_that_has_a_program_of_its_own() -> None:
+    fitted = Fitted(_times_length, batch(3, 4))
+    for code, length in (
+        *((_times_length, 4), (_times_length, 5), (_plus_length, 4), (_plus_length, 5)),
+        *((_times_length, 5), (_plus_length, 4)),
+    ):
+        fitted.module.code = fitted.plain.code = code
+        fitted.step(batch(3, length))
     fitted.engine.close()
 
 
