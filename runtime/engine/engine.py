@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from zeroir.errors import CheckpointWarning, GraphWarning, UserError
 from zeroir.ir.program import Program
+from zeroir.ir.reports import Storing
 from zeroir.ir.spans import Span
 from zeroir.runtime.checkpoint.background import PendingSave
 from zeroir.runtime.checkpoint.checkpointer import Checkpointer, Running
@@ -104,7 +105,7 @@ class Engine:
         """The programs of the present state of the user's code."""
         if self.device.type == "cpu":
             return_freed_memory()
-        self.rank_program = RankProgram(program, self.device, settings, self.update)
+        self.rank_program = RankProgram(program, self.device, settings, self.update, self._keep)
         self._values = ModelValues(self.rank_program)
         self._recording = Recording(self.rank_program)
         self._followed = FollowedCode(
@@ -274,7 +275,17 @@ class Engine:
         Before each micro-step and evaluation the present values of the tensors are read, and changed settings of the
         script's optimizers apply to ``optimizer``. Where something else changed, ``compile_again`` returns the program
         to go on with; without it such a change is an error.
+
+        Raises:
+            UserError: where the code appends tensors to a list in each micro-step, of which the program runs several at
+                once.
         """
+        if code.appends and self.program.interleaved > 1:
+            raise UserError(
+                "The model's code appends a tensor to a list in each micro-step, but the program runs "
+                f"{self.program.interleaved} of them unit by unit: compile it without --order layer, or store the "
+                "tensor under a key."
+            )
         self._followed.follow(code)
         self.signatures = signatures
         if compile_again is not None:
@@ -298,6 +309,10 @@ class Engine:
             self._followed.follow_optimizers()
         if self._scheduler is not None:
             self._scheduler.follow_groups()
+
+    def _keep(self, moment: Storing, tensors: Mapping[str, Tensor]) -> None:
+        """Put tensors where the user's code would store them."""
+        self._followed.keep(moment, tensors)
 
     def _read_outside(self) -> None:
         """Read the present values of the user's tensors."""

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from zeroir.errors import ChangedCodeError, UserError
 from zeroir.ir.program import Program
+from zeroir.ir.reports import Storing
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.torch_ops.types import TORCH_DTYPE
 
@@ -37,6 +38,13 @@ class Followed(Protocol):
     @property
     def unfollowed(self) -> frozenset[str]:
         """The names of numbers that the program was to follow and cannot."""
+
+    @property
+    def appends(self) -> bool:
+        """Whether the code appends tensors to a list."""
+
+    def keep(self, moment: Storing, tensors: Mapping[str, Tensor]) -> None:
+        """Put tensors, by their names, where the code would store them in a micro-step or an evaluation."""
 
     @property
     def ignored(self) -> Sequence[str]:

@@ -7,8 +7,11 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Final
 
+from torch import Tensor
+
 from zeroir.errors import ChangedCodeError
 from zeroir.ir.program import Program
+from zeroir.ir.reports import Storing
 from zeroir.runtime.engine.followed import Followed, is_current, read_tensors
 from zeroir.runtime.engine.followed_optimizers import FollowedOptimizers
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer
@@ -147,6 +150,11 @@ class FollowedCode:
         if compiled.base.code is not None:
             self._unfollowed |= compiled.base.code.unfollowed
         return compiled
+
+    def keep(self, moment: Storing, tensors: Mapping[str, Tensor]) -> None:
+        """Put tensors where the user's code would store them in a micro-step or an evaluation."""
+        if self._code is not None:
+            self._code.keep(moment, tensors)
 
     def read_tensors(self, program: Program, memory: RankMemory) -> None:
         """Copy the present values of the user's tensors to the program's constants."""

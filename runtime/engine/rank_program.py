@@ -17,7 +17,7 @@ from zeroir.runtime.distributed.section_comparison import SectionsOfRanks
 from zeroir.runtime.distributed.section_history import OTHER_PROGRAM
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer, SettingsOfRanks
 from zeroir.runtime.engine.opened_program import EngineSettings, OpenedProgram, open_program
-from zeroir.runtime.execution.executor import StepExecutor
+from zeroir.runtime.execution.executor import Keep, StepExecutor
 from zeroir.runtime.memory.malloc import keep_freed_memory
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.state.carried_values import CarriedValues, carried_values
@@ -42,7 +42,8 @@ class _TakenOver:
 class RankProgram:
     """The program, its memory, and its executor; ``job`` connects it with the other ranks.
 
-    ``update`` updates the parameters, for an optimizer whose ``step`` does so.
+    ``update`` updates the parameters, for an optimizer whose ``step`` does so. ``keep`` takes the tensors that the
+    user's code would store, after each micro-step and evaluation.
     """
 
     def __init__(
@@ -51,10 +52,12 @@ class RankProgram:
         device: torch.device,
         settings: EngineSettings,
         update: Callable[[], object],
+        keep: Keep,
     ) -> None:
         self.device = device
         self._settings = settings
         self._update = update
+        self._keep = keep
         self._optimizer: LiveOptimizer | None = None
         self._sections: SectionsOfRanks | None = None
         self._is_allocated = False
@@ -70,7 +73,8 @@ class RankProgram:
         self._connect()
 
     def _connect(self) -> None:
-        """Give the program the job's record of sections, and the optimizer's settings."""
+        """Give the program the job's record of sections, the optimizer's settings, and who takes what is stored."""
+        self.executor.keep = self._keep
         if not self.job.is_alone:
             self._sections = self._sections or SectionsOfRanks(self.job)
             self.executor.compare_sections(self._sections)

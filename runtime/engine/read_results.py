@@ -11,7 +11,7 @@ from torch import Tensor
 from zeroir.errors import UserError
 from zeroir.ir.output_paths import structured
 from zeroir.ir.program import Program
-from zeroir.ir.reports import Quantity
+from zeroir.ir.reports import Quantity, Storing
 from zeroir.ir.sizes import Size
 from zeroir.runtime.memory.rank_memory import RankMemory
 
@@ -107,17 +107,27 @@ class RankResults:
         self, memory: RankMemory, weight: Tensor | float, dims: Sequence[int] = ()
     ) -> RankEvaluation:
         """Return the results of the section ``evaluate``, which has just run for a batch with these values of dims."""
-        by_name = dict(zip((dim.name for dim in self.program.dims), dims, strict=True))
-        values: list[tuple[str, Tensor]] = []
-        for output in self.program.outputs:
-            shape = [s.at(by_name) if isinstance(s, Size) else s for s in output.shape]
-            elements = memory.buffer(output.buffer)[: math.prod(shape)]
-            values.append((output.path, elements.clone().view(shape)))
         return RankEvaluation(
             loss=self._required(memory, Quantity.EVAL_LOSS)[0].clone(),
-            outputs=structured(values),
+            outputs=structured(list(self.outputs(memory, None, dims).items())),
             weight=weight,
         )
+
+    def outputs(
+        self, memory: RankMemory, stored: Storing | None, dims: Sequence[int] = ()
+    ) -> dict[str, Tensor]:
+        """Return copies of the outputs that an evaluation returns, or that the user's code stores then, by path.
+
+        ``dims`` are the values of dims of the batch of the section that has just run.
+        """
+        by_name = dict(zip((dim.name for dim in self.program.dims), dims, strict=True))
+        values: dict[str, Tensor] = {}
+        for output in self.program.outputs:
+            if output.stored is stored:
+                shape = [s.at(by_name) if isinstance(s, Size) else s for s in output.shape]
+                elements = memory.buffer(output.buffer)[: math.prod(shape)]
+                values[output.path] = elements.clone().view(shape)
+        return values
 
     def loss_scale(self, memory: RankMemory) -> Tensor | None:
         """A copy of the loss scale, f32[]; None where the program has none."""

@@ -7,7 +7,7 @@ computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain, repeat
 from typing import Protocol
@@ -27,6 +27,7 @@ from zeroir.ir.program import (
     why_not_evaluate,
     why_not_save,
 )
+from zeroir.ir.reports import Storing
 from zeroir.runtime.distributed.rank_position import RankPosition
 from zeroir.runtime.distributed.section_comparison import SectionsOfRanks
 from zeroir.runtime.engine.read_results import RankEvaluation, RankResult, RankResults
@@ -59,6 +60,10 @@ class StepSettings(Protocol):
         """Note that the parameters were updated."""
 
 
+Keep = Callable[[Storing, Mapping[str, Tensor]], None]
+"""Takes the tensors that the user's code would store in a micro-step or an evaluation of a rank, by their names."""
+
+
 class StepExecutor:
     """Runs the sections of a program for the local ranks, both in the engine and in lockstep."""
 
@@ -88,6 +93,8 @@ class StepExecutor:
         self._results = RankResults(program=self._program)
         self._rng_buffers = [b.name for b in self._program.buffers if b.role is Role.RNG]
         self.settings: StepSettings | None = None
+        self.keep: Keep | None = None
+        self._stored = frozenset(output.stored for output in self._program.outputs)
         self._to_watch: tuple[int, Watch] | None = None
         self._saved: list[SavedState] = []
 
@@ -145,8 +152,18 @@ class StepExecutor:
         for weights, own in zip(self._weights, groups, strict=True):
             for index, batch in enumerate(own):
                 weights.add(batch, self._weight, index)
-        self._runner.run(name, self._in_step, self._watch(), self._shapes(groups))
+        shapes = self._shapes(groups)
+        self._runner.run(name, self._in_step, self._watch(), shapes)
+        self._keep_stored(Storing.STEP, shapes)
         self.micro_steps_done = done
+
+    def _keep_stored(self, moment: Storing, shapes: ShapesOfRanks) -> None:
+        """Hand on what the user's code would have stored for the last micro-batch of the section that has just run."""
+        if self.keep is None or moment not in self._stored:
+            return
+        for rank, memory in enumerate(self.local_ranks.memories):
+            dims = shapes[rank][-1] if shapes else ()
+            self.keep(moment, self._results.outputs(memory, moment, dims))
 
     def _update(self) -> list[RankResult]:
         before = [
@@ -205,6 +222,7 @@ class StepExecutor:
             weights = [self._weight_in_evaluations(batch) for batch in batches]
             self._runner.approach(EVALUATE, self.step_count + 1, 0)
             self._runner.run(EVALUATE, self._between_steps, shapes=shapes)
+            self._keep_stored(Storing.EVALUATION, shapes)
             own_shapes: Iterable[Shape] = chain.from_iterable(shapes) if shapes else repeat(())
             return [
                 self._results.evaluation(memory, weight, shape)

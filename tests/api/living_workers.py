@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 
@@ -69,13 +70,22 @@ def main() -> None:
         return loss_of(module, teacher.eval(), x)
 
     plain_teacher.eval()
+    kept: dict[str, Tensor] = {}
+
+    def keep(_: nn.Module, __: object, output: Tensor) -> None:
+        kept["first"] = output.detach()
+
+    student.first.register_forward_hook(keep)
     optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
     engine = zeroir.compile(
         student, batch_of(0, 0), loss=loss, optimizer=optimizer, stage=3, world_size=world_size
     ).engine()
     for step in range(STEPS):
         weights["distance"] = 1.0 / (1 + step)  # the second program follows it
+        before = copy.deepcopy(replicas[rank].first)
         result = engine.step([batch_of(rank, MICRO_STEPS * step + i) for i in range(MICRO_STEPS)])
+        of_last_batch = before(batch_of(rank, MICRO_STEPS * step + MICRO_STEPS - 1))
+        torch.testing.assert_close(kept["first"], of_last_batch.detach(), rtol=1e-5, atol=1e-6)
         mean = 0.0
         for number, (replica, own) in enumerate(zip(replicas, optimizers, strict=True)):
             own.zero_grad()

@@ -71,7 +71,7 @@ def test_it_is_the_model_under_eval() -> None:
         if item.kind is InputKind.PARAMETER and item.value in used
     }
     assert "calibration.weight" in parameters, "what only eval() uses"
-    assert [path for path, _ in joint.outputs] == [
+    assert [output.path for output, _ in joint.outputs] == [
         "['logits']",
         "['best'](0)",
         "['best'](1)[0]",

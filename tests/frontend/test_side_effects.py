@@ -164,6 +164,7 @@ SAID = {
     ),
     "self.seen = x.detach()": r"forward stores seen, and the program",
     "self.facts['seen'] = x.detach()": r"forward stores facts\['seen'\], and the program",
+    "self.notes.append(x.detach())": r"forward stores notes, and the program",
     "self.is_first = False": None,
 }
 
@@ -177,7 +178,7 @@ def test_state_that_changes_no_value_gives_at_most_a_warning(forward: str, tmp_p
 
 
 KEPT = {
-    "self.notes.append(x.detach())": "notes",
+    "self.notes.append(1)": "notes",
     "self.facts['calls'] += 1": r"facts\['calls'\]",
     "Model.count += 1": r"Model\.count",
     "CALLS += 1": r"model\.py:CALLS",

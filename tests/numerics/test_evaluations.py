@@ -20,7 +20,7 @@ from tests.support.evaluating import model as source
 from tests.support.lowering import applied
 from zeroir.api.checks.check import check_model
 from zeroir.config import CompileOptions, make_options
-from zeroir.frontend.capture.capture import CapturedModel
+from zeroir.frontend.capture.captured_model import CapturedModel
 from zeroir.frontend.lowering.tracing import program_of
 from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir.program import Program

@@ -14,7 +14,8 @@ from types import MappingProxyType
 
 from zeroir.config.precision import FloatName
 from zeroir.config.shapes import BatchShapes
-from zeroir.frontend.capture.capture import CapturedModel, capture
+from zeroir.frontend.capture.capture import capture
+from zeroir.frontend.capture.captured_model import CapturedModel
 from zeroir.frontend.lowering import tracing
 from zeroir.frontend.source.entry import load_model_file
 from zeroir.frontend.source.source import ModelSource

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from zeroir.api.keywords import CompileKeywords
+    from zeroir.frontend.capture.stored_tensors import KeptTensors
     from zeroir.frontend.source.source import LossFunction, Model, ModelSource, WeightFunction
     from zeroir.torch_ops.batches import Batch
     from zeroir.torch_ops.followed_numbers import FollowedNumbers
@@ -26,13 +27,14 @@ class Captured:
     """An artefact with only a logical program, and its options including those that the model itself sets.
 
     ``outside`` are the tensors of the user's code, outside the model, by the names of their constants, and ``numbers``
-    the numbers that the program follows. ``narrowings`` say which lines of code let sizes decide, so that dims are
-    narrowed.
+    the numbers that the program follows; ``kept`` are the places where the code stores tensors. ``narrowings`` say
+    which lines of code let sizes decide, so that dims are narrowed.
     """
 
     artifact: Artifact
     options: CompileOptions
     outside: Mapping[str, Tensor]
+    kept: KeptTensors
     numbers: FollowedNumbers | None = None
     narrowings: tuple[str, ...] = ()
 
@@ -69,6 +71,7 @@ def capture_source(source: ModelSource, options: CompileOptions) -> Captured:
         options=traced.options,
         outside=traced.outside,
         numbers=traced.numbers,
+        kept=traced.kept,
         narrowings=traced.narrowings,
     )
 

@@ -442,7 +442,7 @@ def with_source(
     return replace(
         compiled,
         source=source,
-        watch=Watch.of(source, captured.outside, captured.numbers),
+        watch=Watch.of(source, captured.outside, captured.numbers, captured.kept),
         compile_again=compile_again,
         narrowings=captured.narrowings,
     )

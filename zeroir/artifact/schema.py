@@ -32,7 +32,7 @@ from zeroir.ir.segments.segment import NodeArg, Ref, Symbol
 from zeroir.ir.size_text import UnknownDimError, parse_size
 from zeroir.ir.sizes import Size
 
-SCHEMA_VERSION: Final = (3, 3)
+SCHEMA_VERSION: Final = (3, 4)
 """(major, minor). A minor version adds fields with defaults, or classes; a major one changes what files mean."""
 
 _MAX_DEPTH: Final = 64

@@ -22,7 +22,7 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.fields import Declares, Flag, Form, NameKind, Refers, Word
 from zeroir.ir.mesh import STREAMS, Communicator, Executor, Mesh, Stream
 from zeroir.ir.ops import Algorithm, Decide, Op, Transfer
-from zeroir.ir.reports import Quantity, ReportBinding
+from zeroir.ir.reports import Quantity, ReportBinding, Storing
 from zeroir.ir.segments.operators import Operator
 from zeroir.ir.segments.segment import Segment
 from zeroir.ir.sizes import Dim
@@ -140,18 +140,26 @@ class ConstantBinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputBinding:
-    """One tensor that an evaluation returns in addition to its loss, and its buffer, row-major in ``shape``.
+    """One tensor that the engine reads in addition to the loss, and its buffer, row-major in ``shape``.
 
-    ``path`` is its place in the user's outputs: empty if it is all of them, otherwise the steps that lead to it,
-    ``['logits']`` for a key of a dict, ``[0]`` for an item of a list, ``(0)`` of a tuple, ``.logits`` for an attribute.
+    It is a part of what an evaluation returns. ``path`` is its place there: empty if it is all of it, otherwise the
+    steps that lead to it, ``['logits']`` for a key of a dict, ``[0]`` for an item of a list, ``(0)`` of a tuple,
+    ``.logits`` for an attribute. With ``stored`` it is a tensor that the user's code stores somewhere, as a hook does
+    that keeps activations, and ``path`` says where.
     """
 
-    syntax: ClassVar[str] = "{path} : {dtype}{shape} <- {buffer}"
+    syntax: ClassVar[str] = "{path} : {dtype}{shape} <- {buffer} [stored={stored}]"
 
     path: Annotated[str, Declares(NameKind.OUTPUT), Form.QUOTED]
     buffer: Annotated[str, Refers(NameKind.BUFFER, "output {path} is bound to")]
     dtype: DType
     shape: tuple[int, ...]
+    stored: Storing | None = None
+
+    @property
+    def is_of_steps(self) -> bool:
+        """Whether micro-steps write it, and not evaluations."""
+        return self.stored is Storing.STEP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,13 @@ class Quantity(StrEnum):
     LOSS_SCALE = "loss_scale"
 
 
+class Storing(StrEnum):
+    """When the user's code stores a tensor: in each micro-step, or in each evaluation."""
+
+    STEP = "step"
+    EVALUATION = "evaluation"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportBinding:
     """The scalar buffer from which the engine reads a quantity."""

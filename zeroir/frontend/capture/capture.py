@@ -8,53 +8,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
 
 from zeroir.config.precision import FloatName
 from zeroir.config.shapes import BatchShapes
-from zeroir.errors import InternalError, UserError, ZeroirError
+from zeroir.errors import UserError
 from zeroir.frontend._torch_private import (
-    DATA_DEPENDENT,
-    InputChangedError,
-    ParameterChangedError,
-    TracedGraph,
-    UnknownDescriptorError,
-    asks_for_data,
     fake_mode,
-    is_higher_order,
-    is_on_another_device,
-    joint_graph,
-    tracer_settings,
 )
-from zeroir.frontend.capture.block_reuse import make_plan
+from zeroir.frontend.capture.captured_model import CapturedEvaluation, CapturedModel
 from zeroir.frontend.capture.code_contexts import (
-    Checkpoint,
     line_of_caller,
     note_on_autocasts,
     noting_autocasts,
 )
 from zeroir.frontend.capture.gradient_hooks import ParameterHooks
+from zeroir.frontend.capture.graph_of_step import graph_of_step
 from zeroir.frontend.capture.joint_graph import InputKind, JointGraph, JointInput
 from zeroir.frontend.capture.loss_and_outputs import UnknownOutputError
 from zeroir.frontend.capture.loss_step import LossStep
 from zeroir.frontend.capture.module_tensors import (
-    TensorInfo,
+    OtherShapeError,
     become_fake,
     register_plain_tensors,
     tensor_info,
 )
-from zeroir.frontend.capture.node_origins import origin_of
 from zeroir.frontend.capture.outside_tensors import OutsideTensors
 from zeroir.frontend.capture.precision import apply_precision, compute_dtype, note_on_precision
 from zeroir.frontend.capture.python_state import PythonState, UsersCode
-from zeroir.frontend.capture.read_graph import read_graph, without_dead_nodes
+from zeroir.frontend.capture.read_graph import without_dead_nodes
 from zeroir.frontend.capture.shapes import dim_env, sizes_of
 from zeroir.frontend.capture.shared_memory import (
     note_on_ties,
@@ -67,7 +55,16 @@ from zeroir.frontend.capture.smallest_sizes import (
     assumptions_first,
     narrowed_dims,
 )
-from zeroir.frontend.capture.state_check import note_on_state
+from zeroir.frontend.capture.state_check import (
+    checked_state,
+    note_on_stores,
+    stores_of_evaluation,
+)
+from zeroir.frontend.capture.stored_tensors import (
+    NOTHING_KEPT,
+    StoredValue,
+    kept_tensors,
+)
 from zeroir.frontend.source.source import (
     ModelSource,
     capitalised,
@@ -75,7 +72,7 @@ from zeroir.frontend.source.source import (
     require_same_parameters,
 )
 from zeroir.frontend.source.source_lines import line_of_module, refusals_at
-from zeroir.frontend.source.unsupported import MAKE_PART_OF_MODEL, require_supported
+from zeroir.frontend.source.unsupported import require_supported
 from zeroir.frontend.watch.code_state import CodeState
 from zeroir.frontend.watch.reached_code import ReachedCode
 from zeroir.ir.analysis.instances import with_other_sizes
@@ -83,63 +80,12 @@ from zeroir.ir.limits import LONGEST_NAME, obeyed_character
 from zeroir.ir.program import ConstantBinding
 from zeroir.ir.sizes import Dim
 from zeroir.torch_ops.batches import Batch, BatchLeaves, flatten
-from zeroir.torch_ops.conditions import tracing_conditions
 from zeroir.torch_ops.followed_numbers import FollowedNumbers
-from zeroir.torch_ops.purity import ImpureOperatorError
 
 MAX_DROPOUT_SITES = 65536
 
 FEWEST_EQUAL_CALLS = 4
 """With fewer equal calls of blocks, tracing one of them separately saves no time."""
-
-_MOST_ATTEMPTS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapturedEvaluation:
-    """The graph of an evaluation; ``sites`` and ``reused_blocks`` are as for a model."""
-
-    joint: JointGraph
-    sites: int
-    reused_blocks: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapturedModel:
-    """A traced model. ``module`` is the model itself, with fake tensors; ``sites`` counts its calls of dropout.
-
-    ``batch`` and ``constants`` are the tensors and constants of the example batch, and ``example`` has its tensors by
-    path. ``reused_blocks`` names the blocks whose calls were not traced one by one, in the order of the calls.
-    ``checkpoints`` are the model's activation checkpoints, ``numbers`` those of the user's code that are followed.
-    ``notes`` are sentences on effects of the model's code that a program does not have. ``narrowings`` say which lines
-    let sizes decide, so that dims are narrowed.
-    """
-
-    joint: JointGraph
-    module: nn.Module
-    parameters: tuple[TensorInfo, ...]
-    buffers: tuple[TensorInfo, ...]
-    batch: tuple[TensorInfo, ...]
-    example: Mapping[str, Tensor]
-    constants: tuple[ConstantBinding, ...]
-    sites: int
-    reused_blocks: tuple[str, ...] = ()
-    checkpoints: tuple[Checkpoint, ...] = ()
-    notes: tuple[str, ...] = ()
-    narrowings: tuple[str, ...] = ()
-    evaluation: CapturedEvaluation | None = None
-    numbers: FollowedNumbers | None = None
-
-    @property
-    def outside(self) -> dict[str, Tensor]:
-        """The tensors of the user's code, outside the model, by the names of their constants."""
-        joints = [self.joint, *([] if self.evaluation is None else [self.evaluation.joint])]
-        return {x.name: x.outside for j in joints for x in j.inputs if x.outside is not None}
-
-    @property
-    def most_sites(self) -> int:
-        """The number of seeds that a micro-step or an evaluation needs."""
-        return max(self.sites, 0 if self.evaluation is None else self.evaluation.sites)
 
 
 def capture(
@@ -162,6 +108,53 @@ def capture(
     Raises:
         UserError: if the model cannot be built or traced; it names the line and a remedy.
     """
+    captured = partial(
+        _captured,
+        source,
+        precision,
+        keep_fp32,
+        evaluate=evaluate,
+        outputs=outputs,
+        fewest_equal_calls=fewest_equal_calls,
+        shapes=shapes,
+        numbers=numbers,
+    )
+    try:
+        return captured()
+    except _UnreadAttributes as error:
+        unread = error.names
+    try:
+        return captured(without=unread)
+    except (Exception, SystemExit):  # noqa: BLE001 - as the model's code asks whether they are there
+        return captured(is_whole=True)
+
+
+class _UnreadAttributes(Exception):  # noqa: N818 - the model is captured again without them
+    """Attributes with tensors that forward replaces before it reads them."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__(", ".join(names))
+        self.names = names
+
+
+def _captured(
+    source: ModelSource,
+    precision: FloatName,
+    keep_fp32: Sequence[str],
+    *,
+    evaluate: bool,
+    outputs: Sequence[str],
+    fewest_equal_calls: int,
+    shapes: BatchShapes,
+    numbers: FollowedNumbers | None,
+    without: frozenset[str] = frozenset(),
+    is_whole: bool = False,
+) -> CapturedModel:
+    """Capture without these attributes.
+
+    Raises:
+        _UnreadAttributes: if there are others that forward replaces unread, unless the capture ``is_whole``.
+    """
     names = source.names
     example = source.batch()
     with refusals_at(names.batch_line):
@@ -182,14 +175,14 @@ def capture(
         with refusals_at(place):
             ties = tie_equal_tensors(model)
             hooks = ParameterHooks(model)
-            register_plain_tensors(model)
+            attributes = register_plain_tensors(model, without)
             overlapping = overlapping_tensors(model)
         on_precision = note_on_precision(model, precision, names.model)
         apply_precision(model, precision, keep_fp32)
         mode = fake_mode(env)
         with refusals_at(place):
             parameters, buffers = become_fake(model, mode)
-        shapes = parameter_shapes(model)
+        parameters_before = parameter_shapes(model)
         functions = (source.loss, source.weight, *hooks.functions)
         code = UsersCode(modules=source.modules, functions=functions)
         state = PythonState.of(model, code)
@@ -212,13 +205,23 @@ def capture(
                 ]
                 inputs.append(torch.empty(MAX_DROPOUT_SITES, dtype=torch.int64))
             with assumptions_first(env, step.place):
-                return _joint_graph(source, mode, step, inputs, list(tensors), fewest_equal_calls)
+                return graph_of_step(source, mode, step, inputs, list(tensors), fewest_equal_calls)
 
-        joint, reused_blocks = joint_graph_of_a_step()
+        try:
+            joint, reused_blocks = joint_graph_of_a_step()
+        except OtherShapeError as error:
+            if is_whole or error.name not in attributes:
+                raise
+            raise _UnreadAttributes(frozenset((error.name,))) from None
+        unread = attributes & step.replaced & _unread_buffers(joint)
+        if unread and not is_whole:
+            raise _UnreadAttributes(unread)
         with refusals_at(step.line):
-            require_same_parameters(model, shapes, f"forward of {names.model}", names.maker)
+            require_same_parameters(
+                model, parameters_before, f"forward of {names.model}", names.maker
+            )
         # These belong to the first forward, and checking the state runs another one.
-        checkpoints, sites = tuple(step.tracker.checkpoints), step.sites
+        checkpoints, sites, places = tuple(step.tracker.checkpoints), step.sites, step.places
         notes = [
             _note_on_eval_mode(source, model),
             on_precision,
@@ -227,19 +230,40 @@ def capture(
             hooks.note(),
         ]
         with refusals_at(step.line):
-            note = note_on_state(joint, model, mode, step, lambda: joint_graph_of_a_step()[0])
-        notes.append(note)
+            changed = checked_state(joint, model, mode, step, lambda: joint_graph_of_a_step()[0])
+        notes.append(changed.note)
+        stored: tuple[StoredValue, ...] = ()
+        # What is stored in the backward is no value of the forward.
+        step.stores = tuple(
+            store for store in changed.stores if source.is_in_hand and store in places
+        )
+        lost = [store.name for store in changed.stores if store not in step.stores]
+        notes.append(note_on_stores(lost) if lost else None)
+        if step.stores:
+            joint, reused_blocks = joint_graph_of_a_step()
+            stored = step.stored
         evaluation: CapturedEvaluation | None = None
         narrowings: tuple[str, ...] = ()
         if evaluate:
-            evaluation, why_not = _evaluation(joint, step, outputs, joint_graph_of_a_step)
+            evaluation, why_not = _evaluation(
+                joint, step, outputs, joint_graph_of_a_step, has_stores=source.is_in_hand
+            )
             notes.append(why_not)
+            stored += () if evaluation is None else evaluation.stored
+        kept = NOTHING_KEPT
+        if stored:
+            own = PythonState.of(source.model(), code)
+            kept = kept_tensors(stored, state.containers, own.containers)
         if env is not None:
 
             def traces_at(values: Mapping[Dim, int]) -> Traces:
                 at_values = partial(joint_graph_of_a_step, values)
                 other = (
-                    None if evaluation is None else _evaluation(joint, step, outputs, at_values)[0]
+                    None
+                    if evaluation is None
+                    else _evaluation(joint, step, outputs, at_values, has_stores=source.is_in_hand)[
+                        0
+                    ]
                 )
                 return at_values()[0], None if other is None else other.joint
 
@@ -270,11 +294,26 @@ def capture(
         sites=sites,
         reused_blocks=reused_blocks,
         checkpoints=checkpoints,
-        notes=tuple(note for note in notes if note is not None),
+        notes=tuple(dict.fromkeys(note for note in notes if note is not None)),
         narrowings=narrowings,
         evaluation=evaluation,
         numbers=numbers,
+        kept=kept,
     )
+
+
+def _unread_buffers(joint: JointGraph) -> frozenset[str]:
+    """Return the names of buffers that get new values in forward, and whose earlier ones nothing reads."""
+    used = {
+        ref
+        for node in joint.nodes
+        # A copy takes only the shape of what it overwrites.
+        for ref in [*node.refs()][node.op == "aten.copy.default" :]
+    }
+    read = {
+        item.name for item in joint.inputs if item.kind is InputKind.BUFFER and item.value in used
+    }
+    return frozenset(name for name, _ in joint.mutations) - read
 
 
 _IN_FILE = "Batches of other sizes are refused: give it that range, or express the code without a decision."
@@ -289,8 +328,12 @@ def _evaluation(
     step: LossStep,
     outputs: Sequence[str],
     capture_graph: Callable[[], tuple[JointGraph, tuple[str, ...]]],
+    *,
+    has_stores: bool,
 ) -> tuple[CapturedEvaluation | None, str | None]:
     """Return the graph of an evaluation, or None and a sentence where the model cannot be captured under ``eval()``.
+
+    Tensors that it stores are among its outputs where it ``has_stores``; otherwise the sentence names them.
 
     Raises:
         UserError: if an output that the user requests does not exist.
@@ -299,6 +342,11 @@ def _evaluation(
         with step.evaluating(outputs):
             joint, reused_blocks = capture_graph()
             sites = step.sites
+            stores = stores_of_evaluation(joint, step.model, step, lambda: capture_graph()[0])
+            if stores and has_stores:
+                step.stores = stores
+                joint, reused_blocks = capture_graph()
+            stored = step.stored
     except UnknownOutputError:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the model's own eval() may raise any error
@@ -309,7 +357,13 @@ def _evaluation(
     # An evaluation must not change the state.
     joint = without_dead_nodes(replace(joint, mutations=()))
     joint = replace(joint, inputs=tuple(_named_alike(joint, joint_of_step)))
-    return CapturedEvaluation(joint=joint, sites=sites, reused_blocks=reused_blocks), None
+    note = None
+    if stores and not has_stores:
+        note = note_on_stores([store.name for store in stores])
+    captured = CapturedEvaluation(
+        joint=joint, sites=sites, reused_blocks=reused_blocks, stored=stored
+    )
+    return captured, note
 
 
 def _named_alike(joint: JointGraph, joint_of_step: JointGraph) -> Iterator[JointInput]:
@@ -329,66 +383,6 @@ def _named_alike(joint: JointGraph, joint_of_step: JointGraph) -> Iterator[Joint
         name = names.get(key(item, joint)) or next(new)
         taken.add(name)
         yield replace(item, name=name)
-
-
-def _joint_graph(
-    source: ModelSource,
-    mode: FakeTensorMode,
-    step: LossStep,
-    inputs: Sequence[Tensor],
-    paths: Sequence[str],
-    fewest_equal_calls: int,
-) -> tuple[JointGraph, tuple[str, ...]]:
-    """Return the joint graph of a step as plain data, and the blocks whose calls were not traced one by one."""
-    if len(step.blocks) >= fewest_equal_calls:
-        with_reuse = _with_reuse(mode, step, inputs, paths, fewest_equal_calls)
-        if with_reuse is not None:
-            return with_reuse
-    step.plan = None
-    graph = _traced(source, mode, step, inputs, paths)
-    joint = read_graph(
-        graph,
-        paths,
-        LossStep.PREFIX,
-        step.place,
-        outputs=step.output_paths,
-        outside=step.outside,
-    )
-    return joint, ()
-
-
-def _with_reuse(
-    mode: FakeTensorMode,
-    step: LossStep,
-    inputs: Sequence[Tensor],
-    paths: Sequence[str],
-    fewest_equal_calls: int,
-) -> tuple[JointGraph, tuple[str, ...]] | None:
-    """Return the same as ``_joint_graph``, but trace equal blocks once; None if that is impossible or no faster."""
-    try:
-        with tracing_conditions(step.checkpointing):
-            with tracer_settings(mode):
-                recording = step.record(inputs)
-            plan = step.plan = make_plan(recording, mode, fewest_equal_calls)
-            for _ in range(_MOST_ATTEMPTS):
-                if not plan.graphs:
-                    return None
-                graph = joint_graph(mode, step, inputs)
-                if not plan.mismatches:
-                    joint = read_graph(
-                        graph,
-                        paths,
-                        LossStep.PREFIX,
-                        step.place,
-                        plan,
-                        step.output_paths,
-                        step.outside,
-                    )
-                    return joint, plan.reused_blocks
-                plan.drop_mismatches()
-    except (Exception, SystemExit):  # noqa: BLE001 - tracing without reuse raises any error of the model again
-        return None
-    return None
 
 
 def _built(source: ModelSource) -> nn.Module:
@@ -439,65 +433,3 @@ def _checked_leaves(example: Batch, name: str) -> BatchLeaves:
                 f"{LONGEST_NAME} characters or has several lines: leave it out, or use a shorter one."
             )
     return leaves
-
-
-def _traced(
-    source: ModelSource,
-    mode: FakeTensorMode,
-    step: LossStep,
-    inputs: Sequence[Tensor],
-    paths: Sequence[str],
-) -> TracedGraph:
-    try:
-        with tracing_conditions(step.checkpointing):
-            return joint_graph(mode, step, inputs)
-    except ZeroirError:
-        raise
-    except ImpureOperatorError as error:
-        raise UserError(
-            f"{capitalised(source.place_of(error))} uses the operator {error.op}, which {error.breach}."
-        ) from None
-    except DATA_DEPENDENT as error:
-        raise _depends_on_values(error, source) from None
-    except InputChangedError as error:
-        place = origin_of(error.node).source or step.place
-        raise UserError(
-            f"{place} changes the model's input {paths[error.position]} in place; clone it first."
-        ) from None
-    except ParameterChangedError as error:
-        place = origin_of(error.node).source or step.place
-        raise UserError(
-            f"{place} changes the model's parameter {error.name.removeprefix(step.PREFIX)} in place "
-            "during forward, which only the optimizer may do."
-        ) from None
-    except UnknownDescriptorError as error:
-        raise InternalError(f"tracing {source.names.model} failed: {error}") from error
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the model or of torch
-        if is_on_another_device(error):
-            raise UserError(
-                f"{capitalised(source.place_of(error))} uses a tensor that is not a parameter or buffer of the model: "
-                f"{MAKE_PART_OF_MODEL}."
-            ) from None
-        if is_higher_order(error):
-            raise UserError(
-                f"{capitalised(source.place_of(error))} uses a higher-order operator such as torch.cond or "
-                "flex_attention, which zeroir cannot trace; express it with tensor operations such as torch.where."
-            ) from None
-        if asks_for_data(error):
-            raise _depends_on_values(error, source) from None
-        raise UserError(
-            source.explain(error, f"{capitalised(source.names.loss)} cannot be traced")
-        ) from None
-
-
-def _depends_on_values(error: BaseException, source: ModelSource) -> UserError:
-    return UserError(
-        f"{capitalised(source.place_of(error))} uses the values of a tensor to decide what to do or what shape to make "
-        f"({_operator(error)}); a program is compiled once for all values, so express it with tensor operations such "
-        "as torch.where."
-    )
-
-
-def _operator(error: BaseException) -> str:
-    func = getattr(error, "func", None)
-    return str(func) if func is not None else type(error).__name__

@@ -19,7 +19,7 @@ from zeroir.frontend.watch.reached_code import ReachedCode
 from zeroir.torch_ops.followed_numbers import FollowedNumbers, Number, followed_by_math
 
 if TYPE_CHECKING:
-    from zeroir.frontend.capture.capture import CapturedModel
+    from zeroir.frontend.capture.captured_model import CapturedModel
 
 Capture = Callable[[FollowedNumbers], "CapturedModel"]
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from torch import Tensor
 
+from zeroir.ir.reports import Storing
 from zeroir.ir.segments.segment import NodeArg, Ref, TensorType
 
 
@@ -86,12 +88,19 @@ class Alias:
     offset: int
 
 
+class OutputName(NamedTuple):
+    """The path of an output, as in ``OutputBinding``, and when the user's code stores it; None if it is returned."""
+
+    path: str
+    stored: Storing | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointGraph:
     """The joint graph. ``types`` and ``aliases`` are by value number; a root aliases itself at offset 0.
 
     ``gradients`` pairs parameter names (a tied parameter under each of its names) with values; ``mutations`` pairs
-    module buffers with their new values. An evaluation has neither; its ``outputs`` pair paths with values. ``place``
+    module buffers with their new values. An evaluation has neither. ``outputs`` pair names with values. ``place``
     replaces the line in errors for a node without one.
     """
 
@@ -103,7 +112,7 @@ class JointGraph:
     loss: int
     gradients: tuple[tuple[str, int], ...]
     mutations: tuple[tuple[str, int], ...]
-    outputs: tuple[tuple[str, int], ...] = ()
+    outputs: tuple[tuple[OutputName, int], ...] = ()
 
 
 def _refs(arg: NodeArg) -> Iterator[int]:

@@ -19,14 +19,17 @@ from zeroir.frontend._torch_sizes import has_dims
 from zeroir.frontend.capture.block_recording import ForwardRecorder, ForwardRecording
 from zeroir.frontend.capture.block_reuse import ReusePlan
 from zeroir.frontend.capture.gradient_hooks import ParameterHooks
+from zeroir.frontend.capture.joint_graph import OutputName
 from zeroir.frontend.capture.loss_and_outputs import evaluated, loss_of
 from zeroir.frontend.capture.module_tensors import substitute_buffers, write_back_buffers
 from zeroir.frontend.capture.node_origins import OriginTracker
 from zeroir.frontend.capture.outside_tensors import OutsideTensors
 from zeroir.frontend.capture.precision import with_floats_cast
 from zeroir.frontend.capture.python_state import PythonState
+from zeroir.frontend.capture.stored_tensors import Store, StoredValue, stored_values
 from zeroir.frontend.lowering.units import find_units
 from zeroir.frontend.source.source import ModelSource, capitalised
+from zeroir.ir.reports import Storing
 from zeroir.torch_ops.batches import with_tensors
 from zeroir.torch_ops.neutral import NeutralOps
 
@@ -34,8 +37,10 @@ from zeroir.torch_ops.neutral import NeutralOps
 class LossStep(nn.Module):
     """The model as a function from the tensors of a batch and the seeds, i64, to the loss, an FP32 scalar.
 
-    While it is ``evaluating``, the model runs under ``eval()`` and without gradients, and its outputs follow the loss;
-    ``output_paths`` are those of the last forward.
+    While it is ``evaluating``, the model runs under ``eval()`` and without gradients, and its outputs follow the loss.
+    Tensors that the code stores at the places ``stores`` are outputs, too, and ``stored`` is what it stored there in
+    the last forward; ``places`` are all where it stored any, and ``replaced`` names the buffers that it replaced by
+    other tensors. ``output_names`` are those of the last forward.
 
     Each forward of the model starts from the Python state ``state``. With a ``plan`` the recorded forward is repeated,
     and the model's code does not run. ``blocks`` names the repeated blocks, ``sites`` counts the calls of dropout and
@@ -72,7 +77,11 @@ class LossStep(nn.Module):
         self.plan: ReusePlan | None = None
         self.state = state
         self.outside = OutsideTensors()
-        self.output_paths: tuple[str, ...] = ()
+        self.output_names: tuple[OutputName, ...] = ()
+        self.stores: tuple[Store, ...] = ()
+        self.stored: tuple[StoredValue, ...] = ()
+        self.places: frozenset[Store] = frozenset()
+        self.replaced: frozenset[str] = frozenset()
         self._is_evaluating = False
         self._outputs: tuple[str, ...] = ()
         self._source = source
@@ -90,17 +99,17 @@ class LossStep(nn.Module):
         Raises:
             Exception: any error of the model's own ``eval()``.
         """
-        training = self.state
+        training, stores = self.state, self.stores
         training.restore()
         try:
             self.model.eval()
             self.state = PythonState.of(self.model, training.code)
-            self._is_evaluating, self._outputs = True, tuple(outputs)
+            self._is_evaluating, self._outputs, self.stores = True, tuple(outputs), ()
             yield
         finally:
             self._is_evaluating = False
             self.plan = None
-            self.state = training
+            self.state, self.stores = training, stores
             training.restore()
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -176,13 +185,20 @@ class LossStep(nn.Module):
         batch = with_floats_cast(example, self._dtype)
         if self._is_evaluating:
             # The model may enable gradients itself.
-            value, made = evaluated(self._source, self.model, batch, self._outputs)
-            loss, outputs = value.detach(), tuple((path, x.detach()) for path, x in made)
+            value, returned = evaluated(self._source, self.model, batch, self._outputs)
+            loss, outputs = value.detach(), tuple((path, x.detach()) for path, x in returned)
         else:
             loss, outputs = loss_of(self._source, self.model, batch), ()
+        self.places = frozenset(self.state.stores())
+        moment = Storing.EVALUATION if self._is_evaluating else Storing.STEP
+        self.stored, stored = stored_values(self.stores, self.state.containers, moment)
         # Copies, because the model may return a parameter itself.
-        results = (loss.float().clone(), *(output.clone() for _, output in outputs))
-        self.output_paths = tuple(path for path, _ in outputs)
-        write_back_buffers(copies)
+        made = [output for _, output in outputs] + [tensor.detach() for tensor in stored]
+        results = (loss.float().clone(), *(output.clone() for output in made))
+        self.output_names = (
+            *(OutputName(path) for path, _ in outputs),
+            *(name for value in self.stored for name in value.names),
+        )
+        self.replaced = write_back_buffers(copies)
         self.sites = neutral.sites
         return results

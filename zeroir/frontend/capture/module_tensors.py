@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -24,21 +24,30 @@ class TensorInfo:
     aliases: tuple[str, ...] = ()
 
 
-def register_plain_tensors(model: nn.Module) -> None:
+def register_plain_tensors(model: nn.Module, without: Set[str] = frozenset()) -> frozenset[str]:
     """Register tensors that are plain attributes as buffers, so that they have a name and a value at run time.
 
     Tensors that were computed from parameters are not registered, because as buffers they would lose their gradient.
-    Parameters without elements also become buffers, because they cannot be trained.
+    Parameters without elements also become buffers, because they cannot be trained. Attributes with a name in
+    ``without`` are deleted.
+
+    Returns:
+        The names of the attributes.
     """
-    for module in model.modules():
+    names: set[str] = set()
+    for path, module in model.named_modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, Tensor) and value.grad_fn is None:
                 delattr(module, name)
-                module.register_buffer(name, value, persistent=False)
+                full = f"{path}.{name}".strip(".")
+                if full not in without:
+                    module.register_buffer(name, value, persistent=False)
+                    names.add(full)
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.numel() == 0:
                 delattr(module, name)
                 module.register_buffer(name, parameter.detach(), persistent=False)
+    return frozenset(names)
 
 
 def become_fake(
@@ -96,10 +105,25 @@ def tensor_info(what: str, name: str, tensor: Tensor, aliases: tuple[str, ...] =
     )
 
 
+class OtherShapeError(UserError):
+    """Forward replaces the buffer of this name by a tensor of another shape."""
+
+    def __init__(self, name: str, before: Tensor, after: Tensor) -> None:
+        super().__init__(
+            f"The model's forward replaces the buffer {name}, of shape {tuple(before.shape)}, by a tensor of shape "
+            f"{tuple(after.shape)}, but a program keeps the shapes of buffers."
+        )
+        self.name = name
+
+
 @dataclass(frozen=True, slots=True)
 class BufferCopy:
-    """A module's buffer, and the copy that temporarily replaces it; ``version`` is the copy's initial version."""
+    """A module's buffer, and the copy that temporarily replaces it; ``version`` is the copy's initial version.
 
+    ``path`` is the module's name.
+    """
+
+    path: str
     module: nn.Module
     name: str
     buffer: Tensor
@@ -115,14 +139,14 @@ def substitute_buffers(model: nn.Module) -> list[BufferCopy]:
     """
     copies: dict[int, Tensor] = {}
     substituted: list[BufferCopy] = []
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
             if id(buffer) not in copies:
                 copies[id(buffer)] = buffer.clone()
             copy = copies[id(buffer)]
-            substituted.append(BufferCopy(module, name, buffer, copy, copy._version))
+            substituted.append(BufferCopy(path, module, name, buffer, copy, copy._version))
     for item in substituted:
         item.module._buffers[item.name] = item.copy
     return substituted
@@ -134,11 +158,25 @@ def put_back_buffers(substituted: Sequence[BufferCopy]) -> None:
         item.module._buffers[item.name] = item.buffer
 
 
-def write_back_buffers(substituted: Sequence[BufferCopy]) -> None:
-    """Restore the buffers, and copy the new value to each whose copy was changed or replaced."""
+def write_back_buffers(substituted: Sequence[BufferCopy]) -> frozenset[str]:
+    """Restore the buffers, and copy the new value to each whose copy was changed or replaced.
+
+    Returns:
+        The names of those that were replaced.
+
+    Raises:
+        OtherShapeError: where the new value has another shape.
+    """
+    replaced: set[str] = set()
     for item in substituted:
         value = item.module._buffers[item.name]
         item.module._buffers[item.name] = item.buffer
         if value is not None and (value is not item.copy or value._version != item.version):
+            name = f"{item.path}.{item.name}".strip(".")
+            if value is not item.copy:
+                replaced.add(name)
+            if value.shape != item.buffer.shape:
+                raise OtherShapeError(name, item.buffer, value)
             with torch.no_grad():
                 item.buffer.copy_(value)
+    return frozenset(replaced)

@@ -29,13 +29,16 @@ from types import (
 from torch import Tensor, nn
 
 from zeroir.frontend._torch_hooks import HOOKS_OF_MODULES
+from zeroir.frontend.capture.stored_tensors import Container, Store
 from zeroir.frontend.source.imports import is_known_package
 from zeroir.frontend.source.namespaces import (
     PLAIN,
     ClassAttributes,
     ClosureVariables,
     Namespace,
+    PlaceId,
     SlotAttributes,
+    place_id,
 )
 
 Leaf = tuple[object, ...]
@@ -67,13 +70,12 @@ class UsersCode:
 class PythonState:
     """The state at one time. ``leaves`` are comparable values by their names in messages.
 
-    ``tensor_places`` has, for tensors in attributes, variables and dicts with texts as keys, where they are: a mapping
-    and a key in it.
+    ``containers`` are those of attributes, variables, and items of lists and dicts, in the order in which they are met.
     """
 
     code: UsersCode
     leaves: dict[str, Leaf] = field(default_factory=dict)
-    tensor_places: dict[str, tuple[Namespace, str]] = field(default_factory=dict)
+    containers: list[Container] = field(default_factory=list)
     _restores: list[Callable[[IsSame], None]] = field(default_factory=list)
     # They are kept alive with the state, so that no two of them share an id.
     _seen: dict[int, object] = field(default_factory=dict)
@@ -122,6 +124,18 @@ class PythonState:
                 names.append(name)
         return names
 
+    def stores(self) -> list[Store]:
+        """Return the places where tensors are now that were not there."""
+        return [
+            store
+            for number, container in enumerate(self.containers)
+            for store in container.stores(number)
+        ]
+
+    def place_of(self, store: Store) -> PlaceId:
+        """Return what identifies a place."""
+        return place_id(self.containers[store.container].values, store.key)
+
     def _random_generators(self) -> None:
         generator = random.getstate()
         self.leaves[_RANDOM] = generator
@@ -149,9 +163,10 @@ class PythonState:
                     values[name] = value
 
         self._restores.append(restore)
+        self.containers.append(
+            Container(name=prefix, values=values, contents=saved, without=without)
+        )
         for name, value in saved.items():
-            if isinstance(value, Tensor):
-                self.tensor_places[prefix + name] = values, name
             self._add(prefix + name, value)
 
     def _callable(self, function: object) -> None:
@@ -216,10 +231,8 @@ class PythonState:
                 self.leaves[name] += (len(pairs),)
                 if len(pairs) <= _MOST_ITEMS:
                     self._restores.append(lambda is_same: _refill_mapping(value, pairs, is_same))
+                    self.containers.append(Container(name=name, values=value, contents=pairs))
                     self._add_all(name, ((repr(key), item) for key, item in pairs.items()))
-                    for key, item in pairs.items():
-                        if isinstance(item, Tensor) and isinstance(key, str):
-                            self.tensor_places[f"{name}[{key!r}]"] = value, key
             case list() | deque() | set() if len(value) > _MOST_ITEMS:
                 length = len(value)
                 self.leaves[name] += (length,)
@@ -227,7 +240,8 @@ class PythonState:
                     self._restores.append(lambda _: value.__delitem__(slice(length, None)))
             case list() | deque():
                 items = list(value)
-                self._restores.append(lambda is_same: _refill(value, items, is_same))
+                self._restores.append(lambda _: _refill(value, items))
+                self.containers.append(Container(name=name, values=value, contents=items))
                 self.leaves[name] += (len(items),)
                 self._add_all(name, enumerate(items))
             case set():
@@ -347,8 +361,8 @@ def _forgetting_of(function: functools._lru_cache_wrapper[object]) -> Callable[[
     return forget
 
 
-def _refill(container: list[object] | deque[object], items: list[object], is_same: IsSame) -> None:
-    if len(container) != len(items) or not all(map(is_same, container, items)):
+def _refill(container: list[object] | deque[object], items: list[object]) -> None:
+    if len(container) != len(items) or not all(map(operator.is_, container, items)):
         container.clear()
         container.extend(items)
 

@@ -22,7 +22,14 @@ from zeroir.frontend._torch_private import (
 )
 from zeroir.frontend.capture.block_graph import BlockGraph
 from zeroir.frontend.capture.block_reuse import ReusePlan
-from zeroir.frontend.capture.joint_graph import Alias, InputKind, JointGraph, JointInput, JointNode
+from zeroir.frontend.capture.joint_graph import (
+    Alias,
+    InputKind,
+    JointGraph,
+    JointInput,
+    JointNode,
+    OutputName,
+)
 from zeroir.frontend.capture.node_facts import (
     NodeFacts,
     facts_of,
@@ -56,12 +63,12 @@ def read_graph(
     prefix: str,
     place: str,
     plan: ReusePlan | None = None,
-    outputs: Sequence[str] = (),
+    outputs: Sequence[OutputName] = (),
     outside: OutsideTensors | None = None,
 ) -> JointGraph:
     """Return the joint graph as plain data. ``batch`` are the paths of the batch's tensors, which precede the seeds.
 
-    ``outputs`` are the paths of the graph's outputs after the loss. ``prefix`` is removed from the names of parameters
+    ``outputs`` are the names of the graph's outputs after the loss. ``prefix`` is removed from the names of parameters
     and buffers. ``place`` replaces the line in errors for nodes that the tracer created on its own. A node for the call
     of a whole block is replaced by the nodes of its block graph in ``plan``. ``outside`` are the tensors of the user's
     code that are not the model's.
@@ -98,7 +105,7 @@ def read_graph(
             (name.removeprefix(prefix), reader.value(node)) for name, node in graph.mutations
         ),
         outputs=tuple(
-            (path, reader.value(node)) for path, node in zip(outputs, graph.outputs, strict=True)
+            (name, reader.value(node)) for name, node in zip(outputs, graph.outputs, strict=True)
         ),
     )
     return without_dead_nodes(joint)
@@ -405,8 +412,8 @@ def _attribute(module: object, name: str) -> object:
 
 def without_dead_nodes(joint: JointGraph) -> JointGraph:
     """Return the graph with only the nodes on which its results depend."""
-    results = (*joint.gradients, *joint.mutations, *joint.outputs)
-    needed = {joint.loss, *(value for _, value in results)}
+    results = (joint.gradients, joint.mutations, joint.outputs)
+    needed = {joint.loss, *(value for pairs in results for _, value in pairs)}
     live: list[JointNode] = []
     for node in reversed(joint.nodes):
         if needed.intersection(node.results):

@@ -4,15 +4,17 @@ A program repeats the first forward at every step. So the model is captured agai
 left. The program is correct if the two graphs are equal and the state no longer changes, or if the first forward only
 stored tensors that never change again: the program computes those at every step.
 
-State that changes at every call is rejected, because a later forward or the user's own code may read it. The exception
-are numbers that provably affect only their own next values, as in ``self.calls += 1``, which cause a warning: the model
-is captured once more with objects instead of them that can be added and multiplied, but not read.
+State that changes at every call is rejected, because a later forward or the user's own code may read it. There are two
+exceptions. Numbers that provably affect only their own next values, as in ``self.calls += 1``, cause a warning: the
+model is captured once more with objects instead of them that can be added and multiplied, but not read. Tensors that
+forward stores and no later forward reads are outputs of the program (``stored_tensors``); so are those that it appends
+to a list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import torch
@@ -27,18 +29,27 @@ from zeroir.frontend.capture.python_state import (
     number_attributes,
     tensor_attributes,
 )
+from zeroir.frontend.capture.stored_tensors import Container, Store
 
 _MOST_NAMES = 3
 
 
-def note_on_state(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedState:
+    """What a forward does to the state: where it stores tensors, and a sentence on what a program does not do."""
+
+    stores: tuple[Store, ...] = ()
+    note: str | None = None
+
+
+def checked_state(
     joint: JointGraph,
     model: nn.Module,
     mode: FakeTensorMode,
     step: LossStep,
     capture: Callable[[], JointGraph],
-) -> str | None:
-    """Return a sentence on state that forward changes and a program does not; None if the next forward is the same.
+) -> ChangedState:
+    """Return what forward does to the state, if the next forward computes the same.
 
     ``joint`` is the graph that ``capture`` created from the present state of ``step``, which is restored at the end.
 
@@ -47,20 +58,71 @@ def note_on_state(
     """
     first = step.state
     second = PythonState.of(model, step.state.code)
-    changed = first.changed(second)
-    if not changed:
-        return None
+    changed, stores = first.changed(second), first.stores()
+    if not changed and not stores:
+        return ChangedState()
     try:
         step.state = second
-        if _is_captured_alike(joint, capture):
-            changed_again = second.changed(PythonState.of(model, step.state.code))
-            if changed_again:
-                return _counter_note(joint, model, step, changed_again, capture)
-            return _stored_note(joint, model, step, changed, capture)
-        return _kept_tensor_note(model, mode, step, changed, capture)
+        if not _is_captured_alike(joint, capture):
+            names = changed or [store.name for store in stores]
+            return ChangedState(note=_kept_tensor_note(model, mode, step, names, capture))
+        third = PythonState.of(model, step.state.code)
+        every_time = _stored_again(stores, first, second)
+        growing = {store.name for store in every_time if store.is_appended}
+        changed_again = [name for name in second.changed(third) if name not in growing]
+        note = None
+        if changed_again:
+            note = _counter_note(joint, model, step, changed_again, capture)
+        present = {id(container.values) for container in second.containers}
+        once = [
+            store
+            for store in stores
+            if store not in every_time and id(first.containers[store.container].values) in present
+        ]
+        step.state = second
+        second.restore()
+        unread = _unread(joint, model, step, once, first.containers, capture)
+        if unread and note is None:
+            note = note_on_stores([store.name for store in unread])
+        return ChangedState(stores=every_time, note=note)
     finally:
         step.state = first
         first.restore()
+
+
+def stores_of_evaluation(
+    joint: JointGraph, model: nn.Module, step: LossStep, capture: Callable[[], JointGraph]
+) -> tuple[Store, ...]:
+    """Return where each evaluation stores tensors; ``joint`` is its graph, from the present state of ``step``."""
+    first = step.state
+    stores = first.stores()
+    if not stores:
+        return ()
+    try:
+        step.state = second = PythonState.of(model, first.code)
+        if not _is_captured_alike(joint, capture):
+            return ()
+        return _stored_again(stores, first, second)
+    finally:
+        step.state = first
+        first.restore()
+
+
+def _stored_again(
+    stores: Sequence[Store], first: PythonState, second: PythonState
+) -> tuple[Store, ...]:
+    """Return those of the places at which a second forward, too, has just stored something."""
+    again = {second.place_of(store) for store in second.stores()}
+    return tuple(store for store in stores if first.place_of(store) in again)
+
+
+def note_on_stores(names: Sequence[str]) -> str:
+    """Return a sentence on tensors that forward stores and a program does not."""
+    return (
+        f"The model's forward stores {_listed(names)}, and the program, which runs none of its Python code, does not: "
+        "return what you want to see beside the loss, as an output of evaluations, or compute it within `with "
+        "engine.gathered() as module`."
+    )
 
 
 def _is_captured_alike(joint: JointGraph, capture: Callable[[], JointGraph]) -> bool:
@@ -97,33 +159,36 @@ def _counter_note(
     )
 
 
-def _stored_note(
+def _unread(
     joint: JointGraph,
     model: nn.Module,
     step: LossStep,
-    changed: Sequence[str],
+    stores: Sequence[Store],
+    containers: Sequence[Container],
     capture: Callable[[], JointGraph],
-) -> str | None:
-    """Return a sentence on tensors that forward stores and never reads, as a log of activations does; None without any.
+) -> tuple[Store, ...]:
+    """Return those of the places that the next forward does not read.
 
-    Tensors that the next forward reads are caches, which a program needs no more.
+    The others are caches, which a program needs no more. ``step`` has the state that a forward left in ``containers``.
     """
-    prefixes = tuple(f"{name}{end}" for name in changed for end in (".", "["))
-    stored = {
-        name: place
-        for name, place in PythonState.of(model, step.state.code).tensor_places.items()
-        if name in changed or name.startswith(prefixes)
-    }
+    if not stores:
+        return ()
+    state = step.state
     reads: list[str] = []
-    for container, key in stored.values():
-        container[key] = UnreadableNumber(reads)
-    step.state = PythonState.of(model, step.state.code)
-    if not stored or not _is_captured_alike(joint, capture) or reads:
-        return None
+    for store in stores:
+        containers[store.container].put(store, UnreadableNumber(reads))
+    step.state = PythonState.of(model, state.code)
+    is_alike = _is_captured_alike(joint, capture)
+    step.state = state
+    state.restore_exactly()
+    if is_alike and not reads:
+        return tuple(stores)
+    if len(stores) == 1:
+        return ()
+    half = len(stores) // 2
     return (
-        f"The model's forward stores {_listed(list(stored))}, and the program, which runs none of its Python code, "
-        "does not: return what you want to see beside the loss, as an output of evaluations, or compute it within "
-        "`with engine.gathered() as module`."
+        *_unread(joint, model, step, stores[:half], containers, capture),
+        *_unread(joint, model, step, stores[half:], containers, capture),
     )
 
 

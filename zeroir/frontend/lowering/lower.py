@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from zeroir.config import CompileOptions
 from zeroir.errors import InternalError, UserError
-from zeroir.frontend.capture.capture import CapturedModel
+from zeroir.frontend.capture.captured_model import CapturedModel
 from zeroir.frontend.capture.joint_graph import JointGraph
 from zeroir.frontend.capture.module_tensors import TensorInfo
 from zeroir.frontend.lowering.micro_step import SegmentCallsBuilder, output_buffers
@@ -128,7 +128,10 @@ def lower(
             )
             for info in captured.batch
         ),
-        outputs=() if evaluation is None else _outputs(evaluation.joint),
+        outputs=(
+            *_outputs(captured.joint),
+            *(() if evaluation is None else _outputs(evaluation.joint)),
+        ),
         batch_constants=captured.constants,
         module_buffers=tuple(micro_step.bindings.values()),
         scalars=scalar_bindings,
@@ -149,12 +152,18 @@ def _dims(captured: CapturedModel) -> tuple[Dim, ...]:
 def _outputs(joint: JointGraph) -> tuple[OutputBinding, ...]:
     bindings: list[OutputBinding] = []
     buffers = output_buffers(joint)
-    for path, value in joint.outputs:
+    for output, value in joint.outputs:
         kind = joint.types[value]
         if kind is None:
-            raise InternalError(f"the output {path} is undefined")
+            raise InternalError(f"the output {output.path} is undefined")
         bindings.append(
-            OutputBinding(path=path, buffer=buffers[path], dtype=kind.dtype, shape=kind.shape)
+            OutputBinding(
+                path=output.path,
+                buffer=buffers[output],
+                dtype=kind.dtype,
+                shape=kind.shape,
+                stored=output.stored,
+            )
         )
     return tuple(bindings)
 

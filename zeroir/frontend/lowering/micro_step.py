@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Final
 
-from zeroir.frontend.capture.capture import CapturedEvaluation, CapturedModel
-from zeroir.frontend.capture.joint_graph import InputKind, JointGraph, JointInput
+from zeroir.frontend.capture.captured_model import CapturedEvaluation, CapturedModel
+from zeroir.frontend.capture.joint_graph import InputKind, JointGraph, JointInput, OutputName
 from zeroir.frontend.capture.module_tensors import TensorInfo
 from zeroir.frontend.lowering.segment_calls import (
     BufferSink,
@@ -47,6 +48,7 @@ from zeroir.ir.ops import (
     Release,
 )
 from zeroir.ir.program import Flat, ModuleBufferBinding
+from zeroir.ir.reports import Storing
 from zeroir.ir.segments.segment import TensorType
 
 
@@ -142,9 +144,9 @@ class SegmentCallsBuilder:
             case LossSink():
                 loss = LOSS if self.evaluation is None else EVAL_LOSS
                 return Destination(view=View(region=_region(loss, 0, 1), shape=(), stride=()))
-            case OutputSink(path=path):
-                info = TensorInfo(name=path, dtype=kind.dtype, shape=kind.shape)
-                target = self._persistent(self._outputs[path], info, Role.OUTPUT)
+            case OutputSink(name=output):
+                info = TensorInfo(name=output.path, dtype=kind.dtype, shape=kind.shape)
+                target = self._persistent(self._outputs[output], info, Role.OUTPUT)
                 stride = contiguous_stride(kind.shape)
                 return Destination(view=View(region=whole(target), shape=kind.shape, stride=stride))
             case BufferSink(buffer=name):
@@ -251,13 +253,17 @@ class SegmentCallsBuilder:
         return Destination(view=view, mode=mode, gradient=slot.name)
 
 
-def output_buffers(joint: JointGraph) -> dict[str, str]:
-    """Return the names of an evaluation's output buffers, by path: the words of the path, and a number if necessary."""
-    names: dict[str, str] = {}
-    for path, _ in joint.outputs:
-        stem = ".".join(("output", *re.findall(r"\w+", path)))
+_OUTPUT: Final = {None: "output", Storing.STEP: "stored", Storing.EVALUATION: "evaluation.stored"}
+"""The first words of the names of output buffers."""
+
+
+def output_buffers(joint: JointGraph) -> dict[OutputName, str]:
+    """Return the names of output buffers: the words of the path, and a number if necessary."""
+    names: dict[OutputName, str] = {}
+    for output, _ in joint.outputs:
+        stem = ".".join((_OUTPUT[output.stored], *re.findall(r"\w+", output.path)))
         taken = set(names.values())
-        names[path] = next(
+        names[output] = next(
             name
             for number in count()
             if (name := f"{stem}.{number}" if number else stem) not in taken

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeroir.frontend.capture.joint_graph import OutputName
 from zeroir.ir.segments.segment import Segment, TensorType
 
 
@@ -48,9 +49,9 @@ class LossSink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSink:
-    """An output that an evaluation returns at this path of the user's outputs."""
+    """An output that the engine reads, by its name."""
 
-    path: str
+    name: OutputName
 
 
 Sink = StoredSink | GradientSink | BufferSink | LossSink | OutputSink

@@ -87,8 +87,9 @@ class _Cutter:
         self._add_sink(self.joint.loss, LossSink())
         for name, value in self.joint.mutations:
             self._add_sink(value, BufferSink(buffer=name))
-        for path, value in self.joint.outputs:
-            self._add_sink(value, OutputSink(path=path))
+        for output, value in self.joint.outputs:
+            own = value if output.stored is None else self._copied_early(value)
+            self._add_sink(own, OutputSink(name=output))
         self._add_gradients()
         calls: list[SegmentCall] = []
         # In reverse order, so that the outputs that later segments read are known.
@@ -116,6 +117,16 @@ class _Cutter:
             # Its destination is contiguous; a gradient may be an expanded number, or have another order of dimensions.
             value = self._copied(value, self.segment_of[value])
         self.segments[self.segment_of[value]].sinks.append((value, sink))
+
+    def _copied_early(self, value: int) -> int:
+        """Return a copy that is made where the copied value is, which need not be kept until the end of the forward."""
+        parent = self.parents.get(value)
+        copied = (
+            None if parent is None or parent.op != "aten.clone.default" else next(parent.refs())
+        )
+        if copied is None or copied not in self.segment_of:
+            return value
+        return self._copied(copied, self.segment_of[copied])
 
     def _copied(self, value: int, at: int) -> int:
         layout = (("memory_format", Symbol("contiguous_format")),)
@@ -337,8 +348,8 @@ def _rank(sink: Sink) -> tuple[int, str]:
             return 2, name
         case GradientSink(parameter=name):
             return 3, name
-        case OutputSink(path=path):
-            return 4, path
+        case OutputSink(name=output):
+            return 4, f"{output.stored or ''} {output.path}"
 
 
 def _shared(calls: tuple[SegmentCall, ...], existing: Iterable[Segment]) -> tuple[SegmentCall, ...]:

@@ -12,9 +12,11 @@ from zeroir.config import CompileOptions, replaced
 from zeroir.config.shapes import BatchShapes, parse_shapes, shapes_text
 from zeroir.config.steps import BATCHES, ELEMENTS
 from zeroir.errors import ModelWarning, UserError
-from zeroir.frontend.capture.capture import CapturedModel, capture
+from zeroir.frontend.capture.capture import capture
+from zeroir.frontend.capture.captured_model import CapturedModel
 from zeroir.frontend.capture.code_contexts import note_on_small_checkpoints, recomputed_units
 from zeroir.frontend.capture.followed_numbers import capture_with_numbers
+from zeroir.frontend.capture.stored_tensors import KeptTensors
 from zeroir.frontend.lowering.accumulate import accumulate
 from zeroir.frontend.lowering.loss_weight import LossWeight, loss_weight, may_count_differently
 from zeroir.frontend.lowering.lower import lower as lower_calls
@@ -34,14 +36,15 @@ class TracedModel:
     """A logical program and its options: those given, and those that the model sets, such as the units to recompute.
 
     ``outside`` are the tensors of the user's code, outside the model, by the names of their constants, and ``numbers``
-    the numbers that the program follows. ``narrowings`` say which lines of code let sizes decide, so that dims are
-    narrowed.
+    the numbers that the program follows; ``kept`` are the places where the code stores tensors. ``narrowings`` say
+    which lines of code let sizes decide, so that dims are narrowed.
     """
 
     program: Program
     options: CompileOptions
     outside: Mapping[str, Tensor]
     numbers: FollowedNumbers | None
+    kept: KeptTensors
     narrowings: tuple[str, ...]
 
 
@@ -81,6 +84,7 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
         options=options,
         outside=captured.outside,
         numbers=captured.numbers,
+        kept=captured.kept,
         narrowings=captured.narrowings,
     )
 

@@ -34,7 +34,9 @@ from zeroir.frontend.source.namespaces import (
     ClassAttributes,
     ClosureVariables,
     Namespace,
+    PlaceId,
     SlotAttributes,
+    place_id,
 )
 from zeroir.frontend.source.source_lines import is_users_file
 from zeroir.frontend.watch.reached_code import ReachedCode
@@ -95,7 +97,8 @@ class CodeState:
 
     ``lines`` has the line of the user's code that reads the value of a name, and ``tensors`` are those outside the
     module's own. ``places`` has where numbers are; a program follows those in ``numbers``, of which only the type
-    counts. ``is_as_it_was`` is the quick comparison, which is no use while ``is_doubtful``.
+    counts. What the code only stores, at the places ``stored``, does not count. ``is_as_it_was`` is the quick
+    comparison, which is no use while ``is_doubtful``.
     """
 
     code: ReachedCode
@@ -104,6 +107,7 @@ class CodeState:
     tensors: list[Tensor] = field(default_factory=list)
     places: dict[str, NumberPlace] = field(default_factory=dict)
     numbers: frozenset[str] = frozenset()
+    stored: frozenset[PlaceId] = frozenset()
     is_doubtful: bool = False
     _containers: list[object] = field(default_factory=list)
     _contents: list[object] = field(default_factory=list)
@@ -126,16 +130,22 @@ class CodeState:
         code: ReachedCode,
         followed: Iterable[Tensor] = (),
         numbers: frozenset[str] = frozenset(),
+        stored: frozenset[PlaceId] = frozenset(),
     ) -> CodeState:
         """Return the present state of a module, and of the code of its steps.
 
-        Of the tensors that are ``followed`` only the identity counts, and of these ``numbers`` only the type.
+        Of the tensors that are ``followed`` only the identity counts, and of these ``numbers`` only the type. The
+        places ``stored`` do not count.
         """
         ids = frozenset(map(id, followed))
         while True:
             mentioned = code.size
             state = cls(
-                code, numbers=numbers, _flag_changes=MovedTensor.flag_changes, _followed=ids
+                code,
+                numbers=numbers,
+                stored=stored,
+                _flag_changes=MovedTensor.flag_changes,
+                _followed=ids,
             )
             state._walk(model)
             # Objects that it met may have methods that mention more.
@@ -170,6 +180,15 @@ class CodeState:
             )
         except Exception:  # noqa: BLE001 - values of the user's may not be comparable, and a cell may be empty
             return False
+
+    def expect(self, container: object, key: object, value: object) -> None:
+        """Let the quick comparison expect this value in a container, if it compares that."""
+        for known, contents in zip(self._containers, self._contents, strict=True):
+            if known is container:
+                cast("dict[object, object]", contents)[key] = value
+
+    def _is_stored(self, container: object, key: object) -> bool:
+        return bool(self.stored) and place_id(container, key) in self.stored
 
     def _module_tree(self, model: nn.Module, prefix: str, *, is_own: bool) -> None:
         """Add a module with its submodules; tensors of the model's own are the program's, those of others count."""
@@ -216,7 +235,7 @@ class CodeState:
             self._model_names(module).__contains__ if _is_trainer(module) else self.code.mentions
         )
         for key, value in own.items():
-            if key not in _OF_TORCH and is_read(key):
+            if key not in _OF_TORCH and is_read(key) and not self._is_stored(own, key):
                 name = f"{path}.{key}".strip(".")
                 self.lines.setdefault(name, self.code.attributes.get(key, ""))
                 if isinstance(value, Tensor):
@@ -238,6 +257,8 @@ class CodeState:
 
     def _global(self, function: FunctionType, name: str, line: str) -> None:
         space = function.__globals__
+        if self._is_stored(space, name):
+            return
         value = space[name]
         module = function.__module__
         label = name if module == "__main__" else f"{module}.{name}"
@@ -253,13 +274,14 @@ class CodeState:
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
+            variables = ClosureVariables(function)
             try:
                 value = cell.cell_contents
             except ValueError:
                 continue
-            label = self._variable(
-                function, name, value, NumberPlace(ClosureVariables(function), name)
-            )
+            if self._is_stored(variables, name):
+                continue
+            label = self._variable(function, name, value, NumberPlace(variables, name))
             if label not in self.numbers:
                 self._cells.append((cell, value))
         code, defaults = function.__code__, function.__defaults__ or ()
@@ -376,11 +398,14 @@ class CodeState:
         items: Iterable[tuple[object, object]],
         copied: Callable[[Any], object],
     ) -> None:
-        self.leaves[name] += (len(value),)
+        if self._is_stored(value, None):
+            return  # The code only appends to it.
+        own = [(key, item) for key, item in items if not self._is_stored(value, key)]
+        self.leaves[name] += (len(own),)
         if len(value) <= _MOST_ITEMS:
             contents = copied(value)
             self._shallow(value, contents)
-            for key, item in list(items):
+            for key, item in own:
                 self._add(f"{name}[{key!r}]", item, NumberPlace(value, key, contents))
 
     def _classes(self, value: object) -> None:
@@ -399,7 +424,7 @@ class CodeState:
         space = ClassAttributes(owner) if isinstance(owner, type) else cast("Namespace", values)
         for key, value in list(values.items()):
             is_pythons = key.startswith("__")
-            if not is_pythons and self.code.mentions(key):
+            if not is_pythons and self.code.mentions(key) and not self._is_stored(space, key):
                 self.lines.setdefault(f"{name}.{key}", self.code.attributes.get(key, ""))
                 self._add(f"{name}.{key}", value, NumberPlace(space, key, contents))
 

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroir.errors import ChangedCodeError
+from zeroir.frontend.capture.stored_tensors import NOTHING_KEPT, KeptTensors
 from zeroir.frontend.source.source import ModelSource
 from zeroir.frontend.watch.code_state import HOOK, CodeState, Leaf
 from zeroir.frontend.watch.reached_code import ReachedCode
+from zeroir.ir.reports import Storing
 from zeroir.torch_ops.followed_numbers import FollowedNumbers
 
 _LONGEST_VALUE = 60
@@ -26,14 +28,16 @@ class Watch:
 
     ``tensors`` are those outside the module whose present values the program follows, by the names of its constants.
     ``numbers`` are those that the program follows, and ``unfollowed`` names those that it was to follow and cannot.
-    ``ignored`` are patterns of names whose changes do not matter. ``optimizers`` are those of the script whose groups
-    the program has. ``_evaluated`` is the state of the last evaluation, whose modes may differ.
+    ``kept`` are the places where the code stores tensors, ``ignored`` patterns of names whose changes do not matter,
+    and ``optimizers`` those of the script whose groups the program has. ``_evaluated`` is the state of the last
+    evaluation, whose modes may differ.
     """
 
     model: nn.Module | None
     tensors: Mapping[str, Tensor]
     _state: CodeState
     _numbers: FollowedNumbers | None = None
+    kept: KeptTensors = NOTHING_KEPT
     unfollowed: frozenset[str] = frozenset()
     ignored: tuple[str, ...] = ()
     optimizers: tuple[Optimizer, ...] = ()
@@ -45,13 +49,17 @@ class Watch:
         source: ModelSource,
         tensors: Mapping[str, Tensor] = MappingProxyType({}),
         numbers: FollowedNumbers | None = None,
+        kept: KeptTensors = NOTHING_KEPT,
     ) -> Watch:
-        """Return the present state of a source, from which a program was compiled that follows these ``numbers``."""
+        """Return the present state of a source, from which a program was compiled that follows these ``numbers``.
+
+        Its code stores tensors at the places ``kept``.
+        """
         model = source.model() if source.is_in_hand else None
         code = ReachedCode.of(model, (source.loss,))
         names = frozenset() if numbers is None else numbers.names
-        state = CodeState.of(model, code, tensors.values(), names)
-        watch = cls(model, tensors, state, numbers, source.earlier.numbers - names)
+        state = CodeState.of(model, code, tensors.values(), names, kept.ids)
+        watch = cls(model, tensors, state, numbers, kept, source.earlier.numbers - names)
         state.leaves |= watch._answers()
         return watch
 
@@ -87,9 +95,23 @@ class Watch:
         now.leaves |= modes
         self._state, self._evaluated = now, None
 
+    @property
+    def appends(self) -> bool:
+        """Whether the code appends tensors to a list."""
+        return self.kept.are_appended
+
+    def keep(self, moment: Storing, tensors: Mapping[str, Tensor]) -> None:
+        """Put tensors, by their names, where the code would store them in a micro-step or an evaluation."""
+        states = [self._state, *([] if self._evaluated is None else [self._evaluated])]
+        for container, key, value in self.kept.put(moment, tensors):
+            for state in states:
+                state.expect(container, key, value)
+
     def _now(self) -> CodeState:
         state, numbers = self._state, self._numbers
-        now = CodeState.of(self.model, state.code, self.tensors.values(), state.numbers)
+        now = CodeState.of(
+            self.model, state.code, self.tensors.values(), state.numbers, state.stored
+        )
         for name in () if numbers is None else state.numbers:
             value = now.places[name].value if name in now.places else None
             if numbers is not None and isinstance(value, int | float):

@@ -20,7 +20,7 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.fields import DeclaredField, Flag, Form, NameKind, Word, with_article
 from zeroir.ir.mesh import Executor
 from zeroir.ir.ops import Algorithm, Mode, Reduction, Refill
-from zeroir.ir.reports import Quantity
+from zeroir.ir.reports import Quantity, Storing
 from zeroir.ir.text.lexical import name, number, quote, word
 from zeroir.ir.text.names import Names, TextReader
 from zeroir.ir.text.scanner import Scanner
@@ -218,6 +218,7 @@ _MEMBERS: Final[Mapping[type, str]] = {
     Executor: "what executes the stream",
     Micro: "which micro-steps",
     Quantity: "a value that the engine reads",
+    Storing: "when code stores a tensor",
     Reduction: "a reduction",
     Refill: "a refill",
     Role: "the buffer's role",

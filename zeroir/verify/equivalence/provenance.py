@@ -104,9 +104,9 @@ def _is_between_steps(section: Section, state: State) -> bool:
 
 
 def _evaluation_problems(program: Program) -> Problems:
-    """Check that the loss and the outputs of ``evaluate`` have their own buffers."""
+    """Check that the loss and the outputs of ``evaluate`` have their own buffers, and each output one path."""
     if EVALUATE not in program.section_by_name and (
-        program.eval_loss is not None or program.outputs
+        program.eval_loss is not None or not all(each.is_of_steps for each in program.outputs)
     ):
         yield (
             "Z008",
@@ -119,9 +119,13 @@ def _evaluation_problems(program: Program) -> Problems:
             f"%{loss} is the loss of micro-steps and of evaluations: an evaluation would change a step",
         )
     try:
-        structured([(output.path, None) for output in program.outputs])
+        structured([(each.path, None) for each in program.outputs if each.stored is None])
     except OutputPathError as error:
         yield "Z008", f"the outputs {error}"
+    stored = Counter((each.path, each.stored) for each in program.outputs if each.stored)
+    for (path, moment), count in stored.items():
+        if count > 1:
+            yield "Z002", f"the output {path} of each {moment} is stored twice"
 
 
 def _bound(program: Program) -> Iterator[tuple[str, str, str]]:

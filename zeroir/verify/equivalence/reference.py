@@ -152,7 +152,13 @@ def _bound_inputs(program: Program) -> Mapping[str, Hashable]:
 
 
 def _bound_outputs(program: Program) -> Mapping[str, Hashable]:
-    return {b.path: (_held(program, b.buffer), b.shape) for b in program.outputs}
+    return {
+        b.path if b.stored is None else f"{b.path}, stored in each {b.stored},": (
+            _held(program, b.buffer),
+            b.shape,
+        )
+        for b in program.outputs
+    }
 
 
 def _constants(program: Program) -> Mapping[str, Hashable]:

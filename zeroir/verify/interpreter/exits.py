@@ -23,7 +23,15 @@ from zeroir.ir.contents import (
     Zeros,
 )
 from zeroir.ir.own_coordinates import OWN_COORDINATES
-from zeroir.ir.program import EVALUATE, MICRO_STEP, SAVE, UPDATE, Holding
+from zeroir.ir.program import (
+    EVALUATE,
+    LAST_MICRO_STEP,
+    MICRO_STEP,
+    SAVE,
+    UPDATE,
+    Holding,
+    OutputBinding,
+)
 from zeroir.verify.context import spell
 from zeroir.verify.equivalence.reports import check_reports
 from zeroir.verify.interpreter import algebra
@@ -71,7 +79,7 @@ def check_exit(run: SectionRun) -> None:
             _check_rest(run, buffer, buffer.holds, holdings.get(buffer.name, []))
     check_exit_scalars(run)
     check_reports(run)
-    if run.section.name == EVALUATE:
+    if run.section.name in (MICRO_STEP, LAST_MICRO_STEP, EVALUATE):
         _check_outputs(run)
     if run.section.name == SAVE:
         _check_saved(run)
@@ -269,7 +277,9 @@ def _check_named(run: SectionRun, region: Region, pieces: PieceList, content: Na
     buffer = run.program.buffer_by_name[region.buffer]
     is_kept = buffer.role is Role.CONSTANT or _is_elsewhere(run, region, content)
     # An evaluation only leaves its loss and its outputs, and nothing else changes these.
-    if buffer.role is Role.OUTPUT or buffer.name == run.program.eval_loss:
+    if buffer.role is Role.OUTPUT:
+        is_kept |= not any(b.buffer == buffer.name for b in _written_outputs(run))
+    elif buffer.name == run.program.eval_loss:
         is_kept |= run.section.name != EVALUATE
     elif run.section.name == EVALUATE:
         is_kept |= buffer.role in (Role.SCALAR, Role.MODULE_BUFFER)
@@ -293,9 +303,18 @@ def _is_elsewhere(run: SectionRun, region: Region, content: NamedContent) -> boo
     return any(h.content == content and h.region != region for h in run.section.exit.holdings)
 
 
+def _written_outputs(run: SectionRun) -> list[OutputBinding]:
+    """Return the outputs that the section writes: those of steps, or those of evaluations."""
+    if run.section.name not in (MICRO_STEP, LAST_MICRO_STEP, EVALUATE):
+        return []
+    is_step = run.section.name != EVALUATE
+    return [output for output in run.program.outputs if output.is_of_steps is is_step]
+
+
 def _check_outputs(run: SectionRun) -> None:
-    """Check that an evaluation writes every output, each from this rank's batch alone."""
-    for output in run.program.outputs:
+    """Check that a micro-step or an evaluation writes each of its outputs, from this rank's batch alone."""
+    what = "the evaluation" if run.section.name == EVALUATE else "the micro-step"
+    for output in _written_outputs(run):
         buffer = run.program.buffer_by_name[output.buffer]
         region, old = whole(buffer), buffer.holds
         for _, _, value in run.memory.read(region):
@@ -307,7 +326,7 @@ def _check_outputs(run: SectionRun) -> None:
                 )
                 break
             if isinstance(old, NamedContent) and value.key == NamedKey(old.name, old.version):
-                run.fail_at_exit("Z103", region, "still holds what it held before the evaluation")
+                run.fail_at_exit("Z103", region, f"still holds what it held before {what}")
                 break
 
 

@@ -1,0 +1,158 @@
+"""The joint graph of a step as plain data, with blocks that are traced once, and the errors of a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zeroir.errors import InternalError, UserError, ZeroirError
+from zeroir.frontend._torch_private import (
+    DATA_DEPENDENT,
+    InputChangedError,
+    ParameterChangedError,
+    TracedGraph,
+    UnknownDescriptorError,
+    asks_for_data,
+    is_higher_order,
+    is_on_another_device,
+    joint_graph,
+    tracer_settings,
+)
+from zeroir.frontend.capture.block_reuse import make_plan
+from zeroir.frontend.capture.joint_graph import JointGraph
+from zeroir.frontend.capture.loss_step import LossStep
+from zeroir.frontend.capture.node_origins import origin_of
+from zeroir.frontend.capture.read_graph import read_graph
+from zeroir.frontend.source.source import (
+    ModelSource,
+    capitalised,
+)
+from zeroir.frontend.source.unsupported import MAKE_PART_OF_MODEL
+from zeroir.torch_ops.conditions import tracing_conditions
+from zeroir.torch_ops.purity import ImpureOperatorError
+
+_MOST_ATTEMPTS = 3
+
+
+def graph_of_step(
+    source: ModelSource,
+    mode: FakeTensorMode,
+    step: LossStep,
+    inputs: Sequence[Tensor],
+    paths: Sequence[str],
+    fewest_equal_calls: int,
+) -> tuple[JointGraph, tuple[str, ...]]:
+    """Return the joint graph of a step as plain data, and the blocks whose calls were not traced one by one."""
+    if len(step.blocks) >= fewest_equal_calls:
+        with_reuse = _with_reuse(mode, step, inputs, paths, fewest_equal_calls)
+        if with_reuse is not None:
+            return with_reuse
+    step.plan = None
+    graph = _traced(source, mode, step, inputs, paths)
+    joint = read_graph(
+        graph,
+        paths,
+        LossStep.PREFIX,
+        step.place,
+        outputs=step.output_names,
+        outside=step.outside,
+    )
+    return joint, ()
+
+
+def _with_reuse(
+    mode: FakeTensorMode,
+    step: LossStep,
+    inputs: Sequence[Tensor],
+    paths: Sequence[str],
+    fewest_equal_calls: int,
+) -> tuple[JointGraph, tuple[str, ...]] | None:
+    """Return the same as ``graph_of_step``, but trace equal blocks once; None if that is impossible or no faster."""
+    try:
+        with tracing_conditions(step.checkpointing):
+            with tracer_settings(mode):
+                recording = step.record(inputs)
+            plan = step.plan = make_plan(recording, mode, fewest_equal_calls)
+            for _ in range(_MOST_ATTEMPTS):
+                if not plan.graphs:
+                    return None
+                graph = joint_graph(mode, step, inputs)
+                if not plan.mismatches:
+                    joint = read_graph(
+                        graph,
+                        paths,
+                        LossStep.PREFIX,
+                        step.place,
+                        plan,
+                        step.output_names,
+                        step.outside,
+                    )
+                    return joint, plan.reused_blocks
+                plan.drop_mismatches()
+    except (Exception, SystemExit):  # noqa: BLE001 - tracing without reuse raises any error of the model again
+        return None
+    return None
+
+
+def _traced(
+    source: ModelSource,
+    mode: FakeTensorMode,
+    step: LossStep,
+    inputs: Sequence[Tensor],
+    paths: Sequence[str],
+) -> TracedGraph:
+    try:
+        with tracing_conditions(step.checkpointing):
+            return joint_graph(mode, step, inputs)
+    except ZeroirError:
+        raise
+    except ImpureOperatorError as error:
+        raise UserError(
+            f"{capitalised(source.place_of(error))} uses the operator {error.op}, which {error.breach}."
+        ) from None
+    except DATA_DEPENDENT as error:
+        raise _depends_on_values(error, source) from None
+    except InputChangedError as error:
+        place = origin_of(error.node).source or step.place
+        raise UserError(
+            f"{place} changes the model's input {paths[error.position]} in place; clone it first."
+        ) from None
+    except ParameterChangedError as error:
+        place = origin_of(error.node).source or step.place
+        raise UserError(
+            f"{place} changes the model's parameter {error.name.removeprefix(step.PREFIX)} in place "
+            "during forward, which only the optimizer may do."
+        ) from None
+    except UnknownDescriptorError as error:
+        raise InternalError(f"tracing {source.names.model} failed: {error}") from error
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the model or of torch
+        if is_on_another_device(error):
+            raise UserError(
+                f"{capitalised(source.place_of(error))} uses a tensor that is not a parameter or buffer of the model: "
+                f"{MAKE_PART_OF_MODEL}."
+            ) from None
+        if is_higher_order(error):
+            raise UserError(
+                f"{capitalised(source.place_of(error))} uses a higher-order operator such as torch.cond or "
+                "flex_attention, which zeroir cannot trace; express it with tensor operations such as torch.where."
+            ) from None
+        if asks_for_data(error):
+            raise _depends_on_values(error, source) from None
+        raise UserError(
+            source.explain(error, f"{capitalised(source.names.loss)} cannot be traced")
+        ) from None
+
+
+def _depends_on_values(error: BaseException, source: ModelSource) -> UserError:
+    return UserError(
+        f"{capitalised(source.place_of(error))} uses the values of a tensor to decide what to do or what shape to make "
+        f"({_operator(error)}); a program is compiled once for all values, so express it with tensor operations such "
+        "as torch.where."
+    )
+
+
+def _operator(error: BaseException) -> str:
+    func = getattr(error, "func", None)
+    return str(func) if func is not None else type(error).__name__

@@ -1,0 +1,222 @@
+"""Tensors that the user's code stores: activations that a hook keeps, ``self.last = y`` in forward, a list that grows.
+
+Code that stores a tensor where no later step reads it changes no result, but the script may look at it. So these
+tensors are outputs of the program, and the engine puts them where the code would, after each micro-step and evaluation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from zeroir.errors import InternalError
+from zeroir.frontend.capture.joint_graph import OutputName
+from zeroir.frontend.source.namespaces import PLAIN, PlaceId, place_id
+from zeroir.ir.reports import Storing
+
+Values = MutableMapping[Any, object] | list[object] | deque[object]
+"""The attributes of an object, the variables of a function, or a container of Python's."""
+
+_TENSOR: Final = object()
+"""Stands for a tensor among the leaves of an object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Store:
+    """A place where the code stores tensors: the number of its container in the state, and the key.
+
+    ``is_appended`` is whether it appends them instead to a list.
+    """
+
+    name: str
+    container: int
+    key: Any = None
+    is_appended: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Container:
+    """A container with the ``contents`` that it had when the state was taken.
+
+    Attributes and variables have those names that are not in ``without``; it is None for Python's own containers.
+    """
+
+    name: str
+    values: Values
+    contents: MutableMapping[Any, object] | list[object]
+    without: Set[str] | None = None
+
+    def stores(self, number: int) -> Iterator[Store]:
+        """Yield where tensors are now that were not there; ``number`` is that of the container."""
+        values, contents = self.values, self.contents
+        if isinstance(values, MutableMapping):
+            assert isinstance(contents, MutableMapping)
+            # Methods of a subclass may create items on demand.
+            items = dict.items(values) if isinstance(values, dict) else values.items()
+            for key, value in list(items):
+                is_own = self.without is None or not (key in self.without or key.startswith("__"))
+                is_new = contents.get(key, _TENSOR) is not value
+                if is_own and is_new and isinstance(key, PLAIN) and has_tensors(value):
+                    yield Store(name=self._name_of(key), container=number, key=key)
+            return
+        new = self._appended()
+        if new and all(map(has_tensors, new)):
+            yield Store(name=self.name, container=number, is_appended=True)
+        elif not new and len(values) == len(contents):
+            for at, (before, now) in enumerate(zip(contents, values, strict=True)):
+                if before is not now and has_tensors(now):
+                    yield Store(name=self._name_of(at), container=number, key=at)
+
+    def value_at(self, store: Store) -> object:
+        """Return what the code has stored at a place; a list of what it has appended.
+
+        Raises:
+            LookupError: if nothing is there.
+        """
+        if store.is_appended:
+            return self._appended()
+        return self.values[store.key]
+
+    def put(self, store: Store, value: object) -> None:
+        """Replace what is at a place, or every item that was appended, by this value."""
+        if not store.is_appended:
+            self.values[store.key] = value
+            return
+        assert isinstance(self.values, list | deque)
+        for at in range(1, 1 + len(self._appended())):
+            self.values[-at] = value
+
+    def _name_of(self, key: object) -> str:
+        return f"{self.name}[{key!r}]" if self.without is None else f"{self.name}{key}"
+
+    def _appended(self) -> list[object]:
+        """Return what was appended to a list, or to a deque, which drops the first items where it is full."""
+        before, now = list(self.contents), list(self.values)
+        longest = getattr(self.values, "maxlen", None)
+        for count in range(1, len(now) + 1):
+            kept = now[: len(now) - count]
+            dropped = len(before) - len(kept)
+            if dropped and (longest is None or len(now) != longest):
+                continue
+            if 0 <= dropped <= count and all(
+                a is b for a, b in zip(before[dropped:], kept, strict=True)
+            ):
+                return now[len(now) - count :]
+        return []
+
+
+def has_tensors(value: object) -> bool:
+    """Return whether an object consists of tensors, at least one, and of plain values."""
+    leaves = pytree.tree_leaves(value)
+    return any(isinstance(x, Tensor) for x in leaves) and all(
+        isinstance(x, (Tensor, *PLAIN)) for x in leaves
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredValue:
+    """What the code stores at a place: the names of its tensors, and how the object that they are in is made."""
+
+    store: Store
+    names: tuple[OutputName, ...]
+    leaves: tuple[object, ...]
+    structure: pytree.TreeSpec
+
+    def with_tensors(self, tensors: Iterator[Tensor]) -> object:
+        """Return the object with the next tensors."""
+        leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.structure)
+
+
+def stored_values(
+    stores: Sequence[Store], containers: Sequence[Container], moment: Storing
+) -> tuple[tuple[StoredValue, ...], list[Tensor]]:
+    """Return what the code has just stored at these places, and the tensors in it, in order.
+
+    Raises:
+        LookupError: if nothing is at a place.
+    """
+    counts: Counter[str] = Counter()
+    values: list[StoredValue] = []
+    tensors: list[Tensor] = []
+    for store in stores:
+        value = containers[store.container].value_at(store)
+        paths, structure = pytree.tree_flatten_with_path(value)
+        names: list[OutputName] = []
+        for path, leaf in paths:
+            if isinstance(leaf, Tensor):
+                name = f"{store.name}{pytree.keystr(path)}"
+                counts[name] += 1
+                # Two objects may have the same name in messages.
+                name += "" if counts[name] == 1 else f" ({counts[name]})"
+                names.append(OutputName(name, moment))
+                tensors.append(leaf)
+        leaves = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for _, leaf in paths)
+        values.append(
+            StoredValue(store=store, names=tuple(names), leaves=leaves, structure=structure)
+        )
+    return tuple(values), tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptPlace:
+    """A place of the user's own where tensors are to be: what is stored there, and the container."""
+
+    value: StoredValue
+    container: Values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTensors:
+    """The places of the user's own where the engine puts what the code would store there."""
+
+    places: tuple[KeptPlace, ...] = ()
+
+    @property
+    def ids(self) -> frozenset[PlaceId]:
+        """What identifies the places."""
+        return frozenset(place_id(each.container, each.value.store.key) for each in self.places)
+
+    @property
+    def are_appended(self) -> bool:
+        """Whether some are appended to a list in each micro-step."""
+        return any(each.value.store.is_appended for each in self.places)
+
+    def put(
+        self, moment: Storing, tensors: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Values, object, object]]:
+        """Put the tensors, by their names, where the code would; yield each container, key and value."""
+        for place in self.places:
+            names = place.value.names
+            if names[0].stored is not moment:
+                continue
+            value = place.value.with_tensors(tensors[name.path] for name in names)
+            store, container = place.value.store, place.container
+            if store.is_appended:
+                assert isinstance(container, list | deque)
+                assert isinstance(value, list)
+                container.extend(value)
+            else:
+                container[store.key] = value
+                yield container, store.key, value
+
+
+NOTHING_KEPT: Final = KeptTensors()
+
+
+def kept_tensors(
+    values: Sequence[StoredValue], traced: Sequence[Container], own: Sequence[Container]
+) -> KeptTensors:
+    """Return the places of the user's own that correspond to those of the traced copy of the module."""
+    if values and [each.name for each in traced] != [each.name for each in own]:
+        raise InternalError(f"the place of {values[0].store.name} in the module itself is unknown")
+    return KeptTensors(
+        places=tuple(
+            KeptPlace(value=value, container=own[value.store.container].values) for value in values
+        )
+    )
