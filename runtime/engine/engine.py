@@ -39,6 +39,7 @@ from zeroir.runtime.engine.recording import Recording
 from zeroir.runtime.engine.results import Evaluation, StepResult
 from zeroir.runtime.engine.signatures import Signatures
 from zeroir.runtime.engine.values import ModelValues
+from zeroir.runtime.engine.watched_modules import WatchedModules
 from zeroir.runtime.execution.batch import inputs_of
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.memory.malloc import return_freed_memory
@@ -557,6 +558,24 @@ class Engine:
         self.rank_program.allocate_once()
         (evaluation,) = self.rank_program.executor.evaluate([batch])
         return Evaluation(rank=evaluation)
+
+    def watch(self, *patterns: str) -> WatchedModules:
+        """Return a mapping that has what modules return, by their names, after each of the following steps.
+
+        ``patterns`` are those of names in ``named_modules``, as in ``fnmatch``, such as ``blocks.*.mlp``. The next step
+        or evaluation compiles a program that keeps these tensors of its last micro-batch, and needs memory for them;
+        after the mapping's ``close``, or the end of its ``with`` block, the engine goes on with the earlier program.
+        All ranks call this together.
+
+        Raises:
+            UserError: where a pattern has no module, or the engine was not made from a module in this process.
+        """
+        model = self._followed.model
+        if model is None:
+            raise UserError(
+                "engine.watch looks into the module that zeroir.compile was given, and the engine was made from a file."
+            )
+        return WatchedModules(model, patterns)
 
     def average(self, value: float) -> float:
         """Return the mean of every rank's value, added in rank order. All ranks call this together."""

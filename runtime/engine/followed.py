@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroir.errors import ChangedCodeError, UserError
@@ -22,6 +22,10 @@ class Followed(Protocol):
     ``tensors`` have the present values of constants of the program, by name, and ``optimizers`` are those of the
     script whose groups the program took over.
     """
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The user's module, where there is one in this process."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroir.errors import ChangedCodeError
 from zeroir.ir.program import Program
@@ -62,6 +62,11 @@ class FollowedCode:
     def reads_tensors(self) -> bool:
         """Whether the running program has constants whose present values count."""
         return self._code is not None and bool(self._code.tensors)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The user's module, where there is one in this process."""
+        return None if self._code is None else self._code.model
 
     def follow(self, code: Followed, base: Followed | None = None) -> None:
         """Follow the code from which the running program was compiled; what was ignored still is.

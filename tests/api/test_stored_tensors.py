@@ -221,6 +221,31 @@ def test_hooks_that_keep_activations_may_come_and_go() -> None:
         expected.clear()
 
 
+def test_a_step_is_watched() -> None:
+    net, plain = Net(), Net()
+    kept: dict[str, Tensor] = {}
+    for name in ("blocks.0", "blocks.3", "head"):
+        plain.get_submodule(name).register_forward_hook(hook_into(kept, name))
+    engine = engine_of(net)
+    first = engine.program
+    with engine.watch("blocks.[03]", "head") as watched:
+        assert not watched
+        for _ in range(2):
+            engine.step(X)
+            eager(plain)
+            require_equal(dict(watched), kept)
+        engine.evaluate(X)
+        plain.eval()(X)
+        require_equal(dict(watched), kept)
+    assert not watched
+    with pytest.raises(KeyError):
+        watched["head"]
+    engine.step(X)
+    assert engine.program is first
+    with pytest.raises(UserError, match=r"like layers\.\*; named_modules\(\) has blocks, "):
+        engine.watch("head", "layers.*")
+
+
 def test_what_is_appended_counts_for_each_micro_batch() -> None:
     def store(net: Net, y: Tensor, z: Tensor) -> None:
         net.history.append(z.detach())

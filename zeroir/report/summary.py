@@ -50,7 +50,8 @@ class Summary(TypedDict):
     A step has one micro-step, or one group of ``interleaved`` micro-batches that run unit by unit. The peak is that of
     the buffers on the device in a step, in program order and without the workspaces of segments. ``bounds`` have the
     form of the program's text. ``dims`` are what sizes of a batch depend on, each with its smallest and largest value.
-    ``weight`` is a phrase on the weights of batches; None if each counts alike.
+    ``weight`` is a phrase on the weights of batches; None if each counts alike. ``stored_bytes`` has the bytes of each
+    tensor that the code stores in a step or an evaluation, by its place: that of a batch of the largest sizes.
     ``ops`` and ``distinct_segments`` count those of training steps. ``evaluation`` has the figures of one evaluation;
     None if the program has none. ``snapshot_bytes_per_rank`` is the host memory that saving takes from the first save
     on; 0 if the program cannot save. ``transfer_bytes`` are the bytes that a rank copies to and from its host and its
@@ -68,6 +69,7 @@ class Summary(TypedDict):
     sections: dict[str, int]
     dims: dict[str, tuple[int, int]]
     weight: str | None
+    stored_bytes: dict[str, int]
     interleaved: int
     distinct_segments: int
     bounds: list[str]
@@ -101,6 +103,7 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
         sections={section.name: len(section.body) for section in program.sections},
         dims={dim.name: (dim.minimum, dim.maximum) for dim in program.dims},
         weight=_weight(program),
+        stored_bytes=_stored_bytes(program),
         interleaved=program.interleaved,
         distinct_segments=len({program.segment_by_name[name].digest() for name in called}),
         bounds=[print_record(bound, program) for bound in program.bounds],
@@ -122,6 +125,15 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
         laws=dict(report.laws),
         fingerprint=program.fingerprint,
     )
+
+
+def _stored_bytes(program: Program) -> dict[str, int]:
+    stored: dict[str, int] = {}
+    for output in program.outputs:
+        if output.stored is not None:
+            size_bytes = int(program.buffer_by_name[output.buffer].size_bytes)
+            stored[output.path] = max(stored.get(output.path, 0), size_bytes)
+    return stored
 
 
 def _weight(program: Program) -> str | None:
