@@ -83,8 +83,9 @@ class FollowedOptimizers:
                 if known and known.get(name) == value:
                     continue
                 if name in live:
-                    if live[name] != value:
-                        live[name] = copy.copy(value)
+                    wanted = _with_own_defaults(value, live[name])
+                    if live[name] != wanted:
+                        live[name] = copy.copy(wanted)
                 elif known:
                     raise UserError(
                         f"The optimizer's {name} is {value!r} now, and was {known.get(name)!r} when the program was "
@@ -103,6 +104,14 @@ def _settings(group: Mapping[str, object]) -> dict[str, object]:
     parameters = group["params"]
     assert isinstance(parameters, list)
     return {**settings, "number of parameters": len(parameters)}
+
+
+def _with_own_defaults(value: object, present: object) -> object:
+    """Return a setting in which None, torch's own choice, is what the program has, as in the pair ``eps`` of Adafactor."""
+    if not isinstance(value, tuple) or not isinstance(present, tuple) or len(value) != len(present):
+        return value
+    pairs = zip(value, present, strict=True)
+    return tuple(own if given is None else given for given, own in pairs)
 
 
 def _refuse_step(*_: object, **__: object) -> NoReturn:

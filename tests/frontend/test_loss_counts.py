@@ -140,7 +140,12 @@ def compiled(loss: Loss, example: Batch, **options: object) -> Program:
 
 EXAMPLE: Final = {**batch(4, 3), "fractions": torch.tensor([[0.5, 1.0, 2.5]]).expand(4, 3)}
 
+
 # The words of the example are 0 1 2 3 4 0 1 2 3 4 0 1, and the labels are the same without the three of 1.
+def of_rolled_words(model: nn.Module, batch: Batch) -> Tensor:
+    return entropy(model(batch["words"]), batch["words"].roll(1, 1))
+
+
 TABLE: tuple[tuple[Loss, float | str], ...] = (
     (at_least_1, 9),
     (with_epsilon, 9),
@@ -160,6 +165,7 @@ TABLE: tuple[tuple[Loss, float | str], ...] = (
     (of_one_row, EVEN),
     (of_pairs, EVEN),
     (of_own_labels, EVEN),
+    (of_rolled_words, EVEN),
     (of_chosen_labels, 6),
     (of_nonzero_fractions, 8),
 )

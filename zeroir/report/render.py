@@ -69,7 +69,9 @@ def render_summary(summary: Summary) -> RenderableType:
         grid.add_row("weight", summary["weight"])
     if summary["stored_bytes"]:
         stored = [f"{path} {format_bytes(size)}" for path, size in summary["stored_bytes"].items()]
-        grid.add_row("stored", Text(f"{', '.join(shortened(stored))} per batch, by the model's code"))
+        grid.add_row(
+            "stored", Text(f"{', '.join(shortened(stored))} per batch, by the model's code")
+        )
     grid.add_row("segments", f"{summary['distinct_segments']} distinct")
     grid.add_row(
         "sections",

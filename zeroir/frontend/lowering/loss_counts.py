@@ -54,7 +54,9 @@ _LEAST: Final = frozenset({"aten.clamp.default", "aten.clamp_min.default"})
 _MOST_ADDED: Final = 1e-3
 """What may be added to a divisor lest it is 0."""
 
-_SELECTIONS: Final = _SAME | {"aten.constant_pad_nd.default"}
+_SELECTIONS: Final = _SAME | {
+    *("aten.constant_pad_nd.default", "aten.roll.default", "aten.flip.default"),
+}
 _POSITIONS: Final = frozenset({"aten.argmax.default", "aten.argmin.default"})
 """Operators whose results are never negative."""
 
