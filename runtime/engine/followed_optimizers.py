@@ -107,7 +107,7 @@ def _settings(group: Mapping[str, object]) -> dict[str, object]:
 
 
 def _with_own_defaults(value: object, present: object) -> object:
-    """Return a setting in which None, torch's own choice, is what the program has, as in the pair ``eps`` of Adafactor."""
+    """Return a setting in which None, torch's own choice, is what the program has, as in the pair ``eps``."""
     if not isinstance(value, tuple) or not isinstance(present, tuple) or len(value) != len(present):
         return value
     pairs = zip(value, present, strict=True)
