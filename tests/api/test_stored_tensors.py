@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -400,6 +401,27 @@ def test_what_the_backward_stores_is_named_in_a_warning() -> None:
     engine.step(X)
     assert isinstance(net.last, Tensor)
     assert kept == {}
+
+
+@pytest.mark.parametrize("name", ["kept[Linear]", "kept['same']", "first"])
+def test_what_cannot_be_stored_is_named_in_a_warning(name: str) -> None:
+    """A key that is a module, a tensor that the code did not make, and one that it stores at its first call only."""
+    kept: dict[object, Tensor] = {}
+    given = [torch.ones(3)]
+
+    def hook(module: nn.Module, _: object, output: Tensor) -> None:
+        match name:
+            case "kept[Linear]":
+                kept[module] = output.detach()
+            case "kept['same']":
+                kept["same"] = given[0]
+            case _:
+                vars(module).setdefault("first", output.detach())
+
+    net = Net()
+    net.head.register_forward_hook(hook)
+    with pytest.warns(ModelWarning, match=rf"stores .*{re.escape(name)}, and the program"):
+        engine_of(net).step(X)
 
 
 def test_the_text_of_a_program_says_what_it_stores() -> None:

@@ -48,6 +48,7 @@ class Net(nn.Module):
         self.calls = 0
         self.table: Tensor | None = None
         self.plain = [torch.ones(4)]
+        self.numbers = [1]
         self.body = forward
 
     def forward(self, *x: Tensor) -> object:
@@ -67,7 +68,7 @@ def counting(net: Net, x: Tensor) -> object:
 
 
 def counting_in_a_list(net: Net, x: Tensor) -> object:
-    net.plain.append(net.plain[0])
+    net.numbers.append(1)
     return net.layer(x).mean()
 
 

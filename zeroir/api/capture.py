@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from zeroir.api.keywords import CompileKeywords
-    from zeroir.frontend.capture.stored_tensors import KeptTensors
     from zeroir.frontend.source.source import LossFunction, Model, ModelSource, WeightFunction
+    from zeroir.frontend.watch.stored_tensors import KeptTensors
     from zeroir.torch_ops.batches import Batch
     from zeroir.torch_ops.followed_numbers import FollowedNumbers
 

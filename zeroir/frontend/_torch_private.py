@@ -33,6 +33,7 @@ from torch._higher_order_ops.effects import with_effects
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -170,6 +171,11 @@ def function_graph(
         UnknownDescriptorError: if the module changes its inputs or returns views.
     """
     return _as_function(_exported(mode, module, inputs), len(inputs))
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Return whether a tensor is one of a trace."""
+    return isinstance(tensor, FakeTensor | FunctionalTensor)
 
 
 @contextlib.contextmanager

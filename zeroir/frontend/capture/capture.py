@@ -60,11 +60,6 @@ from zeroir.frontend.capture.state_check import (
     note_on_stores,
     stores_of_evaluation,
 )
-from zeroir.frontend.capture.stored_tensors import (
-    NOTHING_KEPT,
-    StoredValue,
-    kept_tensors,
-)
 from zeroir.frontend.source.source import (
     ModelSource,
     capitalised,
@@ -75,6 +70,11 @@ from zeroir.frontend.source.source_lines import line_of_module, refusals_at
 from zeroir.frontend.source.unsupported import require_supported
 from zeroir.frontend.watch.code_state import CodeState
 from zeroir.frontend.watch.reached_code import ReachedCode
+from zeroir.frontend.watch.stored_tensors import (
+    NOTHING_KEPT,
+    StoredObject,
+    kept_tensors,
+)
 from zeroir.ir.analysis.instances import with_other_sizes
 from zeroir.ir.limits import LONGEST_NAME, obeyed_character
 from zeroir.ir.program import ConstantBinding
@@ -232,7 +232,7 @@ def _captured(
         with refusals_at(step.line):
             changed = checked_state(joint, model, mode, step, lambda: joint_graph_of_a_step()[0])
         notes.append(changed.note)
-        stored: tuple[StoredValue, ...] = ()
+        stored: tuple[StoredObject, ...] = ()
         # What is stored in the backward is no value of the forward.
         step.stores = tuple(
             store for store in changed.stores if source.is_in_hand and store in places

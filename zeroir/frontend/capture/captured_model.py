@@ -14,10 +14,10 @@ from zeroir.frontend.capture.joint_graph import JointGraph
 from zeroir.frontend.capture.module_tensors import (
     TensorInfo,
 )
-from zeroir.frontend.capture.stored_tensors import (
+from zeroir.frontend.watch.stored_tensors import (
     NOTHING_KEPT,
     KeptTensors,
-    StoredValue,
+    StoredObject,
 )
 from zeroir.ir.program import ConstantBinding
 from zeroir.torch_ops.followed_numbers import FollowedNumbers
@@ -33,7 +33,7 @@ class CapturedEvaluation:
     joint: JointGraph
     sites: int
     reused_blocks: tuple[str, ...] = ()
-    stored: tuple[StoredValue, ...] = ()
+    stored: tuple[StoredObject, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,9 +26,9 @@ from zeroir.frontend.capture.node_origins import OriginTracker
 from zeroir.frontend.capture.outside_tensors import OutsideTensors
 from zeroir.frontend.capture.precision import with_floats_cast
 from zeroir.frontend.capture.python_state import PythonState
-from zeroir.frontend.capture.stored_tensors import Store, StoredValue, stored_values
 from zeroir.frontend.lowering.units import find_units
 from zeroir.frontend.source.source import ModelSource, capitalised
+from zeroir.frontend.watch.stored_tensors import StoredObject, StorePlace, stored_values
 from zeroir.ir.reports import Storing
 from zeroir.torch_ops.batches import with_tensors
 from zeroir.torch_ops.neutral import NeutralOps
@@ -78,9 +78,9 @@ class LossStep(nn.Module):
         self.state = state
         self.outside = OutsideTensors()
         self.output_names: tuple[OutputName, ...] = ()
-        self.stores: tuple[Store, ...] = ()
-        self.stored: tuple[StoredValue, ...] = ()
-        self.places: frozenset[Store] = frozenset()
+        self.stores: tuple[StorePlace, ...] = ()
+        self.stored: tuple[StoredObject, ...] = ()
+        self.places: frozenset[StorePlace] = frozenset()
         self.replaced: frozenset[str] = frozenset()
         self._is_evaluating = False
         self._outputs: tuple[str, ...] = ()

@@ -29,7 +29,6 @@ from types import (
 from torch import Tensor, nn
 
 from zeroir.frontend._torch_hooks import HOOKS_OF_MODULES
-from zeroir.frontend.capture.stored_tensors import Container, Store
 from zeroir.frontend.source.imports import is_known_package
 from zeroir.frontend.source.namespaces import (
     PLAIN,
@@ -40,6 +39,7 @@ from zeroir.frontend.source.namespaces import (
     SlotAttributes,
     place_id,
 )
+from zeroir.frontend.watch.stored_tensors import Container, StorePlace
 
 Leaf = tuple[object, ...]
 IsSame = Callable[[object, object], bool]
@@ -124,7 +124,7 @@ class PythonState:
                 names.append(name)
         return names
 
-    def stores(self) -> list[Store]:
+    def stores(self) -> list[StorePlace]:
         """Return the places where tensors are now that were not there."""
         return [
             store
@@ -132,7 +132,7 @@ class PythonState:
             for store in container.stores(number)
         ]
 
-    def place_of(self, store: Store) -> PlaceId:
+    def place_of(self, store: StorePlace) -> PlaceId:
         """Return what identifies a place."""
         return place_id(self.containers[store.container].values, store.key)
 

@@ -29,7 +29,7 @@ from zeroir.frontend.capture.python_state import (
     number_attributes,
     tensor_attributes,
 )
-from zeroir.frontend.capture.stored_tensors import Container, Store
+from zeroir.frontend.watch.stored_tensors import Container, StorePlace
 
 _MOST_NAMES = 3
 
@@ -38,7 +38,7 @@ _MOST_NAMES = 3
 class ChangedState:
     """What a forward does to the state: where it stores tensors, and a sentence on what a program does not do."""
 
-    stores: tuple[Store, ...] = ()
+    stores: tuple[StorePlace, ...] = ()
     note: str | None = None
 
 
@@ -67,7 +67,7 @@ def checked_state(
             names = changed or [store.name for store in stores]
             return ChangedState(note=_kept_tensor_note(model, mode, step, names, capture))
         third = PythonState.of(model, step.state.code)
-        every_time = _stored_again(stores, first, second)
+        every_time = tuple(s for s in _stored_again(stores, first, second) if s.is_made)
         growing = {store.name for store in every_time if store.is_appended}
         changed_again = [name for name in second.changed(third) if name not in growing]
         note = None
@@ -77,7 +77,9 @@ def checked_state(
         once = [
             store
             for store in stores
-            if store not in every_time and id(first.containers[store.container].values) in present
+            if store not in every_time
+            and not store.is_appended
+            and id(first.containers[store.container].values) in present
         ]
         step.state = second
         second.restore()
@@ -92,7 +94,7 @@ def checked_state(
 
 def stores_of_evaluation(
     joint: JointGraph, model: nn.Module, step: LossStep, capture: Callable[[], JointGraph]
-) -> tuple[Store, ...]:
+) -> tuple[StorePlace, ...]:
     """Return where each evaluation stores tensors; ``joint`` is its graph, from the present state of ``step``."""
     first = step.state
     stores = first.stores()
@@ -102,15 +104,15 @@ def stores_of_evaluation(
         step.state = second = PythonState.of(model, first.code)
         if not _is_captured_alike(joint, capture):
             return ()
-        return _stored_again(stores, first, second)
+        return tuple(s for s in _stored_again(stores, first, second) if s.is_made)
     finally:
         step.state = first
         first.restore()
 
 
 def _stored_again(
-    stores: Sequence[Store], first: PythonState, second: PythonState
-) -> tuple[Store, ...]:
+    stores: Sequence[StorePlace], first: PythonState, second: PythonState
+) -> tuple[StorePlace, ...]:
     """Return those of the places at which a second forward, too, has just stored something."""
     again = {second.place_of(store) for store in second.stores()}
     return tuple(store for store in stores if first.place_of(store) in again)
@@ -163,10 +165,10 @@ def _unread(
     joint: JointGraph,
     model: nn.Module,
     step: LossStep,
-    stores: Sequence[Store],
+    stores: Sequence[StorePlace],
     containers: Sequence[Container],
     capture: Callable[[], JointGraph],
-) -> tuple[Store, ...]:
+) -> tuple[StorePlace, ...]:
     """Return those of the places that the next forward does not read.
 
     The others are caches, which a program needs no more. ``step`` has the state that a forward left in ``containers``.

@@ -16,7 +16,6 @@ from zeroir.frontend.capture.capture import capture
 from zeroir.frontend.capture.captured_model import CapturedModel
 from zeroir.frontend.capture.code_contexts import note_on_small_checkpoints, recomputed_units
 from zeroir.frontend.capture.followed_numbers import capture_with_numbers
-from zeroir.frontend.capture.stored_tensors import KeptTensors
 from zeroir.frontend.lowering.accumulate import accumulate
 from zeroir.frontend.lowering.loss_weight import LossWeight, loss_weight, may_count_differently
 from zeroir.frontend.lowering.lower import lower as lower_calls
@@ -26,6 +25,7 @@ from zeroir.frontend.lowering.segment_calls import SegmentCall
 from zeroir.frontend.lowering.segments import cut
 from zeroir.frontend.lowering.units import ROOT, ROOT_PRE, Units, find_units
 from zeroir.frontend.source.source import NOTHING_EARLIER, Earlier, ModelSource
+from zeroir.frontend.watch.stored_tensors import KeptTensors
 from zeroir.ir.program import Program
 from zeroir.torch_ops.followed_numbers import FollowedNumbers
 from zeroir.workspace.segments import declared

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroir.errors import ChangedCodeError
-from zeroir.frontend.capture.stored_tensors import NOTHING_KEPT, KeptTensors
 from zeroir.frontend.source.source import ModelSource
 from zeroir.frontend.watch.code_state import HOOK, CodeState, Leaf
 from zeroir.frontend.watch.reached_code import ReachedCode
+from zeroir.frontend.watch.stored_tensors import NOTHING_KEPT, KeptTensors
 from zeroir.ir.reports import Storing
 from zeroir.torch_ops.followed_numbers import FollowedNumbers
 

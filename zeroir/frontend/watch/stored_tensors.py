@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zeroir.errors import InternalError
+from zeroir.frontend._torch_private import is_traced
 from zeroir.frontend.capture.joint_graph import OutputName
 from zeroir.frontend.source.namespaces import PLAIN, PlaceId, place_id
 from zeroir.ir.reports import Storing
@@ -27,16 +28,17 @@ _TENSOR: Final = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Store:
+class StorePlace:
     """A place where the code stores tensors: the number of its container in the state, and the key.
 
-    ``is_appended`` is whether it appends them instead to a list.
+    ``is_appended`` is whether it appends them instead to a list, ``is_made`` whether it makes all of them.
     """
 
     name: str
     container: int
     key: Any = None
     is_appended: bool = False
+    is_made: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +53,23 @@ class Container:
     contents: MutableMapping[Any, object] | list[object]
     without: Set[str] | None = None
 
-    def stores(self, number: int) -> Iterator[Store]:
+    def stores(self, number: int) -> Iterator[StorePlace]:
         """Yield where tensors are now that were not there; ``number`` is that of the container."""
+        for key, value in self._new_items():
+            if has_tensors(value):
+                # Another key, such as a module, is one of the copy that is traced.
+                is_made = isinstance(key, PLAIN) and _is_made(value)
+                yield StorePlace(
+                    name=self._name_of(key), container=number, key=key, is_made=is_made
+                )
+        new = [] if isinstance(self.values, MutableMapping) else self._appended()
+        if new and all(map(has_tensors, new)):
+            yield StorePlace(
+                name=self.name, container=number, is_appended=True, is_made=_is_made(new)
+            )
+
+    def _new_items(self) -> Iterator[tuple[Any, object]]:
+        """Yield the keys that have another object now, and that object."""
         values, contents = self.values, self.contents
         if isinstance(values, MutableMapping):
             assert isinstance(contents, MutableMapping)
@@ -60,19 +77,14 @@ class Container:
             items = dict.items(values) if isinstance(values, dict) else values.items()
             for key, value in list(items):
                 is_own = self.without is None or not (key in self.without or key.startswith("__"))
-                is_new = contents.get(key, _TENSOR) is not value
-                if is_own and is_new and isinstance(key, PLAIN) and has_tensors(value):
-                    yield Store(name=self._name_of(key), container=number, key=key)
-            return
-        new = self._appended()
-        if new and all(map(has_tensors, new)):
-            yield Store(name=self.name, container=number, is_appended=True)
-        elif not new and len(values) == len(contents):
+                if is_own and contents.get(key, _TENSOR) is not value:
+                    yield key, value
+        elif len(values) == len(contents) and not self._appended():
             for at, (before, now) in enumerate(zip(contents, values, strict=True)):
-                if before is not now and has_tensors(now):
-                    yield Store(name=self._name_of(at), container=number, key=at)
+                if before is not now:
+                    yield at, now
 
-    def value_at(self, store: Store) -> object:
+    def value_at(self, store: StorePlace) -> object:
         """Return what the code has stored at a place; a list of what it has appended.
 
         Raises:
@@ -82,7 +94,7 @@ class Container:
             return self._appended()
         return self.values[store.key]
 
-    def put(self, store: Store, value: object) -> None:
+    def put(self, store: StorePlace, value: object) -> None:
         """Replace what is at a place, or every item that was appended, by this value."""
         if not store.is_appended:
             self.values[store.key] = value
@@ -92,7 +104,13 @@ class Container:
             self.values[-at] = value
 
     def _name_of(self, key: object) -> str:
-        return f"{self.name}[{key!r}]" if self.without is None else f"{self.name}{key}"
+        if self.without is not None:
+            return f"{self.name}{key}"
+        return (
+            f"{self.name}[{key!r}]"
+            if isinstance(key, PLAIN)
+            else f"{self.name}[{type(key).__name__}]"
+        )
 
     def _appended(self) -> list[object]:
         """Return what was appended to a list, or to a deque, which drops the first items where it is full."""
@@ -113,16 +131,20 @@ class Container:
 def has_tensors(value: object) -> bool:
     """Return whether an object consists of tensors, at least one, and of plain values."""
     leaves = pytree.tree_leaves(value)
-    return any(isinstance(x, Tensor) for x in leaves) and all(
-        isinstance(x, (Tensor, *PLAIN)) for x in leaves
-    )
+    are_plain = all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
+    return are_plain and any(isinstance(leaf, Tensor) for leaf in leaves)
+
+
+def _is_made(value: object) -> bool:
+    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+    return all(map(is_traced, tensors))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredValue:
+class StoredObject:
     """What the code stores at a place: the names of its tensors, and how the object that they are in is made."""
 
-    store: Store
+    store: StorePlace
     names: tuple[OutputName, ...]
     leaves: tuple[object, ...]
     structure: pytree.TreeSpec
@@ -134,15 +156,15 @@ class StoredValue:
 
 
 def stored_values(
-    stores: Sequence[Store], containers: Sequence[Container], moment: Storing
-) -> tuple[tuple[StoredValue, ...], list[Tensor]]:
+    stores: Sequence[StorePlace], containers: Sequence[Container], moment: Storing
+) -> tuple[tuple[StoredObject, ...], list[Tensor]]:
     """Return what the code has just stored at these places, and the tensors in it, in order.
 
     Raises:
         LookupError: if nothing is at a place.
     """
     counts: Counter[str] = Counter()
-    values: list[StoredValue] = []
+    values: list[StoredObject] = []
     tensors: list[Tensor] = []
     for store in stores:
         value = containers[store.container].value_at(store)
@@ -158,7 +180,7 @@ def stored_values(
                 tensors.append(leaf)
         leaves = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for _, leaf in paths)
         values.append(
-            StoredValue(store=store, names=tuple(names), leaves=leaves, structure=structure)
+            StoredObject(store=store, names=tuple(names), leaves=leaves, structure=structure)
         )
     return tuple(values), tensors
 
@@ -167,7 +189,7 @@ def stored_values(
 class KeptPlace:
     """A place of the user's own where tensors are to be: what is stored there, and the container."""
 
-    value: StoredValue
+    value: StoredObject
     container: Values
 
 
@@ -210,7 +232,7 @@ NOTHING_KEPT: Final = KeptTensors()
 
 
 def kept_tensors(
-    values: Sequence[StoredValue], traced: Sequence[Container], own: Sequence[Container]
+    values: Sequence[StoredObject], traced: Sequence[Container], own: Sequence[Container]
 ) -> KeptTensors:
     """Return the places of the user's own that correspond to those of the traced copy of the module."""
     if values and [each.name for each in traced] != [each.name for each in own]:
