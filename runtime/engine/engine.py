@@ -310,6 +310,8 @@ class Engine:
             self._followed.follow_optimizers()
         if self._scheduler is not None:
             self._scheduler.follow_groups()
+        if self._followed.reads_tensors:
+            self._followed.borrow(self.signatures.codes)
 
     def _keep(self, moment: Storing, tensors: Mapping[str, Tensor]) -> None:
         """Put tensors where the user's code would store them."""

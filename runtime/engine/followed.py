@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from zeroir.errors import ChangedCodeError, UserError
 from zeroir.ir.program import Program
 from zeroir.ir.reports import Storing
 from zeroir.runtime.memory.rank_memory import RankMemory
+from zeroir.torch_ops.absent_tensors import Lender, home_of
 from zeroir.torch_ops.types import TORCH_DTYPE
 
 
@@ -95,8 +97,33 @@ def is_current(code: Followed | None, *, is_step: bool) -> bool:
     return True
 
 
-def read_tensors(tensors: Mapping[str, Tensor], program: Program, memory: RankMemory) -> None:
+def lent_values(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Return the present values of those tensors that other engines have, by the tensors' ids.
+
+    All ranks call this together.
+    """
+    by_lender: dict[int, tuple[Lender, dict[str, int]]] = {}
+    for tensor in tensors:
+        home = home_of(tensor)
+        if home is not None:
+            _, ids = by_lender.setdefault(id(home.lender), (home.lender, {}))
+            ids[home.name] = id(tensor)
+    return {
+        ids[name]: value
+        for lender, ids in by_lender.values()
+        for name, value in lender.lent(list(ids)).items()
+    }
+
+
+def read_tensors(
+    tensors: Mapping[str, Tensor],
+    program: Program,
+    memory: RankMemory,
+    lent: Mapping[int, Tensor] = MappingProxyType({}),
+) -> None:
     """Copy the present values of the user's tensors to the constants of these names.
+
+    ``lent`` are the values of tensors that other engines have, by the tensors' ids.
 
     Raises:
         UserError: where a tensor has another shape or dtype than when the program was compiled, or no values.
@@ -106,9 +133,10 @@ def read_tensors(tensors: Mapping[str, Tensor], program: Program, memory: RankMe
         if tensor is None:
             continue
         dtype = TORCH_DTYPE[program.buffer_by_name[binding.buffer].dtype]
-        if tuple(tensor.shape) != binding.shape or tensor.dtype is not dtype or tensor.is_meta:
+        value = lent.get(id(tensor), tensor)
+        if tuple(tensor.shape) != binding.shape or tensor.dtype is not dtype or value.is_meta:
             raise UserError(
                 f"A tensor outside the model is {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device} now, "
                 f"and was {dtype} of shape {list(binding.shape)} when the program was compiled: compile again."
             )
-        memory.write(binding.buffer, 0, tensor.detach().reshape(-1))
+        memory.write(binding.buffer, 0, value.detach().to(dtype).reshape(-1))

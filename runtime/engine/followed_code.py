@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Final
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zeroir.errors import ChangedCodeError
 from zeroir.ir.program import Program
 from zeroir.ir.reports import Storing
-from zeroir.runtime.engine.followed import Followed, is_current, read_tensors
+from zeroir.runtime.engine.followed import Followed, is_current, lent_values, read_tensors
 from zeroir.runtime.engine.followed_optimizers import FollowedOptimizers
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer
 from zeroir.runtime.engine.signatures import Signatures
@@ -57,6 +57,7 @@ class FollowedCode:
         self._unfollowed: frozenset[str] = frozenset()
         self._keeps = True
         self._optimizers: FollowedOptimizers | None = None
+        self._lent: Mapping[int, Tensor] = {}
 
     @property
     def reads_tensors(self) -> bool:
@@ -161,7 +162,12 @@ class FollowedCode:
         if self._code is not None:
             self._code.keep(moment, tensors)
 
+    def borrow(self, codes: Iterable[Followed]) -> None:
+        """Gather the present values of tensors that other engines have, and one of these codes uses."""
+        tensors = [tensor for code in codes for tensor in code.tensors.values()]
+        self._lent = lent_values(dict.fromkeys(tensors))
+
     def read_tensors(self, program: Program, memory: RankMemory) -> None:
         """Copy the present values of the user's tensors to the program's constants."""
         if self._code is not None:
-            read_tensors(self._code.tensors, program, memory)
+            read_tensors(self._code.tensors, program, memory, self._lent)

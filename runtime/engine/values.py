@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Final
 
@@ -29,8 +29,10 @@ from zeroir.runtime.state.module_values import (
     free_tensors,
     watched_source,
 )
+from zeroir.runtime.state.named_tensors import NamedTensors
 from zeroir.runtime.state.waiting_states import WaitingStates
 from zeroir.runtime.state.write_back import return_values
+from zeroir.torch_ops.absent_tensors import Home, set_home
 
 LOGGER: Final = logging.getLogger("zeroir")
 
@@ -91,6 +93,7 @@ class ModelValues:
         self.are_set = True
         if isinstance(source, nn.Module) and not keep_module:
             self._taken_from = source
+            self._set_homes()
         self._make = module_maker(source, deep_copy)
         self._adapt = adapt
 
@@ -128,6 +131,41 @@ class ModelValues:
             module = block.enter_context(gatherer.gathered(name, masters=masters, ema=ema))
         with block:
             yield module
+
+    def _set_homes(self) -> None:
+        """Let the user's tensors whose values are here say so."""
+        if self._taken_from is not None:
+            named = NamedTensors(self._taken_from)
+            for name in named:
+                set_home(named[name], Home(self, name))
+
+    def lent(self, names: Collection[str]) -> Mapping[str, Tensor]:
+        """Return the present values of the module's tensors of these names, unsharded."""
+        rank_program = self._rank_program
+        program = rank_program.program
+        by_slot: dict[str, list[str]] = {}
+        for name in names:
+            if name in program.parameter_by_name:
+                _, slot = program.parameter_by_name[name]
+                by_slot.setdefault(slot.name, []).append(name)
+        buffers = {binding.name: binding for binding in program.module_buffers}
+        values = {name: self.others[name] for name in names if name in self.others}
+        with rank_program.between_sections():
+            for name in names:
+                if name in buffers:
+                    held = rank_program.memory.read(buffers[name].buffer)
+                    values[name] = held.clone().view(buffers[name].shape)
+            parameters = whole_parameters(
+                program,
+                [rank_program.memory],
+                rank_program.job.comm,
+                by_slot,
+                masters=True,
+                waiting=self._waiting,
+            )
+            for slot, (value,) in parameters:
+                values |= dict.fromkeys(by_slot[slot.name], value)
+        return values
 
     def give_back(self) -> None:
         """Write the present values to the user's module, if they were taken from it, and forget that module."""
@@ -175,6 +213,7 @@ class ModelValues:
                 rank_program.memory.buffer(binding.buffer).copy_(values.reshape(-1))
         if self._taken_from is not None:
             free_tensors(self._taken_from, [binding.name for binding in arriving])
+            self._set_homes()
 
     def step_counts(self, trained: Sequence[str]) -> Mapping[str, int]:
         """Number the different counts of steps of these parameters from 1 on; those trained in all steps have none."""

@@ -65,13 +65,18 @@ _PATTERN_CHARACTERS: Final = re.compile(r"[*?\[\]|;:,]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranslatedOptimizer:
-    """The options for an optimizer of torch, and the parameters that it does not train."""
+    """The options for an optimizer of torch, and the parameters that it does not train.
+
+    ``is_instance`` is whether it has parameters.
+    """
 
     options: Mapping[str, object]
     untrained: frozenset[str] = frozenset()
+    is_instance: bool = True
 
     def source(self, source: ModelSource) -> ModelSource:
         """Return the source with the parameters frozen that the optimizer does not train."""
+        source = replace(source, has_optimizer=self.is_instance)
         if not self.untrained:
             return source
         return replace(source, build=lambda: _frozen(source.build(), self.untrained))
@@ -89,7 +94,7 @@ def translated(
     """
     given = {name: value for name, value in options.items() if name != "optimizer"}
     if isinstance(optimizer, type):
-        return TranslatedOptimizer(options=_of_class(optimizer, given))
+        return TranslatedOptimizer(options=_of_class(optimizer, given), is_instance=False)
     instances = list(optimizer) if isinstance(optimizer, tuple | list) else [optimizer]
     optimizers = [each for each in instances if isinstance(each, torch.optim.Optimizer)]
     if not optimizers or len(optimizers) < len(instances):

@@ -5,8 +5,9 @@ They have a shape, a dtype and a device; every computation with them raises User
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Final
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import ClassVar, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ _READABLE: Final[frozenset[object]] = frozenset(
         Tensor.is_complex,
         Tensor.is_contiguous,
         Tensor.is_floating_point,
+        Tensor.is_inference,
         Tensor.ndimension,
         Tensor.nelement,
         Tensor.numel,
@@ -55,6 +57,8 @@ _READABLE: Final[frozenset[object]] = frozenset(
     }
 )
 """What does not need values."""
+
+_HOME: Final = "_home"
 
 _OF_TRAINING: Final[frozenset[object]] = frozenset(
     {Tensor.requires_grad_, getattr(Tensor, "requires_grad").__set__}  # noqa: B009
@@ -101,8 +105,22 @@ class ReturnedTensor(AbsentTensor):
     text = "freed at the end of the block of engine.gathered"
 
 
+class Lender(Protocol):
+    """Has the values of tensors that an engine has taken."""
+
+    def lent(self, names: Collection[str]) -> Mapping[str, Tensor]:
+        """Return the present values of the module's tensors of these names, unsharded. All ranks call this together."""
+
+
+class Home(NamedTuple):
+    """Where the values of a tensor are, and its name there."""
+
+    lender: Lender
+    name: str
+
+
 class MovedTensor(AbsentTensor):
-    """A tensor of the user's module whose values an engine has taken."""
+    """A tensor of the user's module whose values an engine has taken; ``home_of`` says where they are."""
 
     absence = (
         "The values of this module are in the engine that was made from it: compute with engine.evaluate(batch) or "
@@ -110,6 +128,22 @@ class MovedTensor(AbsentTensor):
         "gives them back."
     )
     text = "its values are in the engine"
+
+
+def home_of(tensor: Tensor) -> Home | None:
+    """Return where the values of a tensor are, if an engine has taken them."""
+    known = vars(tensor).get(_HOME) if isinstance(tensor, MovedTensor) else None
+    if known is None:
+        return None
+    lender, name = known
+    present = lender()
+    return None if present is None else Home(present, name)
+
+
+def set_home(tensor: Tensor, home: Home) -> None:
+    """Let a tensor without values say where they are, which does not keep an engine alive."""
+    if isinstance(tensor, MovedTensor):
+        vars(tensor)[_HOME] = (weakref.ref(home.lender), home.name)
 
 
 def absent(tensor: Tensor, kind: type[AbsentTensor]) -> Tensor:

@@ -69,6 +69,7 @@ from zeroir.frontend.source.source import (
 from zeroir.frontend.source.source_lines import line_of_module, refusals_at
 from zeroir.frontend.source.unsupported import require_supported
 from zeroir.frontend.watch.code_state import CodeState
+from zeroir.frontend.watch.lent_modules import own_tensors, stand_ins
 from zeroir.frontend.watch.reached_code import ReachedCode
 from zeroir.frontend.watch.stored_tensors import (
     NOTHING_KEPT,
@@ -189,7 +190,11 @@ def _captured(
         at_the_end.callback(state.restore_exactly)
         step = LossStep(model, source, example, compute_dtype(precision), hooks, state)
         reached = ReachedCode.of(model, functions)
-        step.outside = OutsideTensors(CodeState.of(None, reached).tensors, numbers)
+        outside = CodeState.of(None, reached)
+        standing = at_the_end.enter_context(
+            stand_ins(outside.modules, own_tensors(source), are_constants=source.has_optimizer)
+        )
+        step.outside = OutsideTensors(outside.tensors, numbers, standing)
         if numbers is not None and numbers.values:
             # Calls of blocks with different numbers are not equal.
             step.blocks = ()

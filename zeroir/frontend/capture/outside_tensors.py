@@ -6,7 +6,8 @@ reads them before each micro-step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -18,15 +19,21 @@ _Place = tuple[object, ...]
 
 
 class OutsideTensors:
-    """The tensors that code outside the model holds, and those of the numbers that the program follows."""
+    """The tensors that code outside the model holds, and those of the numbers that the program follows.
+
+    ``standing`` has, for tensors that stand in for others, what they stand for.
+    """
 
     def __init__(
-        self, tensors: Iterable[Tensor] = (), numbers: FollowedNumbers | None = None
+        self,
+        tensors: Iterable[Tensor] = (),
+        numbers: FollowedNumbers | None = None,
+        standing: Mapping[Tensor, Tensor] = MappingProxyType({}),
     ) -> None:
         self._numbers = numbers
         self._by_place = {
             _place(x): x for x in tensors if x.layout is torch.strided and not x.is_meta
-        }
+        } | {_place(other): x for other, x in standing.items()}
 
     def holder(self, constant: Tensor) -> Tensor | None:
         """Return the user's tensor in whose memory a constant is; None if no code can change it."""

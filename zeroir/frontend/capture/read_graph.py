@@ -164,7 +164,8 @@ class _Reader:
             raise UserError(
                 f"{self._place(node)} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient and is no "
                 f"parameter of the model: {MAKE_PART_OF_MODEL}. A loss function or hook uses the module that it is "
-                "given."
+                "given. Another module counts as it is, untrained, if it has requires_grad_(False), or if the "
+                "optimizer is an instance over the parameters that are trained."
             )
         dense = tensor.detach().contiguous()
         data = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""

@@ -99,7 +99,8 @@ class ModelSource:
     ``folder`` is that of the user's code: traces show its files. ``modules`` names the user's Python modules in this
     process. ``autocasts`` maps ``file:line`` to the accelerator for which that code entered autocast while it was
     loaded. ``file`` is None if there is no model file. ``shapes`` returns the shapes of the batch that depend on dims.
-    ``earlier`` is what a program goes on with.
+    ``earlier`` is what a program goes on with. With ``has_optimizer`` the script's optimizer says which parameters are
+    trained, and those of other modules that the code uses are constants.
     """
 
     names: SourceNames
@@ -117,6 +118,7 @@ class ModelSource:
     is_in_hand: bool = False
     shapes: Callable[[], BatchShapes] | None = None
     earlier: Earlier = NOTHING_EARLIER
+    has_optimizer: bool = False
 
     def line_of_loss(self, model: nn.Module) -> str:
         """Return ``file:line`` of the function that returns the loss, or of the model's creation if that is torch's."""

@@ -95,9 +95,9 @@ class NumberPlace:
 class CodeState:
     """The state at one time: ``leaves`` are comparable values by their names in messages.
 
-    ``lines`` has the line of the user's code that reads the value of a name, and ``tensors`` are those outside the
-    module's own. ``places`` has where numbers are; a program follows those in ``numbers``, of which only the type
-    counts. What the code only stores, at the places ``stored``, does not count. ``is_as_it_was`` is the quick
+    ``lines`` has the line of the user's code that reads the value of a name, and ``tensors`` and ``modules`` are those
+    outside the module's own. ``places`` has where numbers are; a program follows those in ``numbers``, of which only
+    the type counts. What the code only stores, at the places ``stored``, does not count. ``is_as_it_was`` is the quick
     comparison, which is no use while ``is_doubtful``.
     """
 
@@ -105,6 +105,7 @@ class CodeState:
     leaves: dict[str, Leaf] = field(default_factory=dict)
     lines: dict[str, str] = field(default_factory=dict)
     tensors: list[Tensor] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
     places: dict[str, NumberPlace] = field(default_factory=dict)
     numbers: frozenset[str] = frozenset()
     stored: frozenset[PlaceId] = frozenset()
@@ -360,6 +361,7 @@ class CodeState:
     def _mutable(self, name: str, value: object) -> None:
         match value:
             case nn.Module():
+                self.modules.append(value)
                 self._module_tree(value, name, is_own=False)
             case functools.partial() | MethodType():
                 self.code.reach(value)
