@@ -69,7 +69,7 @@ from zeroir.frontend.source.source import (
 from zeroir.frontend.source.source_lines import line_of_module, refusals_at
 from zeroir.frontend.source.unsupported import require_supported
 from zeroir.frontend.watch.code_state import CodeState
-from zeroir.frontend.watch.lent_modules import own_tensors, stand_ins
+from zeroir.frontend.watch.lent_modules import stand_ins, tensor_ids
 from zeroir.frontend.watch.reached_code import ReachedCode
 from zeroir.frontend.watch.stored_tensors import (
     NOTHING_KEPT,
@@ -188,12 +188,13 @@ def _captured(
         code = UsersCode(modules=source.modules, functions=functions)
         state = PythonState.of(model, code)
         at_the_end.callback(state.restore_exactly)
-        step = LossStep(model, source, example, compute_dtype(precision), hooks, state)
-        reached = ReachedCode.of(model, functions)
-        outside = CodeState.of(None, reached)
+        # A step has hooks of its own.
+        outside = CodeState.of(None, ReachedCode.of(model, functions))
+        own = tensor_ids(model) | (tensor_ids(source.model()) if source.is_in_hand else frozenset())
         standing = at_the_end.enter_context(
-            stand_ins(outside.modules, own_tensors(source), are_constants=source.has_optimizer)
+            stand_ins(outside.modules, own, are_constants=source.has_optimizer)
         )
+        step = LossStep(model, source, example, compute_dtype(precision), hooks, state)
         step.outside = OutsideTensors(outside.tensors, numbers, standing)
         if numbers is not None and numbers.values:
             # Calls of blocks with different numbers are not equal.
@@ -257,8 +258,8 @@ def _captured(
             stored += () if evaluation is None else evaluation.stored
         kept = NOTHING_KEPT
         if stored:
-            own = PythonState.of(source.model(), code)
-            kept = kept_tensors(stored, state.containers, own.containers)
+            of_user = PythonState.of(source.model(), code)
+            kept = kept_tensors(stored, state.containers, of_user.containers)
         if env is not None:
 
             def traces_at(values: Mapping[Dim, int]) -> Traces:

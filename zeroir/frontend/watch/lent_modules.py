@@ -11,7 +11,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from zeroir.frontend.source.source import ModelSource
 from zeroir.torch_ops.absent_tensors import home_of
 
 
@@ -54,9 +53,6 @@ def _stand_in(tensor: Tensor, *, are_constants: bool) -> Tensor | None:
     return tensor.detach() if tensor.requires_grad and are_constants else None
 
 
-def own_tensors(source: ModelSource) -> frozenset[int]:
-    """Return the ids of the tensors of the user's own module, if a source has one."""
-    if not source.is_in_hand:
-        return frozenset()
-    model = source.model()
-    return frozenset(id(tensor) for tensor in (*model.parameters(), *model.buffers()))
+def tensor_ids(module: nn.Module) -> frozenset[int]:
+    """Return the ids of the parameters and buffers of a module."""
+    return frozenset(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
