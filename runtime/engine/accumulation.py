@@ -116,16 +116,24 @@ class Accumulation:
             raise UserError(
                 "update() needs at least one micro_step() before it; step() updates by itself."
             )
+        self.run_last("update")
+        self._is_last_done = False
+        self._count = 0
+
+    def run_last(self, what: str) -> None:
+        """Run the waiting group as the last of the step; ``what`` is the method that needs it.
+
+        Raises:
+            UserError: where the last micro-step was declared not to be the last, or a group is incomplete.
+        """
         if self._waiting and not self._is_complete:
             raise self._incomplete(self._count)
         self._run_waiting(is_last=True)
         if not self._is_last_done:
             raise UserError(
-                "update() needs a last micro-step, but the one before it was called with is_last=False: call "
+                f"{what}() needs a last micro-step, but the one before it was called with is_last=False: call "
                 "micro_step(batch, is_last=True), or leave is_last out."
             )
-        self._is_last_done = False
-        self._count = 0
 
     def require_none(self, what: str) -> None:
         """Raise UserError where a step has begun; ``what`` is the method that must not be called within a step."""

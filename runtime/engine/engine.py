@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
 
@@ -45,6 +46,7 @@ from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.memory.malloc import return_freed_memory
 from zeroir.runtime.state import state as state_of_buffers
 from zeroir.runtime.state.gathered_module import DeepCopy
+from zeroir.runtime.state.gradients import gradient_norms, gradients
 from zeroir.runtime.state.module_values import Factory, StateSource
 from zeroir.runtime.training.lr_schedule import Scheduler
 from zeroir.runtime.training.micro_batch_weights import WeightFunction
@@ -533,6 +535,49 @@ class Engine:
         (result,) = self.rank_program.executor.update()
         self._last_result = StepResult(rank=result)
         return self._last_result
+
+    def gradients(self, *patterns: str) -> dict[str, Tensor]:
+        """Return the gradients of the step's loss for the parameters of these names, before clipping, unsharded.
+
+        Call it between ``micro_step`` and ``update``: it runs the last micro-step, which waits. ``patterns`` are those
+        of names, as in ``fnmatch``; without any all gradients are returned. The tensors are f32, copies of the
+        parameters' shapes on this rank's device. All ranks call this together.
+
+        Raises:
+            UserError: where the update overlaps with the backward, as it does by default; where there is no micro-step
+                before, or a pattern has no trained parameter.
+        """
+        names, divisor = self._of_gradients("gradients", patterns)
+        with self.rank_program.between_sections():
+            found = gradients(self.program, self.rank_program.memory, self.job, names, divisor)
+            return {slot.name: values for slot, values in found}
+
+    def gradient_norms(self, *patterns: str) -> dict[str, float]:
+        """Return the L2 norm of the gradient of each parameter of these names, as ``gradients`` does.
+
+        No rank gathers a gradient.
+        """
+        names, divisor = self._of_gradients("gradient_norms", patterns)
+        with self.rank_program.between_sections():
+            return gradient_norms(self.program, self.rank_program.memory, self.job, names, divisor)
+
+    def _of_gradients(self, what: str, patterns: Sequence[str]) -> tuple[list[str], float]:
+        """Run the last micro-step; return the names of parameters, and what their gradients are to be divided by."""
+        trained = [
+            slot.name for flat in self.program.flats if flat.is_trainable for slot in flat.slots
+        ]
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in trained):
+                raise UserError(f"No trained parameter has a name like {pattern}.")
+        self._accumulation.run_last(what)
+        (weight,) = self.rank_program.executor.weight_sums()
+        total = sum(row[0] for row in self.job.exchange([weight]))
+        matching = [
+            name
+            for name in trained
+            if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+        ]
+        return matching, total * self.loss_scale
 
     @property
     def last_result(self) -> StepResult | None:

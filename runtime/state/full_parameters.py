@@ -10,7 +10,7 @@ from torch import Tensor
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.analysis.held_elements import held_by_all, held_elements
-from zeroir.ir.buffers import Buffer
+from zeroir.ir.buffers import Buffer, Region, whole
 from zeroir.ir.contents import EMA, MASTER, PARAM, FlatContent
 from zeroir.ir.program import Flat, Program, Slot
 from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
@@ -63,17 +63,18 @@ def whole_parameters(
         if not slots:
             continue
         buffers, dtype = _source(program, flat, masters=masters, ema=ema)
+        holders = [(whole(buffer), content) for buffer, content in buffers]
         if 2 * sum(slot.numel for slot in slots) >= flat.numel:
-            whole = flat_part(program, ranks, comm, buffers, dtype, range(flat.padded_numel))
+            values = flat_part(program, ranks, comm, holders, dtype, range(flat.padded_numel))
             for slot in slots:
                 stop = slot.offset + slot.numel
-                yield slot, [v[slot.offset : stop].clone().view(slot.shape) for v in whole]
-            del whole
+                yield slot, [v[slot.offset : stop].clone().view(slot.shape) for v in values]
+            del values
         else:
             for slot in slots:
                 elements = range(slot.offset, slot.offset + slot.numel)
-                part = flat_part(program, ranks, comm, buffers, dtype, elements)
-                yield slot, [values.view(slot.shape) for values in part]
+                part = flat_part(program, ranks, comm, holders, dtype, elements)
+                yield slot, [each.view(slot.shape) for each in part]
                 del part
 
 
@@ -94,36 +95,43 @@ def flat_part(
     program: Program,
     ranks: Sequence[RankMemory],
     comm: Comm,
-    buffers: Sequence[tuple[Buffer, FlatContent]],
+    holders: Sequence[tuple[Region, FlatContent]],
     dtype: torch.dtype,
     elements: range,
 ) -> list[Tensor]:
-    """Return these elements of a flat from the buffers that hold it, converted to ``dtype``, once per local rank.
+    """Return these elements of a flat from the regions that hold it, converted to ``dtype``, once per local rank.
 
-    Where they are not all elements of sharded buffers, only the ranks that hold some of them send data. On a real
+    Where they are not all elements of sharded regions, only the ranks that hold some of them send data. On a real
     backend all ranks call this together.
     """
+    mesh = program.mesh
     parts = [torch.zeros(len(elements), dtype=dtype, device=memory.device) for memory in ranks]
 
     def targets(held: range) -> list[Tensor]:
         return [part[held.start - elements.start : held.stop - elements.start] for part in parts]
 
-    for buffer, content in buffers:
+    for region, content in holders:
+        numel = region.local_numel(mesh)
         if content.shard is None:
-            held = common(range(content.offset, content.offset + buffer.numel), elements)
+            held = common(range(content.offset, content.offset + numel), elements)
             for memory, target in zip(ranks, targets(held), strict=True):
-                start, stop = held.start - content.offset, held.stop - content.offset
-                target.copy_(memory.read(buffer.name, start, stop))
+                start = region.local_range(mesh, mesh.coordinate(memory.rank))[0] - content.offset
+                target.copy_(memory.read(region.buffer, start + held.start, start + held.stop))
             continue
         name = next(c.name for c in program.comms if c.axis == content.shard)
-        count = program.mesh.size(content.shard)
-        together = held_by_all(content, buffer.numel, program.mesh)
-        sources = [memory.read(buffer.name).to(memory.device, dtype) for memory in ranks]
+        count = mesh.size(content.shard)
+        together = held_by_all(content, numel, mesh)
+        sources = [
+            memory.read(region.buffer, *region.local_range(mesh, mesh.coordinate(memory.rank))).to(
+                memory.device, dtype
+            )
+            for memory in ranks
+        ]
         if len(together) == 1 and common(together[0], elements) == together[0]:
             comm.all_gather(_collective(name, sources, targets(together[0])))
             continue
         for coordinate in range(count):
-            theirs = held_elements(content, buffer.numel, {content.shard: coordinate})
+            theirs = held_elements(content, numel, {content.shard: coordinate})
             held = common(theirs, elements)
             if held:
                 start, stop = held.start - theirs.start, held.stop - theirs.start

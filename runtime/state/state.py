@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.analysis.held_elements import held_by_all, held_elements
-from zeroir.ir.buffers import Buffer
+from zeroir.ir.buffers import Buffer, whole
 from zeroir.ir.contents import EMA, GRAD, MASTER, PARAM, PASSING, FlatContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.layout import used_numel
@@ -196,7 +196,8 @@ def full_flat(
         numel = max(
             held_by_all(content, buffer.numel, program.mesh)[-1].stop for buffer, content in buffers
         )
-    return flat_part(program, ranks, comm, buffers, dtype, range(numel))
+    holders = [(whole(buffer), content) for buffer, content in buffers]
+    return flat_part(program, ranks, comm, holders, dtype, range(numel))
 
 
 _EQUAL_AT_FIRST = {PARAM: (MASTER,), MASTER: (PARAM,), EMA: (MASTER, PARAM)}

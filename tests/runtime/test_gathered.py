@@ -26,6 +26,7 @@ from tests.runtime.support import (
 from tests.support.eager import traced
 from tests.support.programs import mlp
 from zeroir.errors import UserError
+from zeroir.ir.buffers import whole
 from zeroir.ir.text import print_program
 from zeroir.memory.placement import places_to_run
 from zeroir.runtime.comm.base import CollectiveTensors
@@ -251,7 +252,8 @@ def test_parts_of_a_flat_are_those_of_the_whole(stage: int, replicas: int | None
             expected[: given.numel()] = given
             for _ in range(8 if buffers else 0):
                 start, stop = sorted(generator.choices(range(flat.padded_numel + 1), k=2))
-                parts = flat_part(program, memories, comm, buffers, dtype, range(start, stop))
+                holders = [(whole(buffer), content) for buffer, content in buffers]
+                parts = flat_part(program, memories, comm, holders, dtype, range(start, stop))
                 assert all(torch.equal(part, expected[start:stop].to(dtype)) for part in parts)
 
 
