@@ -26,14 +26,14 @@ from zeroir.ir.spans import Span
 from zeroir.runtime.checkpoint.background import PendingSave
 from zeroir.runtime.checkpoint.checkpointer import Checkpointer, Running
 from zeroir.runtime.checkpoint.loading import LoadedState
-from zeroir.runtime.checkpoint.snapshots import require_same_sums
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, Job
 from zeroir.runtime.distributed.rank_position import RankPosition
 from zeroir.runtime.engine.accumulation import Accumulation, MicroStepResult
 from zeroir.runtime.engine.followed import CompiledAgain, Followed
-from zeroir.runtime.engine.followed_code import Compile, FollowedCode
+from zeroir.runtime.engine.followed_code import Compile
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer
 from zeroir.runtime.engine.opened_program import EngineSettings
+from zeroir.runtime.engine.present_programs import PresentPrograms
 from zeroir.runtime.engine.rank_program import RankProgram
 from zeroir.runtime.engine.read_results import RankResult
 from zeroir.runtime.engine.recording import Recording
@@ -44,7 +44,6 @@ from zeroir.runtime.engine.watched_modules import WatchedModules
 from zeroir.runtime.execution.batch import inputs_of
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.memory.malloc import return_freed_memory
-from zeroir.runtime.state import state as state_of_buffers
 from zeroir.runtime.state.gathered_module import DeepCopy
 from zeroir.runtime.state.gradients import gradient_norms, gradients
 from zeroir.runtime.state.module_values import Factory, StateSource
@@ -104,16 +103,12 @@ class Engine:
             disk_folder=None if disk_folder is None else Path(disk_folder),
         )
         running = CompiledAgain(program=program, code=None, accumulating=accumulating)
-        self.signatures = Signatures(running)
-        """The programs of the present state of the user's code."""
         if self.device.type == "cpu":
             return_freed_memory()
         self.rank_program = RankProgram(program, self.device, settings, self.update, self._keep)
         self._values = ModelValues(self.rank_program)
         self._recording = Recording(self.rank_program)
-        self._followed = FollowedCode(
-            self.rank, lambda: self.rank_program.optimizer_if_any, self._values.step_counts
-        )
+        self._programs = PresentPrograms(running, self.rank_program, self._values, self.go_on_among)
         self._accumulation = Accumulation(
             lambda batch: inputs_of(self.program, batch),
             self._begin_micro_steps,
@@ -121,7 +116,6 @@ class Engine:
             lambda: self.program.interleaved,
         )
         self._last_result: StepResult | None = None
-        self._scheduler: Scheduler | None = None
         self.fit: Fit | None = None
         """Called before batches are checked, if it is set."""
         self._checkpoints = Checkpointer(self.job, timeout)
@@ -162,6 +156,11 @@ class Engine:
         return self.rank_program.job
 
     @property
+    def signatures(self) -> Signatures:
+        """The programs of the present state of the user's code."""
+        return self._programs.signatures
+
+    @property
     def optimizer(self) -> LiveOptimizer:
         """The settings of the optimizer groups; changes apply from the next update on.
 
@@ -195,8 +194,8 @@ class Engine:
                 "The program was compiled without a schedule: compile it with one, or drive engine.optimizer with a "
                 "scheduler of torch.optim.lr_scheduler."
             )
-        self._scheduler = Scheduler(schedule, self.optimizer.param_groups, steps)
-        return self._scheduler
+        self._programs.scheduler = Scheduler(schedule, self.optimizer.param_groups, steps)
+        return self._programs.scheduler
 
     def go_on_with(self, program: Program, watch: Followed | None = None) -> None:
         """Switch to another program of the same model, such as one for other batches. All ranks call this together.
@@ -213,7 +212,7 @@ class Engine:
                 other sums, or a micro-step has not run yet; without ``watch``, where the present program reads tensors
                 outside the module.
         """
-        if watch is None and self._followed.reads_tensors:
+        if watch is None and self._programs.reads_tensors:
             raise UserError(
                 "The program reads tensors outside the module: call go_on_with(compiled.program, compiled.watch), so "
                 "that the next one reads them, too."
@@ -227,48 +226,7 @@ class Engine:
         """
         self._accumulation.require_none_waiting("go_on_with")
         self._checkpoints.join()
-        self._change_to(signatures, signatures.base)
-
-    def _change_to(self, signatures: Signatures, chosen: CompiledAgain) -> None:
-        """Switch to one of these programs; all ranks do so unless these are the present ones."""
-        self.rank_program.executor.require_intact()
-        state_of_buffers.require_same_state(self.program, chosen.program, self._values.others)
-        if self.rank_program.executor.micro_steps_done:
-            chosen = signatures.for_several(chosen)
-            require_same_sums(self.program, chosen.program)
-        among = signatures.programs if signatures is self.signatures else []
-        self._values.go_on_with(chosen.program, among)
-        self.signatures, signatures.running = signatures, chosen
-        if chosen.code is None:
-            self._followed.remember()
-        else:
-            self._followed.follow(chosen.code, signatures.base.code)
-
-    def _run(self, chosen: CompiledAgain) -> None:
-        """Let one of the present programs run from now on."""
-        if chosen is not self.signatures.running:
-            self._change_to(self.signatures, chosen)
-        self._read_outside()
-
-    def _fitting(
-        self, batches: Sequence[Batch], *, accumulates: bool = False, is_evaluation: bool = False
-    ) -> list[CompiledAgain]:
-        """Return a program for each of these batches of this rank."""
-        while self.fit is not None:
-            present = self.signatures
-            self.fit(self, batches, is_evaluation=is_evaluation)
-            if self.signatures is present:
-                break
-            # They may not follow what changed while others ran, and what is compiled instead may not fit.
-            self._look_outside(is_step=not is_evaluation)
-        return self.signatures.fitting(
-            batches, self.job, accumulates=accumulates, is_evaluation=is_evaluation
-        )
-
-    def _accumulate(self) -> None:
-        """Switch to the program for gradient accumulation."""
-        signatures = self.signatures
-        self._change_to(signatures, signatures.for_several(signatures.running))
+        self._programs.change_to(signatures, signatures.base)
 
     def follow(
         self, code: Followed, signatures: Signatures, compile_again: Compile | None = None
@@ -289,42 +247,19 @@ class Engine:
                 f"{self.program.interleaved} of them unit by unit: compile it without --order layer, or store the "
                 "tensor under a key."
             )
-        self._followed.follow(code)
-        self.signatures = signatures
-        if compile_again is not None:
-            self._followed.compile_with(compile_again, signatures)
+        self._programs.follow(code, signatures, compile_again)
 
     def compile_changes_with(self, compile_again: Compile) -> None:
         """Go on with what this function compiles after a change of the user's code; it keeps programs itself."""
-        self._followed.compile_with(compile_again)
-
-    def _look_outside(self, *, is_step: bool = True) -> None:
-        """Follow what changed outside, and raise UserError where something did that cannot be followed."""
-        self._followed.follow_optimizers()
-        changed = self._followed.changed_programs(is_step=is_step)
-        if changed is not None:
-            again, change = changed
-            try:
-                self.go_on_among(again)
-            except UserError as error:
-                raise UserError(f"{change} It cannot go on with another program: {error}") from None
-            # It may have groups that the earlier one had not.
-            self._followed.follow_optimizers()
-        if self._scheduler is not None:
-            self._scheduler.follow_groups()
-        if self._followed.reads_tensors:
-            self._followed.borrow(self.signatures.codes)
+        self._programs.compile_changes_with(compile_again)
 
     def _keep(self, moment: Storing, tensors: Mapping[str, Tensor]) -> None:
         """Put tensors where the user's code would store them."""
-        self._followed.keep(moment, tensors)
+        self._programs.keep(moment, tensors)
 
-    def _read_outside(self) -> None:
-        """Read the present values of the user's tensors."""
-        if self._followed.reads_tensors:
-            self.rank_program.allocate_once()
-            with self.rank_program.executor.entered():
-                self._followed.read_tensors(self.program, self.rank_program.memory)
+    def _fit_batches(self, batches: Sequence[Batch], is_evaluation: bool) -> None:
+        if self.fit is not None:
+            self.fit(self, batches, is_evaluation=is_evaluation)
 
     def initialise(
         self,
@@ -472,9 +407,9 @@ class Engine:
         """
         self._accumulation.require_none("step")
         self._checkpoints.report()
-        self._look_outside()
+        self._programs.look_outside()
         batches: list[Batch] = batch if isinstance(batch, list) else [batch]
-        chosen = self._fitting(batches, accumulates=len(batches) > 1)
+        chosen = self._programs.fitting(batches, self._fit_batches, accumulates=len(batches) > 1)
         if len(batches) > 1:
             for each, program in zip(batches, chosen, strict=True):
                 inputs_of(program.program, each)  # before the first of them is added to the sums
@@ -492,11 +427,11 @@ class Engine:
         programs = dict.fromkeys(chosen)
         if len(programs) <= 1:
             for program in programs:
-                self._run(program)
+                self._programs.run(program)
             return self.rank_program.executor.step([batches])
         group = self.program.interleaved
         for start in range(0, len(batches), group):
-            self._run(chosen[start])
+            self._programs.run(chosen[start])
             stop = start + group
             own = batches[start:stop]
             self.rank_program.executor.micro_steps([own], is_last=stop >= len(batches))
@@ -518,10 +453,12 @@ class Engine:
         if self.fit is not None or self.signatures.are_several:
             self._accumulation.require_open()
             self._accumulation.go_on_within_step()
-            self._look_outside()
+            self._programs.look_outside()
             # One program runs a whole group.
-            *_, chosen = self._fitting([*self._accumulation.waiting, batch], accumulates=True)
-            self._run(chosen)
+            *_, chosen = self._programs.fitting(
+                [*self._accumulation.waiting, batch], self._fit_batches, accumulates=True
+            )
+            self._programs.run(chosen)
         return self._accumulation.micro_step(batch, is_last)
 
     def update(self) -> StepResult:
@@ -531,7 +468,7 @@ class Engine:
             UserError: as ``step``; where no micro-step precedes it, or the last one was declared not to be the last.
         """
         self._accumulation.finish()
-        self._followed.follow_optimizers()
+        self._programs.follow_optimizers()
         (result,) = self.rank_program.executor.update()
         self._last_result = StepResult(rank=result)
         return self._last_result
@@ -599,9 +536,9 @@ class Engine:
             UserError: where the program has no section ``evaluate``, or the batch does not fit.
         """
         self._accumulation.require_none("evaluate")
-        self._look_outside(is_step=False)
-        (chosen,) = self._fitting([batch], is_evaluation=True)
-        self._run(chosen)
+        self._programs.look_outside(is_step=False)
+        (chosen,) = self._programs.fitting([batch], self._fit_batches, is_evaluation=True)
+        self._programs.run(chosen)
         self.rank_program.allocate_once()
         (evaluation,) = self.rank_program.executor.evaluate([batch])
         return Evaluation(rank=evaluation)
@@ -617,7 +554,7 @@ class Engine:
         Raises:
             UserError: where a pattern has no module, or the engine was not made from a module in this process.
         """
-        model = self._followed.model
+        model = self._programs.model
         if model is None:
             raise UserError(
                 "engine.watch looks into the module that zeroir.compile was given, and the engine was made from a file."
@@ -714,7 +651,7 @@ class Engine:
 
     def _running_within(self) -> Running:
         """Return the ranks of this process, with the program for steps of several batches."""
-        self._accumulate()
+        self._programs.accumulate()
         return self._running
 
     def first_bad_parameter(self) -> BadParameter | None:
@@ -771,12 +708,12 @@ class Engine:
             self.rank_program.close()
 
     def _begin_micro_steps(self) -> None:
-        self._look_outside()
-        self._read_outside()
+        self._programs.look_outside()
+        self._programs.read_outside()
 
     def _micro_steps(self, batches: Sequence[Batch], is_last: bool) -> Sequence[Tensor]:
         if not is_last and self.signatures.running.accumulating is not None:
-            self._accumulate()
+            self._programs.accumulate()
         self.rank_program.allocate_once()
         (losses,) = self.rank_program.executor.micro_steps([batches], is_last=is_last)
         return losses.unbind()
