@@ -118,10 +118,11 @@ class PythonState:
         A container's own name instead of those of its items.
         """
         names: list[str] = []
+        inside: tuple[str, ...] = ()
         for name in {**self.leaves, **later.leaves}:
-            is_inside = names and name.startswith((f"{names[-1]}[", f"{names[-1]}."))
-            if not is_inside and self.leaves.get(name) != later.leaves.get(name):
+            if self.leaves.get(name) != later.leaves.get(name) and not name.startswith(inside):
                 names.append(name)
+                inside += (f"{name}[", f"{name}.")
         return names
 
     def stores(self) -> list[StorePlace]:

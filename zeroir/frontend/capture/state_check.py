@@ -56,7 +56,7 @@ def checked_state(
     Raises:
         UserError: if the next forward computes something else, or every forward leaves another state.
     """
-    first = step.state
+    first, of_forward = step.state, step.places
     second = PythonState.of(model, step.state.code)
     changed, stores = first.changed(second), first.stores()
     if not changed and not stores:
@@ -68,7 +68,8 @@ def checked_state(
             return ChangedState(note=_kept_tensor_note(model, mode, step, names, capture))
         third = PythonState.of(model, step.state.code)
         every_time = tuple(s for s in _stored_again(stores, first, second) if s.is_made)
-        growing = {store.name for store in every_time if store.is_appended}
+        # What the backward appends to is no value of the forward, and the script would find nothing there.
+        growing = {store.name for store in every_time if store.is_appended and store in of_forward}
         changed_again = [name for name in second.changed(third) if name not in growing]
         note = None
         if changed_again:
