@@ -7,8 +7,7 @@ stored tensors that never change again: the program computes those at every step
 State that changes at every call is rejected, because a later forward or the user's own code may read it. There are two
 exceptions. Numbers that provably affect only their own next values, as in ``self.calls += 1``, cause a warning: the
 model is captured once more with objects instead of them that can be added and multiplied, but not read. Tensors that
-forward stores and no later forward reads are outputs of the program (``stored_tensors``); so are those that it appends
-to a list.
+every forward stores or appends to a list are outputs of the program (``stored_tensors``).
 """
 
 from __future__ import annotations

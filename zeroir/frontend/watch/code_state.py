@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import operator
+import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -54,6 +55,9 @@ _NAMESPACES: Final = (SimpleNamespace, argparse.Namespace)
 """Python's own classes for objects whose attributes are the user's."""
 
 _MISSING: Final = object()
+
+_OF_ENVIRONMENT: Final = frozenset(("environ", "getenv"))
+"""The attributes of ``os`` by which code reads the environment."""
 
 _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 
@@ -164,6 +168,19 @@ class CodeState:
         for function in self.code.functions:
             if is_users(function):
                 self._closure(function)
+        if not self.code.of_users.isdisjoint(_OF_ENVIRONMENT):
+            self._environment()
+
+    def _environment(self) -> None:
+        """Add the variables of the process's environment that the user's code mentions."""
+        names = sorted(filter(str.isupper, self.code.of_users))
+
+        def values() -> list[str | None]:
+            return list(map(os.environ.get, names))
+
+        for name, value in zip(names, values(), strict=True):
+            self.leaves[f"os.environ['{name}']"] = (type(value), repr(value))
+        self._computed.append((values, values()))
 
     def is_as_it_was(self) -> bool:
         """Return whether nothing has changed, as far as shallow comparisons show without looking for names."""
@@ -227,8 +244,12 @@ class CodeState:
             hooks = own.get(kind, {})
             self._shallow(hooks, dict(hooks))
             for number, hook in enumerate(hooks.values()):
-                self._seen[id(hook)] = hook
-                self.leaves[f"{path}.{kind}[{number}]".strip(".")] = (HOOK, id(hook))
+                name = f"{path}.{kind}[{number}]".strip(".")
+                self.leaves[name] = (HOOK, id(hook))
+                if id(hook) not in self._seen:
+                    self._seen[id(hook)] = hook
+                    if not isinstance(hook, _BY_IDENTITY):
+                        self._mutable(f"{name} ", hook)
         for kind in ("_modules", "_parameters", "_buffers"):
             self._shallow(own[kind], dict(own[kind]))
         # A module may be a part of a trainer, as Lightning's is, whose own code reads bookkeeping.
@@ -236,7 +257,9 @@ class CodeState:
             self._model_names(module).__contains__ if _is_trainer(module) else self.code.mentions
         )
         for key, value in own.items():
-            if key not in _OF_TORCH and is_read(key) and not self._is_stored(own, key):
+            # Another forward of one module is called without a mention.
+            is_read_here = key == "forward" or (key not in _OF_TORCH and is_read(key))
+            if is_read_here and not self._is_stored(own, key):
                 name = f"{path}.{key}".strip(".")
                 self.lines.setdefault(name, self.code.attributes.get(key, ""))
                 if isinstance(value, Tensor):
@@ -286,6 +309,8 @@ class CodeState:
             if label not in self.numbers:
                 self._cells.append((cell, value))
         code, defaults = function.__code__, function.__defaults__ or ()
+        if defaults:
+            self._computed.append((lambda: id(function.__defaults__), id(defaults)))
         positional = code.co_varnames[: code.co_argcount]
         for name, value in zip(
             positional[len(positional) - len(defaults) :], defaults, strict=True
@@ -339,6 +364,7 @@ class CodeState:
             self._seen[id(value)] = value
             if isinstance(value, FunctionType):
                 self.code.reach(value)
+                self._attributes_of_function(name, value)
             if isinstance(value, type) and not is_known_package(value.__module__):
                 self._attributes(name, vars(value), value)
         elif id(value) in self._seen:
@@ -347,6 +373,14 @@ class CodeState:
             self._seen[id(value)] = value
             self.leaves[name] = (type(value), id(value))
             self._mutable(name, value)
+
+    def _attributes_of_function(self, name: str, function: FunctionType) -> None:
+        own = vars(function)
+        contents = dict(own)
+        self._shallow(own, contents)
+        for key, value in contents.items():
+            if self.code.mentions(key):
+                self._add(f"{name}.{key}", value, NumberPlace(own, key, contents))
 
     def _tensor(self, name: str, tensor: Tensor) -> None:
         version = 0 if id(tensor) in self._followed else version_of(tensor)
@@ -363,7 +397,12 @@ class CodeState:
             case nn.Module():
                 self.modules.append(value)
                 self._module_tree(value, name, is_own=False)
-            case functools.partial() | MethodType():
+            case functools.partial():
+                self.code.reach(value)
+                for number, item in enumerate(value.args):
+                    self._add(f"{name}.args[{number}]", item)
+                self._items(f"{name}.keywords", value.keywords, value.keywords.items(), dict)
+            case MethodType():
                 self.code.reach(value)
             case _ if _is_trainer(value):
                 self._trainer(name, value)
@@ -403,7 +442,7 @@ class CodeState:
         if self._is_stored(value, None):
             return  # The code only appends to it.
         own = [(key, item) for key, item in items if not self._is_stored(value, key)]
-        self.leaves[name] += (len(own),)
+        self.leaves[name] = (type(value), id(value), len(own))
         if len(value) <= _MOST_ITEMS:
             contents = copied(value)
             self._shallow(value, contents)
@@ -426,6 +465,10 @@ class CodeState:
         space = ClassAttributes(owner) if isinstance(owner, type) else cast("Namespace", values)
         for key, value in list(values.items()):
             is_pythons = key.startswith("__")
+            if is_pythons and isinstance(owner, type) and isinstance(value, FunctionType):
+                # Python calls it without a mention.
+                self.leaves[f"{name}.{key}"] = (FunctionType, id(value))
+                self._seen[id(value)] = value
             if not is_pythons and self.code.mentions(key) and not self._is_stored(space, key):
                 self.lines.setdefault(f"{name}.{key}", self.code.attributes.get(key, ""))
                 self._add(f"{name}.{key}", value, NumberPlace(space, key, contents))

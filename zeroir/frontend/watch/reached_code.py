@@ -107,6 +107,7 @@ class ReachedCode:
         match value:
             case functools.partial():
                 self._add(value.func)
+                self._object(value)
                 for each in (*value.args, *value.keywords.values()):
                     self._add(each)
                     self._object(each)

@@ -1,11 +1,12 @@
 """Tensors that the user's code stores: activations that a hook keeps, ``self.last = y`` in forward, a list that grows.
 
-Code that stores a tensor where no later step reads it changes no result, but the script may look at it. So these
-tensors are outputs of the program, and the engine puts them where the code would, after each micro-step and evaluation.
+What each forward stores anew changes no result, but the script may look at it. So these tensors are outputs of the
+program, and the engine puts them where the code would, after each micro-step and evaluation.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass
@@ -115,16 +116,16 @@ class Container:
     def _appended(self) -> list[object]:
         """Return what was appended to a list, or to a deque, which drops the first items where it is full."""
         before, now = list(self.contents), list(self.values)
-        longest = getattr(self.values, "maxlen", None)
-        for count in range(1, len(now) + 1):
-            kept = now[: len(now) - count]
-            dropped = len(before) - len(kept)
-            if dropped and (longest is None or len(now) != longest):
-                continue
-            if 0 <= dropped <= count and all(
-                a is b for a, b in zip(before[dropped:], kept, strict=True)
-            ):
-                return now[len(now) - count :]
+        if len(before) == len(now) and all(map(operator.is_, before, now)):
+            return []
+        grown = len(now) - len(before)
+        counts = range(grown, grown + 1) if grown > 0 else range(0)
+        if len(now) == getattr(self.values, "maxlen", None):
+            counts = range(max(grown, 1), len(now) + 1)
+        for count in counts:
+            kept = len(now) - count
+            if all(map(operator.is_, before[count - grown :], now[:kept])):
+                return now[kept:]
         return []
 
 

@@ -198,10 +198,7 @@ def _is_mode(name: str) -> bool:
 
 def _is_of_parameters(leaves: tuple[Leaf | None, Leaf | None]) -> bool:
     """Return whether a change is one of the module's tensors, whose values the program does not have."""
-    return any(
-        leaf is not None and (leaf[0] is nn.Module or (leaf[0] is Tensor and len(leaf) == _OWN))
-        for leaf in leaves
-    )
+    return any(leaf is not None and leaf[0] is Tensor and len(leaf) == _OWN for leaf in leaves)
 
 
 _OWN: Final = 2
