@@ -154,7 +154,7 @@ def test_the_state_of_a_loss_that_is_no_plain_function_counts() -> None:
     cases: list[tuple[Callable[..., object], Callable[[], object], str]] = [
         (called, lambda: setattr(called, "weight", 0.5), r"Weighted\.weight"),
         (bound.of, lambda: setattr(bound, "weight", 0.5), r"Weighted\.weight"),
-        (partial(weighted, given), lambda: given.update(loss=0.5), r"dict\['loss'\]"),
+        (partial(weighted, given), lambda: given.update(loss=0.5), r"args\[0\]\['loss'\]"),
         (with_default, lambda: default.update(loss=0.5), r"weights of .*\['loss'\]"),
     ]
     for function, change, name in cases:

@@ -36,7 +36,7 @@ class ReachedCode:
     user's lines win over those of libraries, and ``of_users`` are those that the user's own code mentions, and
     ``of_package`` those of each package. ``reads_any_name`` is whether the user's own code may read attributes that it
     does not mention; libraries do so for bookkeeping everywhere. ``objects`` are those that are called as functions,
-    those whose methods are, and arguments of partial functions, with names for messages.
+    those whose methods are, and partial functions, with names for messages.
     """
 
     functions: list[FunctionType] = field(default_factory=list)
@@ -110,7 +110,6 @@ class ReachedCode:
                 self._object(value)
                 for each in (*value.args, *value.keywords.values()):
                     self._add(each)
-                    self._object(each)
             case MethodType():
                 self._add(value.__func__)
                 self._object(value.__self__)
