@@ -403,9 +403,10 @@ def test_what_the_backward_stores_is_named_in_a_warning() -> None:
     assert kept == {}
 
 
-@pytest.mark.parametrize("name", ["kept[Linear]", "kept['same']", "first"])
+@pytest.mark.parametrize("name", ["kept[Linear]", "kept['same']", "kept['complex']", "first"])
 def test_what_cannot_be_stored_is_named_in_a_warning(name: str) -> None:
-    """A key that is a module, a tensor that the code did not make, and one that it stores at its first call only."""
+    """A key that is a module, a tensor that the code did not make, one of a dtype that programs do not have, and one
+    that it stores at its first call only."""
     kept: dict[object, Tensor] = {}
     given = [torch.ones(3)]
 
@@ -415,6 +416,8 @@ def test_what_cannot_be_stored_is_named_in_a_warning(name: str) -> None:
                 kept[module] = output.detach()
             case "kept['same']":
                 kept["same"] = given[0]
+            case "kept['complex']":
+                kept["complex"] = torch.complex(output.detach(), output.detach())
             case _:
                 vars(module).setdefault("first", output.detach())
 

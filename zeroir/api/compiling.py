@@ -57,7 +57,8 @@ def compile_model(
     The other keywords are options, which override the configuration. Related options are one object, such as
     ``offload=zeroir.Offload(what="optimizer", to="disk:/nvme")``, which may be shortened to its first option
     (``offload="optimizer"``). ``optimizer`` is a name, one of ``zeroir.optim`` with its settings, a class of
-    ``torch.optim``, or an instance of one over the parameters of a module, whose groups the program takes over.
+    ``torch.optim``, or an instance of one over the parameters of a module, whose groups the program takes over: what it
+    does not have is not trained, neither of the module nor of others that the loss uses.
 
     A module stays unchanged; its values are used when an engine is made.
 

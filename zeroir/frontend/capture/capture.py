@@ -74,6 +74,7 @@ from zeroir.frontend.watch.reached_code import ReachedCode
 from zeroir.frontend.watch.stored_tensors import (
     NOTHING_KEPT,
     StoredObject,
+    StorePlace,
     kept_tensors,
 )
 from zeroir.ir.analysis.instances import with_other_sizes
@@ -238,16 +239,13 @@ def _captured(
         with refusals_at(step.line):
             changed = checked_state(joint, model, mode, step, lambda: joint_graph_of_a_step()[0])
         notes.append(changed.note)
-        stored: tuple[StoredObject, ...] = ()
         # What is stored in the backward is no value of the forward.
-        step.stores = tuple(
-            store for store in changed.stores if source.is_in_hand and store in places
+        of_forward = [s for s in changed.stores if source.is_in_hand and s in places]
+        (joint, reused_blocks), stored = _with_stores(
+            step, of_forward, joint_graph_of_a_step, (joint, reused_blocks)
         )
         lost = [store.name for store in changed.stores if store not in step.stores]
         notes.append(note_on_stores(lost) if lost else None)
-        if step.stores:
-            joint, reused_blocks = joint_graph_of_a_step()
-            stored = step.stored
         evaluation: CapturedEvaluation | None = None
         narrowings: tuple[str, ...] = ()
         if evaluate:
@@ -349,10 +347,11 @@ def _evaluation(
             joint, reused_blocks = capture_graph()
             sites = step.sites
             stores = stores_of_evaluation(joint, step.model, step, lambda: capture_graph()[0])
-            if stores and has_stores:
-                step.stores = stores
-                joint, reused_blocks = capture_graph()
-            stored = step.stored
+            of_forward = stores if has_stores else ()
+            (joint, reused_blocks), stored = _with_stores(
+                step, of_forward, capture_graph, (joint, reused_blocks)
+            )
+            lost = [store.name for store in stores if store not in step.stores]
     except UnknownOutputError:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the model's own eval() may raise any error
@@ -363,13 +362,34 @@ def _evaluation(
     # An evaluation must not change the state.
     joint = without_dead_nodes(replace(joint, mutations=()))
     joint = replace(joint, inputs=tuple(_named_alike(joint, joint_of_step)))
-    note = None
-    if stores and not has_stores:
-        note = note_on_stores([store.name for store in stores])
     captured = CapturedEvaluation(
         joint=joint, sites=sites, reused_blocks=reused_blocks, stored=stored
     )
-    return captured, note
+    return captured, note_on_stores(lost) if lost else None
+
+
+_GraphOfStep = tuple[JointGraph, tuple[str, ...]]
+"""A joint graph, and the blocks that were reused in it."""
+
+
+def _with_stores(
+    step: LossStep,
+    stores: Sequence[StorePlace],
+    capture_graph: Callable[[], _GraphOfStep],
+    plain: _GraphOfStep,
+) -> tuple[_GraphOfStep, tuple[StoredObject, ...]]:
+    """Return the graph of a step whose outputs are what it stores at these places, too, and what that is.
+
+    Where a program cannot have them the ``plain`` graph is returned, and the step has no ``stores``.
+    """
+    step.stores = tuple(stores)
+    if not stores:
+        return plain, ()
+    try:
+        return capture_graph(), step.stored
+    except UserError:
+        step.stores = ()
+        return plain, ()
 
 
 def _named_alike(joint: JointGraph, joint_of_step: JointGraph) -> Iterator[JointInput]:

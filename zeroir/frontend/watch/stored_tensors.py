@@ -20,6 +20,7 @@ from zeroir.frontend._torch_private import is_traced
 from zeroir.frontend.capture.joint_graph import OutputName
 from zeroir.frontend.source.namespaces import PLAIN, PlaceId, place_id
 from zeroir.ir.reports import Storing
+from zeroir.torch_ops.types import IR_DTYPE
 
 Values = MutableMapping[Any, object] | list[object] | deque[object]
 """The attributes of an object, the variables of a function, or a container of Python's."""
@@ -32,7 +33,7 @@ _TENSOR: Final = object()
 class StorePlace:
     """A place where the code stores tensors: the number of its container in the state, and the key.
 
-    ``is_appended`` is whether it appends them instead to a list, ``is_made`` whether it makes all of them.
+    ``is_appended`` is whether it appends them instead to a list, ``is_made`` whether a program can make them.
     """
 
     name: str
@@ -137,8 +138,9 @@ def has_tensors(value: object) -> bool:
 
 
 def _is_made(value: object) -> bool:
-    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
-    return all(map(is_traced, tensors))
+    """Return whether a program can make the tensors of an object."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return all(is_traced(tensor) and tensor.dtype in IR_DTYPE for tensor in tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
