@@ -44,7 +44,9 @@ from zeroir.frontend.watch.stored_tensors import Container, StorePlace
 Leaf = tuple[object, ...]
 IsSame = Callable[[object, object], bool]
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_flat_weights"}
+"""The attributes of torch's own bookkeeping; an RNN has its parameters, or the tracer's tensors, in a list, too."""
+
 _LASTING = (nn.Module, type, FunctionType, BuiltinFunctionType, ModuleType)
 """These are compared by identity, not by contents. Other objects may be created anew in every forward."""
 
