@@ -6,6 +6,7 @@ import copy
 import os
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -117,6 +118,11 @@ def main() -> None:
     generators_engine = zeroir.compile(
         generator, z, loss=generators, optimizer=trained(generator), stage=2, world_size=world_size
     ).engine()
+    if world_size > 1:
+        with pytest.raises(zeroir.UserError, match="works in jobs of one rank only"):
+            critics_engine.step(batch_of(rank, 0))
+        dist.destroy_process_group()
+        return
     for step in range(STEPS):
         losses = [
             critics_loss(each, other, *batch_of(number, step))
