@@ -9,7 +9,7 @@ from typing import Final
 
 from torch import Tensor, nn
 
-from zeroir.errors import ChangedCodeError, UserError
+from zeroir.errors import ChangedCodeError
 from zeroir.ir.program import Program
 from zeroir.ir.reports import Storing
 from zeroir.runtime.engine.followed import Followed, is_current, lent_values, read_tensors
@@ -17,7 +17,6 @@ from zeroir.runtime.engine.followed_optimizers import FollowedOptimizers
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer
 from zeroir.runtime.engine.signatures import Signatures
 from zeroir.runtime.memory.rank_memory import RankMemory
-from zeroir.torch_ops.absent_tensors import home_of
 
 LOGGER: Final = logging.getLogger("zeroir")
 
@@ -163,18 +162,9 @@ class FollowedCode:
         if self._code is not None:
             self._code.keep(moment, tensors)
 
-    def borrow(self, codes: Iterable[Followed], *, is_alone: bool) -> None:
-        """Gather the present values of tensors that other engines have, and one of these codes uses.
-
-        Raises:
-            UserError: where there are some, and the job has several ranks.
-        """
+    def borrow(self, codes: Iterable[Followed]) -> None:
+        """Gather the present values of tensors that other engines have, and one of these codes uses."""
         tensors = [tensor for code in codes for tensor in code.tensors.values()]
-        if not is_alone and any(home_of(tensor) is not None for tensor in tensors):
-            raise UserError(
-                "The loss uses a module whose values another engine has, which works in jobs of one rank only: let it "
-                "use a frozen copy of that module, which loads the engine's state_dict() after each of its steps."
-            )
         self._lent = lent_values(dict.fromkeys(tensors))
 
     def read_tensors(self, program: Program, memory: RankMemory) -> None:

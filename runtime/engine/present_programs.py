@@ -130,7 +130,7 @@ class PresentPrograms:
         if self.scheduler is not None:
             self.scheduler.follow_groups()
         if self._followed.reads_tensors:
-            self._followed.borrow(self.signatures.codes, is_alone=self._rank_program.job.is_alone)
+            self._followed.borrow(self.signatures.codes)
 
     def follow_optimizers(self) -> None:
         """Apply the changes of the script's optimizers."""

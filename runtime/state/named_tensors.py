@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -23,6 +24,7 @@ class NamedTensors:
         # The dictionaries of ``nn.Module`` hold values of several types, hence ``object``.
         self._places: dict[str, tuple[dict[str, object], str]] = {}
         self._non_persistent: set[str] = set()
+        self._has_collected = False
         for prefix, child in module.named_modules(remove_duplicate=False):
             attributes = vars(child)
             for container in (
@@ -72,17 +74,33 @@ class NamedTensors:
         reference or an autograd graph, only the module changes.
         """
         vars(new).update(vars(old))
-        if everywhere:
-            try:
-                with torch._C.DisableTorchFunctionSubclass():
-                    _swap(old, new)
-            except RuntimeError:
-                pass
-            else:
-                return
+        if everywhere and (_is_swapped(old, new) or (self._collects() and _is_swapped(old, new))):
+            return
         for container, key in self._places.values():
             if container.get(key) is old:
                 container[key] = new
+
+    def _collects(self) -> bool:
+        """Collect garbage the first time; return whether it did.
+
+        What a trace leaves behind has weak references to the tensors, until Python happens to collect it: on some ranks
+        earlier than on others, which must all see the same objects afterwards.
+        """
+        if self._has_collected:
+            return False
+        self._has_collected = True
+        gc.collect()
+        return True
+
+
+def _is_swapped(old: Tensor, new: Tensor) -> bool:
+    """Let each of two tensors become the other; return whether torch allows it."""
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            _swap(old, new)
+    except RuntimeError:
+        return False
+    return True
 
 
 def without_memory(tensor: Tensor) -> Tensor:

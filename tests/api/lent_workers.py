@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -87,6 +87,7 @@ def trained(module: nn.Module) -> torch.optim.Optimizer:
 
 def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    gc.disable()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{Path(os.environ['TEST_FOLDER'])}/store",
@@ -115,14 +116,13 @@ def main() -> None:
         stage=3,
         world_size=world_size,
     ).engine()
-    generators_engine = zeroir.compile(
+    compiled = zeroir.compile(
         generator, z, loss=generators, optimizer=trained(generator), stage=2, world_size=world_size
-    ).engine()
-    if world_size > 1:
-        with pytest.raises(zeroir.UserError, match="works in jobs of one rank only"):
-            critics_engine.step(batch_of(rank, 0))
-        dist.destroy_process_group()
-        return
+    )
+    # What a trace leaves behind refers to the tensors, on some ranks longer than on others.
+    if rank:
+        gc.collect()
+    generators_engine = compiled.engine()
     for step in range(STEPS):
         losses = [
             critics_loss(each, other, *batch_of(number, step))

@@ -28,10 +28,8 @@ REAL, Z = batch_of(0, 0)
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_two_modules_are_trained_against_each_other_on_one_rank(
-    world_size: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_two_modules_are_trained_against_each_other(world_size: int, tmp_path: Path) -> None:
     ranks = Ranks(world_size, tmp_path, module="tests.api.lent_workers", sources=COMPILING_SOURCES)
     require_success(ranks.wait())
 
