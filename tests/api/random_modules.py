@@ -323,6 +323,43 @@ FEATURES: dict[str, Feature] = {
         "y = y.tanh() if os.environ.get('RANDOM_#') else y",
         ("os.environ['RANDOM_#'] = '1'", "os.environ.pop('RANDOM_#', None)"),
     ),
+    "class attribute of a base": Feature(
+        "y = self.child#(y)",
+        ("f.Parent#.slope = 0.5", "f.Child#.slope = 3.0"),
+        "self.child# = Child#()",
+        file=(
+            "class Parent#(nn.Module):\n    slope = 2.0\n"
+            "    def forward(self, y):\n        return y * self.slope\n\n"
+            "class Child#(Parent#):\n    pass"
+        ),
+    ),
+    "attribute and global of one name": Feature(
+        "y = y * self.both# * both#",
+        ("net.both# = 0.5", "f.both# = 3.0"),
+        "self.both# = 1.5",
+        "both# = 2.0",
+    ),
+    "classes of one name": Feature(
+        "y = self.twins#(y)",
+        ("type(net.twins#[0]).slope = 0.5", "type(net.twins#[1]).slope = 3.0"),
+        "self.twins# = nn.Sequential(twin#(), twin#())",
+        file=(
+            "def twin#():\n    class Twin(nn.Module):\n        slope = 2.0\n"
+            "        def forward(self, y):\n            return y * self.slope\n\n    return Twin()"
+        ),
+    ),
+    "hooks of two objects": Feature(
+        "y = self.hooked#(y)",
+        ("f.scalers#[0].scale = 0.5", "f.scalers#[1].scale = 3.0"),
+        (
+            "self.hooked# = nn.Identity()\nself.hooked#.register_forward_hook(scalers#[0].hook)\n"
+            "self.hooked#.register_forward_hook(scalers#[1].hook)"
+        ),
+        file=(
+            "class Scaler#:\n    scale = 2.0\n    def hook(self, module, given, y):\n"
+            "        return y * self.scale\n\nscalers# = [Scaler#(), Scaler#()]"
+        ),
+    ),
     "none": Feature(
         "y = y if self.maybe# is None else y * self.maybe#",
         ("net.maybe# = 0.5", "net.maybe# = None", "net.maybe# = 2.0"),

@@ -12,7 +12,7 @@ import inspect
 import operator
 import random
 import sys
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from functools import cache
@@ -79,6 +79,7 @@ class PythonState:
     leaves: dict[str, Leaf] = field(default_factory=dict)
     containers: list[Container] = field(default_factory=list)
     _restores: list[Callable[[IsSame], None]] = field(default_factory=list)
+    _prefixes: Counter[str] = field(default_factory=Counter)
     # They are kept alive with the state, so that no two of them share an id.
     _seen: dict[int, object] = field(default_factory=dict)
 
@@ -151,6 +152,10 @@ class PythonState:
 
     def _namespace(self, values: Namespace, prefix: str, without: Set[str]) -> None:
         """Save the attributes of a module, or variables; names with double underscores are Python's own."""
+        self._prefixes[prefix] += 1
+        if self._prefixes[prefix] > 1:
+            # Classes, and functions with variables, may have one name.
+            prefix = f"{prefix[:-1]} ({self._prefixes[prefix]}){prefix[-1:]}"
         saved = {
             name: value
             for name, value in values.items()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import operator
 import os
 import zlib
 from collections import deque
@@ -18,7 +17,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from types import (
     BuiltinFunctionType,
-    CellType,
     FunctionType,
     MethodType,
     ModuleType,
@@ -40,8 +38,8 @@ from zeroir.frontend.source.namespaces import (
     place_id,
 )
 from zeroir.frontend.source.source_lines import is_users_file
+from zeroir.frontend.watch.quick_comparison import MISSING, QuickComparison
 from zeroir.frontend.watch.reached_code import ReachedCode
-from zeroir.torch_ops.absent_tensors import MovedTensor
 
 Leaf = tuple[object, ...]
 
@@ -54,12 +52,8 @@ _MOST_ITEMS: Final = 10_000
 _NAMESPACES: Final = (SimpleNamespace, argparse.Namespace)
 """Python's own classes for objects whose attributes are the user's."""
 
-_MISSING: Final = object()
-
 _OF_ENVIRONMENT: Final = frozenset(("environ", "getenv"))
 """The attributes of ``os`` by which code reads the environment."""
-
-_REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 
 HOOK: Final = "hook"
 """The first element of the leaves of hooks."""
@@ -101,8 +95,7 @@ class CodeState:
 
     ``lines`` has the line of the user's code that reads the value of a name, and ``tensors`` and ``modules`` are those
     outside the module's own. ``places`` has where numbers are; a program follows those in ``numbers``, of which only
-    the type counts. What the code only stores, at the places ``stored``, does not count. ``is_as_it_was`` is the quick
-    comparison, which is no use while ``is_doubtful``.
+    the type counts. What the code only stores, at the places ``stored``, does not count.
     """
 
     code: ReachedCode
@@ -113,18 +106,9 @@ class CodeState:
     places: dict[str, NumberPlace] = field(default_factory=dict)
     numbers: frozenset[str] = frozenset()
     stored: frozenset[PlaceId] = frozenset()
-    is_doubtful: bool = False
-    _containers: list[object] = field(default_factory=list)
-    _contents: list[object] = field(default_factory=list)
-    _globals: list[tuple[Mapping[str, object], str, object]] = field(default_factory=list)
-    _cells: list[tuple[CellType, object]] = field(default_factory=list)
+    quick: QuickComparison = field(default_factory=QuickComparison)
     _followed: frozenset[int] = frozenset()
-    _compared: list[Tensor] = field(default_factory=list)
-    _versions: list[int] = field(default_factory=list)
-    _parameters: list[Tensor] = field(default_factory=list)
-    _trained: list[bool] = field(default_factory=list)
-    _flag_changes: int = 0
-    _computed: list[tuple[Callable[[], object], object]] = field(default_factory=list)
+    _labels: dict[str, object] = field(default_factory=dict)
     # They are kept alive, so that no two of them share an id.
     _seen: dict[int, object] = field(default_factory=dict)
 
@@ -149,7 +133,6 @@ class CodeState:
                 code,
                 numbers=numbers,
                 stored=stored,
-                _flag_changes=MovedTensor.flag_changes,
                 _followed=ids,
             )
             state._walk(model)
@@ -161,7 +144,7 @@ class CodeState:
         if model is not None:
             self._module_tree(model, "", is_own=True)
         for name, value in self.code.objects:
-            self._add(name, value)
+            self._add(self._label(name, id(value)), value)
         for function, name, line in self.code.globals_of:
             if name in function.__globals__ and is_users(function):
                 self._global(function, name, line)
@@ -180,39 +163,23 @@ class CodeState:
 
         for name, value in zip(names, values(), strict=True):
             self.leaves[f"os.environ['{name}']"] = (type(value), repr(value))
-        self._computed.append((values, values()))
+        self.quick.add_computed(values)
 
-    def is_as_it_was(self) -> bool:
-        """Return whether nothing has changed, as far as shallow comparisons show without looking for names."""
-        if self.is_doubtful:
-            return False
-        try:
-            return (
-                MovedTensor.flag_changes == self._flag_changes
-                and list(map(_REQUIRES_GRAD, self._parameters)) == self._trained
-                and all(map(operator.eq, self._containers, self._contents))
-                and all(space.get(name, _MISSING) is value for space, name, value in self._globals)
-                and all(cell.cell_contents is value for cell, value in self._cells)
-                and list(map(version_of, self._compared)) == self._versions
-                and all(compute() == value for compute, value in self._computed)
-            )
-        except Exception:  # noqa: BLE001 - values of the user's may not be comparable, and a cell may be empty
-            return False
-
-    def expect(self, container: object, key: object, value: object) -> None:
-        """Let the quick comparison expect this value in a container, if it compares that."""
-        for known, contents in zip(self._containers, self._contents, strict=True):
-            if known is container:
-                cast("dict[object, object]", contents)[key] = value
+    def _label(self, name: str, owner: object) -> str:
+        """Return a name that nothing else has: this one, with a number where another owner has it."""
+        for number in count(1):
+            label = name if number == 1 else f"{name} ({number})"
+            known = self._labels.get(label, MISSING)
+            if known == owner or (known is MISSING and label not in self.leaves):
+                self._labels[label] = owner
+                return label
+        raise AssertionError("numbers do not end")
 
     def _is_stored(self, container: object, key: object) -> bool:
         return bool(self.stored) and place_id(container, key) in self.stored
 
     def _module_tree(self, model: nn.Module, prefix: str, *, is_own: bool) -> None:
         """Add a module with its submodules; tensors of the model's own are the program's, those of others count."""
-        for kind in dict.fromkeys(map(type, model.modules())):
-            if not is_known_package(kind.__module__):
-                self._attributes(kind.__name__, vars(kind), kind)
         # Objects in attributes may refer to the modules themselves.
         self._seen.update((id(module), module) for module in model.modules())
         for name, module in model.named_modules():
@@ -228,30 +195,31 @@ class CodeState:
                     self.leaves[full] = (Tensor, id(tensor))
                     if isinstance(tensor, nn.Parameter):
                         self.leaves[f"{full}.requires_grad"] = (tensor.requires_grad,)
-                        if not isinstance(tensor, MovedTensor):
-                            self._parameters.append(tensor)
-                            self._trained.append(tensor.requires_grad)
+                        self.quick.add_parameter(tensor)
+        for kind in dict.fromkeys(base for m in model.modules() for base in type(m).__mro__):
+            if not is_known_package(kind.__module__):
+                self._attributes(self._label(kind.__name__, id(kind)), vars(kind), kind)
 
     def _module(self, path: str, module: nn.Module) -> None:
         own = vars(module)
         contents = dict(own)
-        self._shallow(own, contents)
+        self.quick.add_container(own, contents)
         self.leaves[f"{path}.training".strip(".")] = (module.training,)
         for name, child in module._modules.items():
             self._seen[id(child)] = child
             self.leaves[f"{path}.{name}".strip(".")] = (nn.Module, type(child).__name__, id(child))
         for kind in HOOKS_OF_MODULES:
             hooks = own.get(kind, {})
-            self._shallow(hooks, dict(hooks))
+            self.quick.add_container(hooks, dict(hooks))
             for number, hook in enumerate(hooks.values()):
                 name = f"{path}.{kind}[{number}]".strip(".")
                 self.leaves[name] = (HOOK, id(hook))
                 if id(hook) not in self._seen:
                     self._seen[id(hook)] = hook
                     if not isinstance(hook, _BY_IDENTITY):
-                        self._mutable(f"{name} ", hook)
+                        self._mutable(self._label(type(hook).__name__, id(hook)), hook)
         for kind in ("_modules", "_parameters", "_buffers"):
-            self._shallow(own[kind], dict(own[kind]))
+            self.quick.add_container(own[kind], dict(own[kind]))
         # A module may be a part of a trainer, as Lightning's is, whose own code reads bookkeeping.
         is_read = (
             self._model_names(module).__contains__ if _is_trainer(module) else self.code.mentions
@@ -286,8 +254,9 @@ class CodeState:
         value = space[name]
         module = function.__module__
         label = name if module == "__main__" else f"{module}.{name}"
+        label = self._label(label, (id(space), name))
         if label not in self.numbers:
-            self._globals.append((space, name, value))
+            self.quick.add_global(space, name, value)
         self.lines.setdefault(label, line)
         if isinstance(value, ModuleType) and not is_known_package(value.__name__):
             self._attributes(label, vars(value), value)
@@ -307,10 +276,10 @@ class CodeState:
                 continue
             label = self._variable(function, name, value, NumberPlace(variables, name))
             if label not in self.numbers:
-                self._cells.append((cell, value))
+                self.quick.add_cell(cell, value)
         code, defaults = function.__code__, function.__defaults__ or ()
         if defaults:
-            self._computed.append((lambda: id(function.__defaults__), id(defaults)))
+            self.quick.add_computed(lambda: id(function.__defaults__))
         positional = code.co_varnames[: code.co_argcount]
         for name, value in zip(
             positional[len(positional) - len(defaults) :], defaults, strict=True
@@ -325,8 +294,7 @@ class CodeState:
         """Add a variable of a function, and return its name in messages."""
         label = f"{name} of {function.__qualname__}"
         # Functions that one function makes have the same name.
-        if label in self.leaves:
-            label = next(each for i in count(2) if (each := f"{label} ({i})") not in self.leaves)
+        label = self._label(label, (id(function), name))
         self.lines.setdefault(label, self.code.line_of(function))
         self._add(label, value, place)
         return label
@@ -345,10 +313,8 @@ class CodeState:
                 self.lines.setdefault(label, self.code.attributes.get(key, ""))
                 self._add(label, own[key], NumberPlace(own, key))
 
-        kept = [(key, own.get(key, _MISSING)) for key in compared]
-        self._computed.append(
-            (lambda: all(own.get(key, _MISSING) is value for key, value in kept), True)
-        )
+        kept = [(key, own.get(key, MISSING)) for key in compared]
+        self.quick.add_computed(lambda: all(own.get(key, MISSING) is value for key, value in kept))
 
     def _add(self, name: str, value: object, place: NumberPlace | None = None) -> None:
         if isinstance(value, PLAIN):
@@ -377,7 +343,7 @@ class CodeState:
     def _attributes_of_function(self, name: str, function: FunctionType) -> None:
         own = vars(function)
         contents = dict(own)
-        self._shallow(own, contents)
+        self.quick.add_container(own, contents)
         for key, value in contents.items():
             if self.code.mentions(key):
                 self._add(f"{name}.{key}", value, NumberPlace(own, key, contents))
@@ -389,8 +355,7 @@ class CodeState:
             self._seen[id(tensor)] = tensor
             self.tensors.append(tensor)
             if id(tensor) not in self._followed:
-                self._compared.append(tensor)
-                self._versions.append(version)
+                self.quick.add_tensor(tensor, version)
 
     def _mutable(self, name: str, value: object) -> None:
         match value:
@@ -417,11 +382,11 @@ class CodeState:
                 for index, item in enumerate(value[:_MOST_ITEMS]):
                     self._add(f"{name}[{index}]", item)
             case set() | frozenset():
-                self._shallow(value, set(value))
+                self.quick.add_container(value, set(value))
                 self.leaves[name] += (frozenset(map(repr, value)),)
             case _ if (checksum := _checksum_of_array(value)) is not None:
                 self.leaves[name] = (type(value), checksum())
-                self._computed.append((checksum, checksum()))
+                self.quick.add_computed(checksum)
             case _ if isinstance(value, _NAMESPACES) or not is_known_package(
                 type(value).__module__
             ):
@@ -445,7 +410,7 @@ class CodeState:
         self.leaves[name] = (type(value), id(value), len(own))
         if len(value) <= _MOST_ITEMS:
             contents = copied(value)
-            self._shallow(value, contents)
+            self.quick.add_container(value, contents)
             for key, item in own:
                 self._add(f"{name}[{key!r}]", item, NumberPlace(value, key, contents))
 
@@ -453,7 +418,7 @@ class CodeState:
         """Add the attributes of the user's classes that an object is of."""
         for kind in type(value).__mro__:
             if id(kind) not in self._seen and not is_known_package(kind.__module__):
-                self._add(kind.__qualname__, kind)
+                self._add(self._label(kind.__qualname__, id(kind)), kind)
 
     def _attributes(self, name: str, values: Mapping[str, object], owner: object) -> None:
         """Add those attributes of an object, a class or a Python module that the code of a step mentions."""
@@ -461,7 +426,7 @@ class CodeState:
             self.code.add_class(type(owner))
             self.code.follow()
         contents = dict(values)
-        self._shallow(values, contents)
+        self.quick.add_container(values, contents)
         space = ClassAttributes(owner) if isinstance(owner, type) else cast("Namespace", values)
         for key, value in list(values.items()):
             is_pythons = key.startswith("__")
@@ -472,10 +437,6 @@ class CodeState:
             if not is_pythons and self.code.mentions(key) and not self._is_stored(space, key):
                 self.lines.setdefault(f"{name}.{key}", self.code.attributes.get(key, ""))
                 self._add(f"{name}.{key}", value, NumberPlace(space, key, contents))
-
-    def _shallow(self, container: object, contents: object) -> None:
-        self._containers.append(container)
-        self._contents.append(contents)
 
 
 def _checksum_of_array(value: object) -> Callable[[], int] | None:

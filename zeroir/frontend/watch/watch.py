@@ -91,7 +91,7 @@ class Watch:
         """Compare with the present state from now on, but for the modes of modules, which an evaluation may set."""
         modes = {name: leaf for name, leaf in self._state.leaves.items() if _is_mode(name)}
         now = self._now()
-        now.is_doubtful = any(now.leaves.get(name) != leaf for name, leaf in modes.items())
+        now.quick.is_doubtful = any(now.leaves.get(name) != leaf for name, leaf in modes.items())
         now.leaves |= modes
         self._state, self._evaluated = now, None
 
@@ -105,7 +105,7 @@ class Watch:
         states = [self._state, *([] if self._evaluated is None else [self._evaluated])]
         for container, key, value in self.kept.put(moment, tensors):
             for state in states:
-                state.expect(container, key, value)
+                state.quick.expect(container, key, value)
 
     def _now(self) -> CodeState:
         state, numbers = self._state, self._numbers
@@ -149,7 +149,7 @@ class Watch:
                 reads it.
         """
         known = [self._state, *([] if is_step or self._evaluated is None else [self._evaluated])]
-        if self._reads_alike() and any(state.is_as_it_was() for state in known):
+        if self._reads_alike() and any(state.quick.holds() for state in known):
             self._write_numbers()
             return
         before, now = self._state, self._now()
