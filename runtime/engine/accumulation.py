@@ -112,10 +112,6 @@ class Accumulation:
             UserError: where there is no micro-step, the last one was declared not to be the last, or a group is
                 incomplete.
         """
-        if self._count == 0:
-            raise UserError(
-                "update() needs at least one micro_step() before it; step() updates by itself."
-            )
         self.run_last("update")
         self._is_last_done = False
         self._count = 0
@@ -124,8 +120,13 @@ class Accumulation:
         """Run the waiting group as the last of the step; ``what`` is the method that needs it.
 
         Raises:
-            UserError: where the last micro-step was declared not to be the last, or a group is incomplete.
+            UserError: where there is no micro-step, the last one was declared not to be the last, or a group is
+                incomplete.
         """
+        if self._count == 0:
+            raise UserError(
+                f"{what}() needs at least one micro_step() before it; step() updates by itself."
+            )
         if self._waiting and not self._is_complete:
             raise self._incomplete(self._count)
         self._run_waiting(is_last=True)

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
 
@@ -33,6 +32,7 @@ from zeroir.runtime.engine.followed import CompiledAgain, Followed
 from zeroir.runtime.engine.followed_code import Compile
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer
 from zeroir.runtime.engine.opened_program import EngineSettings
+from zeroir.runtime.engine.patterns import matching
 from zeroir.runtime.engine.present_programs import PresentPrograms
 from zeroir.runtime.engine.rank_program import RankProgram
 from zeroir.runtime.engine.read_results import RankResult
@@ -498,23 +498,16 @@ class Engine:
         with self.rank_program.between_sections():
             return gradient_norms(self.program, self.rank_program.memory, self.job, names, divisor)
 
-    def _of_gradients(self, what: str, patterns: Sequence[str]) -> tuple[list[str], float]:
+    def _of_gradients(self, what: str, patterns: Sequence[str]) -> tuple[frozenset[str], float]:
         """Run the last micro-step; return the names of parameters, and what their gradients are to be divided by."""
         trained = [
             slot.name for flat in self.program.flats if flat.is_trainable for slot in flat.slots
         ]
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in trained):
-                raise UserError(f"No trained parameter has a name like {pattern}.")
+        chosen = matching(trained, patterns, "trained parameter") if patterns else trained
         self._accumulation.run_last(what)
         (weight,) = self.rank_program.executor.weight_sums()
         total = sum(row[0] for row in self.job.exchange([weight]))
-        matching = [
-            name
-            for name in trained
-            if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
-        ]
-        return matching, total * self.loss_scale
+        return frozenset(chosen), total * self.loss_scale
 
     @property
     def last_result(self) -> StepResult | None:
@@ -543,10 +536,10 @@ class Engine:
         (evaluation,) = self.rank_program.executor.evaluate([batch])
         return Evaluation(rank=evaluation)
 
-    def watch(self, *patterns: str) -> WatchedModules:
+    def watch(self, pattern: str, *patterns: str) -> WatchedModules:
         """Return a mapping that has what modules return, by their names, after each of the following steps.
 
-        ``patterns`` are those of names in ``named_modules``, as in ``fnmatch``, such as ``blocks.*.mlp``. The next step
+        The patterns are those of names in ``named_modules``, as in ``fnmatch``, such as ``blocks.*.mlp``. The next step
         or evaluation compiles a program that keeps these tensors of its last micro-batch, and needs memory for them;
         after the mapping's ``close``, or the end of its ``with`` block, the engine goes on with the earlier program.
         All ranks call this together.
@@ -559,7 +552,7 @@ class Engine:
             raise UserError(
                 "engine.watch looks into the module that zeroir.compile was given, and the engine was made from a file."
             )
-        return WatchedModules(model, patterns)
+        return WatchedModules(model, (pattern, *patterns))
 
     def average(self, value: float) -> float:
         """Return the mean of every rank's value, added in rank order. All ranks call this together."""

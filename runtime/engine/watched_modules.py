@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Final, Self
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from zeroir.errors import UserError
+from zeroir.runtime.engine.patterns import matching
 
 _OUTPUT: Final = "_output_for_zeroir"
 """The attribute in which a hook stores what its module returns."""
@@ -22,17 +21,9 @@ class WatchedModules(Mapping[str, object]):
     """
 
     def __init__(self, model: nn.Module, patterns: Sequence[str]) -> None:
-        self._modules = {
-            name: module
-            for name, module in model.named_modules()
-            if any(fnmatchcase(name, pattern) for pattern in patterns)
-        }
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in self._modules):
-                raise UserError(
-                    f"No module of the model has a name like {pattern}; named_modules() has "
-                    f"{', '.join([name for name, _ in model.named_modules() if name][:3])} and others."
-                )
+        modules = {name: module for name, module in model.named_modules() if name}
+        chosen = matching(list(modules), patterns, "module of the model")
+        self._modules = {name: modules[name] for name in chosen}
         self._hooks = [module.register_forward_hook(_store) for module in self._modules.values()]
 
     def __getitem__(self, name: str) -> object:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ Holders = Mapping[str, Sequence[tuple[Region, FlatContent]]]
 """The regions that hold the gradient of each flat."""
 
 
-def gradient_holders(program: Program, names: Collection[str]) -> Holders:
+def gradient_holders(program: Program, names: Set[str]) -> Holders:
     """Return the regions that hold the gradients of these parameters after the last micro-step.
 
     Raises:
@@ -44,24 +44,21 @@ def gradient_holders(program: Program, names: Collection[str]) -> Holders:
 
 
 def gradients(
-    program: Program,
-    memory: RankMemory,
-    job: Job,
-    names: Collection[str],
-    divisor: float,
+    program: Program, memory: RankMemory, job: Job, names: Set[str], divisor: float
 ) -> Iterator[tuple[Slot, Tensor]]:
     """Yield the gradients of these parameters, f32 of their shapes, unsharded, divided by ``divisor``."""
+    holders = gradient_holders(program, names)
     for flat in program.flats:
-        holders = gradient_holders(program, names).get(flat.name, ())
         for slot in flat.slots:
             if slot.name in names:
+                own = holders[flat.name]
                 elements = range(slot.offset, slot.offset + slot.numel)
-                (values,) = flat_part(program, [memory], job.comm, holders, torch.float32, elements)
+                (values,) = flat_part(program, [memory], job.comm, own, torch.float32, elements)
                 yield slot, values.div_(divisor).view(slot.shape)
 
 
 def gradient_norms(
-    program: Program, memory: RankMemory, job: Job, names: Collection[str], divisor: float
+    program: Program, memory: RankMemory, job: Job, names: Set[str], divisor: float
 ) -> dict[str, float]:
     """Return the L2 norms of the gradients of these parameters, of which no rank gathers any."""
     holders = gradient_holders(program, names)

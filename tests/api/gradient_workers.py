@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroir
+from tests.runtime.support import join
 from zeroir.config.precision import FloatName
 
 MICRO_STEPS = 2
@@ -40,12 +40,7 @@ def expected_gradients(world_size: int) -> dict[str, Tensor]:
 
 def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{Path(os.environ['TEST_FOLDER'])}/store",
-        rank=rank,
-        world_size=world_size,
-    )
+    join()
     expected = expected_gradients(world_size)
     cases: tuple[tuple[int, FloatName, float], ...] = (
         (0, "fp32", 1e-6),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import os
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import zeroir
+from tests.runtime.support import join
 
 STEPS = 4
 
@@ -88,12 +88,7 @@ def trained(module: nn.Module) -> torch.optim.Optimizer:
 def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     gc.disable()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{Path(os.environ['TEST_FOLDER'])}/store",
-        rank=rank,
-        world_size=world_size,
-    )
+    join()
     torch.manual_seed(0)
     generator, critic = Generator(), Critic()
     generator.norm.eval()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroir
+from tests.runtime.support import join
 
 STEPS = 4
 MICRO_STEPS = 2
@@ -42,12 +42,7 @@ def batch_of(rank: int, step: int) -> Tensor:
 
 def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{Path(os.environ['TEST_FOLDER'])}/store",
-        rank=rank,
-        world_size=world_size,
-    )
+    join()
     torch.manual_seed(0)
     student, teacher, plain_teacher = Student(), Student(), Student()
     for module in (teacher, plain_teacher):

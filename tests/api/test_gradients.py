@@ -58,8 +58,11 @@ def test_they_are_unscaled_and_change_nothing(precision: FloatName) -> None:
 
 def test_what_is_not_there_is_refused() -> None:
     engine = engine_of()
-    with pytest.raises(UserError, match=r"gradients\(\) needs a last micro-step"):
+    with pytest.raises(UserError, match=r"gradients\(\) needs at least one micro_step\(\)"):
         engine.gradients()
+    engine.micro_step(batch_of(0, 0), is_last=False)
+    with pytest.raises(UserError, match=r"gradient_norms\(\) needs a last micro-step"):
+        engine.gradient_norms()
     engine.micro_step(batch_of(0, 0))
     with pytest.raises(UserError, match=r"No trained parameter has a name like head\.\*"):
         engine.gradients("head.*")

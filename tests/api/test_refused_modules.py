@@ -43,6 +43,21 @@ def counted_by_a_hook(net: Net) -> None:
     net.first.register_forward_hook(count)
 
 
+def counted_by_one_of_two_hooks(net: Net) -> None:
+    def counting(step: int) -> Callable[..., Tensor]:
+        calls = 0
+
+        def hook(_: nn.Module, __: object, output: Tensor) -> Tensor:
+            nonlocal calls
+            calls += step
+            return output * (1 + calls)
+
+        return hook
+
+    net.first.register_forward_hook(counting(1))
+    net.second.register_forward_hook(counting(0))
+
+
 def gradients_in_a_list(net: Net) -> None:
     gradients: list[object] = []
     net.first.register_full_backward_hook(lambda _, __, given: gradients.append(given))
@@ -70,6 +85,10 @@ class Doubling(Tensor):
 
 
 REFUSED: dict[str, tuple[Callable[[Net], object], str]] = {
+    "one of two hooks of one name that counts": (
+        counted_by_one_of_two_hooks,
+        "changes hook:calls and computes something else",
+    ),
     "hook that counts": (counted_by_a_hook, "changes count:calls at every call"),
     "backward hook with a list": (gradients_in_a_list, "changes <lambda>:gradients at every call"),
     "hook of a gradient with a list": (parameter_gradients_in_a_list, "changes <lambda>:norms"),

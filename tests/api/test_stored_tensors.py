@@ -7,6 +7,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -243,8 +244,19 @@ def test_a_step_is_watched() -> None:
         watched["head"]
     engine.step(X)
     assert engine.program is first
-    with pytest.raises(UserError, match=r"like layers\.\*; named_modules\(\) has blocks, "):
+    with pytest.raises(UserError, match=r"like layers\.\*; there are blocks, "):
         engine.watch("head", "layers.*")
+
+
+def test_an_engine_of_a_file_watches_nothing(tmp_path: Path) -> None:
+    """Its program computes what the code stores, which no code in this process asks for."""
+    zeroir.compile(Net(store_items), X, world_size=1).save(tmp_path / "net.zir")
+    net = Net(store_items)
+    engine = zeroir.load(tmp_path / "net.zir").engine(model=lambda: net, self_check=False)
+    engine.step(X)
+    assert net.log == {}
+    with pytest.raises(UserError, match="the engine was made from a file"):
+        engine.watch("head")
 
 
 def test_what_is_appended_counts_for_each_micro_batch() -> None:
