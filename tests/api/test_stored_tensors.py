@@ -40,6 +40,7 @@ class Net(nn.Module):
         self.log: dict[str, Any] = {}
         self.history: list[Any] = []
         self.last: Any = None
+        self.other: Any = None
         self.store = store
 
     def forward(self, x: Tensor) -> Tensor:
@@ -169,13 +170,16 @@ def test_what_forward_stores_is_there_after_each_step(
         assert one.shape == other.shape
 
 
-def test_an_attribute_that_had_another_shape_before() -> None:
-    net, plain = Net(store_replaced), Net(store_replaced)
+def test_attributes_that_had_another_shape_before() -> None:
+    def store(net: Net, y: Tensor, z: Tensor) -> None:
+        net.last, net.other = y.detach(), z.detach()
+
+    net, plain = Net(store), Net(store)
     net(X[:3])
     engine = engine_of(net)
     engine.step(X)
     eager(plain)
-    require_equal(net.last, _detached(plain.last))
+    require_equal((net.last, net.other), (plain.last, plain.other))
 
 
 def test_a_tensor_that_is_written_in_place_is_a_buffer() -> None:

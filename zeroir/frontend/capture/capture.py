@@ -121,14 +121,17 @@ def capture(
         shapes=shapes,
         numbers=numbers,
     )
-    try:
-        return captured()
-    except _UnreadAttributes as error:
-        unread = error.names
-    try:
-        return captured(without=unread)
-    except (Exception, SystemExit):  # noqa: BLE001 - as the model's code asks whether they are there
-        return captured(is_whole=True)
+    without: frozenset[str] = frozenset()
+    while True:
+        try:
+            return captured(without=without)
+        except _UnreadAttributes as error:
+            without |= error.names
+        except (Exception, SystemExit):
+            # The model's code may ask whether they are there.
+            if not without:
+                raise
+            return captured(is_whole=True)
 
 
 class _UnreadAttributes(Exception):  # noqa: N818 - the model is captured again without them
