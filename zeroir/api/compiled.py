@@ -293,6 +293,7 @@ class CompiledProgram:
     ) -> Engine:
         """Make an initialised engine for this process's rank of the job, as ``Engine.initialise`` does."""
         from zeroir.api.running import engines
+        from zeroir.api.running.model_file import with_code
         from zeroir.api.running.outside_memory import (
             host_memory_bytes,
             local_ranks,
@@ -310,10 +311,11 @@ class CompiledProgram:
         from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
         from zeroir.runtime.engine.engine import Engine
 
-        is_own = source is self.source and self.watch is not None
-        watch = self.watch.copied() if is_own and self.watch is not None else Watch.of(source)
-        watch.ignore((ignore,) if isinstance(ignore, str) else ignore)
-        watch.require_unchanged(is_step=False)
+        ignored = (ignore,) if isinstance(ignore, str) else ignore
+        watch = self.watch.copied() if source is self.source and self.watch is not None else None
+        if watch is not None:
+            watch.ignore(ignored)
+            watch.require_unchanged(is_step=False)
         require_host_memory(
             outside_bytes(self.program),
             ranks=local_ranks(),
@@ -342,12 +344,17 @@ class CompiledProgram:
                 apply_precision, precision=precision.dtype, keep_fp32=precision.keep_fp32
             ),
         )
+        compiled = self
+        if watch is None:
+            # Names in a model file refer to the module that was built last.
+            compiled, watch = with_code(self, source) if compile_again else (self, Watch.of(source))
+            watch.ignore(ignored)
         watch.remember()
-        again = partial(compiled_after_change, self, engine, watch)
+        again = partial(compiled_after_change, compiled, engine, watch)
         engine.follow(
             watch,
-            signatures_of(self, engine, watch),
-            again if compile_again and is_own else None,
+            signatures_of(compiled, engine, watch),
+            again if compile_again and compiled.compile_again is not None else None,
         )
         return engine
 
@@ -435,7 +442,7 @@ def with_source(
     compile_again: Compile,
 ) -> CompiledProgram:
     """Return the program with the module or function that it was compiled from."""
-    if source.file is not None:
+    if source.file is not None and not source.is_in_hand:
         return compiled
     from zeroir.frontend.watch.watch import Watch
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -58,9 +59,21 @@ def compiled_after_change(
 
     assert compiled.compile_again is not None
     earlier = Earlier(flats=compiled.logical.flats, numbers=numbers, step_counts=step_counts)
-    again = compiled.compile_again(compiled.requested, compiled.config, earlier)
+    with _notes_that_are_new(compiled, engine):
+        again = compiled.compile_again(compiled.requested, compiled.config, earlier)
     again, own = _like_running(again, engine, code)
     return signatures_of(again, engine, own, step_counts)
+
+
+@contextmanager
+def _notes_that_are_new(compiled: Compiled, engine: Engine) -> Iterator[None]:
+    """Let rank 0 alone warn of a program that all ranks compile, and not of sizes if the first program was narrowed."""
+    with warnings.catch_warnings():
+        if engine.rank != 0:
+            warnings.simplefilter("ignore", ModelWarning)
+        elif compiled.narrowings:
+            warnings.filterwarnings("ignore", ".* the sizes of the batch decide", ModelWarning)
+        yield
 
 
 def accumulating(compiled: Compiled, rank: int) -> Callable[[], Program] | None:
@@ -118,6 +131,20 @@ def _whole(compiled: Compiled) -> Program:
     )
 
 
+def left_out(compiled: Compiled) -> list[str]:
+    """Return phrases about the sizes of a program that has fewer than its options ask for, such as ``rows <= 5``."""
+    if compiled.options.shapes is None:
+        return []
+    asked = {dim.name: dim for dim in _whole(compiled).dims}
+    phrases: list[str] = []
+    for dim in compiled.program.dims:
+        least = "" if dim.minimum == asked[dim.name].minimum else f"{dim.minimum:,} <= "
+        most = "" if dim.maximum == asked[dim.name].maximum else f" <= {dim.maximum:,}"
+        if least or most:
+            phrases.append(f"{least}{dim.name}{most}")
+    return phrases
+
+
 def _dims_of(shapes: BatchShapes) -> set[Dim]:
     sizes = (size for shape in shapes.values() for size in shape if isinstance(size, Size))
     return {dim for size in sizes for dim in size.dims}
@@ -135,12 +162,13 @@ def _compiled_at(
 
     from zeroir.api.checks.drawn_batches import batch_of_sizes
     from zeroir.frontend.source.source import Earlier
+    from zeroir.runtime.training.random_states import host_generators_kept
 
     assert compiled.compile_again is not None
     assert compiled.source is not None
-    example = batch_of_sizes(
-        _whole(compiled), compiled.source.batch(), values, torch.Generator().manual_seed(0)
-    )
+    with host_generators_kept():
+        batch = compiled.source.batch()
+    example = batch_of_sizes(_whole(compiled), batch, values, torch.Generator().manual_seed(0))
     earlier = Earlier(flats=compiled.logical.flats, numbers=code.numbers, step_counts=step_counts)
     options = compiled.options
     if compiled.source.weight is None:
@@ -148,9 +176,7 @@ def _compiled_at(
         options = replaced(options, mean_over=mean_over)
     while True:
         try:
-            with warnings.catch_warnings():
-                # That sizes decide was said of the first program.
-                warnings.filterwarnings("ignore", ".* the sizes of the batch decide", ModelWarning)
+            with _notes_that_are_new(compiled, engine):
                 again = compiled.compile_again(options, compiled.config, earlier, example)
         except ShapesError as error:
             if options.shapes is None:

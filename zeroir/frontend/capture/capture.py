@@ -323,7 +323,9 @@ def _unread_buffers(joint: JointGraph) -> frozenset[str]:
     return frozenset(name for name, _ in joint.mutations) - read
 
 
-_IN_FILE = "Batches of other sizes are refused: give it that range, or express the code without a decision."
+_IN_FILE = (
+    "A run of this program compiles another one from the model file when it meets other sizes."
+)
 _IN_SCRIPT = (
     "An engine that is made in this script compiles another program when it meets other sizes; one that is made from "
     "a file of this program refuses them."

@@ -29,7 +29,12 @@ from zeroir.config.shapes import BatchShapes
 from zeroir.errors import UserError, ZeroirError
 from zeroir.frontend.capture.code_contexts import line_of_caller, noting_autocasts
 from zeroir.frontend.source.given_shapes import given_shapes
-from zeroir.frontend.source.imports import file_of_module, hashes_of_imports, hashes_of_modules
+from zeroir.frontend.source.imports import (
+    MODEL_FILE,
+    file_of_module,
+    hashes_of_imports,
+    hashes_of_modules,
+)
 from zeroir.frontend.source.source import (
     BatchFunction,
     FileOrigin,
@@ -51,7 +56,6 @@ from zeroir.torch_ops.devices import one_device
 
 T = TypeVar("T")
 
-_MODULE = "_zeroir_model_"
 _IMPORTS = "_zeroir_imports"
 """The attribute of a model file's module with the hashes of the user's modules that it imported."""
 
@@ -189,7 +193,7 @@ def _shapes(
 
 
 def _module_name(sha256: str) -> str:
-    return f"{_MODULE}{sha256[:16]}"
+    return f"{MODEL_FILE}{sha256[:16]}"
 
 
 def _forget_changed_modules() -> None:
@@ -199,7 +203,7 @@ def _forget_changed_modules() -> None:
     """
     earlier: dict[str, str] = {}
     for name, module in list(sys.modules.items()):
-        if name.startswith(_MODULE):
+        if name.startswith(MODEL_FILE):
             earlier.update(getattr(module, _IMPORTS, {}))
     loaded = {name: sha256 for name, sha256 in earlier.items() if name in sys.modules}
     if hashes_of_modules(set(loaded)) != loaded:

@@ -23,6 +23,9 @@ _LIBRARIES = frozenset({"torch", "zeroir"})
 _INSTALLED_IN = frozenset({"site-packages", "dist-packages"})
 """The names of folders of installed modules. PYTHONPATH and ``.pth`` files may add those of other environments."""
 
+MODEL_FILE = "_zeroir_model_"
+"""The beginning of the name of a Python module that a model file became; it is the main module of its code."""
+
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
 """Prefixes of the file names of torch's code, of zeroir's, and of code without a file."""
 
@@ -82,6 +85,11 @@ def file_of_module(name: str) -> Path | None:
             return None
     file = None if spec is None else _users_file(spec)
     return file if file is not None and file.suffix == ".py" else None
+
+
+def is_main(module: str | None) -> bool:
+    """Return whether a Python module is a script or a model file, by its name."""
+    return module == "__main__" or (module or "").startswith(MODEL_FILE)
 
 
 def is_known_package(module: str | None) -> bool:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
 
+import torch
 from torch import nn
 
 from zeroir.errors import UserError, ZeroirError
@@ -99,6 +101,19 @@ def source_of(
         weight,
         is_in_hand=False,
     )
+
+
+def with_module_in_hand(source: ModelSource) -> ModelSource:
+    """Return the source of a model file as one of a module in this process, which has no values.
+
+    What the file's functions change in the module then counts.
+
+    Raises:
+        UserError: if the module cannot be built on the meta device, or is not supported.
+    """
+    with torch.device("meta"):
+        module = require_supported(source.build(), source.names)
+    return replace(source, build=lambda: meta_copy(module), model=lambda: module, is_in_hand=True)
 
 
 def _require_functions(loss: LossFunction | None, weight: WeightFunction | None) -> None:

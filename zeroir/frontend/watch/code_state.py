@@ -27,7 +27,7 @@ from typing import Any, Final, cast
 from torch import Tensor, nn
 
 from zeroir.frontend._torch_hooks import HOOKS_OF_MODULES, version_of
-from zeroir.frontend.source.imports import is_known_package
+from zeroir.frontend.source.imports import is_known_package, is_main
 from zeroir.frontend.source.namespaces import (
     PLAIN,
     ClassAttributes,
@@ -253,7 +253,7 @@ class CodeState:
             return
         value = space[name]
         module = function.__module__
-        label = name if module == "__main__" else f"{module}.{name}"
+        label = name if is_main(module) else f"{module}.{name}"
         label = self._label(label, (id(space), name))
         if label not in self.numbers:
             self.quick.add_global(space, name, value)

@@ -1,0 +1,153 @@
+"""``zeroir run`` follows the code of the model file: sizes by which it decides, and what its functions change."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.conftest import Zeroir
+from tests.support.zygote import run_forked
+from zeroir.frontend.source.entry import load_model_file
+from zeroir.torch_ops.globals import torch_globals_kept
+
+MODEL = """
+import torch
+from torch import nn
+from torch.export import Dim
+
+BETA = 0.0
+NET = None
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+        self.tau = 1.0
+
+    def forward(self, x):
+        if x.shape[0] > 5:
+            x = x.tanh()
+        return (self.line(x).square().mean() + BETA) / self.tau
+
+
+def model():
+    global NET
+    NET = Net()
+    return NET
+
+
+def batch():
+    return torch.zeros(3, 4)
+
+
+def shapes():
+    return (Dim("rows", max=8), 4)
+
+
+def weight(batch):
+    return 1.0
+
+
+def batches(rank, world_size, seed):
+    global BETA
+    for step in range(1000):
+        BETA = 0.25 * step
+        NET.tau = 1.0 + step
+        rows = (3, 7, 5, 8)[(step + rank) % 4]
+        yield torch.randn(rows, 4, generator=torch.Generator().manual_seed(7 * step + rank))
+"""
+STEPS = 6
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    before = Path.cwd()
+    os.chdir(tmp_path)
+    yield path
+    os.chdir(before)
+
+
+def eager_losses(model: Path, world_size: int) -> list[float]:
+    """Train in plain PyTorch, and return the mean losses over all ranks."""
+    source = load_model_file(str(model))
+    assert source.batches is not None
+    with torch_globals_kept():
+        torch.manual_seed(0)
+        net = source.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses: list[float] = []
+    data = [iter(source.batches(rank, world_size, 0)) for rank in range(world_size)]
+    for _ in range(STEPS):
+        of_ranks = [net(batch) for batch in map(next, data)]
+        optimizer.zero_grad()
+        (sum(of_ranks) / world_size).backward()
+        optimizer.step()
+        losses.append(sum(loss.item() for loss in of_ranks) / world_size)
+    return losses
+
+
+def printed_losses(out: str) -> list[float]:
+    return [json.loads(line)["loss"] for line in out.splitlines()]
+
+
+SGD = ("--optimizer", "sgd", "--lr", "0.1")
+RUN = ("run", "model.zir", "--steps", str(STEPS), "--log-every", "1", "--json")
+
+
+def test_sizes_and_numbers_of_the_model_file_count(zeroir: Zeroir, model: Path) -> None:
+    assert zeroir("compile", model.name, *SGD, "--world-size", "1").exit_code == 0
+    answer = zeroir(*RUN)
+    assert answer.exit_code == 0, answer.err
+    assert printed_losses(answer.out) == eager_losses(model, 1)
+    assert answer.err.count("was compiled in") == 1, answer.err
+    assert answer.err.count("compiled again") == 1, answer.err
+    assert "tau, which model.py:19 reads, is 2.0 now" in answer.err
+    assert "_zeroir_model" not in answer.err
+
+
+def test_a_size_of_the_other_side_compiles_once_though_nothing_else_changed(
+    zeroir: Zeroir, model: Path
+) -> None:
+    text = MODEL.replace("BETA = 0.25 * step", "BETA = 0.0").replace("1.0 + step", "1.0")
+    model.write_text(text)
+    assert zeroir("compile", model.name, *SGD, "--world-size", "1").exit_code == 0
+    answer = zeroir(*RUN)
+    assert answer.exit_code == 0, answer.err
+    assert printed_losses(answer.out) == eager_losses(model, 1)
+    (line,) = answer.err.splitlines()
+    assert line.startswith(
+        "The model in model.py lets the sizes of the batch decide, and the program is right only where rows <= 5: a "
+        "program for batches such as rows 7 was compiled in "
+    )
+
+
+def test_of_another_file_nothing_is_compiled(zeroir: Zeroir, model: Path) -> None:
+    assert zeroir("compile", model.name, *SGD, "--world-size", "1").exit_code == 0
+    model.write_text(MODEL + "\n# changed\n")
+    answer = zeroir(*RUN, "--allow-model-change")
+    assert answer.exit_code == 2
+    assert "tau, which model.py:19 reads, is 2.0 now, but was 1.0" in answer.err
+    model.write_text(MODEL.replace("NET.tau = 1.0 + step", "").replace("BETA = 0.25 * step", ""))
+    answer = zeroir(*RUN, "--allow-model-change")
+    assert answer.exit_code == 2
+    assert "rows from 1 to 5" in answer.err
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_ranks_compile_together(zeroir: Zeroir, model: Path) -> None:
+    assert zeroir("compile", model.name, *SGD, "--world-size", "3", "--stage", "3").exit_code == 0
+    made = run_forked("zeroir", [*RUN, "--nproc", "3"], model.parent, {"OMP_NUM_THREADS": "1"})
+    assert made.returncode == 0, made.stderr
+    assert printed_losses(made.stdout) == pytest.approx(eager_losses(model, 3), rel=1e-6)
+    # At the first step the ranks have batches of both sides already.
+    assert made.stderr.count("was compiled in") == 2, made.stderr
+    assert made.stderr.count("compiled again") == 1, made.stderr

@@ -1,0 +1,64 @@
+"""The code of the model file that a program was compiled from, for an engine that follows it between steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from zeroir.api.compiled import CompiledProgram
+from zeroir.api.running.signatures import left_out
+from zeroir.errors import UserError
+
+if TYPE_CHECKING:
+    from zeroir.artifact import Artifact
+    from zeroir.frontend.source.source import ModelSource
+    from zeroir.frontend.watch.watch import Watch
+
+
+def with_code(compiled: CompiledProgram, source: ModelSource) -> tuple[CompiledProgram, Watch]:
+    """Return a program that was read from a file with a source, and with the present state of the source's code.
+
+    The module of a model file is built once more, on the meta device, so that the file's functions may change it.
+    Other programs can be compiled only from the file that the program itself was compiled from. Where the module cannot
+    be built without values, the state is that of the loss alone, and nothing else can be compiled.
+    """
+    from zeroir.frontend.source.module_source import with_module_in_hand
+    from zeroir.frontend.watch.watch import Watch
+    from zeroir.runtime.training.random_states import host_generators_kept
+
+    if source.file is None:
+        return compiled, Watch.of(source)
+    try:
+        with host_generators_kept():
+            source = with_module_in_hand(source)
+    except UserError:
+        return compiled, Watch.of(source)
+    watch = Watch.of(source)
+    if not _is_of(compiled.artifact, source):
+        return compiled, watch
+    from zeroir.api.compiling import compile_again
+
+    narrowings = _narrowings(compiled, source)
+    again = partial(compile_again, source)
+    return replace(compiled, source=source, compile_again=again, narrowings=narrowings), watch
+
+
+def _is_of(artifact: Artifact, source: ModelSource) -> bool:
+    """Return whether a program was compiled from this model file, and the user's modules that it imports."""
+    file, imports = source.file, artifact.model_imports
+    return (
+        file is not None
+        and file.sha256 == artifact.model_sha256
+        and imports is not None
+        and dict(imports) == dict(file.imports)
+    )
+
+
+def _narrowings(compiled: CompiledProgram, source: ModelSource) -> tuple[str, ...]:
+    """Say that the code lets sizes decide, if the program is for fewer sizes than were asked for."""
+    from zeroir.frontend.source.source import capitalised
+
+    ranges = " and ".join(left_out(compiled))
+    code = f"{capitalised(source.names.model)} lets the sizes of the batch decide"
+    return (f"{code}, and the program is right only where {ranges}",) if ranges else ()
