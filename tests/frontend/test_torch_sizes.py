@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.frontend.test_torch_private import attempt
 from zeroir.frontend._torch_private import fake_mode
 from zeroir.frontend._torch_sizes import DimEnv, NoPolynomialError, has_dims, size_of, stride_of
-from zeroir.ir.sizes import Dim, quotient
+from zeroir.ir.sizes import Dim, Size, quotient
 
 ROWS = Dim(name="rows", minimum=1, maximum=8)
 LENGTH = Dim(name="length", minimum=2, maximum=64)
@@ -48,6 +50,49 @@ def test_a_view_finds_a_size_from_sums() -> None:
     env, x = traced(heads)
     assert size_of(x.shape[2]) == 2
     assert not any("%" in each.text or "Mod" in each.text for each in env.assumptions)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return torch.ops.aten._unsafe_view(x, [x.shape[0] * x.shape[1], 4])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        _flat,
+        lambda x: x[:, 1:],
+        lambda x: x.transpose(0, 1).unsqueeze(0),
+        lambda x: x.view(torch.int32),
+        lambda x: torch.ops.aten._unsafe_view(x[:, :, :2], [x.shape[0], x.shape[1], 1, 2]),
+    ],
+)
+def test_views_are_those_of_torch(view: Callable[[Tensor], Tensor]) -> None:
+    """Also those that the mode makes from its cache, which are the second ones here."""
+    _, x = traced(lambda x: x)
+    expected = view(torch.empty(3, 5, 4))
+    assert isinstance(x, FakeTensor)
+    with x.fake_mode:
+        for result in (attempt(lambda: view(x)), attempt(lambda: view(x))):
+            sizes = [size_of(size) for size in result.shape]
+            steps = [stride_of(step) for step in result.stride()]
+            assert [_at_example(n) for n in sizes] == [*expected.shape]
+            assert [_at_example(n) for n in steps] == [*expected.stride()]
+            assert result.untyped_storage()._cdata == x.untyped_storage()._cdata
+            assert _at_example(size_of(result.storage_offset())) == expected.storage_offset()
+            assert result.dtype == expected.dtype
+            assert not result.requires_grad
+
+
+def _at_example(size: int) -> int:
+    return size.at({"rows": 3, "length": 5}) if isinstance(size, Size) else size
+
+
+def test_a_view_of_a_contiguous_tensor_asks_nothing() -> None:
+    _, x = traced(lambda x: x)
+    assert isinstance(x, FakeTensor)
+    with x.fake_mode, mock.patch.object(DimEnv, "evaluate_expr") as asked:
+        assert size_of(_flat(x).shape[0]) == ROWS.size * LENGTH.size
+    asked.assert_not_called()
 
 
 def test_a_stride_counts_a_size_of_0_as_0() -> None:

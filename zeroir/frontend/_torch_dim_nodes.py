@@ -19,7 +19,7 @@ from torch._subclasses._fake_tensor_utils import _DeconstructedSymNode
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.types import PySymType
+from torch.types import IntLikeType, PySymType
 from torch.utils._sympy.functions import FloorDiv
 
 from zeroir.ir.size_bounds import highest, lowest
@@ -46,6 +46,10 @@ class PolynomialEnv(ShapeEnv):
         if node is None:
             node = self._nodes[size] = DimNode(self, size)
         return node
+
+    def symint(self, size: int) -> IntLikeType:
+        """Return a size as torch computes with it."""
+        return self.node(size).symint if isinstance(size, Size) else size
 
     def node_of(self, expression: sympy.Expr) -> DimNode | None:
         """Return the node of an expression of sympy, None where it is no polynomial."""

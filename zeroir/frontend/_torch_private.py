@@ -43,6 +43,7 @@ from torch.nn.modules import module as nn_module
 from torch.nn.utils import stateless
 
 from zeroir.frontend._torch_dim_nodes import sizes_as_nodes
+from zeroir.frontend._torch_dim_views import DimTensorMode
 from zeroir.frontend._torch_hooks import GradientHook, gradient_hooks
 from zeroir.frontend.capture.storage_views import rewrite_storage_views
 
@@ -89,7 +90,8 @@ def fake_mode(env: ShapeEnv | None = None) -> FakeTensorMode:
 
     With ``env`` its tensors may have sizes that depend on dims.
     """
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=env, static_shapes=True)
+    make = FakeTensorMode if env is None else DimTensorMode
+    return make(allow_non_fake_inputs=True, shape_env=env, static_shapes=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from zeroir.frontend._torch_dim_nodes import (
     answer_for_all,
     rounded_quotient,
 )
-from zeroir.ir.sizes import Dim, Size
+from zeroir.ir.sizes import Dim
 
 
 class NoPolynomialError(Exception):
@@ -118,10 +118,6 @@ class DimEnv(PolynomialEnv):
         )
         self._assumptions: dict[sympy.Basic, str] = {}
         self._answers: dict[sympy.Basic, _Answer] = {}
-
-    def symint(self, size: int) -> int | torch.SymInt:
-        """Return a size as torch computes with it."""
-        return self.node(size).symint if isinstance(size, Size) else size
 
     def size(self, expression: sympy.Expr) -> int:
         """Return the size that an expression of torch means.

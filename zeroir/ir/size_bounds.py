@@ -25,6 +25,7 @@ from zeroir.ir.sizes import (
 )
 
 
+@lru_cache(MOST_KEPT)
 def grows(size: Size) -> bool:
     """Return whether a size is never negative and never shrinks where a dim grows; then its bound is its largest value.
 
@@ -36,6 +37,7 @@ def grows(size: Size) -> bool:
     )
 
 
+@lru_cache(MOST_KEPT)
 def lowest(size: int) -> int:
     """Return a number that a size is never less than."""
     if not isinstance(size, Size):

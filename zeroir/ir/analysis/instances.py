@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import Final, TypeVar, cast
 
 from zeroir.errors import UserError
+from zeroir.ir.buffers import Region
 from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import Segment
 from zeroir.ir.sizes import Dim, Size
@@ -25,9 +26,7 @@ def instance(program: Program, values: Mapping[str, int]) -> Program:
     """
     if not program.dims:
         return program
-    return with_integers(
-        program, lambda size: size.at(values) if isinstance(size, Size) else size, dims=()
-    )
+    return _with_other_sizes(program, partial(Size.at, values=values), dims=())
 
 
 def narrowed(program: Program, maxima: Mapping[str, int]) -> Program:
@@ -37,7 +36,7 @@ def narrowed(program: Program, maxima: Mapping[str, int]) -> Program:
     """
     left = (narrowed_size(dim.size, maxima) for dim in program.dims)
     dims = tuple(dim for size in left if isinstance(size, Size) for dim in size.dims)
-    return with_integers(program, lambda size: narrowed_size(size, maxima), dims=dims)
+    return _with_other_sizes(program, lambda size: narrowed_size(size, maxima), dims=dims)
 
 
 def narrowed_size(size: int, maxima: Mapping[str, int]) -> int:
@@ -93,79 +92,113 @@ def values_of_dims(program: Program, given: Mapping[str, int]) -> dict[str, int]
     return values
 
 
-def sizes_in(
-    data: tuple[object, ...], *, without: tuple[type[object], str] | None = None
-) -> Iterator[Size]:
-    """Yield each size that depends on dims in these tuples, records and integers, once.
+def sizes_in(data: object) -> tuple[Size, ...]:
+    """Return each size that depends on dims in these tuples, records and integers."""
+    sizes, offsets = sizes_and_offsets_in(data)
+    return tuple(dict.fromkeys((*sizes, *offsets)))
 
-    ``without`` is a class of records and the field of it that is left out.
-    """
-    left_out, field = without or (None, "")
-    found: set[Size] = set()
+
+def sizes_and_offsets_in(data: object) -> tuple[tuple[Size, ...], tuple[Size, ...]]:
+    """Return each size that depends on dims, and each such offset of a region, in tuples, records and integers."""
+    sizes: dict[Size, None] = {}
+    offsets: dict[Size, None] = {}
     seen: set[int] = set()
-    rest: list[object] = [data]
+    rest = [data]
     while rest:
         value = rest.pop()
         kind = type(value)
         if kind is Size:
-            size = cast("Size", value)
-            if size not in found:
-                found.add(size)
-                yield size
-        elif kind is tuple:
-            rest.extend(reversed(cast("tuple[object, ...]", value)))
-        elif kind not in _WITHOUT_FIELDS and id(value) not in seen:
+            sizes[cast("Size", value)] = None
+            continue
+        if kind is tuple:
+            parts = cast("tuple[object, ...]", value)
+        elif id(value) in seen:
+            continue
+        else:
             seen.add(id(value))
-            names = reversed(_field_names(kind))  # type: ignore[arg-type] # a class is hashable
-            rest.extend(
-                [getattr(value, name) for name in names if kind is not left_out or name != field]
-            )
+            names = _field_names(kind)  # type: ignore[arg-type] # a class is hashable
+            parts = tuple([getattr(value, name) for name in names])
+            if kind is Region:
+                offset = cast("Region", value).offset
+                if type(offset) is Size:
+                    offsets[offset] = None
+                parts = cast("Region", value).numel, cast("Region", value).part
+        rest.extend([part for part in reversed(parts) if type(part) not in _WITHOUT_SIZES])
+    return tuple(sizes), tuple(offsets)
 
 
 @cache
 def sizes_in_segment(segment: Segment) -> tuple[Size, ...]:
     """Return each size of a segment that depends on dims."""
-    return tuple(sizes_in((segment,)))
+    return sizes_in(segment)
+
+
+@cache
+def sizes_of_values(segment: Segment) -> tuple[Size, ...]:
+    """Return each size of a segment that depends on dims, without those of arguments of operators."""
+    of_nodes = tuple((node.results, node.flops) for node in segment.nodes)
+    return sizes_in((segment.inputs, segment.workspace_bytes, of_nodes))
 
 
 def segments_at_ends(program: Program) -> tuple[Segment, ...]:
     """Return the segments of a program where all dims have their largest values, and where they have their smallest."""
     if not program.dims:
         return program.segments
-    ends = (largest(program), smallest(program))
-    return tuple(segment for values in ends for segment in instance(program, values).segments)
+    return tuple(
+        segment
+        for values in (largest(program), smallest(program))
+        for segment in with_other_sizes(program.segments, partial(Size.at, values=values))
+    )
 
 
 def with_other_sizes(data: _Data, change: Callable[[Size], int]) -> _Data:
     """Return tuples and records with other integers for the sizes in them that depend on dims."""
-    changed = _Integers(lambda size: change(size) if isinstance(size, Size) else size)
-    return cast("_Data", changed.of(data))
+    return cast("_Data", _Integers(cache(change)).of(data))
 
 
-def with_integers(program: Program, change: Callable[[int], int], **others: object) -> Program:
-    """Return the program with other integers in the fields that may hold sizes, and other values of other fields."""
-    changed = _Integers(change)
-    fields = {name: changed.of(getattr(program, name)) for name in SIZED_FIELDS}
-    return dataclasses.replace(program, **fields, **others)  # type: ignore[arg-type]
+def with_integers(program: Program, change: Callable[[int], int]) -> Program:
+    """Return the program with other integers in the fields that may hold sizes."""
+    return dataclasses.replace(program, **_changed_fields(program, _Integers(change, change)))  # type: ignore[arg-type]
+
+
+def _with_other_sizes(
+    program: Program, change: Callable[[Size], int], *, dims: tuple[Dim, ...]
+) -> Program:
+    """Return the program with these dims, and with other integers for the sizes that depend on dims."""
+    fields = _changed_fields(program, _Integers(cache(change)))
+    return dataclasses.replace(program, **fields, dims=dims)  # type: ignore[arg-type]
+
+
+def _changed_fields(program: Program, changed: _Integers) -> dict[str, object]:
+    return {name: changed.of(getattr(program, name)) for name in SIZED_FIELDS}
 
 
 class _Integers:
-    """Changes the integers in plain data; what has none that changes stays the same object."""
+    """Changes the integers in plain data; what has none that changes stays the same object.
 
-    def __init__(self, change: Callable[[int], int]) -> None:
+    Integers that depend on no dim change only by a function of their own.
+    """
+
+    def __init__(
+        self, change: Callable[[Size], int], change_plain: Callable[[int], int] | None = None
+    ) -> None:
         self._change = change
+        self._change_plain = change_plain
+        self._unchanged = _WITHOUT_FIELDS if change_plain else _WITHOUT_FIELDS | {int}
         self._done: dict[int, object] = {}
         # What the ids are of must not be freed meanwhile.
         self._kept: list[object] = []
 
     def of(self, value: object) -> object:
         kind = type(value)
-        if kind is int or kind is Size:
-            return self._change(value)  # type: ignore[arg-type]
-        if kind is tuple:
-            return self._of_items(value)  # type: ignore[arg-type]
-        if not _field_names(kind):  # type: ignore[arg-type] # a class is hashable
+        if kind in self._unchanged:
             return value
+        if kind is Size:
+            return self._change(cast("Size", value))
+        if kind is tuple:
+            return self._of_items(cast("tuple[object, ...]", value))
+        if kind is int and self._change_plain:
+            return self._change_plain(cast("int", value))
         key = id(value)
         if key not in self._done:
             self._done[key] = self._of_record(value)
@@ -179,15 +212,17 @@ class _Integers:
 
     def _of_record(self, record: object) -> object:
         changes: dict[str, object] = {}
-        for name in _field_names(type(record)):  # type: ignore[arg-type]
+        for name in _field_names(type(record)):  # type: ignore[arg-type] # a class is hashable
             old = getattr(record, name)
-            new = self.of(old)
-            if new is not old:
-                changes[name] = new
+            if type(old) not in self._unchanged:
+                new = self.of(old)
+                if new is not old:
+                    changes[name] = new
         return dataclasses.replace(record, **changes) if changes else record  # type: ignore[type-var]
 
 
-_WITHOUT_FIELDS: Final = frozenset((int, str, bool, float, bytes, type(None)))
+_WITHOUT_FIELDS: Final = frozenset((str, bool, float, bytes, type(None)))
+_WITHOUT_SIZES: Final = _WITHOUT_FIELDS | {int}
 
 
 @cache

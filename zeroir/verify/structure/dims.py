@@ -8,9 +8,15 @@ from itertools import chain
 
 from zeroir.ir import ops
 from zeroir.ir.analysis.effects import effects
-from zeroir.ir.analysis.instances import SIZED_FIELDS, sizes_in, sizes_in_segment
+from zeroir.ir.analysis.instances import (
+    SIZED_FIELDS,
+    sizes_and_offsets_in,
+    sizes_in,
+    sizes_in_segment,
+    sizes_of_values,
+)
 from zeroir.ir.analysis.micro_batches import is_sliced, micro_batches_of_ops
-from zeroir.ir.buffers import Region, Role
+from zeroir.ir.buffers import Role
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, Program, Section
 from zeroir.ir.size_bounds import grows, lowest
 from zeroir.ir.sizes import RESERVED_NAMES, Size
@@ -41,12 +47,15 @@ def check_dims(program: Program, findings: Findings) -> None:
 def _header_problems(program: Program) -> Iterator[str]:
     declared = {dim.name: dim for dim in program.dims}
     fields = tuple(getattr(program, name) for name in SIZED_FIELDS if name != "segments")
+    sizes, offsets = sizes_and_offsets_in(fields)
     in_segments = chain.from_iterable(map(sizes_in_segment, program.segments))
-    for size in dict.fromkeys(chain(sizes_in(fields), in_segments)):
+    for size in dict.fromkeys(chain(sizes, offsets, in_segments)):
         unknown = next((dim for dim in size.dims if declared.get(dim.name) != dim), None)
         if unknown is not None:
             yield f"the size {size} depends on {unknown.name}, which is not declared with that range"
-    for size in sizes_in(_without_arguments(program), without=(Region, "offset")):
+    # Arguments of operators may be any numbers, and regions have a law of their own.
+    of_values = chain.from_iterable(map(sizes_of_values, program.segments))
+    for size in dict.fromkeys(chain(sizes, of_values)):
         if not grows(size):
             yield f"the size {size} may shrink where a dim grows, so that memory is not planned for its largest value"
     header = (field.name for field in dataclasses.fields(program))
@@ -60,8 +69,9 @@ def _header_problems(program: Program) -> Iterator[str]:
             yield f"%{buffer.name} keeps its content between steps, and its size {buffer.numel} depends on a dim"
         elif isinstance(buffer.numel, Size) and has_slices and is_sliced(program, buffer):
             yield f"%{buffer.name} has a slice for each micro-batch, and its size {buffer.numel} depends on a dim"
-    sizes = (size for binding in program.inputs for size in binding.shape if isinstance(size, Size))
-    told = {multiple.dim for size in sizes if (multiple := size.multiple) is not None}
+    shapes = chain.from_iterable(binding.shape for binding in program.inputs)
+    of_inputs = (size for size in shapes if isinstance(size, Size))
+    told = {multiple.dim for size in of_inputs if (multiple := size.multiple) is not None}
     for dim in program.dims:
         if not dim.name.isidentifier() or not dim.name.isascii() or dim.name in RESERVED_NAMES:
             yield f"the dim {dim.name} is no name that a size can have in the text"
@@ -80,7 +90,7 @@ def _mixed_dims(program: Program, section: Section) -> Iterator[tuple[int, str]]
             continue
         segment = program.segment_by_name.get(op.segment) if isinstance(op, ops.Compute) else None
         in_segment = () if segment is None else sizes_in_segment(segment)
-        if not in_segment and next(sizes_in((op,)), None) is None:
+        if not in_segment and not sizes_in(op):
             continue
         if of_op:
             numbers = ", ".join(map(str, sorted(of_op)))
@@ -92,16 +102,6 @@ def _mixed_dims(program: Program, section: Section) -> Iterator[tuple[int, str]]
             yield line, "has a size that depends on a dim, and works on no micro-batch's values"
 
 
-def _without_arguments(program: Program) -> tuple[object, ...]:
-    """Return what has sizes of a program, without arguments of operators, which may be any numbers."""
-    segments = tuple(
-        (segment.inputs, segment.workspace_bytes, *((n.results, n.flops) for n in segment.nodes))
-        for segment in program.segments
-    )
-    fields = tuple(getattr(program, name) for name in SIZED_FIELDS if name != "segments")
-    return (*fields, *segments)
-
-
 def _op_problem(op: ops.Op, sized: set[str]) -> str | None:
     """Return why an op may not have a size that depends on a dim; None if it has none, or may have it."""
     match op:
@@ -111,7 +111,7 @@ def _op_problem(op: ops.Op, sized: set[str]) -> str | None:
             shared = next((r.buffer for r in regions if r.buffer in sized), None)
             if shared is not None:
                 return f"works on %{shared}, whose size depends on a dim, while ranks need one size"
-            if next(iter(sizes_in((op,))), None) is not None:
+            if sizes_in(op):
                 return "has a size that depends on a dim, while ranks need one size"
         case _:
             pass
