@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import secrets
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,9 @@ from tests.support.examples import examples
 
 _SUPPORT = Path(__file__).parent / "support"
 _MODELS = frozenset(("gpt", *(path.stem for path in (_SUPPORT / "models").glob("*.py"))))
+
+# Programs are lowered in each test that compiles one, also in the processes that it starts.
+os.environ["ZEROIR_KEEP_PROGRAMS"] = "off"
 
 # Modules are no garbage: collecting while torch is imported takes time and finds nothing.
 gc.disable()

@@ -43,7 +43,8 @@ def timed(command: Sequence[str]) -> CommandCost:
     """Run a command to its end; CalledProcessError where it fails."""
     start = time.perf_counter()
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        environment = os.environ | {"ZEROIR_KEEP_PROGRAMS": "off"}
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         _, status, usage = os.wait4(process.pid, 0)
         wall = time.perf_counter() - start
         process.returncode = os.waitstatus_to_exitcode(status)

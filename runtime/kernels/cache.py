@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import shutil
 import tempfile
@@ -28,15 +27,6 @@ FORMAT: Final = 3
 """The version of the entries' contents and of how they are compiled."""
 
 _MANIFEST: Final = "entry.json"
-
-
-def cache_folder() -> Path:
-    """Return ``ZEROIR_CACHE_DIR``, or ``zeroir`` in the user's cache folder (``XDG_CACHE_HOME``, ``~/.cache``)."""
-    named = os.environ.get("ZEROIR_CACHE_DIR")
-    if named:
-        return Path(named).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "zeroir"
 
 
 def kernel_key(

@@ -19,7 +19,8 @@ from queue import Empty, SimpleQueue
 
 import zeroir
 from zeroir.artifact import schema
-from zeroir.runtime.kernels.cache import KernelCache, cache_folder
+from zeroir.artifact.cache_folder import cache_folder
+from zeroir.runtime.kernels.cache import KernelCache
 from zeroir.runtime.kernels.compile_worker import Request, receive, send
 
 

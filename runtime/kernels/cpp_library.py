@@ -9,7 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
-from zeroir.runtime.kernels.cache import KernelCache, cache_folder, code_key
+from zeroir.artifact.cache_folder import cache_folder
+from zeroir.runtime.kernels.cache import KernelCache, code_key
 
 _LIBRARY: Final = "library.so"
 

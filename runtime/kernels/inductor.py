@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zeroir.artifact.cache_folder import cache_folder
 from zeroir.errors import KernelWarning
 from zeroir.ir.ops import Mode
 from zeroir.ir.segments.bindings import Binding
@@ -28,7 +29,7 @@ from zeroir.ir.segments.segment import Segment
 from zeroir.runtime.kernels import graph
 from zeroir.runtime.kernels._inductor_private import Library, load_library
 from zeroir.runtime.kernels.base import Kernel
-from zeroir.runtime.kernels.cache import KernelCache, cache_folder, kernel_key
+from zeroir.runtime.kernels.cache import KernelCache, kernel_key
 from zeroir.runtime.kernels.compile_pool import HostShare, compile_missing
 from zeroir.runtime.kernels.compile_worker import Request
 from zeroir.runtime.kernels.cpp_library import NO_COMPILER, cpp_compiler

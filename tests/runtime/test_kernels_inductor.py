@@ -35,6 +35,7 @@ from tests.support.models import operators
 from tests.support.programs import mlp
 from zeroir.api.model_of_program import load_model
 from zeroir.api.running.engines import kernel_backend
+from zeroir.artifact.cache_folder import cache_folder
 from zeroir.config import FloatName
 from zeroir.errors import KernelWarning, UserError
 from zeroir.ir.ops import Mode
@@ -44,7 +45,7 @@ from zeroir.runtime.engine import opened_program
 from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.kernels import compile_pool
 from zeroir.runtime.kernels.base import Kernel
-from zeroir.runtime.kernels.cache import KernelCache, cache_folder, kernel_key
+from zeroir.runtime.kernels.cache import KernelCache, kernel_key
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.kernels.eager import EagerKernels
 from zeroir.runtime.kernels.inductor import InductorKernels

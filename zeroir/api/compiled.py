@@ -392,7 +392,7 @@ def specialised(
     if begins_to_accumulate:
         logical = declared(accumulate(logical))
     artifact = replace(artifact, logical=replace(logical, options=options.to_pairs()))
-    lowered = lower(artifact.logical, options)
+    lowered = lower(artifact.logical, options, is_kept=True)
     made = with_proof(artifact, options, lowered, path=compiled.path)
     return replace(
         made,

@@ -114,7 +114,7 @@ def compile_source(
     artifact = replace(captured.artifact, config=config)
     try:
         # The model itself sets options, too, such as the units to recompute.
-        lowered = lower(artifact.logical, captured.options)
+        lowered = lower(artifact.logical, captured.options, is_kept=True)
     except VerificationError as error:
         _require_every_size(artifact.logical, error.report.findings[0].sentence)
         raise InternalError(f"The traced program is broken before any pass. {error}") from error

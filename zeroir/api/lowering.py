@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from zeroir.api import kept_programs
 from zeroir.artifact import Artifact
 from zeroir.config import CompileOptions, replaced
 from zeroir.ir.byte_sizes import parse_bytes
@@ -27,17 +29,29 @@ class Lowered:
     speculation: SpeculationChoice | None
 
 
-def lower(logical: Program, options: CompileOptions, machine: Machine | None = None) -> Lowered:
-    """Lower a program, after choosing what options leave open: ``--offload adaptive``, and speculation."""
+def lower(
+    logical: Program,
+    options: CompileOptions,
+    machine: Machine | None = None,
+    *,
+    is_kept: bool = False,
+) -> Lowered:
+    """Lower a program, after choosing what options leave open: ``--offload adaptive``, and speculation.
+
+    A program that ``is_kept`` is found on disk if it was lowered before, and else kept there.
+    """
     from zeroir.api.search.adaptive import settled
     from zeroir.api.search.speculation import choose
-    from zeroir.passes.pipelines import lower_with_proof
+    from zeroir.passes.manager import prove
+    from zeroir.passes.pipelines import for_options
 
     options = settled(logical, options, machine)
     speculation = choose(logical, options, machine)
     if speculation is not None:
         options = replaced(options, speculate=speculation.speculates)
-    proof = lower_with_proof(logical, options)
+    program, passes = replace(logical, options=options.to_pairs()), for_options(options)
+    make = partial(prove, program, passes)
+    proof = kept_programs.proved(program, passes, make) if is_kept else make()
     return Lowered(proof=proof, options=options, speculation=speculation)
 
 

@@ -1,0 +1,264 @@
+"""Programs on disk are those that would be lowered, whatever else is in their folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch.export import Dim
+
+import zeroir
+from tests.api.small_net import BATCH, Net
+from tests.support.programs import mlp
+from tests.support.zygote import import_path
+from zeroir import artifact as artifacts
+from zeroir.api import CompiledProgram, kept_programs
+from zeroir.api.compiling import compile_with
+from zeroir.api.lowering import lower
+from zeroir.config import CompileOptions, make_options
+from zeroir.errors import UserError
+from zeroir.ir.program import Program
+from zeroir.ir.text import print_program
+from zeroir.passes import manager
+from zeroir.passes.memory.plan_memory import PlanMemory
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = (
+    {"stage": 0},
+    {"stage": 3, "world_size": 4, "precision": "fp16", "clip": 1.0},
+    {"stage": 2, "world_size": 2, "micro_steps": 2, "offload": "optimizer"},
+    {"stage": 3, "world_size": 2, "micro_steps": 4, "order": "layer=2", "recompute": "*"},
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of the programs that the test keeps."""
+    monkeypatch.setenv("ZEROIR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("ZEROIR_KEEP_PROGRAMS", "on")
+    return tmp_path / "cache" / "programs"
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the outlines of the programs that passes were run on."""
+    made: list[str] = []
+    prove = manager.prove
+
+    def noted(program: Program, *others: object) -> object:
+        made.append(program.outline)
+        return prove(program, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(manager, "prove", noted)
+    return made
+
+
+def logical(**values: object) -> tuple[Program, CompileOptions]:
+    options = make_options({"stage": 1, "world_size": 4, **values})
+    return replace(mlp(blocks=1), options=options.to_pairs()), options
+
+
+def lowered(**values: object) -> str:
+    """Return the text of a small program that is lowered, and kept."""
+    program, options = logical(**values)
+    return print_program(lower(program, options, is_kept=True).proof.program)
+
+
+def compiled(values: dict[str, object]) -> CompiledProgram:
+    model = ROOT / "examples" / "gpt.py"
+    return compile_with(str(model), make_options(values))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", OPTIONS)
+def test_kept_programs_are_those_that_are_lowered(
+    values: dict[str, object], folder: Path, runs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZEROIR_KEEP_PROGRAMS", "off")
+    plain = compiled(values)
+    assert not folder.exists()
+    monkeypatch.setenv("ZEROIR_KEEP_PROGRAMS", "on")
+    first, second = (compiled(values) for _ in range(2))
+    assert len(runs) == 2
+    for each in (first, second):
+        assert artifacts.to_bytes(each.artifact) == artifacts.to_bytes(plain.artifact)
+        assert each.text() == plain.text()
+        assert each.report.laws == plain.report.laws
+        assert each.options == plain.options
+    assert second.specialise(world_size=3).text() == plain.specialise(world_size=3).text()
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_program_of_many_shapes_is_kept(runs: list[str]) -> None:
+    texts = [
+        zeroir.compile(Net(), BATCH, shapes=((Dim("rows", min=2, max=8), 8),), world_size=2).text()
+        for _ in range(2)
+    ]
+    assert len(runs) == 1
+    assert texts[0] == texts[1]
+    assert "dim rows" in texts[0]
+
+
+def test_whatever_lowering_reads_makes_another_key(folder: Path, runs: list[str]) -> None:
+    kept = [lowered(), lowered(stage=2), lowered(lr=0.5), lowered(clip=1.0)]
+    assert len(set(kept)) == len(kept) == len(runs) == len(list(folder.iterdir()))
+    assert [lowered(), lowered(stage=2), lowered(lr=0.5), lowered(clip=1.0)] == kept
+    assert len(runs) == len(kept)
+    program, options = logical(stage=2)
+    assert print_program(lower(program, options).proof.program) == kept[1]
+    program, _ = logical()
+    assert kept_programs.key_of(program, ()) != kept_programs.key_of(program, (PlanMemory(),))
+
+
+def test_the_code_that_lowers_is_a_part_of_the_key() -> None:
+    """Every module that a process imports to lower a program is among the files that are hashed."""
+    script = (
+        "import json, sys\n"
+        "from zeroir import artifact\n"
+        "before = set(sys.modules)\n"
+        "from zeroir.passes.manager import prove\n"
+        "from zeroir.passes.pipelines import for_options\n"
+        "from zeroir.config import options_from_pairs\n"
+        "program = artifact.load(sys.argv[1]).logical\n"
+        "prove(program, for_options(options_from_pairs(program.options)))\n"
+        "files = [m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'zeroir']\n"
+        "print(json.dumps(files))\n"
+    )
+    program = ROOT / "tests" / "data" / "schema_3_4.zir"
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(program)], check=True, stdout=subprocess.PIPE, cwd=ROOT
+    )
+    imported = {Path(file).resolve() for file in json.loads(run.stdout)}
+    assert imported <= {file.resolve() for file in kept_programs.lowering_files()}
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def flipped(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def emptied(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def of_another(file: Path) -> None:
+    """Put another program there, which is whole."""
+    lowered(stage=2)
+    (other,) = set(file.parent.iterdir()) - {file}
+    other.replace(file)
+
+
+def not_lowered(file: Path) -> None:
+    """Put a program of the same model there that breaks a law."""
+    kept = artifacts.load(file)
+    section = kept.scheduled.sections[0]
+    broken = replace(section, body=section.body[:-1])
+    scheduled = replace(kept.scheduled, sections=(broken, *kept.scheduled.sections[1:]))
+    artifacts.save(replace(kept, scheduled=scheduled), file)
+
+
+@pytest.mark.parametrize("damage", [cut, flipped, emptied, of_another, not_lowered])
+def test_a_damaged_program_is_made_again(
+    damage: Callable[[Path], None], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = lowered()
+    (file,) = folder.iterdir()
+    damage(file)
+    with caplog.at_level(logging.WARNING, "zeroir"):
+        assert lowered() == text
+        (record,) = caplog.records
+        assert record.getMessage().startswith("A kept program is made again")
+        assert lowered() == text
+    assert len(caplog.records) == 1
+    assert print_program(artifacts.load(file).scheduled) == text
+
+
+def test_the_oldest_programs_are_removed_and_nothing_else(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lowered()
+    (first,) = folder.iterdir()
+    others = [folder / "notes.txt", folder / "gpt.zir", folder / f".{'0' * 64}.zir.{'1' * 12}.tmp"]
+    for number, file in enumerate(others):
+        file.write_bytes(b"x" * (1 << 20))
+        os.utime(file, (number, number))
+    monkeypatch.setattr(kept_programs, "MOST_BYTES", 5 * first.stat().st_size // 2)
+    lowered(stage=2)
+    assert all(map(Path.exists, (first, *others[:2])))
+    assert not others[2].exists()
+    for file in set(folder.iterdir()) - {first, *others}:
+        os.utime(file, (1, 1))
+    lowered()  # which is used, and so newer than that of stage 2
+    lowered(stage=3)
+    kept = {file for file in folder.iterdir() if file not in others}
+    assert len(kept) == 2
+    assert first in kept
+
+
+def test_without_a_writable_folder_programs_are_lowered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = lowered()
+    occupied = folder.parent / "file"
+    occupied.write_text("")
+    monkeypatch.setenv("ZEROIR_CACHE_DIR", str(occupied))
+    assert lowered() == text
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_switch_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROIR_KEEP_PROGRAMS", "0")
+    with pytest.raises(UserError, match="ZEROIR_KEEP_PROGRAMS is '0': set it to on or off"):
+        lowered()
+
+
+LOWERING = """
+import sys
+from tests.api.test_kept_programs import lowered
+print(lowered(**{"stage": int(sys.argv[1])}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_processes_share_a_folder_and_may_be_killed(folder: Path) -> None:
+    """Some are killed while they lower or write; the others, and those that come later, have the right text."""
+    expected = lowered(stage=3)
+    for file in folder.iterdir():
+        file.unlink()
+    environment = {**os.environ, "PYTHONPATH": import_path()}
+
+    def started() -> Iterator[subprocess.Popen[str]]:
+        for _ in range(4):
+            yield subprocess.Popen(
+                [sys.executable, "-c", LOWERING, "3"],
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env=environment,
+            )
+
+    processes = list(started())
+    while not any(folder.iterdir()):
+        time.sleep(0.001)
+    processes[0].send_signal(signal.SIGKILL)
+    for process in processes[1:]:
+        out, _ = process.communicate(timeout=240)
+        assert out.strip() == expected.strip()
+    processes[0].communicate()
+    assert lowered(stage=3) == expected
+    assert sum(file.suffix == ".zir" for file in folder.iterdir()) == 1
