@@ -347,7 +347,11 @@ class CompiledProgram:
         compiled = self
         if watch is None:
             # Names in a model file refer to the module that was built last.
-            compiled, watch = with_code(self, source) if compile_again else (self, Watch.of(source))
+            compiled, watch = (
+                with_code(self, source, job_rank.rank)
+                if compile_again
+                else (self, Watch.of(source))
+            )
             watch.ignore(ignored)
         watch.remember()
         again = partial(compiled_after_change, compiled, engine, watch)
