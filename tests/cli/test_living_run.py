@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from tests.cli.conftest import Zeroir
 from tests.support.zygote import run_forked
+from zeroir import artifact
 from zeroir.api.compiling import load_program
 from zeroir.frontend.source.entry import load_model_file
 from zeroir.torch_ops.globals import torch_globals_kept
@@ -145,6 +147,30 @@ def test_of_another_file_nothing_is_compiled(zeroir: Zeroir, model: Path) -> Non
     answer = zeroir(*RUN, "--allow-model-change")
     assert answer.exit_code == 2
     assert "rows from 1 to 5" in answer.err
+
+
+def test_with_another_version_of_torch_nothing_is_compiled(zeroir: Zeroir, model: Path) -> None:
+    assert zeroir("compile", model.name, *SGD, "--world-size", "1").exit_code == 0
+    program = model.with_suffix(".zir")
+    artifact.save(replace(artifact.load(program), torch_version="2.11.0"), program)
+    answer = zeroir(*RUN)
+    assert answer.exit_code == 2
+    assert "tau, which model.py:19 reads, is 2.0 now, but was 1.0" in answer.err
+
+
+def test_modules_that_the_file_imports_while_it_runs_are_followed(
+    zeroir: Zeroir, model: Path
+) -> None:
+    """Also where they are imported already."""
+    model.with_name("scale_of_living_run.py").write_text("FACTOR = 1.0\n")
+    text = MODEL.replace("BETA = 0.0\n", "SCALE = import_module('scale_of_living_run')\n", 1)
+    text = text.replace("import torch\n", "import torch\nfrom importlib import import_module\n", 1)
+    text = text.replace("BETA = 0.25 * step", "SCALE.FACTOR = 0.25 * step")
+    model.write_text(text.replace("+ BETA", "+ SCALE.FACTOR").replace("global BETA", "pass"))
+    assert zeroir("compile", model.name, *SGD, "--world-size", "1").exit_code == 0
+    answer = zeroir(*RUN)
+    assert answer.exit_code == 0, answer.err
+    assert printed_losses(answer.out) == eager_losses(model, 1)
 
 
 def test_a_model_that_refuses_the_meta_device_is_followed(zeroir: Zeroir, model: Path) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from zeroir.api.compiled import CompiledProgram
+from zeroir.api.model_of_program import change_of
 from zeroir.api.running.signatures import left_out
 from zeroir.errors import ModelWarning, UserError
 
@@ -81,14 +82,15 @@ def _is_of(artifact: Artifact, source: ModelSource) -> bool:
     import torch
 
     from zeroir import __version__
+    from zeroir.frontend.source.entry import read_model_file
 
-    file, imports = source.file, artifact.model_imports
+    file = source.file
     return (
         (artifact.torch_version, artifact.zeroir_version) == (torch.__version__, __version__)
+        and artifact.model_imports is not None
         and file is not None
         and file.sha256 == artifact.model_sha256
-        and imports is not None
-        and dict(imports) == dict(file.imports)
+        and change_of(read_model_file(str(file.path)), artifact) is None
     )
 
 
