@@ -66,9 +66,12 @@ _READ_ON_HOST: Final = frozenset(
         "transformers.grouped_mm_fallback.default",
         "transformers.grouped_mm_fallback_backward.default",
         "zeroir.grouped_mm.default",
+        "zeroir.opaque.default",
+        "zeroir.opaque_backward.default",
     }
 )
-"""Grouped products in other dtypes than BF16: the host reads the ends of the groups and calls a product for each."""
+"""Grouped products in other dtypes than BF16: the host reads the ends of the groups and calls a product for each. And
+code that runs as it is, which may read anything."""
 
 
 def op_outside_graphs(segment: Segment) -> str | None:

@@ -34,6 +34,7 @@ from zeroir.runtime.kernels.eager import laid_out
 from zeroir.runtime.kernels.foreign import watched_call
 from zeroir.runtime.kernels.tolerance import tolerance
 from zeroir.runtime.memory.rank_memory import RankMemory
+from zeroir.torch_ops.opaque import words_of
 from zeroir.torch_ops.purity import is_foreign
 from zeroir.workspace.eager_plan import laid_out_values
 from zeroir.workspace.scratch.allowance import GROUPED_PRODUCTS
@@ -104,6 +105,8 @@ def _compare(
     op: ops.Compute, local_ranks: LocalRanks, memory: RankMemory, kernels: KernelBackend
 ) -> str | None:
     """Return why the call cannot be compared; None where kernel and plain form agree."""
+    if words_of([local_ranks.program.segment_by_name[op.segment]]):
+        return "code of a module runs in it as it is, which may have effects"
     call = _CheckedCall(
         op=op,
         segment=local_ranks.program.segment_by_name[op.segment],

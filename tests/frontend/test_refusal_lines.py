@@ -31,8 +31,8 @@ NOT_OF_A_MODEL = {
     "watch",
     # Of the shapes of a batch: tests/api/test_shapes.py.
     "given_shapes", "shapes", "smallest_sizes",
-    # Of options: tests/frontend/test_units.py, test_parameter_groups.py and test_bad_models.py.
-    "parameter_groups", "precision", "tracing", "units",
+    # Of options: tests/frontend/test_units.py, test_parameter_groups.py, test_opaque.py and test_bad_models.py.
+    "choice", "parameter_groups", "precision", "tracing", "units",
 }  # fmt: skip
 """The modules of the frontend whose refusals are of something else than a model."""
 

@@ -35,11 +35,12 @@ def captured(
     outputs: Sequence[str] = (),
     shapes: BatchShapes = MappingProxyType({}),
     numbers: FollowedNumbers | None = None,
+    opaque: str | None = None,
 ) -> CapturedModel:
     """What the frontend's ``capture`` returns; for a file of the repository, what it returned before."""
     file = model_file.file
     path = None if file is None else file.path.resolve()
-    is_plain = not shapes and (numbers is None or not numbers.values)
+    is_plain = not shapes and opaque is None and (numbers is None or not numbers.values)
     if file is None or path is None or path.parent not in FOLDERS or not is_plain:
         return capture(
             model_file,
@@ -49,6 +50,7 @@ def captured(
             outputs=outputs,
             shapes=shapes,
             numbers=numbers,
+            opaque=opaque,
         )
     # The digest, lest an edited file is taken for what it was.
     spec = f"{path}:{file.factory}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING
 from zeroir.artifact import Artifact
 from zeroir.config import CompileOptions
 from zeroir.config.shapes import shapes_text
-from zeroir.errors import UserError
+from zeroir.errors import ModelWarning, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from zeroir.api.keywords import CompileKeywords
     from zeroir.frontend.source.source import LossFunction, Model, ModelSource, WeightFunction
     from zeroir.frontend.watch.stored_tensors import KeptTensors
+    from zeroir.ir.program import Program
     from zeroir.torch_ops.batches import Batch
     from zeroir.torch_ops.followed_numbers import FollowedNumbers
 
@@ -74,6 +77,36 @@ def capture_source(source: ModelSource, options: CompileOptions) -> Captured:
         kept=traced.kept,
         narrowings=traced.narrowings,
     )
+
+
+def require_opaque_modules(program: Program, source: ModelSource, options: CompileOptions) -> None:
+    """Let this process know the modules whose code the program runs as it is: those of the source.
+
+    Raises:
+        UserError: if the source's are others.
+    """
+    from zeroir.torch_ops.opaque import (
+        not_here,
+        opaque_call,
+        register_call,
+        unknown_words,
+        words_of,
+    )
+
+    unknown = unknown_words(program.segments)
+    if not unknown:
+        return
+    captured: frozenset[str] = frozenset()
+    # A module without an example batch cannot be captured.
+    with warnings.catch_warnings(action="ignore", category=ModelWarning), suppress(UserError):
+        captured = words_of(capture_source(source, options).artifact.logical.segments)
+    # The first part is that of the model that was captured.
+    calls = {word.partition("_")[2]: opaque_call(word) for word in captured}
+    for word in unknown:
+        call = calls.get(word.partition("_")[2])
+        if call is None:
+            raise UserError(not_here(word))
+        register_call(word, call)
 
 
 def file_source(model: str | Path) -> ModelSource:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeroir import artifact as artifacts
+from zeroir.api.capture import require_opaque_modules
 from zeroir.api.compilations import Compile
 from zeroir.api.keywords import flat_values
 from zeroir.api.lowering import Lowered, lower, verified
@@ -310,7 +311,9 @@ class CompiledProgram:
         from zeroir.frontend.watch.watch import Watch
         from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
         from zeroir.runtime.engine.engine import Engine
+        from zeroir.torch_ops.opaque import opaque_modules
 
+        require_opaque_modules(self.program, source, self.options)
         ignored = (ignore,) if isinstance(ignore, str) else ignore
         watch = self.watch.copied() if source is self.source and self.watch is not None else None
         if watch is not None:
@@ -347,11 +350,10 @@ class CompiledProgram:
         compiled = self
         if watch is None:
             # Names in a model file refer to the module that was built last.
-            compiled, watch = (
-                with_code(self, source, job_rank.rank)
-                if compile_again
-                else (self, Watch.of(source))
-            )
+            if compile_again:
+                compiled, watch = with_code(self, source)
+            else:
+                watch = Watch.of(source, opaque=opaque_modules(self.program.segments))
             watch.ignore(ignored)
         watch.remember()
         again = partial(compiled_after_change, compiled, engine, watch)
@@ -449,11 +451,18 @@ def with_source(
     if source.file is not None and not source.is_in_hand:
         return compiled
     from zeroir.frontend.watch.watch import Watch
+    from zeroir.torch_ops.opaque import opaque_modules
 
     return replace(
         compiled,
         source=source,
-        watch=Watch.of(source, captured.outside, captured.numbers, captured.kept),
+        watch=Watch.of(
+            source,
+            captured.outside,
+            captured.numbers,
+            captured.kept,
+            opaque_modules(captured.artifact.logical.segments),
+        ),
         compile_again=compile_again,
         narrowings=captured.narrowings,
     )

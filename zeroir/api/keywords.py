@@ -42,6 +42,7 @@ class CompileKeywords(TypedDict, total=False):
     mesh: str | None
     world_size: int
     units: str | None
+    opaque: str | None
     precision: FloatName | Precision
     micro_steps: int | MicroSteps
     shapes: object

@@ -69,6 +69,14 @@ class CompileOptions(OptionObject):
             "separated by commas. [default: repeated blocks]",
         ),
     ] = None
+    opaque: Annotated[
+        str | None,
+        Option(
+            group=_SHARDING,
+            help="Modules whose code runs as it is, since it cannot be traced: patterns of names (encoder.layers.*), "
+            "separated by commas, or none, with which such code is refused. [default: the smallest that can]",
+        ),
+    ] = None
     precision: Precision = Precision()
     micro_steps: MicroSteps = MicroSteps()
     shapes: Annotated[

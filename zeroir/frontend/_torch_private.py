@@ -56,7 +56,12 @@ DATA_DEPENDENT: tuple[type[Exception], ...] = (
 
 
 def asks_for_data(error: BaseException) -> bool:
-    """Return whether torch raised an exception because its C++ code read a tensor without data."""
+    """Return whether torch raised an exception because its C++ code read a tensor without data.
+
+    Where sizes are symbols, a number of elements that depends on data is an unknown one.
+    """
+    if isinstance(error, AssertionError):
+        return "must not be None for symbol u" in str(error)
     return isinstance(error, RuntimeError) and "its data is not allocated yet" in str(error)
 
 

@@ -2,7 +2,8 @@
 
 The frontend traces them into segments and the runtime executes them. Importing this package registers with torch
 ``zeroir::attention``, ``zeroir::batch_norm`` and ``zeroir::ctc_loss``, each with its backward, ``zeroir::dropout``,
-``zeroir::grouped_mm``, ``zeroir::uniform`` and the operators of ``out_variants`` and ``strided``.
+``zeroir::grouped_mm``, ``zeroir::opaque`` with its backward, ``zeroir::uniform`` and the operators of ``out_variants``
+and ``strided``.
 """
 
 from zeroir.torch_ops.attention import attention, attention_backward
@@ -11,6 +12,7 @@ from zeroir.torch_ops.ctc import ctc_loss, ctc_loss_backward
 from zeroir.torch_ops.dropout import dropout
 from zeroir.torch_ops.grouped import grouped_mm
 from zeroir.torch_ops.neutral import NeutralOps, neutral_ops
+from zeroir.torch_ops.opaque import opaque, opaque_backward
 from zeroir.torch_ops.out_variants import addmm_out, bmm_out, embedding_gradient, mm_out, store
 from zeroir.torch_ops.random_numbers import uniform
 from zeroir.torch_ops.strided import strided, strided_scatter
@@ -30,6 +32,8 @@ __all__ = [
     "grouped_mm",
     "mm_out",
     "neutral_ops",
+    "opaque",
+    "opaque_backward",
     "store",
     "strided",
     "strided_scatter",

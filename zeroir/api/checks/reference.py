@@ -9,7 +9,7 @@ update is torch.optim's, fused, on FP32 master weights; 8-bit states are rounded
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,6 +21,7 @@ from zeroir.frontend.capture.loss_and_outputs import evaluated, loss_of
 from zeroir.frontend.capture.module_tensors import put_back_buffers, substitute_buffers
 from zeroir.frontend.capture.precision import apply_precision, compute_dtype, with_floats_cast
 from zeroir.frontend.lowering.parameter_groups import ParameterGroup, parameter_groups, states_of
+from zeroir.frontend.opaque.calls import run_as_opaque
 from zeroir.frontend.source.source import ModelSource
 from zeroir.ir.layout import Parameter
 from zeroir.ir.optimizers.forms import StateForm
@@ -33,6 +34,7 @@ from zeroir.runtime.training.lr_schedule import Scheduler
 from zeroir.runtime.training.micro_batch_weights import weighing, weight_of
 from zeroir.torch_ops import neutral_ops
 from zeroir.torch_ops.batches import Batch
+from zeroir.torch_ops.opaque import opaque_modules
 
 _ALIGNMENT_NUMEL = 64
 Seeds = Callable[[int, int, int], Tensor]
@@ -40,13 +42,26 @@ Seeds = Callable[[int, int, int], Tensor]
 
 
 class EagerReplicas:
-    """The eager replicas. ``sites`` is the number of dropout calls in one forward; ``steps`` is for schedules."""
+    """The eager replicas. ``steps`` is for schedules; ``opaque`` names the modules whose code a program runs as it is.
+
+    Their parameters have gradients of zeros where their code does not use them.
+    """
 
     def __init__(
-        self, source: ModelSource, options: CompileOptions, *, seed: int, seeds: Seeds, steps: int
+        self,
+        source: ModelSource,
+        options: CompileOptions,
+        *,
+        seed: int,
+        seeds: Seeds,
+        steps: int,
+        opaque: Collection[str] = (),
     ) -> None:
         # The user's code makes each replica: a deep copy would lose hooks and other references to its tensors.
         self.replicas = [_replica(source, seed) for _ in range(options.world_size)]
+        for replica in self.replicas:
+            run_as_opaque(replica, opaque)
+        self._opaque = tuple(f"{path}." for path in opaque)
         module = self.replicas[0]
         self._source = source
         self._options = options
@@ -102,9 +117,7 @@ class EagerReplicas:
                 weight = weights[rank][micro_step]
                 loss = self._forward(replica, batches[rank][micro_step], micro_step, rank, weight)
                 losses[rank] = losses[rank] + (loss * weight if weight else 0.0)
-                gradients.append(
-                    {n: p.grad for n, p in replica.named_parameters() if p.grad is not None}
-                )
+                gradients.append(dict(self._gradients(replica)))
                 replica.zero_grad(set_to_none=True)
             partial.append(gradients)
         own_weights = [_sum(list(own)) for own in weights]
@@ -113,6 +126,13 @@ class EagerReplicas:
             self._update(self._reduce(partial), total, clipped_by)
         self._step += 1
         return [float(loss / weight) for loss, weight in zip(losses, own_weights, strict=True)]
+
+    def _gradients(self, replica: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in replica.named_parameters():
+            if parameter.grad is not None:
+                yield name, parameter.grad
+            elif parameter.requires_grad and name.startswith(self._opaque):
+                yield name, torch.zeros_like(parameter)
 
     def weight(self, batch: Batch) -> float:
         """Return the weight of a batch, 1 if batches have none."""
@@ -283,7 +303,8 @@ def replicas_of(
 
     if program.weight is not None and source.weight is None:
         source = replace(source, weight=weighing(program))
-    return EagerReplicas(source, options, seed=seed, seeds=seeds, steps=steps)
+    opaque = opaque_modules(program.segments)
+    return EagerReplicas(source, options, seed=seed, seeds=seeds, steps=steps, opaque=opaque)
 
 
 def _replica(source: ModelSource, seed: int) -> nn.Module:

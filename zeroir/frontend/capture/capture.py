@@ -60,6 +60,8 @@ from zeroir.frontend.capture.state_check import (
     note_on_stores,
     stores_of_evaluation,
 )
+from zeroir.frontend.opaque.calls import CannotRunError, OpaqueModules
+from zeroir.frontend.opaque.choice import NONE, OpaqueChoice, UntraceableError
 from zeroir.frontend.source.source import (
     ModelSource,
     capitalised,
@@ -100,16 +102,19 @@ def capture(
     fewest_equal_calls: int = FEWEST_EQUAL_CALLS,
     shapes: BatchShapes = MappingProxyType({}),
     numbers: FollowedNumbers | None = None,
+    opaque: str | None = NONE,
 ) -> CapturedModel:
     """Trace a model: a step and, with ``evaluate``, an evaluation with the outputs of these names.
 
     Where at least ``fewest_equal_calls`` calls of blocks are equal, only one of them is traced; the result is the same.
     Tensors of the batch that ``shapes`` names have sizes that depend on dims. ``numbers`` are those in the user's code
-    that the program follows, as ``capture_with_numbers`` has put them there.
+    that the program follows, as ``capture_with_numbers`` has put them there. The code of the modules ``opaque`` runs as
+    it is: that of the modules that these patterns match, with None that of the smallest which cannot be traced.
 
     Raises:
         UserError: if the model cannot be built or traced; it names the line and a remedy.
     """
+    choice = OpaqueChoice(opaque)
     captured = partial(
         _captured,
         source,
@@ -120,18 +125,25 @@ def capture(
         fewest_equal_calls=fewest_equal_calls,
         shapes=shapes,
         numbers=numbers,
+        opaque=choice,
     )
     without: frozenset[str] = frozenset()
+    is_whole = False
     while True:
         try:
-            return captured(without=without)
+            return captured(without=without, is_whole=is_whole)
         except _UnreadAttributes as error:
             without |= error.names
+        except (UntraceableError, CannotRunError) as error:
+            if without:
+                without, is_whole = frozenset(), True
+            else:
+                choice.include(error)
         except (Exception, SystemExit):
             # The model's code may ask whether they are there.
             if not without:
                 raise
-            return captured(is_whole=True)
+            without, is_whole = frozenset(), True
 
 
 class _UnreadAttributes(Exception):  # noqa: N818 - the model is captured again without them
@@ -152,6 +164,7 @@ def _captured(
     fewest_equal_calls: int,
     shapes: BatchShapes,
     numbers: FollowedNumbers | None,
+    opaque: OpaqueChoice,
     without: frozenset[str] = frozenset(),
     is_whole: bool = False,
 ) -> CapturedModel:
@@ -188,6 +201,8 @@ def _captured(
         with refusals_at(place):
             parameters, buffers = become_fake(model, mode)
         parameters_before = parameter_shapes(model)
+        opaque_paths = opaque.paths_in(model)
+        OpaqueModules(source, opaque_paths, mode).install(model)
         functions = (source.loss, source.weight, *hooks.functions)
         code = UsersCode(modules=source.modules, functions=functions)
         state = PythonState.of(model, code)
@@ -198,7 +213,9 @@ def _captured(
         standing = at_the_end.enter_context(
             stand_ins(outside.modules, own, are_constants=source.has_optimizer)
         )
-        step = LossStep(model, source, example, compute_dtype(precision), hooks, state)
+        step = LossStep(
+            model, source, example, compute_dtype(precision), hooks, state, opaque_paths
+        )
         step.outside = OutsideTensors(outside.tensors, numbers, standing)
         if numbers is not None and numbers.values:
             # Calls of blocks with different numbers are not equal.
@@ -238,6 +255,7 @@ def _captured(
             note_on_ties(ties),
             note_on_autocasts(autocasts),
             hooks.note(),
+            *opaque.notes(),
         ]
         with refusals_at(step.line):
             changed = checked_state(joint, model, mode, step, lambda: joint_graph_of_a_step()[0])
@@ -306,6 +324,7 @@ def _captured(
         evaluation=evaluation,
         numbers=numbers,
         kept=kept,
+        opaque=opaque_paths,
     )
 
 

@@ -45,7 +45,7 @@ class CapturedModel:
     ``checkpoints`` are the model's activation checkpoints, ``numbers`` those of the user's code that are followed, and
     ``kept`` the places where it stores tensors.
     ``notes`` are sentences on effects of the model's code that a program does not have. ``narrowings`` say which lines
-    let sizes decide, so that dims are narrowed.
+    let sizes decide, so that dims are narrowed. ``opaque`` names the modules whose code runs as it is.
     """
 
     joint: JointGraph
@@ -63,6 +63,7 @@ class CapturedModel:
     evaluation: CapturedEvaluation | None = None
     numbers: FollowedNumbers | None = None
     kept: KeptTensors = NOTHING_KEPT
+    opaque: frozenset[str] = frozenset()
 
     @property
     def outside(self) -> dict[str, Tensor]:

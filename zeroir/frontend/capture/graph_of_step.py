@@ -25,6 +25,7 @@ from zeroir.frontend.capture.joint_graph import JointGraph
 from zeroir.frontend.capture.loss_step import LossStep
 from zeroir.frontend.capture.node_origins import origin_of
 from zeroir.frontend.capture.read_graph import read_graph
+from zeroir.frontend.opaque.choice import UntraceableError, module_of_error
 from zeroir.frontend.source.source import (
     ModelSource,
     capitalised,
@@ -109,11 +110,12 @@ def _traced(
     except ZeroirError:
         raise
     except ImpureOperatorError as error:
-        raise UserError(
-            f"{capitalised(source.place_of(error))} uses the operator {error.op}, which {error.breach}."
+        raise UntraceableError(
+            f"{capitalised(source.place_of(error))} uses the operator {error.op}, which {error.breach}.",
+            module_of_error(error, step.model),
         ) from None
     except DATA_DEPENDENT as error:
-        raise _depends_on_values(error, source) from None
+        raise _depends_on_values(error, source, step) from None
     except InputChangedError as error:
         place = origin_of(error.node).source or step.place
         raise UserError(
@@ -134,22 +136,26 @@ def _traced(
                 f"{MAKE_PART_OF_MODEL}."
             ) from None
         if is_higher_order(error):
-            raise UserError(
+            raise UntraceableError(
                 f"{capitalised(source.place_of(error))} uses a higher-order operator such as torch.cond or "
-                "flex_attention, which zeroir cannot trace; express it with tensor operations such as torch.where."
+                "flex_attention, which zeroir cannot trace; express it with tensor operations such as torch.where.",
+                module_of_error(error, step.model),
             ) from None
         if asks_for_data(error):
-            raise _depends_on_values(error, source) from None
+            raise _depends_on_values(error, source, step) from None
         raise UserError(
             source.explain(error, f"{capitalised(source.names.loss)} cannot be traced")
         ) from None
 
 
-def _depends_on_values(error: BaseException, source: ModelSource) -> UserError:
-    return UserError(
+def _depends_on_values(
+    error: BaseException, source: ModelSource, step: LossStep
+) -> UntraceableError:
+    return UntraceableError(
         f"{capitalised(source.place_of(error))} uses the values of a tensor to decide what to do or what shape to make "
         f"({_operator(error)}); a program is compiled once for all values, so express it with tensor operations such "
-        "as torch.where."
+        "as torch.where.",
+        module_of_error(error, step.model),
     )
 
 

@@ -59,12 +59,14 @@ class LossStep(nn.Module):
         dtype: torch.dtype,
         hooks: ParameterHooks,
         state: PythonState,
+        opaque: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
         # Tracked frames end at this file, because it calls the model.
         self.tracker = OriginTracker(folder=source.folder, stop=__file__)
-        self.tracker.install(model)
-        self.blocks = tuple(find_units(model, None).labels)
+        self.tracker.install(model, opaque)
+        # Calls of opaque modules differ, each by the module whose code runs.
+        self.blocks = () if opaque else tuple(find_units(model, None).labels)
         for name in self.blocks:
             # Directly around the forward: all other hooks of the block run outside the recorded call.
             block = model.get_submodule(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,9 +62,15 @@ class OriginTracker:
     _sources: dict[tuple[str, int], str] = field(default_factory=dict)
     _number: int = 0
 
-    def install(self, model: nn.Module) -> None:
-        """Install hooks outside all other hooks, so that casts count as part of their module."""
+    def install(self, model: nn.Module, opaque: Collection[str] = frozenset()) -> None:
+        """Install hooks outside all other hooks, so that casts count as part of their module.
+
+        Modules inside those that are ``opaque`` have none: their code runs in the program, too.
+        """
+        inside = tuple(f"{path}." for path in opaque)
         for name, module in model.named_modules():
+            if name.startswith(inside):
+                continue
             module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
             module.register_forward_hook(self._leave, always_call=True)
 

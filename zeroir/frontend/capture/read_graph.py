@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor, fx
 
-from zeroir.errors import InternalError, UserError
+from zeroir.errors import InternalError, ShapesError, UserError
 from zeroir.frontend._torch_private import (
     Placeholder,
     TracedGraph,
@@ -39,6 +39,7 @@ from zeroir.frontend.capture.node_facts import (
 )
 from zeroir.frontend.capture.node_origins import UNKNOWN_ORIGIN, NodeOrigin, origin_of
 from zeroir.frontend.capture.outside_tensors import OutsideTensors
+from zeroir.frontend.opaque.choice import UntraceableError
 from zeroir.frontend.source.unsupported import MAKE_PART_OF_MODEL
 from zeroir.ir.segments.segment import NodeArg, Ref, Symbol, TensorType
 from zeroir.torch_ops.types import IR_DTYPE
@@ -259,6 +260,16 @@ class _Reader:
             facts = self.facts[node] = facts_of(node, self._place(node))
         return facts
 
+    def _facts_or_module(self, node: fx.Node) -> NodeFacts:
+        """Return the facts of a node; where no program can hold it, the error names the module."""
+        try:
+            return self._facts(node)
+        except ShapesError:
+            raise
+        except UserError as error:
+            calls = self._origin(node).calls
+            raise UntraceableError(str(error), calls[-1].module if calls else None) from error
+
     def _place(self, node: fx.Node) -> str:
         """Return ``file:line`` of a node, for errors."""
         return self._origin(node).source or self.place
@@ -276,7 +287,7 @@ class _Reader:
             tensors, position = cast("tuple[fx.Node, int]", node.args)
             self.values[node] = (self.values[tensors][position],)
             return
-        facts = self._facts(node)
+        facts = self._facts_or_module(node)
         operand = self._first_operand(node)
         parent = operand if facts.is_view else None
         first_type = facts.types[0] if facts.types else None

@@ -66,9 +66,10 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
             outputs=options.evaluate.outputs,
             shapes=shapes,
             numbers=numbers,
+            opaque=options.opaque,
         ),
     )
-    units = find_units(captured.module, options.units)
+    units = find_units(captured.module, options.units, captured.opaque)
     notes = [*captured.notes]
     if captured.checkpoints and not options.recompute.units:
         options = replaced(options, recompute=recomputed_units(captured.checkpoints, units))
@@ -146,7 +147,7 @@ def program_of(
     """Return the logical program of a captured model, which goes on with an earlier one."""
     if not options.evaluate.is_on:
         captured = replace(captured, evaluation=None)
-    units = find_units(captured.module, options.units)
+    units = find_units(captured.module, options.units, captured.opaque)
     canonical = {
         name: info.name for info in captured.parameters for name in (info.name, *info.aliases)
     }

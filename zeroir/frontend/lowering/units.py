@@ -9,7 +9,7 @@ candidates the outermost is the unit. Parameters outside all units belong to the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -41,8 +41,10 @@ class Units:
         return next((name for name in names if name in self.labels), None)
 
 
-def find_units(module: nn.Module, spec: str | None) -> Units:
+def find_units(module: nn.Module, spec: str | None, opaque: Collection[str] = frozenset()) -> Units:
     """Return the units that ``spec`` names, or the repeated blocks.
+
+    The modules ``opaque`` are one operator each: one in which there are units is a unit instead of them.
 
     Raises:
         UserError: if the specification is invalid or matches no module.
@@ -52,6 +54,8 @@ def find_units(module: nn.Module, spec: str | None) -> Units:
         if spec is None
         else set().union(*(_named(module, part.strip()) for part in spec.split(",")))
     )
+    around = {path for path in opaque if any(_is_inside(name, (path,)) for name in names)}
+    names = names - {name for name in names if _is_inside(name, around)} | around
     return Units(
         labels={
             name: _snake_case(type(module.get_submodule(name)).__name__)

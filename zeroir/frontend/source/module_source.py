@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
 
+import torch
 from torch import nn
 
 from zeroir.errors import UserError, ZeroirError
@@ -102,15 +103,16 @@ def source_of(
     )
 
 
-def with_module_in_hand(source: ModelSource, module: nn.Module) -> ModelSource:
-    """Return the source of a model file with its module, which has no values, as one that is in hand.
+def with_module_in_hand(source: ModelSource) -> ModelSource:
+    """Return the source of a model file as one of a module in this process, which has no values.
 
     What the file's functions change in the module then counts.
 
     Raises:
-        UserError: if the module is not supported.
+        UserError: if the module cannot be built on the meta device, or is not supported.
     """
-    require_supported(module, source.names)
+    with torch.device("meta"):
+        module = require_supported(source.build(), source.names)
     return replace(source, build=lambda: meta_copy(module), model=lambda: module, is_in_hand=True)
 
 

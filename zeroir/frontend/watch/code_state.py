@@ -95,7 +95,8 @@ class CodeState:
 
     ``lines`` has the line of the user's code that reads the value of a name, and ``tensors`` and ``modules`` are those
     outside the module's own. ``places`` has where numbers are; a program follows those in ``numbers``, of which only
-    the type counts. What the code only stores, at the places ``stored``, does not count.
+    the type counts. What the code only stores, at the places ``stored``, does not count, and neither do the attributes
+    and hooks of the modules ``live``, by their ids, whose code runs at each step.
     """
 
     code: ReachedCode
@@ -106,6 +107,7 @@ class CodeState:
     places: dict[str, NumberPlace] = field(default_factory=dict)
     numbers: frozenset[str] = frozenset()
     stored: frozenset[PlaceId] = frozenset()
+    live: frozenset[int] = frozenset()
     quick: QuickComparison = field(default_factory=QuickComparison)
     _followed: frozenset[int] = frozenset()
     _labels: dict[str, object] = field(default_factory=dict)
@@ -120,11 +122,12 @@ class CodeState:
         followed: Iterable[Tensor] = (),
         numbers: frozenset[str] = frozenset(),
         stored: frozenset[PlaceId] = frozenset(),
+        live: frozenset[int] = frozenset(),
     ) -> CodeState:
         """Return the present state of a module, and of the code of its steps.
 
         Of the tensors that are ``followed`` only the identity counts, and of these ``numbers`` only the type. The
-        places ``stored`` do not count.
+        places ``stored`` and the attributes of the modules ``live`` do not count.
         """
         ids = frozenset(map(id, followed))
         while True:
@@ -133,6 +136,7 @@ class CodeState:
                 code,
                 numbers=numbers,
                 stored=stored,
+                live=live,
                 _followed=ids,
             )
             state._walk(model)
@@ -203,11 +207,16 @@ class CodeState:
     def _module(self, path: str, module: nn.Module) -> None:
         own = vars(module)
         contents = dict(own)
-        self.quick.add_container(own, contents)
         self.leaves[f"{path}.training".strip(".")] = (module.training,)
         for name, child in module._modules.items():
             self._seen[id(child)] = child
             self.leaves[f"{path}.{name}".strip(".")] = (nn.Module, type(child).__name__, id(child))
+        for kind in ("_modules", "_parameters", "_buffers"):
+            self.quick.add_container(own[kind], dict(own[kind]))
+        if id(module) in self.live:
+            self.quick.add_computed(lambda: module.training)
+            return
+        self.quick.add_container(own, contents)
         for kind in HOOKS_OF_MODULES:
             hooks = own.get(kind, {})
             self.quick.add_container(hooks, dict(hooks))
@@ -218,8 +227,6 @@ class CodeState:
                     self._seen[id(hook)] = hook
                     if not isinstance(hook, _BY_IDENTITY):
                         self._mutable(self._label(type(hook).__name__, id(hook)), hook)
-        for kind in ("_modules", "_parameters", "_buffers"):
-            self.quick.add_container(own[kind], dict(own[kind]))
         # A module may be a part of a trainer, as Lightning's is, whose own code reads bookkeeping.
         is_read = (
             self._model_names(module).__contains__ if _is_trainer(module) else self.code.mentions

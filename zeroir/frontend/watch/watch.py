@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -50,15 +50,18 @@ class Watch:
         tensors: Mapping[str, Tensor] = MappingProxyType({}),
         numbers: FollowedNumbers | None = None,
         kept: KeptTensors = NOTHING_KEPT,
+        opaque: Iterable[str] = (),
     ) -> Watch:
         """Return the present state of a source, from which a program was compiled that follows these ``numbers``.
 
-        Its code stores tensors at the places ``kept``.
+        Its code stores tensors at the places ``kept``. That of the modules ``opaque`` runs at each step.
         """
         model = source.model() if source.is_in_hand else None
+        running = [] if model is None else [model.get_submodule(path) for path in opaque]
+        live = frozenset(id(module) for each in running for module in each.modules())
         code = ReachedCode.of(model, (source.loss,))
         names = frozenset() if numbers is None else numbers.names
-        state = CodeState.of(model, code, tensors.values(), names, kept.ids)
+        state = CodeState.of(model, code, tensors.values(), names, kept.ids, live)
         watch = cls(model, tensors, state, numbers, kept, source.earlier.numbers - names)
         state.leaves |= watch._answers()
         return watch
@@ -110,7 +113,7 @@ class Watch:
     def _now(self) -> CodeState:
         state, numbers = self._state, self._numbers
         now = CodeState.of(
-            self.model, state.code, self.tensors.values(), state.numbers, state.stored
+            self.model, state.code, self.tensors.values(), state.numbers, state.stored, state.live
         )
         for name in () if numbers is None else state.numbers:
             value = now.places[name].value if name in now.places else None

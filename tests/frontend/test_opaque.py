@@ -1,0 +1,230 @@
+"""Modules whose code runs as it is in a program, because it cannot be traced."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroir
+from tests.support import deciding_modules
+from tests.support.deciding_modules import Branch, Deciding
+from zeroir.api.checks.check import check_model
+from zeroir.api.compiled import CompiledProgram
+from zeroir.config import make_options
+from zeroir.errors import ModelWarning, UserError
+from zeroir.runtime.engine.engine import Engine
+from zeroir.torch_ops.opaque import forget_calls, opaque_modules
+
+FILE = Path(deciding_modules.__file__)
+slow = partial(pytest.param, marks=pytest.mark.slow)
+OPAQUE = {"branches.0", "branches.1", "drops.0", "drops.1", "drops.2", "turns", "selects"}
+
+
+def compiled(module: nn.Module, batch: object, **options: object) -> CompiledProgram:
+    given = {"optimizer": "sgd", "lr": 0.05, "world_size": 1, **options}
+    with pytest.warns(ModelWarning, match="runs as it is"):
+        return zeroir.compile(module, batch, **given)  # type: ignore[arg-type]
+
+
+def engine_of(module: nn.Module, batch: object, **options: object) -> Engine:
+    return compiled(module, batch, **options).engine(self_check=False)
+
+
+@pytest.mark.filterwarnings("ignore:The code of:zeroir.errors.ModelWarning")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"world_size": 3},
+        {"world_size": 2, "micro_steps": 3, "recompute": "branches.*"},
+        slow({"world_size": 2, "stage": 2, "precision": "bf16", "offload": "optimizer,parameters"}),
+        slow({"world_size": 4, "stage": 1, "clip": 0.5}),
+        slow({"world_size": 1, "stage": 0, "precision": "fp16"}),
+    ],
+    ids=["stage-3", "recomputed", "bf16-offloaded", "stage-1", "fp16"],
+)
+def test_what_decides_equals_eager_replicas(options: dict[str, object]) -> None:
+    comparison = check_model(str(FILE), make_options(options), steps=4, seed=0)
+    assert comparison.is_equal, comparison.differences
+
+
+@pytest.mark.filterwarnings("ignore:The code of:zeroir.errors.ModelWarning")
+def test_micro_batches_side_by_side_equal_eager_replicas(tmp_path: Path) -> None:
+    text = """
+import torch
+from torch import nn
+from tests.support.deciding_modules import Branch, batch, batches
+
+class Net(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+def model():
+    return Net(nn.Linear(4, 8), Branch(), Branch(), nn.Linear(8, 1))
+"""
+    (tmp_path / "model.py").write_text(text)
+    options = make_options({"world_size": 2, "micro_steps": 2, "order": "layer"})
+    comparison = check_model(str(tmp_path / "model.py"), options, steps=3, seed=0)
+    assert comparison.is_equal, comparison.differences
+
+
+def test_only_what_cannot_be_traced_runs_as_it_is() -> None:
+    with pytest.warns(ModelWarning) as noted:
+        program = zeroir.compile(str(FILE), world_size=2).program
+    assert opaque_modules(program.segments) == OPAQUE
+    notes = [str(each.message) for each in noted]
+    assert len(notes) == 4
+    (branch,) = (note for note in notes if "branches.0 (and 1 more)" in note)
+    assert "deciding_modules.py:" in branch
+    assert "uses the values of a tensor" in branch
+    # Blocks of one kind stay units, which are gathered one after the other.
+    units = {flat.unit for flat in program.flats}
+    assert units >= {"branches.0", "branches.1", "drops.0", "drops.1", "drops.2"}
+
+
+def test_a_module_in_hand_is_as_eager_pytorch_has_it() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList(Branch() for _ in range(2))
+            self.calls, self.scale = 0, 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.seen = x.detach().mean()
+            for branch in self.inner[: 1 + self.calls % 2]:
+                x = branch(x) * self.scale
+            return x if x.mean() > 0 else 2 * x
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 8), Counts(), nn.Linear(8, 1))
+    plain = copy.deepcopy(module)
+
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        y: Tensor = module(batch).square().mean()
+        return y
+
+    engine = engine_of(module, torch.zeros(5, 4), loss=loss)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(6):
+        batch = torch.randn(5, 4, generator=generator)
+        if step == 3:
+            for each in (module, plain):
+                each.get_submodule("1").scale = 0.5  # type: ignore[assignment]
+        expected = loss(plain, batch)
+        optimizer.zero_grad(set_to_none=False)
+        expected.backward()  # type: ignore[no-untyped-call]
+        for parameter in plain.parameters():
+            parameter.grad = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
+        optimizer.step()
+        assert engine.step(batch).loss == expected.item()
+        found, wanted = module.get_submodule("1"), plain.get_submodule("1")
+        assert (found.calls, float(found.seen)) == (wanted.calls, float(wanted.seen))  # type: ignore[arg-type]
+    engine.close()
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, plain.get_parameter(name)), name
+
+
+def test_it_is_gathered_whole_where_units_are_inside() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                if x.mean() > -1:
+                    x = layer(x)
+            return x
+
+    model = nn.Sequential(Around(), nn.Linear(8, 1))
+
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        y: Tensor = module(batch).mean()
+        return y
+
+    program = compiled(model, torch.ones(2, 8), loss=loss, world_size=2).program
+    assert opaque_modules(program.segments) == {"0"}
+    assert {flat.unit for flat in program.flats} >= {"0"}
+
+
+def test_none_refuses_as_patterns_choose() -> None:
+    with pytest.raises(UserError, match=r"deciding_modules.py:\d+ uses the values of a tensor"):
+        zeroir.compile(str(FILE), world_size=2, opaque="none")
+    with pytest.raises(UserError, match="--opaque tower matches no module"):
+        zeroir.compile(str(FILE), world_size=2, opaque="tower")
+    with pytest.raises(UserError, match=r"deciding_modules.py:\d+ uses the values of a tensor"):
+        zeroir.compile(str(FILE), world_size=2, opaque="branches.*")
+    pattern = "branches.*,drops.*,turns,selects,last"
+    program = zeroir.compile(str(FILE), world_size=2, opaque=pattern).program
+    assert opaque_modules(program.segments) == {*OPAQUE, "last"}
+
+
+class Once(nn.Module):
+    """Returns as many rows as it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1000:
+            self.get_buffer("count").add_(1)
+        y: Tensor = self.layer(x[:1] if x.sum() < -1000 else x)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("fill", "sentence"),
+    [
+        (
+            -1e6,
+            r"test_opaque.py:\d+: The module 0, whose code runs as it is, returned tensors of float32\[1, 4\] where",
+        ),
+        (
+            1e6,
+            r"test_opaque.py:\d+: The module 0, whose code runs as it is, changed count in place",
+        ),
+    ],
+)
+def test_what_it_returns_otherwise_ends_the_step(fill: float, sentence: str) -> None:
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        y: Tensor = module(batch).square().mean()
+        return y
+
+    engine = engine_of(nn.Sequential(Once(), nn.Linear(4, 4)), torch.ones(3, 4), loss=loss)
+    engine.step(torch.ones(3, 4))
+    with pytest.raises(UserError, match=sentence):
+        engine.step(torch.full((3, 4), fill))
+
+
+@pytest.mark.filterwarnings("ignore:The code of:zeroir.errors.ModelWarning")
+def test_a_program_in_a_file_needs_the_model(tmp_path: Path) -> None:
+    program = tmp_path / "deciding.zir"
+    code = f"import zeroir; zeroir.compile({str(FILE)!r}, world_size=1).save({str(program)!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    batch = deciding_modules.batch()
+    loss = zeroir.load(program).engine(self_check=False, model=str(FILE)).step(batch).loss
+    assert loss == zeroir.compile(str(FILE), world_size=1).engine().step(batch).loss
+    in_hand = compiled(Deciding(), batch)
+    in_hand.save(program)
+    forget_calls()
+    with pytest.raises(UserError, match="which this process does not have"):
+        zeroir.load(program).engine(model=Deciding())
+
+
+def test_the_message_says_what_a_dim_needs() -> None:
+    with pytest.raises(
+        UserError, match=r"deciding_modules.py:\d+: .* returns what is known for one size only"
+    ):
+        zeroir.compile(str(FILE), world_size=1, shapes="0: rows<=8, _")

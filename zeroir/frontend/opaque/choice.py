@@ -1,0 +1,134 @@
+"""Chooses the modules whose code runs as it is: those that the user names, or the smallest that cannot be traced."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Final
+
+from torch import nn
+
+from zeroir.errors import UserError
+from zeroir.frontend.opaque.calls import CannotRunError
+
+NONE: Final = "none"
+
+
+class UntraceableError(UserError):
+    """Code cannot be traced that may run as it is; ``path`` names the innermost module whose forward it is part of.
+
+    It is None if that is unknown, or the code is not a module's.
+    """
+
+    def __init__(self, text: str, path: str | None) -> None:
+        super().__init__(text)
+        self.path = path
+
+
+def module_of_error(error: BaseException, model: nn.Module) -> str | None:
+    """Return the name of the innermost module of the model whose method an exception left; None if there is none."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found: str | None = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            found = names.get(id(owner), found)
+    return found
+
+
+@dataclass(slots=True)
+class OpaqueChoice:
+    """The choice for one model. ``option`` is that of the compilation.
+
+    Without it, ``include`` adds what cannot be traced. ``reasons`` has the sentence for each added module that stands
+    first among those of its class.
+    """
+
+    option: str | None = None
+    reasons: dict[str, str] = field(default_factory=dict)
+    _paths: frozenset[str] = frozenset()
+    _classes: dict[str, type] = field(default_factory=dict)
+    _first: UserError | None = None
+
+    def paths_in(self, model: nn.Module) -> frozenset[str]:
+        """Return the names of the opaque modules of the model, of which none is inside another.
+
+        Raises:
+            UserError: if a pattern matches no module.
+        """
+        self._classes = {name: type(module) for name, module in model.named_modules() if name}
+        if self.option is not None and self.option != NONE:
+            self._paths = outermost(
+                name for part in self.option.split(",") for name in self._matching(part.strip())
+            )
+        return self._paths
+
+    def _matching(self, pattern: str) -> frozenset[str]:
+        names = frozenset(
+            name
+            for name, kind in self._classes.items()
+            if fnmatchcase(name, pattern) and _has_forward(kind)
+        )
+        if not names:
+            examples = ", ".join([n for n, kind in self._classes.items() if _has_forward(kind)][:3])
+            raise UserError(
+                f"--opaque {pattern} matches no module that is called; names look like {examples or 'none'}."
+            )
+        return names
+
+    def include(self, error: UntraceableError | CannotRunError) -> None:
+        """Choose the module of an error, or the one around it if that cannot run as it is.
+
+        Raises:
+            UserError: the first error, if the user chose the modules, or the code is not that of a submodule.
+        """
+        first = self._first = self._first or error
+        path = error.path
+        # Code inside an opaque module is traced where another method than its forward is called.
+        covering = next((p for p in self._paths if path and f"{path}.".startswith(f"{p}.")), None)
+        if isinstance(error, CannotRunError) or covering is not None:
+            path = self._around(covering or path)
+        if self.option is not None or not path:
+            raise first from None
+        alike = frozenset(n for n, kind in self._classes.items() if kind is self._classes[path])
+        self._paths = outermost(self._paths | alike)
+        self.reasons = {n: why for n, why in self.reasons.items() if n in self._paths}
+        self.reasons.setdefault(path, str(first if isinstance(error, CannotRunError) else error))
+
+    def _around(self, path: str | None) -> str | None:
+        """Return the innermost submodule around one that is called."""
+        while path:
+            path = path.rpartition(".")[0]
+            if path and _has_forward(self._classes[path]):
+                return path
+        return None
+
+    def notes(self) -> list[str]:
+        """Return a sentence for each class of modules that was chosen."""
+        return [
+            f"The code of {_joined(self._alike(path))} runs as it is, in eager PyTorch on whole parameters, and a "
+            f"second time in the backward, because it cannot be traced: {reason}"
+            for path, reason in self.reasons.items()
+        ]
+
+    def _alike(self, path: str) -> list[str]:
+        return [
+            n for n in self._classes if n in self._paths and self._classes[n] is self._classes[path]
+        ]
+
+
+def _has_forward(kind: type) -> bool:
+    return getattr(kind, "forward", None) is not nn.Module.forward
+
+
+def outermost(names: Iterable[str]) -> frozenset[str]:
+    """Return those of the names that are not inside another one."""
+    every = frozenset(names)
+    return frozenset(n for n in every if not any(n.startswith(f"{other}.") for other in every))
+
+
+def _joined(names: list[str]) -> str:
+    first, *rest = names
+    return f"{first} (and {len(rest)} more)" if rest else first

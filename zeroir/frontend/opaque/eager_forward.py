@@ -1,0 +1,255 @@
+"""Runs a module's forward as it is, on given tensors instead of its parameters and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Final, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from zeroir.errors import UserError
+from zeroir.frontend.source.namespaces import PLAIN
+from zeroir.torch_ops.conditions import tracing_conditions
+from zeroir.torch_ops.neutral import NeutralOps
+from zeroir.torch_ops.opaque import generators_seeded, seed_of_site
+
+Forward = Callable[..., object]
+T = TypeVar("T")
+
+
+class ResultType(NamedTuple):
+    """The shape, strides and dtype of a result, and whether it has a gradient."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_differentiated: bool
+
+
+class SeededOps(NeutralOps):
+    """The mode for one opaque call: each dropout and random operator has a seed that depends on the call's."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(torch.empty(0, dtype=torch.int64))
+        self._seed_of_call = seed
+
+    def seed(self) -> Tensor:
+        """Return the seed of the next dropout or random operator, i64[1]."""
+        self.sites += 1
+        return torch.tensor([seed_of_site(self._seed_of_call, self.sites)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """What a module's forward returned.
+
+    ``changed`` are the new values of the inputs that it changed, by their positions, and ``leaves`` are the inputs that
+    have the gradients.
+    """
+
+    values: object
+    changed: Mapping[int, Tensor]
+    leaves: Sequence[Tensor]
+
+
+class _TensorMark:
+    """Where a tensor stands among the arguments or results."""
+
+
+TENSOR: Final = _TensorMark()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """Arguments or results without their tensors: ``leaves`` have ``TENSOR`` where tensors stand."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[object, ...]
+
+    def filled(self, tensors: Sequence[Tensor]) -> object:
+        """Return them with these tensors."""
+        remaining = iter(tensors)
+        leaves = [next(remaining) if leaf is TENSOR else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def __str__(self) -> str:
+        leaves = ["tensor" if leaf is TENSOR else repr(leaf) for leaf in self.leaves]
+        return f"{self.spec} {leaves}"
+
+
+def taken_apart(values: object, place: str, verb: str) -> tuple[Structure, list[Tensor]]:
+    """Return arguments or results without their tensors, and the tensors.
+
+    Raises:
+        UserError: if there is an object in which tensors may be. ``place`` and ``verb`` begin the sentence.
+    """
+    leaves, spec = pytree.tree_flatten(values)
+    for leaf in leaves:
+        if not isinstance(leaf, (*PLAIN, Tensor, torch.Size)):
+            raise UserError(
+                f"{place} {verb} a {type(leaf).__name__}, but only tensors, numbers and texts, in tuples, lists, dicts "
+                "and dataclasses, go into and out of it."
+            )
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    kept = tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    return Structure(spec=spec, leaves=kept), tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnTensor:
+    """A parameter or buffer of an opaque module, or a tensor that is an attribute, by each of its names in it.
+
+    ``is_statistic`` is whether it is a buffer that checkpoints have and that may be a number which forward counts.
+    """
+
+    names: tuple[str, ...]
+    is_parameter: bool
+    is_statistic: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagerForward:
+    """A module's forward with what it is called with, except tensors.
+
+    ``place`` begins a sentence with the line of its forward and the name of the module. ``training`` are the flags of
+    the module and its submodules, and ``autocast`` is CPU's: whether it is on, and its dtype.
+    """
+
+    path: str
+    place: str
+    own: tuple[OwnTensor, ...]
+    arguments: Structure
+    training: tuple[bool, ...]
+    autocast: tuple[bool, torch.dtype]
+
+    def run(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        inputs: Sequence[Tensor],
+        seed: int,
+        trained: Sequence[int] | None,
+        may_change: Set[int],
+        use: Callable[[Returned], T],
+    ) -> T:
+        """Call ``forward``, the plain one of ``module``, with the module's own tensors first among ``inputs``.
+
+        With ``trained`` gradients are recorded, of the inputs at these positions. Of those that it ``may_change`` it
+        gets copies.
+
+        Returns:
+            what ``use`` makes of what forward returns, while the tensors are in the module: its code may run in the
+            backward, too.
+
+        Raises:
+            UserError: if forward changes another one in place.
+        """
+        count = len(self.own)
+        enabled, dtype = self.autocast
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(mode=False))
+            stack.enter_context(torch.set_grad_enabled(trained is not None))
+            # All buffers share memory, and with views of it they would share the counter of changes.
+            leaves = [x.data for x in inputs]
+            for number in trained or ():
+                leaves[number].requires_grad_()
+            used = [x.clone() if i in may_change else x for i, x in enumerate(leaves)]
+            versions = [x._version for x in used]
+            args, kwargs = cast(
+                "tuple[tuple[object, ...], dict[str, object]]", self.arguments.filled(used[count:])
+            )
+            stack.enter_context(generators_seeded(seed))
+            stack.enter_context(_flags(module, self.training))
+            present = stack.enter_context(_tensors_swapped(module, self.own, used[:count]))
+            stack.enter_context(tracing_conditions())
+            stack.enter_context(torch.autocast("cpu", dtype=dtype, enabled=enabled))
+            stack.enter_context(SeededOps(seed))
+            values = forward(*args, **kwargs)
+            after = [*present(), *used[count:]]
+            changed = {
+                number: value
+                for number, (value, version) in enumerate(zip(after, versions, strict=True))
+                if value is not used[number] or value._version != version
+            }
+            unexpected = sorted(changed.keys() - may_change)
+            if unexpected:
+                place = self.place
+                raise UserError(
+                    f"{place} changed {self._name(unexpected[0])} in place, which it did not when the program was "
+                    "compiled: clone it first."
+                )
+            return use(Returned(values=values, changed=changed, leaves=leaves))
+
+    def _name(self, number: int) -> str:
+        """Return what an input is called in messages."""
+        count = len(self.own)
+        return self.own[number].names[0] if number < count else f"argument {number - count + 1}"
+
+
+@contextmanager
+def _flags(module: nn.Module, training: Sequence[bool]) -> Iterator[None]:
+    modules = list(module.modules())
+    before = [each.training for each in modules]
+    for each, flag in zip(modules, training, strict=True):
+        each.training = flag
+    try:
+        yield
+    finally:
+        for each, flag in zip(modules, before, strict=True):
+            each.training = flag
+
+
+@contextmanager
+def _tensors_swapped(
+    module: nn.Module, own: Sequence[OwnTensor], tensors: Sequence[Tensor]
+) -> Iterator[Callable[[], list[Tensor]]]:
+    """Put tensors in the places of a module's own within the block; yields a function that returns what is there."""
+    places = [[_place(module, name) for name in each.names] for each in own]
+    before = [[space[key] for space, key in names] for names in places]
+    for names, tensor in zip(places, tensors, strict=True):
+        for space, key in names:
+            space[key] = tensor
+    try:
+        yield lambda: [names[0][0][names[0][1]] for names in places]
+    finally:
+        for names, values in zip(places, before, strict=True):
+            for (space, key), value in zip(names, values, strict=True):
+                space[key] = value
+
+
+def _place(module: nn.Module, name: str) -> tuple[dict[str, Tensor], str]:
+    """Return the dict in which a module has a tensor of this name, and the key."""
+    path, _, key = name.rpartition(".")
+    owner = module.get_submodule(path)
+    spaces: tuple[dict[str, Tensor], ...] = (owner._parameters, owner._buffers)  # type: ignore[assignment]
+    return next((space for space in spaces if key in space), vars(owner)), key
+
+
+def own_tensors(module: nn.Module) -> tuple[tuple[OwnTensor, ...], list[Tensor]]:
+    """Return a module's own parameters and buffers, each once, and the tensors that stand there now."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    buffers: Mapping[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
+    for name, tensor in (*parameters.items(), *buffers.items()):
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    own = tuple(
+        OwnTensor(
+            names=tuple(each),
+            is_parameter=each[0] in parameters,
+            is_statistic=each[0] not in parameters and _is_statistic(module, each[0], tensor),
+        )
+        for each, tensor in zip(names.values(), tensors.values(), strict=True)
+    )
+    return own, list(tensors.values())
+
+
+def _is_statistic(module: nn.Module, name: str, tensor: Tensor) -> bool:
+    path, _, key = name.rpartition(".")
+    is_kept = key not in module.get_submodule(path)._non_persistent_buffers_set
+    return is_kept and (tensor.is_floating_point() or tensor.dim() == 0)

@@ -1,0 +1,196 @@
+"""Opaque calls: modules whose code runs as it is within a program, because it cannot be traced.
+
+To a program such a call is one operator: a function of the tensors that the module is called with, of its parameters
+and buffers, and of a seed. It calls the module's forward in eager PyTorch. Its backward is another operator. It calls
+the forward once more and differentiates it, as an activation checkpoint does. So nothing but the arguments stays
+between the two, and these may be recomputed, offloaded and gathered as those of any operator. All random numbers of the
+call depend on its seed, so both calls draw the same.
+
+A program names the call by a word, and the process that captured the module knows it by that word.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from zeroir.errors import UserError
+from zeroir.ir.segments.segment import Segment
+from zeroir.torch_ops.define import define, fake
+
+OPAQUE_OPS: Final = ("zeroir.opaque.default", "zeroir.opaque_backward.default")
+"""The names of the operators in programs."""
+
+_MULTIPLIER: Final = 6364136223846793005
+_INCREMENT: Final = 1442695040888963407
+"""Of Knuth's linear congruential generator MMIX, modulo 2^64."""
+
+
+class OpaqueCall(Protocol):
+    """A call of a module at one place of a model. ``path`` is the module's name in the model.
+
+    ``differentiated`` are the positions of the results that have a gradient, and ``trained`` of the inputs.
+    """
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def differentiated(self) -> Sequence[int]: ...
+
+    @property
+    def trained(self) -> Sequence[int]: ...
+
+    def on(self, model: nn.Module) -> OpaqueCall:
+        """Return the same call, whose code is that of another model's module."""
+        ...
+
+    def empty_results(self) -> list[Tensor]:
+        """Return tensors like the results, for a trace."""
+        ...
+
+    def run(self, inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
+        """Return the results."""
+        ...
+
+    def gradients(
+        self, gradients: Sequence[Tensor], inputs: Sequence[Tensor], seed: int
+    ) -> list[Tensor]:
+        """Return the gradients of the inputs ``trained``, from those of the results ``differentiated``."""
+        ...
+
+
+_CALLS: Final[dict[str, OpaqueCall]] = {}
+"""The calls that this process knows. Like torch's registries of operators, this one is global."""
+
+
+def register_call(word: str, call: OpaqueCall) -> None:
+    """Let this process know a call by a word; a later call replaces it."""
+    _CALLS[word] = call
+
+
+def opaque_call(word: str) -> OpaqueCall:
+    """Return a call that this process knows.
+
+    Raises:
+        UserError: if it does not know it, because it did not capture the model.
+    """
+    try:
+        return _CALLS[word]
+    except KeyError:
+        raise UserError(not_here(word)) from None
+
+
+def not_here(word: str) -> str:
+    """Return the sentence on an opaque call that this process does not know."""
+    return (
+        f"The program calls the code of a module as it is ({word}), which this process does not have: give the model "
+        "that it was compiled from."
+    )
+
+
+def run_in(model: nn.Module, words: Iterable[str]) -> None:
+    """Let calls run the code of the modules of another model, which was built by the same code."""
+    for word in words:
+        _CALLS[word] = opaque_call(word).on(model)
+
+
+def forget_calls() -> None:
+    """Forget all calls, as a process that captured no model."""
+    _CALLS.clear()
+
+
+def words_of(segments: Iterable[Segment]) -> frozenset[str]:
+    """Return the words of the opaque calls in segments."""
+    nodes = (node for segment in segments for node in segment.nodes if node.op in OPAQUE_OPS)
+    return frozenset(word for node in nodes if isinstance(word := node.args[-1], str))
+
+
+def opaque_modules(segments: Iterable[Segment]) -> frozenset[str]:
+    """Return the names of the modules whose code runs as it is in segments."""
+    return frozenset(opaque_call(word).path for word in words_of(segments))
+
+
+def unknown_words(segments: Iterable[Segment]) -> list[str]:
+    """Return the words of opaque calls that this process does not know."""
+    return sorted(words_of(segments) - _CALLS.keys())
+
+
+def run_opaque(inputs: Sequence[Tensor], seed: Tensor, word: str) -> list[Tensor]:
+    """Return the results of an opaque call; ``seed`` is i64[1]."""
+    return opaque_call(word).run(inputs, int(seed))
+
+
+def run_opaque_backward(
+    gradients: Sequence[Tensor], inputs: Sequence[Tensor], seed: Tensor, word: str
+) -> list[Tensor]:
+    """Return the gradients of an opaque call's trained inputs."""
+    return opaque_call(word).gradients(gradients, inputs, int(seed))
+
+
+opaque = define("zeroir::opaque", run_opaque)
+opaque_backward = define("zeroir::opaque_backward", run_opaque_backward)
+
+
+@fake("zeroir::opaque")
+def _(_: Sequence[Tensor], __: Tensor, word: str) -> list[Tensor]:
+    return opaque_call(word).empty_results()
+
+
+@fake("zeroir::opaque_backward")
+def _(_: Sequence[Tensor], inputs: Sequence[Tensor], __: Tensor, word: str) -> list[Tensor]:
+    return [torch.empty_like(inputs[number]) for number in opaque_call(word).trained]
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:  # noqa: ANN401 - torch's
+    tensors, seed, ctx.word = inputs
+    call = opaque_call(ctx.word)
+    ctx.save_for_backward(*tensors, seed)
+    differentiated = set(call.differentiated)
+    ctx.mark_non_differentiable(*(x for i, x in enumerate(output) if i not in differentiated))
+
+
+def _differentiated(ctx: Any, grads: Sequence[Tensor]) -> tuple[object, None, None]:  # noqa: ANN401 - torch's
+    *inputs, seed = cast("tuple[Tensor, ...]", ctx.saved_tensors)
+    call = opaque_call(ctx.word)
+    given = [grads[number] for number in call.differentiated]
+    results: list[Tensor | None] = [None] * len(inputs)
+    made = opaque_backward(given, inputs, seed, ctx.word)
+    for number, gradient in zip(call.trained, made, strict=True):
+        results[number] = gradient
+    return results, None, None
+
+
+torch.library.register_autograd("zeroir::opaque", _differentiated, setup_context=_set_up)
+
+
+def seed_of_site(seed: int, site: int) -> int:
+    """Return the seed of a random operator within an opaque call, in [0, 2^63)."""
+    return ((seed ^ (site * _INCREMENT)) * _MULTIPLIER + _INCREMENT) % 2**63
+
+
+@contextmanager
+def generators_seeded(seed: int) -> Iterator[None]:
+    """Seed the generators of Python, NumPy and torch's CPU within the block, and restore them after it."""
+    python, plain = random.getstate(), torch.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    legacy: Mapping[str, object] | None = (
+        None if numpy is None else numpy.random.get_state(legacy=False)
+    )
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(plain)
+        if numpy is not None:
+            numpy.random.set_state(legacy)
