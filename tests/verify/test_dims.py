@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -19,6 +20,7 @@ from zeroir.artifact.schema import SchemaError, pack, unpack
 from zeroir.config.steps import MicroSteps
 from zeroir.errors import BatchError
 from zeroir.ir.analysis.instances import (
+    SIZED_FIELDS,
     instance,
     segments_at_ends,
     sizes_in,
@@ -62,6 +64,22 @@ def test_a_program_with_dims_is_valid_at_every_shape(name: str) -> None:
     assert "i64[rows,length]" in text
     assert print_program(parse(text)) == text
     assert unpack(Program, pack(program)) == program
+
+
+def test_every_size_of_a_program_is_found() -> None:
+    """Fields that may hold none by their types are left out of the search."""
+    program, _ = compiled(next(iter(OPTIONS)))
+    expected: set[Size] = set()
+    rest: list[object] = [getattr(program, name) for name in SIZED_FIELDS]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, Size):
+            expected.add(value)
+        elif isinstance(value, tuple):
+            rest.extend(value)
+        elif dataclasses.is_dataclass(value):
+            rest.extend(getattr(value, field.name) for field in dataclasses.fields(value))
+    assert expected == {*sizes_in(tuple(getattr(program, name) for name in SIZED_FIELDS))}
 
 
 def damages(program: Program, seed: int) -> Iterator[tuple[str, Program]]:

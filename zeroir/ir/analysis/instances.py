@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from enum import Enum
 from functools import cache, partial
-from typing import Final, TypeVar, cast
+from typing import Final, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Region
@@ -102,28 +103,26 @@ def sizes_and_offsets_in(data: object) -> tuple[tuple[Size, ...], tuple[Size, ..
     """Return each size that depends on dims, and each such offset of a region, in tuples, records and integers."""
     sizes: dict[Size, None] = {}
     offsets: dict[Size, None] = {}
-    seen: set[int] = set()
-    rest = [data]
+    rest: list[object] = [data]
     while rest:
         value = rest.pop()
-        kind = type(value)
-        if kind is Size:
-            sizes[cast("Size", value)] = None
-            continue
-        if kind is tuple:
-            parts = cast("tuple[object, ...]", value)
-        elif id(value) in seen:
-            continue
+        if isinstance(value, Size):
+            sizes[value] = None
+        elif isinstance(value, Region):
+            if isinstance(value.offset, Size):
+                offsets[value.offset] = None
+            if isinstance(value.numel, Size):
+                sizes[value.numel] = None
+            if value.part is not None:
+                rest.append(value.part)
+        elif isinstance(value, tuple):
+            rest += [item for item in value if type(item) not in _WITHOUT_SIZES]
         else:
-            seen.add(id(value))
-            names = _field_names(kind)  # type: ignore[arg-type] # a class is hashable
-            parts = tuple([getattr(value, name) for name in names])
-            if kind is Region:
-                offset = cast("Region", value).offset
-                if type(offset) is Size:
-                    offsets[offset] = None
-                parts = cast("Region", value).numel, cast("Region", value).part
-        rest.extend([part for part in reversed(parts) if type(part) not in _WITHOUT_SIZES])
+            kind = type(value)
+            for name in _field_names(kind):  # type: ignore[arg-type] # a class is hashable
+                part = getattr(value, name)
+                if type(part) not in _WITHOUT_SIZES:
+                    rest.append(part)
     return tuple(sizes), tuple(offsets)
 
 
@@ -227,5 +226,19 @@ _WITHOUT_SIZES: Final = _WITHOUT_FIELDS | {int}
 
 @cache
 def _field_names(kind: type[object]) -> tuple[str, ...]:
-    """Return the fields of a dataclass; none of another class."""
-    return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
+    """Return the fields of a dataclass that may hold integers, or records with them; none of another class."""
+    if not dataclasses.is_dataclass(kind):
+        return ()
+    hints = get_type_hints(kind)
+    return tuple(f.name for f in dataclasses.fields(kind) if _may_hold_sizes(hints[f.name]))
+
+
+def _may_hold_sizes(hint: object) -> bool:
+    if get_origin(hint) is Literal:
+        return False
+    arguments = get_args(hint)
+    if arguments:
+        return any(map(_may_hold_sizes, arguments))
+    return not isinstance(hint, type) or not (
+        hint in _WITHOUT_FIELDS or issubclass(hint, str | Enum)
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from zeroir.ir import ops
@@ -16,7 +16,7 @@ from zeroir.ir.analysis.instances import (
     sizes_of_values,
 )
 from zeroir.ir.analysis.micro_batches import is_sliced, micro_batches_of_ops
-from zeroir.ir.buffers import Role
+from zeroir.ir.buffers import Region, Role
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, Program, Section
 from zeroir.ir.size_bounds import grows, lowest
 from zeroir.ir.sizes import RESERVED_NAMES, Size
@@ -35,7 +35,9 @@ def check_dims(program: Program, findings: Findings) -> None:
     sized = {b.name for b in program.buffers if isinstance(b.numel, Size)}
     for section in program.sections:
         for line, op in enumerate(section.body):
-            problem = _op_problem(op, sized) or _place_problem(op, program)
+            effect = effects(op)
+            regions = (*effect.reads, *effect.writes, *effect.accumulates)
+            problem = _op_problem(op, regions, sized) or _place_problem(regions, program)
             if problem is not None:
                 findings.add("Z203", f"{title(op)} {problem}", section=section, line=line)
         if program.interleaved > 1:
@@ -102,12 +104,10 @@ def _mixed_dims(program: Program, section: Section) -> Iterator[tuple[int, str]]
             yield line, "has a size that depends on a dim, and works on no micro-batch's values"
 
 
-def _op_problem(op: ops.Op, sized: set[str]) -> str | None:
+def _op_problem(op: ops.Op, regions: Sequence[Region], sized: set[str]) -> str | None:
     """Return why an op may not have a size that depends on a dim; None if it has none, or may have it."""
     match op:
         case ops.Collective() | ops.Update() | ops.Scale() | ops.Wait():
-            effect = effects(op)
-            regions = (*effect.reads, *effect.writes, *effect.accumulates)
             shared = next((r.buffer for r in regions if r.buffer in sized), None)
             if shared is not None:
                 return f"works on %{shared}, whose size depends on a dim, while ranks need one size"
@@ -118,13 +118,12 @@ def _op_problem(op: ops.Op, sized: set[str]) -> str | None:
     return None
 
 
-def _place_problem(op: ops.Op, program: Program) -> str | None:
+def _place_problem(regions: Sequence[Region], program: Program) -> str | None:
     """Return why a region may leave its buffer for some values of dims; None if none does.
 
     One that begins later where a dim grows is inside for all values if it is inside for the largest and the smallest.
     """
-    effect = effects(op)
-    for region in (*effect.reads, *effect.writes, *effect.accumulates):
+    for region in regions:
         if isinstance(region.offset, Size) and not grows(region.offset):
             buffer = program.buffer_by_name.get(region.buffer)
             rest = -1 if buffer is None else buffer.numel - region.stop
