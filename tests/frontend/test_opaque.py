@@ -76,8 +76,11 @@ def model():
 
 def test_only_what_cannot_be_traced_runs_as_it_is() -> None:
     with pytest.warns(ModelWarning) as noted:
-        program = zeroir.compile(str(FILE), world_size=2).program
+        made = zeroir.compile(str(FILE), world_size=2)
+    program = made.program
     assert opaque_modules(program.segments) == OPAQUE
+    assert made.summary()["opaque"] == [*sorted(OPAQUE - {"turns", "selects"}), "root.post"]
+    assert "opaque" in str(made)
     notes = [str(each.message) for each in noted]
     assert len(notes) == 4
     (branch,) = (note for note in notes if "branches.0 (and 1 more)" in note)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, Self
 
 if TYPE_CHECKING:
-    from zeroir.artifact import ConfigRecord
+    from zeroir.artifact import Artifact, ConfigRecord
     from zeroir.config import CompileOptions
     from zeroir.frontend.source.source import Earlier, ModelSource
     from zeroir.frontend.watch.watch import Watch
@@ -29,8 +29,26 @@ class Compile(Protocol):
         """Return the compiled program."""
 
 
+class CompileSource(Protocol):
+    """Compiles a source as ``Compile`` does."""
+
+    def __call__(
+        self,
+        source: ModelSource,
+        options: CompileOptions,
+        config: ConfigRecord | None,
+        earlier: Earlier,
+        batch: Batch = None,
+    ) -> Compiled:
+        """Return the compiled program."""
+
+
 class Compiled(Protocol):
     """The parts of ``CompiledProgram`` that are needed for others; they are documented there."""
+
+    @property
+    def artifact(self) -> Artifact:
+        """The contents of its file."""
 
     @property
     def program(self) -> Program:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from zeroir import artifact as artifacts
 from zeroir.api.capture import require_opaque_modules
-from zeroir.api.compilations import Compile
+from zeroir.api.compilations import Compile, CompileSource
 from zeroir.api.keywords import flat_values
 from zeroir.api.lowering import Lowered, lower, verified
 from zeroir.api.search.idle_offload import warn_of_idle_offload
@@ -56,7 +56,8 @@ class CompiledProgram:
     ``speculation`` is the choice whether the host's update is speculative, if it was made in this process. ``watch``
     has, in the same case as ``source``, the state of the user's code that the program was compiled from, and
     ``compile_again`` compiles the source as it is now. ``narrowings`` say, also in that case, which lines let sizes
-    decide, so that dims have smaller ranges than were asked for.
+    decide, so that dims have smaller ranges than were asked for. ``compile_source`` compiles another source, such as the
+    model file of a program that was read from a file.
     """
 
     artifact: Artifact
@@ -69,6 +70,7 @@ class CompiledProgram:
     watch: Watch | None = field(default=None, compare=False)
     compile_again: Compile | None = field(default=None, compare=False)
     narrowings: tuple[str, ...] = field(default=(), compare=False)
+    compile_source: CompileSource | None = field(default=None, compare=False)
 
     @property
     def program(self) -> Program:
@@ -294,7 +296,7 @@ class CompiledProgram:
     ) -> Engine:
         """Make an initialised engine for this process's rank of the job, as ``Engine.initialise`` does."""
         from zeroir.api.running import engines
-        from zeroir.api.running.model_file import with_code
+        from zeroir.api.running.model_file import code_of
         from zeroir.api.running.outside_memory import (
             host_memory_bytes,
             local_ranks,
@@ -351,7 +353,15 @@ class CompiledProgram:
         if watch is None:
             # Names in a model file refer to the module that was built last.
             if compile_again:
-                compiled, watch = with_code(self, source)
+                code = code_of(self, source)
+                watch = code.watch
+                if code.source is not None and self.compile_source is not None:
+                    compiled = replace(
+                        self,
+                        source=code.source,
+                        compile_again=partial(self.compile_source, code.source),
+                        narrowings=code.narrowings,
+                    )
             else:
                 watch = Watch.of(source, opaque=opaque_modules(self.program.segments))
             watch.ignore(ignored)
@@ -406,6 +416,7 @@ def specialised(
         watch=compiled.watch,
         compile_again=compiled.compile_again,
         narrowings=compiled.narrowings,
+        compile_source=compiled.compile_source,
     )
 
 

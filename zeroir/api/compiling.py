@@ -125,6 +125,7 @@ def compile_source(
         _require_every_size(artifact.logical, problem)
         raise InternalError(f"The program declares results that torch does not compute: {problem}.")
     compiled = with_proof(artifact, captured.options, lowered)
+    compiled = replace(compiled, compile_source=compile_again)
     return with_source(compiled, source, captured, partial(compile_again, source))
 
 
@@ -198,5 +199,6 @@ def load_unverified(
         options=options_from_pairs(artifact.scheduled.options),
         requested=options_from_pairs(artifact.logical.options),
         path=Path(path),
+        compile_source=compile_again,
     )
     return with_report(compiled, budget_bytes, machine)

@@ -72,6 +72,8 @@ def render_summary(summary: Summary) -> RenderableType:
         grid.add_row(
             "stored", Text(f"{', '.join(shortened(stored))} per batch, by the model's code")
         )
+    if summary["opaque"]:
+        grid.add_row("opaque", f"code runs as it is in {' '.join(shortened(summary['opaque']))}")
     grid.add_row("segments", f"{summary['distinct_segments']} distinct")
     grid.add_row(
         "sections",

@@ -52,11 +52,12 @@ class Summary(TypedDict):
     form of the program's text. ``dims`` are what sizes of a batch depend on, each with its smallest and largest value.
     ``weight`` is a phrase on the weights of batches; None if each counts alike. ``stored_bytes`` has the bytes of each
     tensor that the code stores in a step or an evaluation, by its place: that of a batch of the largest sizes.
-    ``ops`` and ``distinct_segments`` count those of training steps. ``evaluation`` has the figures of one evaluation;
-    None if the program has none. ``snapshot_bytes_per_rank`` is the host memory that saving takes from the first save
-    on; 0 if the program cannot save. ``transfer_bytes`` are the bytes that a rank copies to and from its host and its
-    disk in a step, by op, and ``outside_bytes_per_rank`` what it keeps there, by space. ``staging_bytes_per_rank`` is
-    the peak of the temporary buffers of these copies, by space; it is part of the blocks.
+    ``opaque`` names the units in which code of the model runs as it is. ``ops`` and ``distinct_segments`` count those
+    of training steps. ``evaluation`` has the figures of one evaluation; None if the program has none.
+    ``snapshot_bytes_per_rank`` is the host memory that saving takes from the first save on; 0 if the program cannot
+    save. ``transfer_bytes`` are the bytes that a rank copies to and from its host and its disk in a step, by op, and
+    ``outside_bytes_per_rank`` what it keeps there, by space. ``staging_bytes_per_rank`` is the peak of the temporary
+    buffers of these copies, by space; it is part of the blocks.
     """
 
     stage: int
@@ -70,6 +71,7 @@ class Summary(TypedDict):
     dims: dict[str, tuple[int, int]]
     weight: str | None
     stored_bytes: dict[str, int]
+    opaque: list[str]
     interleaved: int
     distinct_segments: int
     bounds: list[str]
@@ -104,6 +106,7 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
         dims={dim.name: (dim.minimum, dim.maximum) for dim in program.dims},
         weight=_weight(program),
         stored_bytes=_stored_bytes(program),
+        opaque=_opaque(program),
         interleaved=program.interleaved,
         distinct_segments=len({program.segment_by_name[name].digest() for name in called}),
         bounds=[print_record(bound, program) for bound in program.bounds],
@@ -125,6 +128,16 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
         laws=dict(report.laws),
         fingerprint=program.fingerprint,
     )
+
+
+def _opaque(program: Program) -> list[str]:
+    segments = {
+        segment.name
+        for segment in program.segments
+        if any(node.op.startswith("zeroir.opaque") for node in segment.nodes)
+    }
+    computed = (op for op in program.ops() if isinstance(op, Compute))
+    return list(dict.fromkeys(op.unit for op in computed if op.segment in segments))
 
 
 def _stored_bytes(program: Program) -> dict[str, int]:

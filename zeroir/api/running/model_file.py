@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from zeroir.api.compiled import CompiledProgram
 from zeroir.api.running.signatures import left_out
 from zeroir.errors import UserError
 
 if TYPE_CHECKING:
+    from zeroir.api.compilations import Compiled
     from zeroir.artifact import Artifact
     from zeroir.frontend.source.source import ModelSource
     from zeroir.frontend.watch.watch import Watch
 
 
-def with_code(compiled: CompiledProgram, source: ModelSource) -> tuple[CompiledProgram, Watch]:
-    """Return a program that was read from a file with a source, and with the present state of the source's code.
+class CodeOfFile(NamedTuple):
+    """The present state of a source's code, and the source that other programs can be compiled from, if any.
+
+    ``narrowings`` say that the code lets sizes decide.
+    """
+
+    watch: Watch
+    source: ModelSource | None = None
+    narrowings: tuple[str, ...] = ()
+
+
+def code_of(compiled: Compiled, source: ModelSource) -> CodeOfFile:
+    """Return the state of a source's code, for a program that was read from a file or compiled from a model file.
 
     The module of a model file is built once more, on the meta device, so that the file's functions may change it.
     Other programs can be compiled only from the file that the program itself was compiled from. Where the module cannot
@@ -30,21 +39,17 @@ def with_code(compiled: CompiledProgram, source: ModelSource) -> tuple[CompiledP
 
     opaque = opaque_modules(compiled.program.segments)
     if source.file is None:
-        return compiled, Watch.of(source, opaque=opaque)
+        return CodeOfFile(Watch.of(source, opaque=opaque))
     try:
         with host_generators_kept():
             source = with_module_in_hand(source)
     except UserError:
-        return compiled, Watch.of(source, opaque=opaque)
+        return CodeOfFile(Watch.of(source, opaque=opaque))
     run_in(source.model(), words_of(compiled.program.segments))
     watch = Watch.of(source, opaque=opaque)
     if not _is_of(compiled.artifact, source):
-        return compiled, watch
-    from zeroir.api.compiling import compile_again
-
-    narrowings = _narrowings(compiled, source)
-    again = partial(compile_again, source)
-    return replace(compiled, source=source, compile_again=again, narrowings=narrowings), watch
+        return CodeOfFile(watch)
+    return CodeOfFile(watch, source, _narrowings(compiled, source))
 
 
 def _is_of(artifact: Artifact, source: ModelSource) -> bool:
@@ -58,7 +63,7 @@ def _is_of(artifact: Artifact, source: ModelSource) -> bool:
     )
 
 
-def _narrowings(compiled: CompiledProgram, source: ModelSource) -> tuple[str, ...]:
+def _narrowings(compiled: Compiled, source: ModelSource) -> tuple[str, ...]:
     """Say that the code lets sizes decide, if the program is for fewer sizes than were asked for."""
     from zeroir.frontend.source.source import capitalised
 
