@@ -340,6 +340,11 @@ def _explain_usage(error: CycloptsError) -> str:
     if (explained := _explain_options(error.__cause__)) is not None:
         return shortened_words(explained)
     command = " ".join(["zeroir", *(error.command_chain or ())])
+    if any(_is_of_program(command, token) for token in _unknown_options(error)):
+        return (
+            "An estimate knows no program: --seq and --batch are its sizes. For a program with dims, "
+            "`zeroir simulate`, `report`, `profile` and `plan` take --at. See `zeroir estimate --help`."
+        )
     match error:
         case UnusedCliTokensError(unused_tokens=[first, *_]):
             sentence = f"There is one argument too many: '{first}'."
@@ -347,7 +352,7 @@ def _explain_usage(error: CycloptsError) -> str:
             sentence = f"{name} needs a value."
         case MissingArgumentError(argument=argument) if argument is not None:
             # What stands in its place may be an option that the command does not have.
-            unknown = [token for token in error.unused_tokens or () if token.startswith("-")]
+            unknown = _unknown_options(error)
             sentence = f"Unknown option: {unknown[0]}; " if unknown else ""
             sentence += f"{argument.name} is missing."
         case UnknownOptionError(token=Token(keyword=str(name))) if _is_of_compile(command, name):
@@ -366,6 +371,22 @@ def _explain_usage(error: CycloptsError) -> str:
         case _:
             sentence = shortened_words(" ".join(str(error).split()))
     return f"{sentence} See `{command} --help`."
+
+
+def _unknown_options(error: CycloptsError) -> list[str]:
+    """The options that a command does not have, as they were given."""
+    match error:
+        case UnknownOptionError(token=Token(keyword=str(name))):
+            return [name]
+        case MissingArgumentError():
+            return [token for token in error.unused_tokens or () if token.startswith("-")]
+        case _:
+            return []
+
+
+def _is_of_program(command: str, option: str) -> bool:
+    """Whether an option gives the sizes of a program's batches, to an estimate without a program."""
+    return command == "zeroir estimate" and option.partition("=")[0] in ("--at", "--shapes")
 
 
 def _is_of_compile(command: str, option: str) -> bool:
