@@ -11,7 +11,7 @@ and releasing buffers, signals, waits, queueing work for threads) is divided by 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -61,9 +61,18 @@ class TimedKernels:
     inner: Kernels
     timer: CallTimer
 
+    @property
+    def compiles_dims(self) -> bool:
+        """See ``Kernels.compiles_dims``."""
+        return self.inner.compiles_dims
+
     def compile(self, segment: Segment, bindings: Sequence[Binding | None]) -> Kernel:
         """See ``Kernels.compile``."""
         return self.timer.timed(self.inner.compile(segment, bindings))
+
+    def at(self, values: Mapping[str, int]) -> TimedKernels:
+        """See ``Kernels.at``."""
+        return TimedKernels(self.inner.at(values), self.timer)
 
     def finish(self) -> None:
         """See ``Kernels.finish``."""

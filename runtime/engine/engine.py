@@ -31,7 +31,7 @@ from zeroir.runtime.engine.accumulation import Accumulation, MicroStepResult
 from zeroir.runtime.engine.followed import CompiledAgain, Followed
 from zeroir.runtime.engine.followed_code import Compile
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer
-from zeroir.runtime.engine.opened_program import EngineSettings
+from zeroir.runtime.engine.opened_program import EngineSettings, reason_without_graphs
 from zeroir.runtime.engine.patterns import matching
 from zeroir.runtime.engine.present_programs import PresentPrograms
 from zeroir.runtime.engine.rank_program import RankProgram
@@ -119,12 +119,9 @@ class Engine:
         self.fit: Fit | None = None
         """Called before batches are checked, if it is set."""
         self._checkpoints = Checkpointer(self.job, timeout)
-        if cuda_graphs and self.device.type != "cuda" and self.rank == 0:
-            warnings.warn(
-                f"There are no CUDA graphs on the device {self.device}: ops are issued one by one.",
-                GraphWarning,
-                stacklevel=2,
-            )
+        no_graphs = reason_without_graphs(program, self.device) if cuda_graphs else None
+        if no_graphs is not None and self.rank == 0:
+            warnings.warn(f"{no_graphs}: ops are issued one by one.", GraphWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         where = f"rank {self.rank} of {self.world_size} on {self.device}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zeroir.errors import UserError, ZeroirError
+from zeroir.errors import ZeroirError
 from zeroir.ir.program import Program
+from zeroir.ir.sizes import maximum, minimum
 from zeroir.runtime.comm.job import Backend, Job
 from zeroir.runtime.eight_bit.compiled_rounding import open_rounding
 from zeroir.runtime.execution.batch import Shape
@@ -93,15 +95,10 @@ def open_program(
         kernels=open_kernels(settings.kernels, device),
         rounding=open_rounding(program, device),
     )
-    if program.dims and settings.kernels is not KernelBackend.EAGER:
-        raise UserError(
-            f"--kernels {settings.kernels} compiles kernels for one shape, and the program is for many: leave it out, "
-            "or compile the program without --shapes."
-        )
-    if not program.dims:
-        local_ranks.compile()
+    local_ranks.compile()
     if settings.self_check:
-        check_kernels(local_ranks.at(_small(program)), settings.kernels)
+        for shape in _checked_shapes(program, settings.kernels):
+            check_kernels(local_ranks.at(shape), settings.kernels)
     if kept is not None:  # only now, because the self-check overwrites the buffers
         state_of_buffers.take_over(program, memory, kept)
     streams, graphs = _open_streams(program, memory, job, cuda_graphs=settings.cuda_graphs)
@@ -115,11 +112,27 @@ def open_program(
     return OpenedProgram(memory=memory, executor=executor, graphs=graphs)
 
 
-def _small(program: Program) -> Shape:
-    """Values of dims with which kernels are checked: small ones, which differ."""
-    return tuple(
+def _checked_shapes(program: Program, kernels: KernelBackend) -> Sequence[Shape]:
+    """Return the values of dims with which kernels are checked: small ones that differ.
+
+    A kernel that is compiled for all values is also checked with the smallest and the largest ones.
+    """
+    small = tuple(
         min(max(dim.minimum, 2 + index), dim.maximum) for index, dim in enumerate(program.dims)
     )
+    if kernels is KernelBackend.EAGER:
+        return [small]
+    ends = [tuple(end(dim) for dim in program.dims) for end in (minimum, maximum)]
+    return list(dict.fromkeys([small, *ends]))
+
+
+def reason_without_graphs(program: Program, device: torch.device) -> str | None:
+    """Return why no section of a program can be a CUDA graph, if there is a reason."""
+    if device.type != "cuda":
+        return f"There are no CUDA graphs on the device {device}"
+    if program.dims:
+        return "A CUDA graph is for one shape, and the program is for many"
+    return None
 
 
 def _open_streams(
@@ -130,7 +143,7 @@ def _open_streams(
     from zeroir.runtime.execution.cuda import CudaStreams
 
     streams = CudaStreams(program, memory.device)
-    if not cuda_graphs or program.dims:
+    if not cuda_graphs or reason_without_graphs(program, memory.device) is not None:
         return streams, None
     from zeroir.runtime.execution.cuda_graphs import SectionGraphs
 

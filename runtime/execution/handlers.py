@@ -29,7 +29,6 @@ from zeroir.runtime.execution.batch import Shape
 from zeroir.runtime.execution.prepared_op import PreparedOp
 from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.kernels.declared import misdeclared
-from zeroir.runtime.kernels.eager import EagerKernels
 from zeroir.runtime.kernels.foreign import require_registered
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.optimizers.preparation import prepare_update
@@ -79,11 +78,13 @@ class LocalRanks:
             return self
         ranks = self._instances.get(shape)
         if ranks is None:
+            if self.kernels.compiles_dims and not self._instances:
+                self.compile()
             values = dict(zip((dim.name for dim in self.program.dims), shape, strict=True))
             ranks = replace(
                 self,
                 program=instance(self.program, values),
-                kernels=EagerKernels(self.memories[0].device),
+                kernels=self.kernels.at(values),
                 is_checked=True,
                 _kernels={},
                 _instances=OrderedDict(),
@@ -95,7 +96,9 @@ class LocalRanks:
         return ranks
 
     def compile(self) -> None:
-        """Compile every segment that the program calls, before the first step."""
+        """Compile every segment that the program calls, unless each shape has kernels of its own."""
+        if self.program.dims and not self.kernels.compiles_dims:
+            return
         for op in self.program.ops():
             if isinstance(op, ops.Compute):
                 self.kernel(op)

@@ -1,4 +1,6 @@
-"""Compiles segments with Inductor and loads the results; only this module uses torch's private interfaces for that.
+"""Compiles segments with Inductor and loads the results.
+
+Only this module, and ``_inductor_sizes`` for sizes that depend on dims, use torch's private interfaces for that.
 
 Compiling imports the compiler, which takes seconds and about 120 MB, and happens in other processes
 (``compile_worker``). Loading and running import none of it: a compiled segment is a library with a C interface.
@@ -18,7 +20,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -28,6 +30,7 @@ from torch import Tensor, fx
 
 from zeroir.errors import InternalError
 from zeroir.ir.segments.segment import TensorType
+from zeroir.ir.sizes import Dim
 from zeroir.torch_ops.types import TORCH_DTYPE
 
 if TYPE_CHECKING:
@@ -72,41 +75,57 @@ def compile_library(
     device: torch.device,
     *,
     host_inputs: frozenset[int] = frozenset(),
+    dims: Sequence[Dim] = (),
 ) -> None:
     """Compile a graph of torch operators that returns nothing into ``folder``, with additional decompositions.
 
-    ``inputs`` are the types of the graph's inputs; those in ``host_inputs`` are on the host.
+    ``inputs`` are the types of the graph's inputs; those in ``host_inputs`` are on the host. With ``dims`` the graph
+    has one input before these, a tensor on the host whose shape has the values of the dims.
+
+    Raises:
+        SizesError: where the code would be right for some values of the dims only.
     """
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    from zeroir.runtime.kernels._inductor_sizes import SizesError, SymbolicSizes
 
     def compile_with(options: Mapping[str, object]) -> None:
-        mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-        with torch.no_grad(), mode:
+        sizes = SymbolicSizes(dims)
+        mode = FakeTensorMode(shape_env=sizes.env, static_shapes=True)
+        with torch.no_grad(), mode, sizes.symbolic():
             examples = [
                 torch.empty_strided(
-                    kind.shape,
-                    kind.stride,
+                    sizes.of(kind.shape),
+                    sizes.of(kind.stride),
                     dtype=TORCH_DTYPE[kind.dtype],
                     device="cpu" if index in host_inputs else device,
                 )
                 for index, kind in enumerate(inputs)
             ]
+            if dims:
+                shape = sizes.of([dim.size for dim in dims])
+                examples.insert(0, torch.empty_strided(shape, [0] * len(dims), device="cpu"))
             table = {**select_decomp_table(), **decompositions}
             traced = make_fx(graph, decomposition_table=table)(*examples)
         traced.graph.eliminate_dead_code(is_impure_node=has_effect)
         traced.recompile()
-        _compile(traced, examples, mode, folder, options)
+        with sizes.symbolic():
+            _compile(traced, examples, mode, folder, options)
+        sizes.require_right_for_all()
 
     _lower_ours()
-    # If anything fails here, the segment is compiled as a model instead.
-    with suppress(Exception), _as_function(folder) as options:
-        compile_with(options)
-        if not _describes_calls(folder):
-            _keep_only(folder, LIBRARY)
-            return
+    try:
+        with _as_function(folder) as options:
+            compile_with(options)
+            if not _describes_calls(folder):
+                _keep_only(folder, LIBRARY)
+                return
+    except SizesError:
+        raise
+    except Exception:  # noqa: BLE001 - the segment is compiled as a model instead
+        pass
     _keep_only(folder)
     with _as_model() as options:
         compile_with(options)
@@ -144,6 +163,7 @@ def _compile(
         stack.enter_context(config.patch(get_cpp_wrapper_config()))
         stack.enter_context(config.patch(patch))
         stack.enter_context(_quick_check_of_instructions())
+        stack.enter_context(_wrapping_integers())
         compile_fx_inner(graph, examples, aot_mode=True, cpp_wrapper=True)
 
 
@@ -211,8 +231,22 @@ def _quick_check_of_instructions() -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(owner: type, name: str, function: Callable[..., object]) -> Iterator[None]:
-    """Replace a method of a class within the block, if the class has a method of that name."""
+def _wrapping_integers() -> Iterator[None]:
+    """Let integers wrap around in compiled code, as torch's do.
+
+    To C++ an overflow is undefined. From the product of a position and a large number, which hashes of positions
+    contain, a compiler concludes that the loop ends before it overflows.
+    """
+    from torch._inductor import cpp_builder
+
+    flags = cpp_builder._get_ffast_math_flags
+    with _replaced(cpp_builder, "_get_ffast_math_flags", lambda: [*flags(), "fwrapv"]):
+        yield
+
+
+@contextmanager
+def _replaced(owner: object, name: str, function: Callable[..., object]) -> Iterator[None]:
+    """Replace a function of a class or module within the block, if it has one of that name."""
     original = vars(owner).get(name)
     if original is None:
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -21,8 +21,18 @@ class Kernel(Protocol):
 class Kernels(Protocol):
     """A kernel backend."""
 
+    @property
+    def compiles_dims(self) -> bool:
+        """Whether ``compile`` takes segments whose sizes depend on dims, and compiles each for all their values."""
+
     def compile(self, segment: Segment, bindings: Sequence[Binding | None]) -> Kernel:
         """Return the kernel of a segment; segments with equal digests and bindings are compiled once."""
+
+    def at(self, values: Mapping[str, int]) -> Kernels:
+        """Return the kernels of the same program's instance where dims have these values, by name.
+
+        With ``compiles_dims`` the program's own segments have been compiled before.
+        """
 
     def finish(self) -> None:
         """Make all kernels ready to run; call it once after the last ``compile``, before the first step."""

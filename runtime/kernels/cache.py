@@ -22,8 +22,9 @@ from filelock import FileLock, Timeout
 from zeroir import __version__
 from zeroir.ir.segments.bindings import Binding
 from zeroir.ir.segments.segment import Segment
+from zeroir.runtime.kernels.graph import kernel_dims
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 """The version of the entries' contents and of how they are compiled."""
 
 _MANIFEST: Final = "entry.json"
@@ -42,6 +43,7 @@ def kernel_key(
         threads if device.type == "cpu" else 0,
         segment.digest(),
         tuple(bindings),
+        *((dim.name, dim.minimum, dim.maximum) for dim in kernel_dims(segment, bindings)),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 

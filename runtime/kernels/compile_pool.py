@@ -18,10 +18,9 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import zeroir
-from zeroir.artifact import schema
 from zeroir.artifact.cache_folder import cache_folder
 from zeroir.runtime.kernels.cache import KernelCache
-from zeroir.runtime.kernels.compile_worker import Request, receive, send
+from zeroir.runtime.kernels.compile_worker import Request, packed, receive, send
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +107,7 @@ class _CompileProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            send(process.stdin, schema.pack(request))
+            send(process.stdin, packed(request))
             answer = receive(process.stdout)
         except BrokenPipeError:
             answer = None

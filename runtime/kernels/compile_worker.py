@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
 from zeroir.artifact import schema
+from zeroir.artifact.stored_sizes import SizeNumbers, stored_sizes
+from zeroir.ir.analysis.instances import with_other_integers
 from zeroir.ir.segments.bindings import Binding
 from zeroir.ir.segments.operators import Operator
 from zeroir.ir.segments.segment import Segment
+from zeroir.ir.sizes import Dim
 from zeroir.runtime.kernels.stand_ins import StandIns
 
 _LENGTH_BYTES = 8
@@ -25,7 +28,8 @@ _LENGTH_BYTES = 8
 class Request:
     """A request to compile a segment into an empty folder, for a device and a number of threads.
 
-    ``operators`` are the operators of libraries or the model that it calls.
+    ``operators`` are the operators of libraries or the model that it calls, ``dims`` those on which its sizes depend.
+    On the way to another process numbers of ``sizes``, which are texts, stand for such sizes.
     """
 
     segment: Segment
@@ -34,6 +38,23 @@ class Request:
     device: str
     threads: int
     folder: str
+    dims: tuple[Dim, ...] = ()
+    sizes: tuple[str, ...] = ()
+
+
+def packed(request: Request) -> bytes:
+    """Return the bytes of a request."""
+    numbers = SizeNumbers()
+    segment, bindings = with_other_integers((request.segment, request.bindings), numbers.number)
+    return schema.pack(replace(request, segment=segment, bindings=bindings, sizes=numbers.texts))
+
+
+def unpacked(data: bytes) -> Request:
+    """Return the request that ``packed`` made these bytes of."""
+    sent = schema.unpack(Request, data)
+    sized = stored_sizes(sent.sizes, sent.dims)
+    segment, bindings = with_other_integers((sent.segment, sent.bindings), sized)
+    return replace(sent, segment=segment, bindings=bindings, sizes=())
 
 
 def send(stream: IO[bytes], data: bytes) -> None:
@@ -71,6 +92,7 @@ def compile_segment(request: Request, stand_ins: StandIns) -> None:
         Path(request.folder),
         device,
         host_inputs=graph.host_inputs(request.segment),
+        dims=request.dims,
     )
 
 
@@ -83,7 +105,7 @@ def main() -> None:
     stand_ins = StandIns()
     while (data := receive(requests)) is not None:
         try:
-            request = schema.unpack(Request, data)
+            request = unpacked(data)
             compile_segment(request, stand_ins)
         except Exception as error:  # noqa: BLE001 - the answer reports it, and other segments may succeed
             send(answers, (f"{type(error).__name__}: {error}".strip() or "unknown").encode())

@@ -23,7 +23,6 @@ from zeroir.ir.segments.bindings import Binding, Bindings
 from zeroir.ir.segments.segment import Node, NodeArg, Segment
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.calls import Resolve, is_multiple, operator, out_overload, resolver
-from zeroir.workspace import eager_plan as planning
 from zeroir.workspace.eager_plan import (
     FillTarget,
     OutputTarget,
@@ -41,6 +40,8 @@ Undo = Callable[[Tensor], Tensor]
 class EagerKernels:
     """Segments interpreted with torch's operators on one device."""
 
+    compiles_dims = False
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._compiled: dict[tuple[str, tuple[Binding | None, ...]], Kernel] = {}
@@ -50,6 +51,11 @@ class EagerKernels:
         if key not in self._compiled:
             self._compiled[key] = compile_eager(segment, bindings, self._device)
         return self._compiled[key]
+
+    def at(self, values: Mapping[str, int]) -> EagerKernels:
+        """Return other kernels, which are forgotten with the instance."""
+        del values
+        return EagerKernels(self._device)
 
     def finish(self) -> None:
         """Do nothing: compiled kernels are ready to run."""
@@ -244,12 +250,6 @@ def _fill_embedding_gradient(
     grad: Tensor, indices: Tensor, padding_idx: int, *, out: Tensor
 ) -> None:
     torch.ops.zeroir.embedding_gradient.default(out, grad, indices, padding_idx)
-
-
-def in_place(segment: Segment, bindings: Bindings) -> Mapping[int, tuple[int, Undo | None]]:
-    """Return values that can be computed in a destination: value → (output, the inverse of the views between them)."""
-    targets = planning.in_place(segment, bindings)
-    return {value: (target.output, _undo(target.views)) for value, target in targets.items()}
 
 
 def _target(target: OutputTarget) -> _DestinationView:

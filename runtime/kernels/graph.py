@@ -1,9 +1,11 @@
 """A segment and its destinations as one graph of torch operators, for a compiler.
 
-The graph takes the arguments and then the destinations, and returns nothing. The value of an output is stored in its
-destination as soon as it exists, and later nodes read it there, so that no value is in memory twice. Matrix products
-write directly to the destination (``torch_ops.out_variants``); by itself Inductor would compute them in a tensor of its
-own and copy it.
+The graph takes the arguments and then the destinations, and returns nothing. Where sizes depend on dims, its first
+input is a tensor whose shape has the values of the dims, from which the graph computes all sizes.
+
+The value of an output is stored in its destination as soon as it exists, and later nodes read it there, so that no
+value is in memory twice. Matrix products write directly to the destination (``torch_ops.out_variants``); by itself
+Inductor would compute them in a tensor of its own and copy it.
 """
 
 from __future__ import annotations
@@ -11,17 +13,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from operator import add, floordiv, mul
+from typing import Final, assert_never
 
 import torch
 from torch import fx
 
+from zeroir.ir.analysis.instances import sizes_in
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode
 from zeroir.ir.segments.bindings import Binding
 from zeroir.ir.segments.segment import Node, NodeArg, Ref, Segment, TensorType
+from zeroir.ir.sizes import Dim, Factor, Size
 from zeroir.runtime.kernels.calls import constant, has_ref, is_multiple, operator
-from zeroir.runtime.kernels.eager import Undo, in_place
+from zeroir.workspace.eager_plan import OutputTarget, Permute, Reshape, in_place
 
 Argument = fx.node.Argument
 
@@ -48,7 +53,7 @@ def graph_outputs(bindings: Sequence[Binding | None]) -> GraphOutputs:
 
 
 def input_types(segment: Segment, bindings: Sequence[Binding | None]) -> list[TensorType]:
-    """Return the types of the graph's inputs: arguments, direct destinations, scratch tensors."""
+    """Return the types of the graph's inputs after its first: arguments, direct destinations, scratch tensors."""
     kinds = segment.types()
     outputs = graph_outputs(bindings)
     types = list(segment.inputs)
@@ -58,6 +63,13 @@ def input_types(segment: Segment, bindings: Sequence[Binding | None]) -> list[Te
         assert binding is not None
         types.append(replace(kind, stride=binding.stride))
     return types
+
+
+def kernel_dims(segment: Segment, bindings: Sequence[Binding | None]) -> tuple[Dim, ...]:
+    """Return the dims on which sizes of a segment or its destinations depend, in the order of their names."""
+    sizes = sizes_in((segment.inputs, segment.nodes, tuple(bindings)))
+    dims = {dim for size in sizes for dim in size.dims}
+    return tuple(sorted(dims, key=lambda dim: dim.name))
 
 
 _SEEDED: Final = {"zeroir.dropout.default": 2, "zeroir.uniform.default": 1}
@@ -82,7 +94,11 @@ def host_inputs(segment: Segment) -> frozenset[int]:
 def build_graph(
     segment: Segment, bindings: Sequence[Binding | None], device: torch.device
 ) -> fx.GraphModule:
-    """Return the segment as a graph; its inputs are those of ``input_types``."""
+    """Return the segment as a graph.
+
+    Its inputs are those of ``input_types``, preceded by a tensor whose shape has the values of ``kernel_dims``, if
+    there are any.
+    """
     return _GraphBuilder(segment, bindings, device).build()
 
 
@@ -101,6 +117,12 @@ class _GraphBuilder:
         self._segment = segment
         self._device = device
         self._graph = fx.Graph()
+        self._dims: dict[Dim, fx.Node] = {}
+        dims = kernel_dims(segment, bindings)
+        if dims:
+            shaped = self._graph.placeholder("shaped")
+            for axis, dim in enumerate(dims):
+                self._dims[dim] = self._call_function(torch.ops.aten.sym_size.int, shaped, axis)
         self._values: list[fx.Node] = [
             self._graph.placeholder(f"argument_{i}") for i in range(len(segment.inputs))
         ]
@@ -116,14 +138,14 @@ class _GraphBuilder:
         sums = _sums(segment, self._bindings)
         for node in segment.nodes:
             first = len(self._values)
-            is_done = (first in sums and self._add(node, *sums[first])) or (
-                first in places and self._fill(node, *places[first])
+            is_done = (first in sums and self._add(node, sums[first])) or (
+                first in places and self._fill(node, places[first])
             )
             if not is_done:
                 self._call(node)
                 for index in range(first, len(self._values)):
                     if index in places:
-                        self._store(index, *places[index])
+                        self._store(index, places[index])
         for output, (value, binding) in enumerate(
             zip(segment.outputs, self._bindings, strict=True)
         ):
@@ -148,7 +170,7 @@ class _GraphBuilder:
         else:
             self._values.append(result)
 
-    def _fill(self, node: Node, output: int, undo: Undo | None) -> bool:
+    def _fill(self, node: Node, target: OutputTarget) -> bool:
         """Compute the node's result in the destination; return whether there is an operator for that."""
         args = [self._argument(arg) for arg in node.args]
         into = torch.ops.zeroir
@@ -166,26 +188,24 @@ class _GraphBuilder:
                 args = [grad, indices, padding_idx]
             case _:
                 return False
-        out = self._undone(output, undo)
+        out = self._part(target)
         self._call_function(function, out, *args)
         self._values.append(out)
-        self._written.add(output)
         return True
 
-    def _add(self, node: Node, output: int, undo: Undo | None) -> bool:
+    def _add(self, node: Node, target: OutputTarget) -> bool:
         """Add the node's result to the destination in place; return whether that is possible."""
         args = [self._argument(arg) for arg in node.args]
         match node.op:
             case "aten.mm.default":
-                out = self._undone(output, undo)
+                out = self._part(target)
                 self._call_function(torch.ops.zeroir.addmm_out.default, out, out, *args, 1.0, 1.0)
             case "aten.embedding_dense_backward.default" if _adds_rows(node):
-                out = self._undone(output, undo)
+                out = self._part(target)
                 self._add_rows(out, *args[:2], padding=_number(node.args[3]))
             case _:
                 return False
         self._values.append(out)
-        self._written.add(output)
         return True
 
     def _add_rows(self, out: fx.Node, grad: Argument, rows: Argument, *, padding: float) -> None:
@@ -197,16 +217,26 @@ class _GraphBuilder:
             grad = self._call_function(aten.masked_fill.Scalar, grad, everywhere, 0.0)
         self._call_function(aten.index_put_.default, out, [rows], grad, True)
 
-    def _store(self, value: int, output: int, undo: Undo | None) -> None:
+    def _store(self, value: int, target: OutputTarget) -> None:
         """Store a value in the destination, where later nodes read it."""
-        out = self._undone(output, undo)
+        out = self._part(target)
         self._call_function(torch.ops.zeroir.store.default, out, self._values[value])
         self._values[value] = out
-        self._written.add(output)
 
-    def _undone(self, output: int, undo: Undo | None) -> fx.Node:
-        target = self._targets[output]
-        return target if undo is None else self._graph.call_function(undo, (target,))
+    def _part(self, target: OutputTarget) -> fx.Node:
+        """Return the part of a destination that a value fills, which is written now."""
+        self._written.add(target.output)
+        part = self._targets[target.output]
+        for view in target.views:
+            match view:
+                case Permute(order):
+                    part = self._call_function(torch.ops.aten.permute.default, part, list(order))
+                case Reshape(shape):
+                    sizes = [self._argument(size) for size in shape]
+                    part = self._call_function(torch.ops.aten.view.default, part, sizes)
+                case _:
+                    assert_never(view)
+        return part
 
     def _call_function(self, function: torch._ops.OpOverload, *args: Argument) -> fx.Node:
         return self._graph.call_function(function, args)
@@ -214,15 +244,35 @@ class _GraphBuilder:
     def _argument(self, arg: NodeArg) -> Argument:
         if isinstance(arg, Ref):
             return self._values[arg.index]
-        if isinstance(arg, tuple) and has_ref(arg):
+        if isinstance(arg, Size):
+            return self._size(arg)
+        if isinstance(arg, tuple) and (has_ref(arg) or any(isinstance(x, Size) for x in arg)):
             return [self._argument(item) for item in arg]
         return constant(arg, self._device)
 
+    def _size(self, size: Size) -> fx.Node:
+        """Return a size, computed from the dims."""
+        total: Argument = None
+        for coefficient, monomial in size.terms:
+            product: Argument = coefficient
+            for factor, power in monomial:
+                for _ in range(power):
+                    value = self._factor(factor)
+                    product = (
+                        value if product == 1 else self._graph.call_function(mul, (product, value))
+                    )
+            total = product if total is None else self._graph.call_function(add, (total, product))
+        assert isinstance(total, fx.Node)
+        return total
 
-def _sums(
-    segment: Segment, bindings: Sequence[Binding | None]
-) -> Mapping[int, tuple[int, Undo | None]]:
-    """Return values that are only added to one destination: value → (output, the inverse of the views between them)."""
+    def _factor(self, factor: Factor) -> fx.Node:
+        if isinstance(factor, Dim):
+            return self._dims[factor]
+        return self._graph.call_function(floordiv, (self._size(factor.dividend), factor.divisor))
+
+
+def _sums(segment: Segment, bindings: Sequence[Binding | None]) -> Mapping[int, OutputTarget]:
+    """Return the values that are only added to one destination, each with the part of it that the value fills."""
     written = [
         replace(binding, mode=Mode.WRITE)
         if binding is not None and binding.mode is Mode.ACCUMULATE
@@ -241,7 +291,9 @@ def _sums(
         return uses[value] == 1
 
     candidates = in_place(segment, written)
-    return {value: place for value, place in candidates.items() if is_only_for(place[0], value)}
+    return {
+        value: target for value, target in candidates.items() if is_only_for(target.output, value)
+    }
 
 
 def _makers(segment: Segment) -> Mapping[int, Node]:

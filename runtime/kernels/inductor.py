@@ -4,6 +4,9 @@
 other processes. This process loads libraries and never imports the compiler. Without a C++ compiler, and for a segment
 that Inductor rejects, eager kernels are used, with one warning.
 
+Where sizes depend on dims, a segment is compiled once for all of them. If its code would be right for some of the sizes
+only, eager kernels are used, with that warning.
+
 Results differ from those of eager kernels: Inductor adds in another order, keeps fused values in FP32 and has its own
 polynomials for elementary functions. Eager mode rounds every value between two operators, with a relative error of at
 most eps / 2, and a sum in another order differs by a few roundings of its partial sums. Over a path of d operators such
@@ -14,8 +17,8 @@ errors, if independent, grow with √d. So results may differ by 4 × eps × √
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,9 +26,11 @@ from torch import Tensor
 
 from zeroir.artifact.cache_folder import cache_folder
 from zeroir.errors import KernelWarning
+from zeroir.ir.analysis.instances import with_other_sizes
 from zeroir.ir.ops import Mode
 from zeroir.ir.segments.bindings import Binding
 from zeroir.ir.segments.segment import Segment
+from zeroir.ir.sizes import Dim, Size
 from zeroir.runtime.kernels import graph
 from zeroir.runtime.kernels._inductor_private import Library, load_library
 from zeroir.runtime.kernels.base import Kernel
@@ -41,6 +46,8 @@ from zeroir.torch_ops.purity import declarations
 class InductorKernels:
     """Compiled segments on one device, from a cache under ``folder``."""
 
+    compiles_dims = True
+
     def __init__(
         self,
         device: torch.device,
@@ -55,18 +62,22 @@ class InductorKernels:
         self._eager = EagerKernels(device)
         self._kernels: dict[str, InductorKernel] = {}
         self._missing: dict[str, Request] = {}
+        self._sized: dict[str, list[InductorKernel]] = {}
 
     def compile(self, segment: Segment, bindings: Sequence[Binding | None]) -> Kernel:
         """Return the kernel of a segment, which ``finish``, or otherwise its first call, completes."""
         if words_of([segment]):
             return self._eager.compile(segment, bindings)
         key = kernel_key(segment, bindings, self._device, self._threads)
-        existing = self._kernels.get(key)
-        if existing is not None:
-            return existing
-        kernel = InductorKernel(segment, tuple(bindings), self.finish)
-        self._kernels[key] = kernel
-        if not self._load(key, kernel):
+        kernel = self._kernels.get(key)
+        is_new = kernel is None
+        if kernel is None:
+            dims = graph.kernel_dims(segment, bindings)
+            kernel = InductorKernel(segment, tuple(bindings), dims, self.finish)
+            self._kernels[key] = kernel
+        if kernel.dims:
+            self._sized.setdefault(segment.name, []).append(kernel)
+        if is_new and not self._load(key, kernel):
             self._missing[key] = Request(
                 segment=segment,
                 operators=declarations(node.op for node in segment.nodes),
@@ -74,8 +85,13 @@ class InductorKernels:
                 device=str(self._device),
                 threads=self._threads,
                 folder="",
+                dims=kernel.dims,
             )
         return kernel
+
+    def at(self, values: Mapping[str, int]) -> KernelsOfInstance:
+        """Return the kernels of the program's instance where dims have these values."""
+        return KernelsOfInstance(self, self._sized, values, EagerKernels(self._device))
 
     def finish(self) -> None:
         """Compile the segments that the cache lacks, or wait for other processes of this host that do."""
@@ -119,10 +135,14 @@ class InductorKernels:
 
 @dataclass(slots=True, eq=False)
 class InductorKernel:
-    """A segment that runs a library or an eager kernel; its first call calls ``finish`` if it has neither."""
+    """A segment that runs a library or an eager kernel; its first use calls ``finish`` if it has neither.
+
+    With ``dims`` it is called at their values alone.
+    """
 
     segment: Segment
     bindings: tuple[Binding | None, ...]
+    dims: tuple[Dim, ...]
     finish: Callable[[], None]
     _kernel: Kernel | None = None
 
@@ -130,21 +150,69 @@ class InductorKernel:
         """Use this kernel from now on."""
         self._kernel = kernel
 
+    def at(self, values: Mapping[str, int]) -> Kernel | None:
+        """Return the kernel where the dims have these values; None where it is an eager one."""
+        kernel = self._finished()
+        if not isinstance(kernel, _LibraryKernel):
+            return None
+        shaped = torch.empty(()).expand([values[dim.name] for dim in self.dims])
+        return replace(kernel, leading=(shaped,))
+
     def __call__(self, arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:
+        assert not self.dims
+        self._finished()(arguments, destinations)
+
+    def _finished(self) -> Kernel:
         if self._kernel is None:
             self.finish()
         assert self._kernel is not None
-        self._kernel(arguments, destinations)
+        return self._kernel
+
+
+@dataclass(frozen=True, slots=True)
+class KernelsOfInstance:
+    """The kernels of a program's instance: those of the program, called with the values of its dims."""
+
+    whole: InductorKernels
+    sized: Mapping[str, Sequence[InductorKernel]]
+    values: Mapping[str, int]
+    eager: EagerKernels
+
+    compiles_dims = False
+
+    def compile(self, segment: Segment, bindings: Sequence[Binding | None]) -> Kernel:
+        """Return the kernel of a segment of the instance."""
+        of_segment = self.sized.get(segment.name)
+        if of_segment is None:
+            return self.whole.compile(segment, bindings)
+
+        def value(size: Size) -> int:
+            return size.at(self.values)
+
+        wanted = tuple(bindings)
+        same = (k for k in of_segment if with_other_sizes(k.bindings, value) == wanted)
+        return next(same).at(self.values) or self.eager.compile(segment, bindings)
+
+    def at(self, values: Mapping[str, int]) -> KernelsOfInstance:
+        """Return these kernels, because an instance has no dims."""
+        del values
+        return self
+
+    def finish(self) -> None:
+        """Do nothing: the program's kernels are ready to run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LibraryKernel:
+    """A library; ``leading`` is the tensor with the values of its dims, if it has any."""
+
     library: Library
     outputs: graph.GraphOutputs
     bindings: tuple[Binding | None, ...]
+    leading: tuple[Tensor, ...] = ()
 
     def __call__(self, arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:
-        tensors = list(arguments)
+        tensors = [*self.leading, *arguments]
         for output in self.outputs.direct:
             target = destinations[output]
             assert target is not None

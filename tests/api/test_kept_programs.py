@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 from torch.export import Dim
 
 import zeroir
@@ -106,6 +108,40 @@ def test_a_program_of_many_shapes_is_kept(runs: list[str]) -> None:
     assert len(runs) == 1
     assert texts[0] == texts[1]
     assert "dim rows" in texts[0]
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.filterwarnings("ignore:.* the sizes of the batch decide")
+def test_the_next_engine_finds_what_an_engine_compiled_for_other_sizes(
+    runs: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Doubling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(4, 4)
+            self.is_bounded = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.line(x * 2 if x.shape[0] > 5 else x)
+            return (y.tanh() if self.is_bounded else y).square().mean()
+
+    def losses() -> list[float]:
+        torch.manual_seed(0)
+        net = Doubling()
+        shapes = (Dim("rows", max=8), 4)
+        compiled = zeroir.compile(net, torch.zeros(3, 4), shapes=shapes, world_size=1)
+        engine = compiled.engine(self_check=False)
+        made = [engine.step(torch.ones(rows, 4)).loss for rows in (3, 7, 5)]
+        net.is_bounded = True
+        made.append(engine.step(torch.ones(3, 4)).loss)
+        engine.close()
+        return made
+
+    first = losses()
+    assert len(runs) == 3
+    assert losses() == first
+    assert len(runs) == 3
+    assert sum("was compiled in" in record.getMessage() for record in caplog.records) == 2
 
 
 def test_whatever_lowering_reads_makes_another_key(folder: Path, runs: list[str]) -> None:

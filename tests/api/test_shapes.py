@@ -330,9 +330,3 @@ def test_micro_batches_of_other_shapes_run_unit_by_unit() -> None:
         in_order.step([any_length.batch_of(3, 12), any_length.batch_of(7, 12)])
     in_order.close()
     in_turn.close()
-
-
-@pytest.mark.slow
-def test_compiled_kernels_refuse_dims() -> None:
-    with pytest.raises(UserError, match="--kernels inductor compiles kernels for one shape"):
-        zeroir.compile(any_length.__file__).engine(kernels="inductor")

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.cli.conftest import Zeroir
 from tests.support.zygote import run_forked
+from zeroir import artifact
+from zeroir.api.compiling import load_program
 from zeroir.frontend.source.entry import load_model_file
 from zeroir.torch_ops.globals import torch_globals_kept
 
@@ -86,9 +91,12 @@ def eager_losses(model: Path, world_size: int) -> list[float]:
     losses: list[float] = []
     data = [iter(source.batches(rank, world_size, 0)) for rank in range(world_size)]
     for _ in range(STEPS):
-        of_ranks = [net(batch) for batch in map(next, data)]
+        of_ranks: list[Tensor] = [
+            net(batch) if source.loss is None else cast("Tensor", source.loss(net, batch))
+            for batch in map(next, data)
+        ]
         optimizer.zero_grad()
-        (sum(of_ranks) / world_size).backward()
+        torch.autograd.backward(torch.stack(of_ranks).sum() / world_size)
         optimizer.step()
         losses.append(sum(loss.item() for loss in of_ranks) / world_size)
     return losses
@@ -139,6 +147,89 @@ def test_of_another_file_nothing_is_compiled(zeroir: Zeroir, model: Path) -> Non
     answer = zeroir(*RUN, "--allow-model-change")
     assert answer.exit_code == 2
     assert "rows from 1 to 5" in answer.err
+
+
+def test_with_another_version_of_torch_nothing_is_compiled(zeroir: Zeroir, model: Path) -> None:
+    assert zeroir("compile", model.name, *SGD, "--world-size", "1").exit_code == 0
+    program = model.with_suffix(".zir")
+    artifact.save(replace(artifact.load(program), torch_version="2.11.0"), program)
+    answer = zeroir(*RUN)
+    assert answer.exit_code == 2
+    assert "tau, which model.py:19 reads, is 2.0 now, but was 1.0" in answer.err
+
+
+def test_modules_that_the_file_imports_while_it_runs_are_followed(
+    zeroir: Zeroir, model: Path
+) -> None:
+    """Also where they are imported already."""
+    model.with_name("scale_of_living_run.py").write_text("FACTOR = 1.0\n")
+    text = MODEL.replace("BETA = 0.0\n", "SCALE = import_module('scale_of_living_run')\n", 1)
+    text = text.replace("import torch\n", "import torch\nfrom importlib import import_module\n", 1)
+    text = text.replace("BETA = 0.25 * step", "SCALE.FACTOR = 0.25 * step")
+    model.write_text(text.replace("+ BETA", "+ SCALE.FACTOR").replace("global BETA", "pass"))
+    assert zeroir("compile", model.name, *SGD, "--world-size", "1").exit_code == 0
+    answer = zeroir(*RUN)
+    assert answer.exit_code == 0, answer.err
+    assert printed_losses(answer.out) == eager_losses(model, 1)
+
+
+def test_a_model_that_refuses_the_meta_device_is_followed(zeroir: Zeroir, model: Path) -> None:
+    """As ``from_pretrained`` does; its parameters have no values on the way."""
+    check = "    if torch.get_default_device().type == 'meta':\n        raise RuntimeError('no')\n"
+    model.write_text(MODEL.replace("    global NET\n", f"    global NET\n{check}"))
+    assert zeroir("compile", model.name, *SGD, "--world-size", "1").exit_code == 0
+    answer = zeroir(*RUN)
+    assert answer.exit_code == 0, answer.err
+    assert printed_losses(answer.out) == eager_losses(model, 1)
+
+
+def test_a_model_that_reads_its_first_values_is_not_followed(zeroir: Zeroir, model: Path) -> None:
+    read = "    NET = Net()\n    assert abs(NET.line.weight.sum().item()) < 100\n"
+    model.write_text(MODEL.replace("    NET = Net()\n", read))
+    assert zeroir("compile", model.name, *SGD, "--world-size", "1").exit_code == 0
+    answer = zeroir(*RUN)
+    assert answer.exit_code == 2
+    assert "The model in model.py cannot be built without values: what functions" in answer.err
+    assert "rows from 1 to 5" in answer.err
+
+
+def test_a_teacher_and_frozen_layers_of_the_file_count(zeroir: Zeroir, model: Path) -> None:
+    """The file makes one module, however often it is asked."""
+    text = MODEL.replace("    NET = Net()\n", "    NET = NET or Net()\n")
+    text = text.replace("        BETA = 0.25 * step\n", "        TEACHER.weight.mul_(1.5)\n")
+    text = text.replace("1.0 + step", "1.0\n        NET.line.requires_grad_(step not in (2, 3))")
+    text = text.replace("self.line = ", "self.first = nn.Linear(4, 4)\n        self.line = ")
+    text = text.replace("self.line(x)", "self.line(self.first(x))")
+    text += """
+
+TEACHER = nn.Linear(4, 4).requires_grad_(False)
+nn.init.constant_(TEACHER.weight, 0.1)
+
+
+def loss(module, x):
+    return module(x) + TEACHER(x).square().mean() * module.first.weight.mean()
+"""
+    model.write_text(text)
+    assert zeroir("compile", model.name, *SGD, "--world-size", "1").exit_code == 0
+    answer = zeroir(*RUN)
+    assert answer.exit_code == 0, answer.err
+    assert printed_losses(answer.out) == eager_losses(model, 1)
+    assert "TEACHER.weight has other values now" in answer.err
+    assert "line.weight and 1 more parameters: trained" in answer.err
+
+
+def test_an_engine_of_a_file_follows_it_too(zeroir: Zeroir, model: Path) -> None:
+    model.write_text(MODEL.replace("1.0 + step", "1.0").replace("0.25 * step", "0.0"))
+    assert zeroir("compile", model.name, *SGD, "--world-size", "1").exit_code == 0
+    engine = load_program(model.with_suffix(".zir")).engine(self_check=False)
+    source = load_model_file(str(model))
+    assert source.batches is not None
+    batches = iter(source.batches(0, 1, 0))
+    with torch_globals_kept():
+        source.model()  # which the file's batches() changes
+    losses = [engine.step(next(batches)).loss for _ in range(STEPS)]
+    engine.close()
+    assert losses == eager_losses(model, 1)
 
 
 @pytest.mark.slow

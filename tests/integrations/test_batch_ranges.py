@@ -97,8 +97,6 @@ def test_what_compiling_has_shown_limits_ranges() -> None:
     )
     with pytest.raises(UserError, match=r"of 'ids' is 5 in a batch and 6 in another.*net\.py:7"):
         ranges.grown([text_batch(4, 5), text_batch(4, 6)], limits)
-    static = RangeLimits(tokens=TOKENS, static="Kernels have one size.")
-    assert BatchRanges.proposed([text_batch(4, 5, 5)], static).text() == ""
 
 
 def test_batches_without_rows_are_refused() -> None:

@@ -6,7 +6,7 @@ kernel that writes them elsewhere. Those are copied once. Kernels that Inductor 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,6 +106,8 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class WatchedKernels:
     """Eager kernels, each of which runs under the watch; with ``is_clumsy`` every weight gradient is copied."""
 
+    compiles_dims = False
+
     def __init__(self, watch: Watch, *, is_clumsy: bool) -> None:
         self.inner, self.watch, self.is_clumsy = EagerKernels(CPU), watch, is_clumsy
 
@@ -120,6 +122,10 @@ class WatchedKernels:
                         tensor.copy_(tensor.clone())
 
         return run
+
+    def at(self, values: Mapping[str, int]) -> WatchedKernels:
+        del values
+        return self
 
     def finish(self) -> None:
         self.inner.finish()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,6 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import zeroir
+from examples import any_length
 from tests.runtime.constructors import CONSTRUCTORS, DIM, Mlp
 from tests.runtime.support import begun, join, lowered, random_batches, write_run
 from tests.runtime.workers_cases import (
@@ -82,6 +84,19 @@ def kernels() -> None:
     compiler = ("torch._inductor", "torch._dynamo")
     found["compiler"] = [name for name in sys.modules if name.startswith(compiler)]
     (FOLDER / f"kernels.{RANK}.json").write_text(json.dumps(found))
+
+
+def sized_kernels() -> None:
+    """The losses of a few steps of batches of each rank's own sizes with every kernel backend."""
+    program = zeroir.compile(any_length.__file__, stage=3, world_size=WORLD_SIZE).program
+    found: dict[str, list[float]] = {}
+    for backend in KernelBackend:
+        engine = Engine(program, kernels=backend, self_check=True)
+        engine.initialise(any_length.model, 0)
+        batches = islice(any_length.batches(RANK, WORLD_SIZE, seed=3), MODEL_STEPS)
+        found[backend] = [engine.step(batch).loss for batch in batches]
+        engine.close()
+    (FOLDER / f"sized.{RANK}.json").write_text(json.dumps(found))
 
 
 def hybrid(replicas: str, name: str) -> None:
@@ -267,7 +282,17 @@ def scheduled_settings() -> None:
 SCENARIOS: dict[str, Callable[..., None]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        *(stages, hybrid, kernels, micro_steps, model_stages, evaluations, initialise, bad_starts),
+        *(
+            stages,
+            hybrid,
+            kernels,
+            sized_kernels,
+            micro_steps,
+            model_stages,
+            evaluations,
+            initialise,
+            bad_starts,
+        ),
         *(
             build_slowly,
             steps_for_ever,

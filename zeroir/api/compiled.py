@@ -56,8 +56,8 @@ class CompiledProgram:
     ``speculation`` is the choice whether the host's update is speculative, if it was made in this process. ``watch``
     has, in the same case as ``source``, the state of the user's code that the program was compiled from, and
     ``compile_again`` compiles the source as it is now. ``narrowings`` say, also in that case, which lines let sizes
-    decide, so that dims have smaller ranges than were asked for. ``compile_source`` compiles another source, such as the
-    model file of a program that was read from a file.
+    decide, so that dims have smaller ranges than were asked for. ``compile_source`` compiles another source, such as
+    the model file of a program that was read from a file.
     """
 
     artifact: Artifact
@@ -353,7 +353,7 @@ class CompiledProgram:
         if watch is None:
             # Names in a model file refer to the module that was built last.
             if compile_again:
-                code = code_of(self, source)
+                code = code_of(self, source, job_rank.rank)
                 watch = code.watch
                 if code.source is not None and self.compile_source is not None:
                     compiled = replace(

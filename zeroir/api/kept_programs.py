@@ -111,7 +111,7 @@ def _is_on() -> bool:
 
 
 def _found(path: Path, program: Program) -> Proof | None:
-    """Return the proof of a kept program; None if there is none that is right."""
+    """Return the proof of a kept program; None if there is none. One that is not right is removed."""
     from zeroir.passes.manager import Proof
 
     if not path.exists():
@@ -119,22 +119,27 @@ def _found(path: Path, program: Program) -> Proof | None:
     try:
         kept = artifacts.load(path)
     except UserError as error:
-        if path.exists():
-            LOGGER.warning("A kept program is made again. %s", error)
-        return None
-    report = verify(kept.scheduled, reference=program)
-    if kept.logical != program or not report.is_valid:
-        LOGGER.warning("A kept program is made again, because '%s' is one of another model.", path)
-        return None
-    with contextlib.suppress(OSError):
-        os.utime(path)
-    return Proof(program=kept.scheduled, report=report)
+        problem = str(error)
+    else:
+        report = verify(kept.scheduled, reference=program)
+        if kept.logical == program and report.is_valid:
+            with contextlib.suppress(OSError):
+                os.utime(path)
+            return Proof(program=kept.scheduled, report=report)
+        problem = f"'{path}' is one of another model."
+    if path.exists():  # another process may have removed it
+        LOGGER.warning("A kept program is made again. %s", problem)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+    return None
 
 
 def _keep(path: Path, logical: Program, scheduled: Program) -> None:
     """Write a program, if its folder is writable, and remove the oldest ones if there are too many."""
     from zeroir import __version__
 
+    if path.exists():  # another rank has lowered it, too
+        return
     kept = Artifact(
         logical=logical,
         scheduled=scheduled,

@@ -62,7 +62,7 @@ def load_model(
         )
     path = find_model(artifact, home) if model is None else model
     text = read_model_file(str(path), Factory.parse(artifact.model_factory))
-    changed = None if allow_model_change else _changed(text, artifact)
+    changed = None if allow_model_change else change_of(text, artifact)
     if changed is not None:
         raise UserError(
             f"{changed} since the program was compiled from it: compile it again, or pass "
@@ -105,7 +105,7 @@ def find_model(artifact: Artifact, home: Path | None) -> Path:
     )
 
 
-def _changed(text: ModelText, artifact: Artifact) -> str | None:
+def change_of(text: ModelText, artifact: Artifact) -> str | None:
     """Return a phrase about a change of the model file or of a module that it imports; None without one."""
     if text.sha256 != artifact.model_sha256:
         return f"{text.path} changed"

@@ -23,14 +23,13 @@ from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
+from zeroir.artifact.stored_sizes import SizeNumbers, StoredSizeError, stored_sizes
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.analysis.instances import with_integers
 from zeroir.ir.dtypes import DType
 from zeroir.ir.limits import LONGEST_TEXT, obeyed_character
 from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import NodeArg, Ref, Symbol
-from zeroir.ir.size_text import UnknownDimError, parse_size
-from zeroir.ir.sizes import Size
 
 SCHEMA_VERSION: Final = (3, 4)
 """(major, minor). A minor version adds fields with defaults, or classes; a major one changes what files mean."""
@@ -295,13 +294,9 @@ def _dataclass(kind: type, tag: str | None) -> _StoredForm:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _StoredProgram(Program):
-    """A program whose integers from ``_FIRST_SIZE`` down are numbers of ``sizes``, which are polynomials of dims."""
+    """A program in which numbers of ``sizes`` stand for sizes that depend on dims."""
 
     sizes: tuple[str, ...] = ()
-
-
-_FIRST_SIZE: Final = -(2**62)
-_MOST_SIZES: Final = 1 << 20
 
 
 @cache
@@ -322,41 +317,20 @@ def _with_numbered_sizes(program: Program) -> _StoredProgram:
     stored = _StoredProgram(**fields)
     if not program.dims:
         return stored
-    numbers: dict[Size, int] = {}
-
-    def number(size: int) -> int:
-        if not isinstance(size, Size):
-            return size
-        return _FIRST_SIZE - numbers.setdefault(size, len(numbers))
-
-    numbered = with_integers(stored, number)
+    numbers = SizeNumbers()
+    numbered = with_integers(stored, numbers.number)
     fields = {field.name: getattr(numbered, field.name) for field in dataclasses.fields(Program)}
-    return _StoredProgram(**fields, sizes=tuple(map(str, numbers)))
+    return _StoredProgram(**fields, sizes=numbers.texts)
 
 
 def _with_sizes(stored: _StoredProgram) -> Program:
-    dims = {dim.name: dim for dim in stored.dims}
-    sizes: list[int] = []
-    for index, text in enumerate(stored.sizes[:_MOST_SIZES]):
-        try:
-            size = parse_size(text, dims)
-        except UserError as error:
-            raise SchemaError(str(error), f".sizes[{index}]") from None
-        except UnknownDimError as error:
-            raise SchemaError(
-                f"a size names the dim '{error}', which is not declared", f".sizes[{index}]"
-            ) from None
-        if size is None or not isinstance(size, Size) or not -(2**62) < size.at_bound < 2**62:
-            raise SchemaError(f"{text!r:.60} is no size that depends on dims", f".sizes[{index}]")
-        sizes.append(size)
-
-    def sized(number: int) -> int:
-        index = _FIRST_SIZE - number
-        return sizes[index] if 0 <= index < len(sizes) else number
-
+    try:
+        sized = stored_sizes(stored.sizes, stored.dims)
+    except StoredSizeError as error:
+        raise SchemaError(str(error), f".sizes[{error.index}]") from None
     fields = {field.name: getattr(stored, field.name) for field in dataclasses.fields(Program)}
     program = Program(**fields)
-    return with_integers(program, sized) if sizes else program
+    return with_integers(program, sized) if stored.sizes else program
 
 
 # ---------------------------------------------------------------------------------- node arguments

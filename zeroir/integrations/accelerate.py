@@ -29,7 +29,7 @@ from zeroir.integrations.defaults import (
     precision_of,
     require_effect,
 )
-from zeroir.integrations.fitted_programs import ONE_SIZE_KERNELS, SET_BY_SAVING, FittedPrograms
+from zeroir.integrations.fitted_programs import SET_BY_SAVING, FittedPrograms
 from zeroir.integrations.torch_schedulers import move_scheduler, without_schedule
 from zeroir.torch_ops.batches import Batch
 
@@ -181,7 +181,6 @@ def prepare(
         given=None if shapes is None else given_shapes(shapes, batch),
         multiple=multiple_of(loader.collate_fn),
         most_positions=most_positions_of(model),
-        static=None if kernels == "eager" else ONE_SIZE_KERNELS,
         timeout=timeout,
     )
     engine = programs.present.compiled.engine(

@@ -72,15 +72,14 @@ class SizeRange:
 class RangeLimits:
     """What is known of the sizes of a model's batches.
 
-    Lengths are multiples of ``multiple`` and at most ``most_positions``, if the model has such a number. ``static`` is
-    the reason why no size may differ, if there is one. The others are what compiling has shown: axes that have one size
-    in each program, with the reason; and axes with a limit of their own, so that their bound is not rounded up.
+    Lengths are multiples of ``multiple`` and at most ``most_positions``, if the model has such a number. The
+    others are what compiling has shown: axes that have one size in each program, with the reason; and axes with a limit
+    of their own, so that their bound is not rounded up.
     """
 
     tokens: frozenset[str]
     multiple: int = 1
     most_positions: int | None = None
-    static: str | None = None
     fixed: dict[Axis, str] = field(default_factory=dict)
     exact: set[Axis] = field(default_factory=set)
 
@@ -90,7 +89,7 @@ class RangeLimits:
 
     def reason(self, axis: Axis) -> str | None:
         """Return why an axis is no dim; None where it may be one."""
-        return self.fixed.get(axis, self.static)
+        return self.fixed.get(axis)
 
     def range_of(
         self,

@@ -17,7 +17,6 @@ from zeroir.config.steps import MicroSteps
 from zeroir.errors import UserError
 from zeroir.frontend.source.source import Earlier
 from zeroir.integrations.fitted_programs import (
-    ONE_SIZE_KERNELS,
     SET_BY_SAVING,
     FittedPrograms,
     shapes_below,
@@ -123,7 +122,6 @@ class EngineOfTrainer:
             given=shapes_below(_INPUTS, options.get("shapes"), example.inputs),
             multiple=multiple,
             most_positions=most_positions,
-            static=None if kernels == "eager" else ONE_SIZE_KERNELS,
             timeout=timeout,
         )
         self.engine: Engine = self._programs.present.compiled.engine(

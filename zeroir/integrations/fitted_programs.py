@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from zeroir.runtime.engine.engine import Engine
     from zeroir.runtime.engine.signatures import Signatures
 
-ONE_SIZE_KERNELS: Final = "Inductor compiles kernels for one size of each dimension."
-"""The reason why no size may differ with such kernels."""
-
 Compile = Callable[[Batch, str | None, Earlier], "CompiledProgram"]
 """Compiles a program from an example batch, the option ``shapes``, and what it goes on with."""
 
@@ -81,12 +78,11 @@ class FittedPrograms:
         given: BatchShapes | None = None,
         multiple: int = 1,
         most_positions: int | None = None,
-        static: str | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         self._compile = compile_program
         self._limits = RangeLimits(
-            tokens=frozenset(), multiple=multiple, most_positions=most_positions, static=static
+            tokens=frozenset(), multiple=multiple, most_positions=most_positions
         )
         self._job = join_job(timeout or DEFAULT_TIMEOUT)
         self._training: list[FittedProgram] = []

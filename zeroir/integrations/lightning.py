@@ -34,7 +34,6 @@ from zeroir.errors import CheckpointWarning, ModelWarning, UserError
 from zeroir.frontend.source.source import Earlier
 from zeroir.integrations.defaults import most_positions_of, multiple_of, require_effect
 from zeroir.integrations.fitted_programs import (
-    ONE_SIZE_KERNELS,
     SET_BY_SAVING,
     FittedPrograms,
     shapes_below,
@@ -169,7 +168,6 @@ class ZeroirStrategy(DDPStrategy):
             given=shapes_below(BATCH, self._options.get("shapes"), tree[BATCH]),
             multiple=multiple_of(getattr(loader, "collate_fn", None)),
             most_positions=most_positions_of(self._module),
-            static=None if self._kernels == "eager" else ONE_SIZE_KERNELS,
         )
         engine = self._engine = programs.present.compiled.engine(
             compile_again=False,

@@ -21,12 +21,14 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.backends.cuda import (
     SDPAParams,
     can_use_efficient_attention,
     can_use_flash_attention,
 )
 from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zeroir.torch_ops.define import define, differentiate, fake
 
@@ -152,9 +154,11 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: boo
     """Select the best kernel of the device for these shapes, the same in the forward and in the backward."""
     is_grouped = q.shape[1] != k.shape[1]
     if q.device.type == "cpu":
-        return SDPBackend(
-            torch._fused_sdp_choice(q, k, v, bias, 0.0, is_causal, enable_gqa=is_grouped)
-        )
+        if isinstance(q, FakeTensor):
+            # Torch selects none of these kernels for the fake tensors of a compiler.
+            with _disable_current_modes():
+                return _cpu_kernel(*_small(q, k, v, bias), is_causal)
+        return _cpu_kernel(q, k, v, bias, is_causal)
     if q.device.type == "cuda":
         params = SDPAParams(q, k, v, bias, 0.0, is_causal, is_grouped)
         # torch pads other dims for the kernel. It checks the kernel's backward only where gradients are recorded:
@@ -166,6 +170,30 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: boo
         if can_use_efficient_attention(params):
             return SDPBackend.EFFICIENT_ATTENTION
     return SDPBackend.MATH
+
+
+def _cpu_kernel(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool
+) -> SDPBackend:
+    is_grouped = q.shape[1] != k.shape[1]
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, bias, 0.0, is_causal, enable_gqa=is_grouped))
+
+
+def _small(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return real tensors of one row and one position, for which the CPU has the same kernel.
+
+    They have one head where the number of heads is a symbol, which then is the same for q, k and v.
+    """
+    q, k, v = (
+        torch.empty(1, _number(x.shape[1]), 1, int(x.shape[3]), dtype=x.dtype) for x in (q, k, v)
+    )
+    return q, k, v, None if bias is None else torch.empty([1] * bias.dim(), dtype=bias.dtype)
+
+
+def _number(size: int | torch.SymInt) -> int:
+    return 1 if isinstance(size, torch.SymInt) else size
 
 
 def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

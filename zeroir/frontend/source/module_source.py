@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
 
-import torch
 from torch import nn
 
 from zeroir.errors import UserError, ZeroirError
@@ -103,16 +102,15 @@ def source_of(
     )
 
 
-def with_module_in_hand(source: ModelSource) -> ModelSource:
-    """Return the source of a model file as one of a module in this process, which has no values.
+def with_module_in_hand(source: ModelSource, module: nn.Module) -> ModelSource:
+    """Return the source of a model file with its module, which has no values, as one that is in hand.
 
     What the file's functions change in the module then counts.
 
     Raises:
-        UserError: if the module cannot be built on the meta device, or is not supported.
+        UserError: if the module is not supported.
     """
-    with torch.device("meta"):
-        module = require_supported(source.build(), source.names)
+    require_supported(module, source.names)
     return replace(source, build=lambda: meta_copy(module), model=lambda: module, is_in_hand=True)
 
 

@@ -155,6 +155,11 @@ def with_other_sizes(data: _Data, change: Callable[[Size], int]) -> _Data:
     return cast("_Data", _Integers(cache(change)).of(data))
 
 
+def with_other_integers(data: _Data, change: Callable[[int], int]) -> _Data:
+    """Return tuples and records with other integers in them."""
+    return cast("_Data", _Integers(change, change).of(data))
+
+
 def with_integers(program: Program, change: Callable[[int], int]) -> Program:
     """Return the program with other integers in the fields that may hold sizes."""
     return dataclasses.replace(program, **_changed_fields(program, _Integers(change, change)))  # type: ignore[arg-type]
