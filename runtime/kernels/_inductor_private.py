@@ -89,31 +89,31 @@ def compile_library(
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from zeroir.runtime.kernels._inductor_sizes import SizesError, SymbolicSizes
+    from zeroir.runtime.kernels._inductor_sizes import SizesError, Symbols
 
     def compile_with(options: Mapping[str, object]) -> None:
-        sizes = SymbolicSizes(dims)
-        mode = FakeTensorMode(shape_env=sizes.env, static_shapes=True)
-        with torch.no_grad(), mode, sizes.symbolic():
+        symbols = Symbols(dims)
+        mode = FakeTensorMode(shape_env=symbols, static_shapes=True)
+        with torch.no_grad(), mode, symbols.in_use():
             examples = [
                 torch.empty_strided(
-                    sizes.of(kind.shape),
-                    sizes.of(kind.stride),
+                    symbols.of(kind.shape),
+                    symbols.of(kind.stride),
                     dtype=TORCH_DTYPE[kind.dtype],
                     device="cpu" if index in host_inputs else device,
                 )
                 for index, kind in enumerate(inputs)
             ]
             if dims:
-                shape = sizes.of([dim.size for dim in dims])
+                shape = symbols.of([dim.size for dim in dims])
                 examples.insert(0, torch.empty_strided(shape, [0] * len(dims), device="cpu"))
             table = {**select_decomp_table(), **decompositions}
             traced = make_fx(graph, decomposition_table=table)(*examples)
         traced.graph.eliminate_dead_code(is_impure_node=has_effect)
         traced.recompile()
-        with sizes.symbolic():
+        with symbols.in_use():
             _compile(traced, examples, mode, folder, options)
-        sizes.require_right_for_all()
+        symbols.require_right_for_all()
 
     _lower_ours()
     try:

@@ -6,7 +6,7 @@ Only processes that compile import this.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import sympy
@@ -20,37 +20,61 @@ from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from zeroir.ir.size_bounds import highest, lowest
-from zeroir.ir.sizes import Dim, Factor, Size, exact_quotient, quotient
+from zeroir.ir.sizes import Dim, Factor, Size, exact_quotient, quotient, sum_of
 
 
 class SizesError(Exception):
     """The code of a segment would be right for some of its sizes only."""
 
 
-class SymbolicSizes:
-    """The symbols of dims; torch has questions about them while it traces and compiles."""
+def size_of(size: int | torch.SymInt) -> int:
+    """Return a size that torch computed from dims, as a polynomial of these where torch has it so.
+
+    Raises:
+        SizesError: where it is none.
+    """
+    if not isinstance(size, torch.SymInt):
+        return size
+    symbols = symbols_of([size])
+    polynomial = None if symbols is None else symbols.polynomial(size.node.expr)
+    if polynomial is None:
+        raise SizesError(f"The size {size} is no polynomial of dims.")
+    return polynomial
+
+
+def symbols_of(sizes: Iterable[int | torch.SymInt]) -> Symbols | None:
+    """Return the symbols that occur in sizes; None where there are none."""
+    found = (size.node.shape_env for size in sizes if isinstance(size, torch.SymInt))
+    return next((symbols for symbols in found if isinstance(symbols, Symbols)), None)
+
+
+class Symbols(ShapeEnv):
+    """The symbols of dims, which no answer narrows or replaces. Torch asks questions about them while it compiles.
+
+    What sympy cannot say of quotients, their polynomials do.
+    """
 
     def __init__(self, dims: Sequence[Dim]) -> None:
-        self.env = _Symbols()
+        super().__init__(specialize_zero_one=False, duck_shape=False)
         self._symbols: dict[Dim, sympy.Symbol] = {}
+        self._dims: dict[sympy.Symbol, Dim] = {}
         for dim in dims:
-            symbol = self.env.create_symbol(
+            symbol = self.create_symbol(
                 dim.maximum,
                 source=ConstantSource(dim.name),
                 dynamic_dim=DimDynamic.DYNAMIC,
                 do_not_specialize_zero_one=True,
             )
             assert isinstance(symbol, sympy.Symbol)
-            self.env.var_to_range[symbol] = ValueRanges(dim.minimum, dim.maximum)
-            self._symbols[dim] = symbol
-            self.env.sizes[symbol] = dim.size
+            self.var_to_range[symbol] = ValueRanges(dim.minimum, dim.maximum)
+            self._symbols[dim], self._dims[symbol] = symbol, dim
 
     def of(self, sizes: Sequence[int]) -> list[int | torch.SymInt]:
         """Return sizes as torch computes with them."""
         return [self._symint(size) if isinstance(size, Size) else size for size in sizes]
 
     @contextmanager
-    def symbolic(self) -> Iterator[None]:
+    def in_use(self) -> Iterator[None]:
         """Let torch compute with symbols within the block, and take no size that is one for 1."""
         if not self._symbols:
             yield
@@ -72,17 +96,17 @@ class SymbolicSizes:
         Raises:
             SizesError: where something does not hold.
         """
-        ranges = tuple((s, self.env.var_to_range[s]) for s in self._symbols.values())
-        for guard in self.env.guards:
-            holds = self.env._maybe_evaluate_static(guard.expr, axioms=(), var_to_range=ranges)
-            if holds is not sympy.true and holds is not True and not self.env.is_not_1(guard.expr):
-                names = {symbol: sympy.Symbol(dim.name) for dim, symbol in self._symbols.items()}
+        ranges = tuple((symbol, self.var_to_range[symbol]) for symbol in self._dims)
+        for guard in self.guards:
+            holds = self._maybe_evaluate_static(guard.expr, axioms=(), var_to_range=ranges)
+            if holds is not sympy.true and holds is not True and not self._is_not_1(guard.expr):
+                names = {symbol: sympy.Symbol(dim.name) for symbol, dim in self._dims.items()}
                 raise SizesError(
                     f"Inductor's code would be right only where {guard.expr.xreplace(names)}."
                 )
 
     def _symint(self, size: Size) -> int | torch.SymInt:
-        return self.env.create_symintnode(self._expression(size), hint=int(size))
+        return self.create_symintnode(self._expression(size), hint=int(size))
 
     def _expression(self, size: Size) -> sympy.Expr:
         products = (
@@ -96,61 +120,61 @@ class SymbolicSizes:
             return self._symbols[factor]
         return FloorDiv(self._expression(factor.dividend), sympy.Integer(factor.divisor))
 
-
-class _Symbols(ShapeEnv):
-    """Symbols of dims, which no answer narrows or replaces.
-
-    ``sizes`` are the dims that the symbols stand for. What sympy cannot say of quotients, their polynomials do.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(specialize_zero_one=False, duck_shape=False)
-        self.sizes: dict[sympy.Symbol, Size] = {}
-
-    def is_not_1(self, guard: sympy.Basic) -> bool:
-        """Return whether a guard says no more than that a size is not 1, or is more than 1."""
+    def _is_not_1(self, guard: sympy.Basic) -> bool:
+        """Return whether a guard says no more than that some size is not 1, or is more than 1."""
+        if not isinstance(guard, Relational):
+            return False
+        left, right = self.polynomial(guard.lhs), self.polynomial(guard.rhs)
+        if left is None or right is None:
+            return False
         match guard:
-            case sympy.Ne(args=(left, sympy.Integer() as right)):
-                limit = int(right)
-            case sympy.StrictGreaterThan(args=(left, sympy.Integer() as right)):
-                limit = int(right)
-            case sympy.GreaterThan(args=(left, sympy.Integer() as right)):
-                limit = int(right) - 1
+            case sympy.Ne():
+                return _is_1_where_equal(left, right) or _is_1_where_equal(right, left)
+            case sympy.StrictGreaterThan():
+                return _is_1_where_equal(left, right)
+            case sympy.GreaterThan():
+                return _is_1_where_equal(left, right - 1)
+            case sympy.StrictLessThan():
+                return _is_1_where_equal(right, left)
+            case sympy.LessThan():
+                return _is_1_where_equal(right, left - 1)
             case _:
                 return False
-        size = self._polynomial(left)
-        # A multiple of a size is compared with that multiple of 1.
-        return limit > 0 and isinstance(size, Size) and exact_quotient(size, limit) is not None
 
     def _maybe_evaluate_static(  # type: ignore[override] # torch caches its own
         self, expr: sympy.Basic, *args: object, **kwargs: object
     ) -> sympy.Basic | None:
         known = super()._maybe_evaluate_static(expr, *args, **kwargs)
-        if known is not None or not isinstance(expr, Relational):
-            return known
-        left, right = self._polynomial(expr.lhs), self._polynomial(expr.rhs)
+        return self._known(expr) if known is None else known
+
+    def _known(self, question: sympy.Basic) -> sympy.Basic | None:
+        """Return the answer to a question for all values of dims; None where it has several, or none is known."""
+        if isinstance(question, sympy.Or):
+            answers = [self._known(part) for part in question.args]
+            return sympy.true if sympy.true in answers else None
+        if not isinstance(question, Relational):
+            return None
+        left, right = self.polynomial(question.lhs), self.polynomial(question.rhs)
         if left is None or right is None:
             return None
-        difference = left - right
-        outcomes = {
-            expr.func(sympy.Integer(end), 0) for end in (lowest(difference), highest(difference))
-        }
-        is_between = isinstance(expr, sympy.Eq | sympy.Ne) and isinstance(difference, Size)
-        if is_between and lowest(difference) <= 0 <= highest(difference):
+        least, most = lowest(left - right), highest(left - right)
+        if least < most and least <= 0 <= most and isinstance(question, sympy.Eq | sympy.Ne):
             return None
-        return outcomes.pop() if len(outcomes) == 1 else None
+        at_ends = {question.func(sympy.Integer(end), 0) for end in (least, most)}
+        return at_ends.pop() if len(at_ends) == 1 else None
 
-    def _polynomial(self, expression: sympy.Basic) -> int | None:
+    def polynomial(self, expression: sympy.Basic) -> int | None:
         """Return the size that an expression of torch means; None where it is no polynomial of dims."""
         match expression:
             case sympy.Integer():
                 return int(expression)
             case sympy.Symbol():
-                return self.sizes.get(expression)
+                dim = self._dims.get(expression)
+                return None if dim is None else dim.size
             case sympy.Pow(args=(base, sympy.Integer() as power)) if power > 0:
-                parts = [self._polynomial(base)] * int(power)
+                parts = [self.polynomial(base)] * int(power)
             case sympy.Add() | sympy.Mul() | FloorDiv() | Mod() | PythonMod() | Max() | Min():
-                parts = [self._polynomial(part) for part in expression.args]
+                parts = [self.polynomial(part) for part in expression.args]
             case _:
                 return None
         sizes = [part for part in parts if part is not None]
@@ -178,6 +202,21 @@ class _Symbols(ShapeEnv):
 
     def _set_replacement(self, a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
         del a, tgt, msg
+
+
+def _is_1_where_equal(larger: int, smaller: int) -> bool:
+    """Return whether the first polynomial is a multiple of a size, and the second that multiple of 1."""
+    if not isinstance(larger, Size):
+        return False
+    if smaller > 0 and not isinstance(smaller, Size):
+        return exact_quotient(larger, smaller) is not None
+    excess = larger - smaller
+    if isinstance(excess, Size):
+        for factor in excess.factors:
+            times = exact_quotient(excess, sum_of([(1, ((factor, 1),)), (-1, ())]))
+            if times is not None and lowest(times) > 0:
+                return True
+    return False
 
 
 def _quotient(dividend: int, divisor: int) -> int | None:

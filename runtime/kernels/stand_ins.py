@@ -48,16 +48,23 @@ class StandIns:
     def _types_only(
         self, op: torch._ops.OpOverload, *args: object, **kwargs: object
     ) -> Tensor | list[Tensor | None] | tuple[Tensor | None, ...] | None:
+        from zeroir.runtime.kernels._inductor_sizes import symbols_of
+
         leaves = pytree.tree_leaves((args, kwargs))
         device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
         kinds = self._results.get(call_key(op, args, kwargs))
         if kinds is None:
             raise InternalError(f"{op} is called in another way than the segment declares")
+        sizes = [n for leaf in leaves if isinstance(leaf, Tensor) for n in leaf.shape]
+        symbols = symbols_of(n for n in (*sizes, *leaves) if isinstance(n, torch.SymInt))
         results = [
             None
             if kind is None
             else torch.empty_strided(
-                kind.shape, kind.stride, dtype=TORCH_DTYPE[kind.dtype], device=device
+                kind.shape if symbols is None else symbols.of(kind.shape),
+                kind.stride if symbols is None else symbols.of(kind.stride),
+                dtype=TORCH_DTYPE[kind.dtype],
+                device=device,
             )
             for kind in kinds
         ]
@@ -91,8 +98,18 @@ def call_key(
 
 def _key(arg: object) -> Hashable:
     if isinstance(arg, Tensor):
-        return arg.dtype, tuple(int(size) for size in arg.shape)
+        return arg.dtype, tuple(map(_size, arg.shape))
+    if isinstance(arg, torch.SymInt):
+        return _plain(_size(arg))
     return tuple(map(_key, arg)) if isinstance(arg, list | tuple) else _plain(arg)
+
+
+def _size(size: int | torch.SymInt) -> int:
+    if not isinstance(size, torch.SymInt):
+        return size
+    from zeroir.runtime.kernels._inductor_sizes import size_of
+
+    return size_of(size)
 
 
 def _by_name(

@@ -275,6 +275,30 @@ def test_arguments_that_would_be_ignored_are_refused(
     ZeroirTrainer(workers.model(), workers.arguments(tmp_path, torch_compile=True, use_cpu=True))
 
 
+@pytest.mark.timeout(900)
+def test_compiled_kernels_take_batches_of_all_lengths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No segment is compiled twice; a program for each length would compile all of them again."""
+    from tests.integrations import trainer_workers as workers
+    from zeroir import ZeroirTrainer
+
+    monkeypatch.setenv("ZEROIR_CACHE_DIR", str(tmp_path / "cache"))
+    logs: list[list[float]] = []
+    for is_compiled in (False, True):
+        trainer = ZeroirTrainer(
+            workers.model(),
+            workers.arguments(tmp_path, max_steps=4, save_strategy="no", torch_compile=is_compiled),
+            data_collator=workers.collate,
+            train_dataset=workers.samples(16, longest=9),
+        )
+        trainer.train()
+        logs.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert len(logs[0]) == 4
+    assert logs[1] == pytest.approx(logs[0], rel=1e-4)
+    assert 0 < len(list((tmp_path / "cache").rglob("kernel.so"))) < 16
+
+
 def test_an_epoch_that_does_not_end_with_a_group_is_refused_at_once(tmp_path: Path) -> None:
     from tests.integrations import trainer_workers as workers
     from zeroir import ZeroirTrainer

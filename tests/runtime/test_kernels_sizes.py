@@ -16,6 +16,7 @@ import zeroir
 from examples import any_length
 from tests.memory.nodes import bound, segment_of
 from tests.runtime.support import ROOT, Ranks, require_success
+from tests.support.models import operators
 from zeroir.api.checks.drawn_batches import batch_of_sizes, drawn_sizes
 from zeroir.api.model_of_program import load_model
 from zeroir.errors import KernelWarning
@@ -34,6 +35,7 @@ from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.kernels.compile_worker import Request, packed, unpacked
 from zeroir.runtime.kernels.decompositions import decompositions
 from zeroir.runtime.kernels.eager import EagerKernels
+from zeroir.runtime.kernels.inductor import InductorKernels
 from zeroir.torch_ops.types import TORCH_DTYPE
 
 CPU = torch.device("cpu")
@@ -107,18 +109,24 @@ def test_ranks_run_the_same_kernels_at_their_own_shapes(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_code_for_some_sizes_alone_is_refused() -> None:
-    from zeroir.runtime.kernels._inductor_sizes import SizesError, SymbolicSizes
+    from zeroir.runtime.kernels._inductor_sizes import SizesError, Symbols
 
-    dim = Dim(name="length", minimum=1, maximum=8)
-    sizes = SymbolicSizes([dim])
-    (length,) = sizes.of([dim.size])
+    dims = [Dim(name=name, minimum=1, maximum=8) for name in ("length", "rows")]
+    symbols = Symbols(dims)
+    length, rows = symbols.of([dim.size for dim in dims])
     assert length > 0
-    assert length != 1
     assert length * 2 <= 16
-    sizes.require_right_for_all()
+    assert (length - 1) // 2 + 1 == (length + 1) // 2
+    # These say that a size is not 1.
+    assert length != 1
+    assert length - 1 != 1
+    assert length * rows >= 2
+    assert 3 * length > 3
+    assert length < length * rows
+    symbols.require_right_for_all()
     assert length > 5
     with pytest.raises(SizesError, match=r"only where length > 5\."):
-        sizes.require_right_for_all()
+        symbols.require_right_for_all()
 
 
 @pytest.mark.slow
@@ -147,6 +155,28 @@ def test_integers_wrap_around_in_compiled_code(tmp_path: Path) -> None:
         filled = [torch.zeros(length, 16), torch.zeros(length, 16, dtype=torch.bool)]
         library([torch.empty(()).expand(length), own, seed, *filled])
         assert all(map(torch.equal, filled, torch.ops.zeroir.dropout(own, 0.5, seed)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_compiled_code_calls_an_operator_of_the_model_for_every_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that compiles does not know it. An eager kernel that takes over would warn."""
+    monkeypatch.setenv("ZEROIR_CACHE_DIR", str(tmp_path))
+    dim = Dim(name="rows", minimum=1, maximum=7)
+    x = torch.randn(7, 3)
+    name = str(operators.power._opoverload)
+    whole, _ = segment_of(name, x, [1, 2], 0.5, way="mean")
+    segment = with_other_integers(whole, lambda number: dim.size if number == 7 else number)
+    kernels = InductorKernels(CPU)
+    kernels.compile(segment, bound(segment))
+    kernels.finish()
+    for rows in (1, 4, 7):
+        of_rows, _ = segment_of(name, x[:rows], [1, 2], 0.5, way="mean")
+        results = [torch.zeros(rows, 3), torch.zeros(())]
+        kernels.at({"rows": rows}).compile(of_rows, bound(of_rows))([x[:rows]], results)
+        assert all(map(torch.equal, results, operators.power(x[:rows], [1, 2], 0.5, way="mean")))
 
 
 # --------------------------------------------------------------------------------------- without compiling
