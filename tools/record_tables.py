@@ -205,7 +205,7 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "models different": _models_that_are("different"),
     "causal-models": _rows,
     "causal-models experts": _models_with_experts,
-    "causal-models refused": _models_that_are("refused"),
+    "causal-models different": _models_that_are("different"),
     "conformance": _outcomes,
     "conformance refused": _refusals,
 }

@@ -160,6 +160,36 @@ def test_it_is_gathered_whole_where_units_are_inside() -> None:
     assert {flat.unit for flat in program.flats} >= {"0"}
 
 
+@pytest.mark.filterwarnings("ignore:The code of:zeroir.errors.ModelWarning")
+def test_the_model_itself_runs_as_it_is_where_it_is_asked_to() -> None:
+    class Decides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x) if x.sum() > -100 else x
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    module = Decides()
+    plain = copy.deepcopy(module)
+    with pytest.raises(UserError, match=r"test_opaque.py:\d+ uses the values of a tensor"):
+        zeroir.compile(module, torch.ones(2, 4))
+    engine = zeroir.compile(
+        module, torch.ones(2, 4), opaque="root", optimizer="sgd", lr=0.1, world_size=1
+    ).engine()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        batch = torch.randn(2, 4)
+        expected = plain(batch)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        assert engine.step(batch).loss == expected.item()
+
+
 def test_none_refuses_as_patterns_choose() -> None:
     with pytest.raises(UserError, match=r"deciding_modules.py:\d+ uses the values of a tensor"):
         zeroir.compile(str(FILE), world_size=2, opaque="none")

@@ -74,7 +74,8 @@ class CompileOptions(OptionObject):
         Option(
             group=_SHARDING,
             help="Modules whose code runs as it is, since it cannot be traced: patterns of names (encoder.layers.*), "
-            "separated by commas, or none, with which such code is refused. [default: the smallest that can]",
+            "separated by commas, root for the model itself, or none, with which such code is refused. [default: the "
+            "smallest inside the model that can]",
         ),
     ] = None
     precision: Precision = Precision()

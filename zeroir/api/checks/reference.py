@@ -22,6 +22,7 @@ from zeroir.frontend.capture.module_tensors import put_back_buffers, substitute_
 from zeroir.frontend.capture.precision import apply_precision, compute_dtype, with_floats_cast
 from zeroir.frontend.lowering.parameter_groups import ParameterGroup, parameter_groups, states_of
 from zeroir.frontend.opaque.calls import run_as_opaque
+from zeroir.frontend.opaque.choice import inside_of
 from zeroir.frontend.source.source import ModelSource
 from zeroir.ir.layout import Parameter
 from zeroir.ir.optimizers.forms import StateForm
@@ -61,7 +62,7 @@ class EagerReplicas:
         self.replicas = [_replica(source, seed) for _ in range(options.world_size)]
         for replica in self.replicas:
             run_as_opaque(replica, opaque)
-        self._opaque = tuple(f"{path}." for path in opaque)
+        self._opaque = tuple(map(inside_of, opaque))
         module = self.replicas[0]
         self._source = source
         self._options = options

@@ -67,9 +67,9 @@ class OriginTracker:
 
         Modules inside those that are ``opaque`` have none: their code runs in the program, too.
         """
-        inside = tuple(f"{path}." for path in opaque)
+        inside = tuple(f"{path}." if path else "" for path in opaque)
         for name, module in model.named_modules():
-            if name.startswith(inside):
+            if name and name.startswith(inside):
                 continue
             module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
             module.register_forward_hook(self._leave, always_call=True)

@@ -49,6 +49,8 @@ def find_units(module: nn.Module, spec: str | None, opaque: Collection[str] = fr
     Raises:
         UserError: if the specification is invalid or matches no module.
     """
+    if "" in opaque:
+        return Units(labels={})
     names = (
         _repeated(module)
         if spec is None

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _pytree as pytree
 
 from zeroir.errors import UserError
 from zeroir.frontend.capture.node_facts import require_dtype
@@ -224,15 +225,19 @@ class OpaqueModules:
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> object:
+        own, tensors = own_tensors(traced)
         line = line_of_forward(traced)
         place = f"{line + ': ' if line else ''}The module {path}, whose code runs as it is,"
-        arguments, given = taken_apart((args, kwargs), place, "is called with")
-        own, tensors = own_tensors(traced)
-        inputs = [*tensors, *given]
-        if any(isinstance(size, torch.SymInt) for x in inputs for size in x.shape):
+        if any(
+            isinstance(size, torch.SymInt)
+            for leaf in (*tensors, *pytree.tree_leaves((args, kwargs)))
+            for size in (leaf.shape if isinstance(leaf, Tensor) else (leaf,))
+        ):
             raise UserError(
                 f"{place} because it cannot be traced, returns what is known for one size only: leave shapes out."
             )
+        arguments, given = taken_apart((args, kwargs), place, "is called with")
+        inputs = [*tensors, *given]
         eager = EagerForward(
             path=path,
             place=place,

@@ -14,6 +14,9 @@ from zeroir.errors import UserError
 from zeroir.frontend.opaque.calls import CannotRunError
 
 NONE: Final = "none"
+_WHOLE: Final = "Or let the code of the whole model run as it is, with all parameters gathered at once: --opaque root."
+ROOT: Final = "root"
+"""The pattern of the model itself."""
 
 
 class UntraceableError(UserError):
@@ -50,7 +53,6 @@ class OpaqueChoice:
     reasons: dict[str, str] = field(default_factory=dict)
     _paths: frozenset[str] = frozenset()
     _classes: dict[str, type] = field(default_factory=dict)
-    _first: UserError | None = None
 
     def paths_in(self, model: nn.Module) -> frozenset[str]:
         """Return the names of the opaque modules of the model, of which none is inside another.
@@ -66,6 +68,8 @@ class OpaqueChoice:
         return self._paths
 
     def _matching(self, pattern: str) -> frozenset[str]:
+        if pattern == ROOT:
+            return frozenset(("",))
         names = frozenset(
             name
             for name, kind in self._classes.items()
@@ -82,20 +86,27 @@ class OpaqueChoice:
         """Choose the module of an error, or the one around it if that cannot run as it is.
 
         Raises:
-            UserError: the first error, if the user chose the modules, or the code is not that of a submodule.
+            UserError: if the user chose the modules, or there is no submodule around the code that can.
         """
-        first = self._first = self._first or error
-        path = error.path
+        if self.option is not None:
+            raise error from None
+        path, reason = error.path, str(error)
         # Code inside an opaque module is traced where another method than its forward is called.
         covering = next((p for p in self._paths if path and f"{path}.".startswith(f"{p}.")), None)
+        if isinstance(error, CannotRunError):
+            alike = (why for n, why in self.reasons.items() if self._is_alike(n, error.path))
+            reason = f"{next(alike, '')} It cannot run as it is either: {error}".strip()
         if isinstance(error, CannotRunError) or covering is not None:
             path = self._around(covering or path)
-        if self.option is not None or not path:
-            raise first from None
-        alike = frozenset(n for n, kind in self._classes.items() if kind is self._classes[path])
-        self._paths = outermost(self._paths | alike)
-        self.reasons = {n: why for n, why in self.reasons.items() if n in self._paths}
-        self.reasons.setdefault(path, str(first if isinstance(error, CannotRunError) else error))
+        if not path:
+            raise UserError(f"{reason} {_WHOLE}" if error.path is not None else reason) from None
+        others = frozenset(n for n in self._classes if self._is_alike(n, path))
+        self._paths = outermost(self._paths | others)
+        known = {n: why for n, why in self.reasons.items() if n in self._paths}
+        self.reasons = {path: reason} | known
+
+    def _is_alike(self, name: str, other: str) -> bool:
+        return self._classes[name] is self._classes[other]
 
     def _around(self, path: str | None) -> str | None:
         """Return the innermost submodule around one that is called."""
@@ -114,9 +125,7 @@ class OpaqueChoice:
         ]
 
     def _alike(self, path: str) -> list[str]:
-        return [
-            n for n in self._classes if n in self._paths and self._classes[n] is self._classes[path]
-        ]
+        return [n for n in self._classes if n in self._paths and self._is_alike(n, path)]
 
 
 def _has_forward(kind: type) -> bool:
@@ -126,7 +135,13 @@ def _has_forward(kind: type) -> bool:
 def outermost(names: Iterable[str]) -> frozenset[str]:
     """Return those of the names that are not inside another one."""
     every = frozenset(names)
-    return frozenset(n for n in every if not any(n.startswith(f"{other}.") for other in every))
+    inside = tuple(map(inside_of, every))
+    return frozenset(n for n in every if not any(n and n.startswith(each) for each in inside))
+
+
+def inside_of(path: str) -> str:
+    """Return what the names of all that is inside a module begin with; the model itself has no name."""
+    return f"{path}." if path else ""
 
 
 def _joined(names: list[str]) -> str:
