@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from dataclasses import replace
@@ -49,6 +50,23 @@ def test_compile_prints_the_program(programs: dict[int, Path]) -> None:
         "broadcast",
         "scalar",
     }
+
+
+def test_the_collector_of_garbage_skips_objects_from_before_a_compilation(
+    zeroir: Zeroir, tmp_path: Path
+) -> None:
+    """Those of torch are a million, which would be looked at again and again."""
+    path = tmp_path / "model.py"
+    path.write_text(
+        "import gc, torch\n"
+        "def model():\n"
+        "    assert gc.get_freeze_count() > 0\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Flatten(0))\n"
+        "def batch():\n"
+        "    return torch.zeros(1, 2)\n"
+    )
+    assert zeroir("compile", path, "-o", tmp_path / "a.zir").exit_code == 0
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_pipe_gets_one_row_a_line(zeroir: Zeroir, programs: dict[int, Path]) -> None:
