@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 from functools import partial
@@ -52,6 +53,10 @@ def engine_of(module: nn.Module, batch: object, **options: object) -> Engine:
 def test_what_decides_equals_eager_replicas(options: dict[str, object]) -> None:
     comparison = check_model(str(FILE), make_options(options), steps=4, seed=0)
     assert comparison.is_equal, comparison.differences
+    assert re.search(
+        r"\nRuns as it is: branches.0, branches.1: .*deciding_modules.py:\d+ uses the values",
+        str(comparison),
+    )
 
 
 @pytest.mark.filterwarnings("ignore:The code of:zeroir.errors.ModelWarning")
@@ -78,7 +83,7 @@ def test_only_what_cannot_be_traced_runs_as_it_is() -> None:
     with pytest.warns(ModelWarning) as noted:
         made = zeroir.compile(str(FILE), world_size=2)
     program = made.program
-    assert opaque_modules(program.segments) == OPAQUE
+    assert opaque_modules(program.segments).keys() == OPAQUE
     assert made.summary()["opaque"] == [*sorted(OPAQUE - {"turns", "selects"}), "root.post"]
     assert "opaque" in str(made)
     notes = [str(each.message) for each in noted]
@@ -156,7 +161,7 @@ def test_it_is_gathered_whole_where_units_are_inside() -> None:
         return y
 
     program = compiled(model, torch.ones(2, 8), loss=loss, world_size=2).program
-    assert opaque_modules(program.segments) == {"0"}
+    assert opaque_modules(program.segments).keys() == {"0"}
     assert {flat.unit for flat in program.flats} >= {"0"}
 
 
@@ -199,7 +204,7 @@ def test_none_refuses_as_patterns_choose() -> None:
         zeroir.compile(str(FILE), world_size=2, opaque="branches.*")
     pattern = "branches.*,drops.*,turns,selects,last"
     program = zeroir.compile(str(FILE), world_size=2, opaque=pattern).program
-    assert opaque_modules(program.segments) == {*OPAQUE, "last"}
+    assert opaque_modules(program.segments).keys() == {*OPAQUE, "last"}
 
 
 class Once(nn.Module):

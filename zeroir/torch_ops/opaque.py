@@ -35,11 +35,16 @@ _INCREMENT: Final = 1442695040888963407
 class OpaqueCall(Protocol):
     """A call of a module at one place of a model. ``path`` is the module's name in the model.
 
+    ``reason`` says why its code cannot be traced; it is empty where the user chose it.
+
     ``differentiated`` are the positions of the results that have a gradient, and ``trained`` of the inputs.
     """
 
     @property
     def path(self) -> str: ...
+
+    @property
+    def reason(self) -> str: ...
 
     @property
     def differentiated(self) -> Sequence[int]: ...
@@ -112,9 +117,10 @@ def words_of(segments: Iterable[Segment]) -> frozenset[str]:
     return frozenset(word for node in nodes if isinstance(word := node.args[-1], str))
 
 
-def opaque_modules(segments: Iterable[Segment]) -> frozenset[str]:
-    """Return the names of the modules whose code runs as it is in segments."""
-    return frozenset(opaque_call(word).path for word in words_of(segments))
+def opaque_modules(segments: Iterable[Segment]) -> dict[str, str]:
+    """Return the names of the modules whose code runs as it is in segments, and why it cannot be traced."""
+    calls = (opaque_call(word) for word in sorted(words_of(segments)))
+    return {call.path: call.reason for call in calls}
 
 
 def unknown_words(segments: Iterable[Segment]) -> list[str]:

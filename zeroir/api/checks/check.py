@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,7 +62,8 @@ class Comparison:
 
     ``tolerance`` is relative to the largest element; 0 means bitwise equality. ``norm_tolerance`` is that of the norm
     of a step's gradients, None if they are not clipped or their norms not compared. ``drawn`` are the different values
-    of ``dims`` that batches were made for; there are none where the model's own batches were compared.
+    of ``dims`` that batches were made for; there are none where the model's own batches were compared. ``opaque`` names
+    the modules whose code the program runs as it is, with the reason, which is empty where the user chose it.
     """
 
     model: str
@@ -78,6 +79,7 @@ class Comparison:
     norm_tolerance: float | None = None
     dims: tuple[str, ...] = ()
     drawn: tuple[tuple[int, ...], ...] = ()
+    opaque: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_equal(self) -> bool:
@@ -99,15 +101,22 @@ class Comparison:
             norms = ""
             if self.norm_tolerance is not None:
                 norms = f", and the norms that clip gradients within {self.norm_tolerance:.1e}"
-            return f"{what}: {compared} equal {replicas} {exactly}{norms}.{self._drawn_line()}"
+            return f"{what}: {compared} equal {replicas} {exactly}{norms}.{self._lines()}"
         lines = [f"{what}: not equal to {replicas} {exactly}."]
         lines += [f"  {difference}" for difference in self.differences[:20]]
         if len(self.differences) > 20:
             lines.append(f"  … and {len(self.differences) - 20} more")
-        return "\n".join(lines) + self._drawn_line()
+        return "\n".join(lines) + self._lines()
+
+    def _lines(self) -> str:
+        """Return the lines on sizes that were drawn and on code that runs as it is, after the others."""
+        modules: dict[str, list[str]] = {}
+        for path, reason in self.opaque.items():
+            modules.setdefault(reason or "it was chosen.", []).append(path or "the model itself")
+        lines = [f"\nRuns as it is: {', '.join(names)}: {why}" for why, names in modules.items()]
+        return self._drawn_line() + "".join(lines)
 
     def _drawn_line(self) -> str:
-        """Return a line on the sizes that were drawn, after the others; empty where none were."""
         if not self.drawn:
             return ""
         shown = [" × ".join(map(str, sizes)) for sizes in self.drawn[:8]]
@@ -269,6 +278,8 @@ def _compared_with(
                 differences += _compare_tensors(
                     steps, what, ours[binding.buffer], wanted, tolerance, may_be_infinite=True
                 )
+    from zeroir.torch_ops.opaque import opaque_modules
+
     return Comparison(
         model=model,
         stage=options.stage,
@@ -283,6 +294,7 @@ def _compared_with(
         dims=tuple(dim.name for dim in program.dims) if draws else (),
         drawn=tuple(dict.fromkeys(drawn)),
         norm_tolerance=None if options.clip is None or not is_exact else _NORM_ROUNDING,
+        opaque=opaque_modules(program.segments),
     )
 
 

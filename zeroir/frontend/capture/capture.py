@@ -60,8 +60,9 @@ from zeroir.frontend.capture.state_check import (
     note_on_stores,
     stores_of_evaluation,
 )
-from zeroir.frontend.opaque.calls import CannotRunError, OpaqueModules
+from zeroir.frontend.opaque.calls import OpaqueModules
 from zeroir.frontend.opaque.choice import NONE, OpaqueChoice, UntraceableError
+from zeroir.frontend.opaque.found_out import CannotRunError
 from zeroir.frontend.source.source import (
     ModelSource,
     capitalised,
@@ -202,7 +203,8 @@ def _captured(
             parameters, buffers = become_fake(model, mode)
         parameters_before = parameter_shapes(model)
         opaque_paths = opaque.paths_in(model)
-        OpaqueModules(source, opaque_paths, mode).install(model)
+        reasons = {path: opaque.reason_of(path) for path in opaque_paths}
+        OpaqueModules(source, reasons, mode).install(model)
         functions = (source.loss, source.weight, *hooks.functions)
         code = UsersCode(modules=source.modules, functions=functions)
         state = PythonState.of(model, code)

@@ -1,7 +1,6 @@
 """Opaque modules of a model: while it is traced, their forward is one operator, which runs their code as it is.
 
-What such a call returns is found out when the model is traced: the module's forward runs once on numbers without
-meaning, of the shapes of the trace.
+What such a call returns is found out when the model is traced (``found_out``).
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Final, TypeVar
@@ -22,7 +20,6 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from zeroir.errors import UserError
-from zeroir.frontend.capture.node_facts import require_dtype
 from zeroir.frontend.capture.python_state import PythonState, UsersCode
 from zeroir.frontend.opaque.eager_forward import (
     EagerForward,
@@ -34,20 +31,13 @@ from zeroir.frontend.opaque.eager_forward import (
     own_tensors,
     taken_apart,
 )
-from zeroir.frontend.source.source import ModelSource, explain
-from zeroir.frontend.source.source_lines import line_of_error, line_of_forward
+from zeroir.frontend.opaque.found_out import OpaqueModule, found_out
+from zeroir.frontend.source.source import ModelSource
+from zeroir.frontend.source.source_lines import line_of_forward
 from zeroir.torch_ops.neutral import NeutralOps
 from zeroir.torch_ops.opaque import generators_seeded, opaque, register_call
 
 T = TypeVar("T")
-
-
-class CannotRunError(UserError):
-    """The forward of a module cannot run as it is, as ``path`` names it."""
-
-    def __init__(self, path: str, text: str) -> None:
-        super().__init__(text)
-        self.path = path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +50,7 @@ class CapturedCall:
     """
 
     path: str
+    reason: str
     module: nn.Module
     forward: Forward
     eager: EagerForward
@@ -178,20 +169,20 @@ _NEXT: Final = count()
 
 @dataclass(slots=True)
 class OpaqueModules:
-    """The opaque modules of a model that is traced, by their names ``paths``.
+    """The opaque modules of a model that is traced: the reason why it cannot be traced for each name of ``reasons``.
 
     The code of the user's own module runs, if it is in hand, with its present attributes.
     """
 
     source: ModelSource
-    paths: frozenset[str]
+    reasons: Mapping[str, str]
     mode: FakeTensorMode
     _known: dict[str, CapturedCall] = field(default_factory=dict)
     _label: str = ""
 
     def install(self, model: nn.Module) -> None:
         """Replace the forward of these modules of the model by an operator."""
-        if not self.paths:
+        if not self.reasons:
             return
         live = self.source.model() if self.source.is_in_hand else model
         file = self.source.file
@@ -199,32 +190,33 @@ class OpaqueModules:
             text = f"{file.factory} {file.sha256}"
             self._label = f"f{hashlib.sha256(text.encode()).hexdigest()[:8]}"
         else:
-            self._label = f"m{_NUMBERS.setdefault(live, next(_NEXT))}"
-        for path in sorted(self.paths):
+            if live not in _NUMBERS:
+                _NUMBERS[live] = next(_NEXT)
+            self._label = f"m{_NUMBERS[live]}"
+        for path, reason in sorted(self.reasons.items()):
             traced, runs = model.get_submodule(path), live.get_submodule(path)
             plain = traced.forward
-            # In hand, its code may have changed until a call.
-            forward = plain if runs is traced else _present_forward(runs)
-            traced.forward = self._forward(path, traced, plain, runs, forward)
+            module = OpaqueModule(
+                path=path,
+                reason=reason,
+                traced=traced,
+                plain=plain,
+                runs=runs,
+                # In hand, its code may have changed until a call.
+                forward=plain if runs is traced else _present_forward(runs),
+            )
+            traced.forward = self._forward(module)
 
-    def _forward(
-        self, path: str, traced: nn.Module, plain: Forward, runs: nn.Module, forward: Forward
-    ) -> Forward:
+    def _forward(self, module: OpaqueModule) -> Forward:
         def call(*args: object, **kwargs: object) -> object:
-            return self._call(path, traced, plain, runs, forward, args, kwargs)
+            return self._call(module, args, kwargs)
 
         return call
 
     def _call(
-        self,
-        path: str,
-        traced: nn.Module,
-        plain: Forward,
-        runs: nn.Module,
-        forward: Forward,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
+        self, module: OpaqueModule, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
+        path, traced = module.path, module.traced
         own, tensors = own_tensors(traced)
         line = line_of_forward(traced)
         place = f"{line + ': ' if line else ''}The module {path}, whose code runs as it is,"
@@ -253,8 +245,17 @@ class OpaqueModules:
         word = f"{self._label}_{_mangled(path)}_{hashlib.sha256(key.encode()).hexdigest()[:8]}"
         known = self._known.get(word)
         if known is None:
-            known = self._known[word] = _probed(
-                eager, traced, plain, runs, forward, inputs, trained, self.mode
+            found = found_out(eager, module, inputs, trained, self.mode)
+            known = self._known[word] = CapturedCall(
+                path=path,
+                reason=module.reason,
+                module=module.runs,
+                forward=module.forward,
+                eager=eager,
+                trained=trained,
+                returned=found.returned,
+                results=found.results,
+                may_change=found.may_change,
             )
         register_call(word, known)
         before = [*inputs]
@@ -299,132 +300,3 @@ def _neutral() -> NeutralOps:
 
 def _mangled(path: str) -> str:
     return re.sub(r"\W", "_", path)[:40]
-
-
-def _probed(
-    eager: EagerForward,
-    traced: nn.Module,
-    plain: Forward,
-    runs: nn.Module,
-    forward: Forward,
-    inputs: Sequence[Tensor],
-    trained: tuple[int, ...],
-    mode: FakeTensorMode,
-) -> CapturedCall:
-    """Run a module once, and return the call with what it returns.
-
-    Raises:
-        CannotRunError: if the module's code fails, or returns what no program holds.
-    """
-    place = f"the code of the module {eager.path}"
-    try:
-        # Modes of the trace are those of its thread.
-        with ThreadPoolExecutor(1) as thread:
-            returned = thread.submit(_run_once, eager, traced, plain, runs, inputs, trained, mode)
-            structure, tensors, changed = returned.result()
-        for tensor in tensors:
-            require_dtype(tensor.dtype, place[0].upper() + place[1:])
-    except UserError as error:
-        raise CannotRunError(eager.path, str(error)) from None
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the module's code
-        sentence = explain(error, line_of_error(error), f"{place} cannot run as it is")
-        raise CannotRunError(eager.path, sentence[0].upper() + sentence[1:]) from None
-    statistics = (i for i, own in enumerate(eager.own) if own.is_statistic and eager.training[0])
-    may_change = sorted({*changed, *statistics})
-    return CapturedCall(
-        path=eager.path,
-        module=runs,
-        forward=forward,
-        eager=eager,
-        trained=trained,
-        returned=structure,
-        results=(
-            *(_type_of(x, x.requires_grad) for x in tensors),
-            *(_type_of(inputs[i], i in trained) for i in may_change),
-        ),
-        may_change=tuple(may_change),
-    )
-
-
-def _run_once(
-    eager: EagerForward,
-    traced: nn.Module,
-    plain: Forward,
-    runs: nn.Module,
-    inputs: Sequence[Tensor],
-    trained: tuple[int, ...],
-    mode: FakeTensorMode,
-) -> tuple[Structure, list[Tensor], frozenset[int]]:
-    """Return what a module returns, its tensors, and the positions of the inputs that it changes.
-
-    Raises:
-        UserError: if numbers among its results depend on tensors.
-    """
-    types = [(tuple(x.shape), x.dtype) for x in inputs]
-    values = _values(eager, runs)
-
-    def taken(returned: Returned) -> tuple[Structure, list[Tensor], frozenset[int]]:
-        structure, tensors = taken_apart(returned.values, eager.place, "returns")
-        return structure, tensors, frozenset(returned.changed)
-
-    def run(numbers: Sequence[Tensor]) -> tuple[Structure, list[Tensor], frozenset[int]]:
-        own = enumerate(eager.own)
-        every = frozenset(range(len(numbers))) - {i for i, each in own if each.is_parameter}
-        return eager.run(traced, plain, numbers, 0, trained, every, taken)
-
-    def run_on(integer: int) -> tuple[Structure, list[Tensor], frozenset[int]]:
-        return run(
-            [
-                values[i].to(dtype) if i in values else _without_meaning(shape, dtype, i, integer)
-                for i, (shape, dtype) in enumerate(types)
-            ]
-        )
-
-    try:
-        with mode:
-            return run([torch.empty(shape, dtype=dtype) for shape, dtype in types])
-    except Exception:  # noqa: BLE001 - its code may need values
-        # Integers may be the number for no word, or an index.
-        tried = [_tried(run_on, integer) for integer in range(3)]
-        found = [each for each in tried if not isinstance(each, Exception)]
-        if not found:
-            raise next(each for each in tried if isinstance(each, Exception)) from None
-        if any(str(each[0]) != str(found[0][0]) for each in found):
-            place = eager.place
-            raise UserError(
-                f"{place} returns numbers that depend on the values of tensors."
-            ) from None
-        return found[0]
-
-
-def _tried(run: Callable[[int], T], argument: int) -> T | Exception:
-    try:
-        return run(argument)
-    except UserError:
-        raise
-    except Exception as error:  # noqa: BLE001 - any error of the module's code
-        return error
-
-
-def _type_of(x: Tensor, is_differentiated: bool) -> ResultType:
-    stride = torch.empty_like(x, device="meta").stride()
-    return ResultType(tuple(x.shape), stride, x.dtype, is_differentiated)
-
-
-def _values(eager: EagerForward, runs: nn.Module) -> dict[int, Tensor]:
-    """Return the values of the module's buffers by their positions, where they are known: code may index with them."""
-    names = dict(runs.named_buffers(remove_duplicate=False))
-    found = (
-        (i, names.get(own.names[0])) for i, own in enumerate(eager.own) if not own.is_parameter
-    )
-    return {i: x.cpu() for i, x in found if x is not None and type(x) is Tensor and not x.is_meta}
-
-
-def _without_meaning(
-    shape: tuple[int, ...], dtype: torch.dtype, position: int, integer: int
-) -> Tensor:
-    """Return small random numbers, or an integer everywhere: integers may be indices."""
-    if not dtype.is_floating_point:
-        return torch.full(shape, integer, dtype=dtype)
-    generator = torch.Generator().manual_seed(2 * position + integer)
-    return torch.empty(shape, dtype=dtype).normal_(0, 0.1, generator=generator)

@@ -11,7 +11,7 @@ from typing import Final
 from torch import nn
 
 from zeroir.errors import UserError
-from zeroir.frontend.opaque.calls import CannotRunError
+from zeroir.frontend.opaque.found_out import CannotRunError
 
 NONE: Final = "none"
 _WHOLE: Final = "Or let the code of the whole model run as it is, with all parameters gathered at once: --opaque root."
@@ -115,6 +115,11 @@ class OpaqueChoice:
             if path and _has_forward(self._classes[path]):
                 return path
         return None
+
+    def reason_of(self, path: str) -> str:
+        """Return why a module was chosen; empty if the user chose it."""
+        found = (why for name, why in self.reasons.items() if self._is_alike(name, path))
+        return next(found, "") if path else ""
 
     def notes(self) -> list[str]:
         """Return a sentence for each class of modules that was chosen."""
