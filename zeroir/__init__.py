@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from zeroir.config.offload import Offload
     from zeroir.config.precision import Precision
     from zeroir.config.steps import Evaluate, MicroSteps, Recompute
+    from zeroir.config.units import Units
     from zeroir.errors import InternalError, UserError
     from zeroir.integrations.accelerate import prepare
     from zeroir.integrations.hugging_face import ZeroirTrainer
@@ -66,6 +67,7 @@ __all__ = [
     "Recompute",
     "ResumableLoader",
     "StepResult",
+    "Units",
     "Unshard",
     "UserError",
     "ZeroirStrategy",
@@ -93,6 +95,7 @@ _HOMES = {
     "Prefetch": ("zeroir.config.communication", "Prefetch"),
     "Evaluate": ("zeroir.config.steps", "Evaluate"),
     "Recompute": ("zeroir.config.steps", "Recompute"),
+    "Units": ("zeroir.config.units", "Units"),
     "Unshard": ("zeroir.config.communication", "Unshard"),
     "CompileOptions": ("zeroir.config", "CompileOptions"),
     "CompiledProgram": ("zeroir.api", "CompiledProgram"),

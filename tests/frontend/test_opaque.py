@@ -183,7 +183,12 @@ def test_the_model_itself_runs_as_it_is_where_it_is_asked_to() -> None:
     with pytest.raises(UserError, match=r"test_opaque.py:\d+ uses the values of a tensor"):
         zeroir.compile(module, torch.ones(2, 4))
     engine = zeroir.compile(
-        module, torch.ones(2, 4), opaque="root", optimizer="sgd", lr=0.1, world_size=1
+        module,
+        torch.ones(2, 4),
+        units=zeroir.Units(opaque="root"),
+        optimizer="sgd",
+        lr=0.1,
+        world_size=1,
     ).engine()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(3):
@@ -197,13 +202,13 @@ def test_the_model_itself_runs_as_it_is_where_it_is_asked_to() -> None:
 
 def test_none_refuses_as_patterns_choose() -> None:
     with pytest.raises(UserError, match=r"deciding_modules.py:\d+ uses the values of a tensor"):
-        zeroir.compile(str(FILE), world_size=2, opaque="none")
+        zeroir.compile(str(FILE), world_size=2, units=zeroir.Units(opaque="none"))
     with pytest.raises(UserError, match="--opaque tower matches no module"):
-        zeroir.compile(str(FILE), world_size=2, opaque="tower")
+        zeroir.compile(str(FILE), world_size=2, units=zeroir.Units(opaque="tower"))
     with pytest.raises(UserError, match=r"deciding_modules.py:\d+ uses the values of a tensor"):
-        zeroir.compile(str(FILE), world_size=2, opaque="branches.*")
+        zeroir.compile(str(FILE), world_size=2, units=zeroir.Units(opaque="branches.*"))
     pattern = "branches.*,drops.*,turns,selects,last"
-    program = zeroir.compile(str(FILE), world_size=2, opaque=pattern).program
+    program = zeroir.compile(str(FILE), world_size=2, units=zeroir.Units(opaque=pattern)).program
     assert opaque_modules(program.segments).keys() == {*OPAQUE, "last"}
 
 

@@ -18,6 +18,7 @@ from zeroir.config.options import CompileOptions
 from zeroir.config.precision import FloatName, Precision
 from zeroir.config.steps import Evaluate, MicroSteps, Recompute
 from zeroir.config.table import OptionObject, object_type
+from zeroir.config.units import Units
 from zeroir.cost.estimate_options import Optimizer
 from zeroir.errors import UserError
 from zeroir.ir.optimizers.catalogue import Algorithm, OptimizerName
@@ -41,8 +42,7 @@ class CompileKeywords(TypedDict, total=False):
     stage: int
     mesh: str | None
     world_size: int
-    units: str | None
-    opaque: str | None
+    units: str | Units | None
     precision: FloatName | Precision
     micro_steps: int | MicroSteps
     shapes: object

@@ -23,6 +23,7 @@ from zeroir.config.optimizer import OptimizerOptions
 from zeroir.config.precision import Precision
 from zeroir.config.steps import Evaluate, MicroSteps, Recompute
 from zeroir.config.table import Option, OptionObject, text_of
+from zeroir.config.units import Units
 from zeroir.errors import UserError
 from zeroir.ir.limits import LARGEST_SCALAR, MOST_RANKS
 from zeroir.ir.mesh import DATA_AXIS, REPLICATE_AXIS, Axis, Mesh
@@ -61,23 +62,7 @@ class CompileOptions(OptionObject):
             "or 2 without GPUs]",
         ),
     ] = Field(ge=1, le=MOST_RANKS, default_factory=default_world_size)
-    units: Annotated[
-        str | None,
-        Option(
-            group=_SHARDING,
-            help="The submodules that share a flat buffer: patterns of names (blocks.*), class:NAME or min:NUMEL, "
-            "separated by commas. [default: repeated blocks]",
-        ),
-    ] = None
-    opaque: Annotated[
-        str | None,
-        Option(
-            group=_SHARDING,
-            help="Modules whose code runs as it is, since it cannot be traced: patterns of names (encoder.layers.*), "
-            "separated by commas, root for the model itself, or none, with which such code is refused. [default: the "
-            "smallest inside the model that can]",
-        ),
-    ] = None
+    units: Units = Units()
     precision: Precision = Precision()
     micro_steps: MicroSteps = MicroSteps()
     shapes: Annotated[

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from zeroir.frontend.lowering.units import Units
+from zeroir.frontend.lowering.units import UnitModules
 from zeroir.frontend.source.imports import NOT_THE_USERS, is_in_a_library
 
 
@@ -30,7 +30,7 @@ class Checkpoint:
     source: str
     modules: list[str] = field(default_factory=list)
 
-    def units(self, units: Units) -> list[str]:
+    def units(self, units: UnitModules) -> list[str]:
         """Return the units that are completely inside it; none if it is inside a unit."""
         if any(name in units.labels for name in self.around):
             return []
@@ -41,13 +41,13 @@ class Checkpoint:
         ]
 
 
-def recomputed_units(checkpoints: Sequence[Checkpoint], units: Units) -> tuple[str, ...]:
+def recomputed_units(checkpoints: Sequence[Checkpoint], units: UnitModules) -> tuple[str, ...]:
     """Return the units in checkpoints, in the model's order."""
     inside = {unit for checkpoint in checkpoints for unit in checkpoint.units(units)}
     return tuple(unit for unit in units.labels if unit in inside)
 
 
-def note_on_small_checkpoints(checkpoints: Sequence[Checkpoint], units: Units) -> str | None:
+def note_on_small_checkpoints(checkpoints: Sequence[Checkpoint], units: UnitModules) -> str | None:
     """Return a sentence on the checkpoints that contain no whole unit; None if there are none."""
     sources = dict.fromkeys(c.source for c in checkpoints if not c.units(units))
     if not sources:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zeroir.frontend.capture.joint_graph import InputKind, JointGraph, JointNode, ModuleCall
-from zeroir.frontend.lowering.units import ROOT, ROOT_MID, ROOT_POST, ROOT_PRE, Units
+from zeroir.frontend.lowering.units import ROOT, ROOT_MID, ROOT_POST, ROOT_PRE, UnitModules
 
 
 @dataclass(slots=True)
@@ -35,7 +35,9 @@ class _ForwardRange:
     nodes: list[JointNode]
 
 
-def partition(joint: JointGraph, units: Units, canonical: Mapping[str, str]) -> list[UnitCall]:
+def partition(
+    joint: JointGraph, units: UnitModules, canonical: Mapping[str, str]
+) -> list[UnitCall]:
     """Return the unit calls in the order of their forwards.
 
     ``canonical`` maps every name of a parameter to its first.
@@ -64,7 +66,7 @@ def parameter_of(
     return names[value]
 
 
-def _forward_ranges(joint: JointGraph, units: Units) -> list[_ForwardRange]:
+def _forward_ranges(joint: JointGraph, units: UnitModules) -> list[_ForwardRange]:
     """Return the forward nodes in maximal ranges of one call of a unit's module, or of none."""
     ranges: list[_ForwardRange] = []
     range_of: dict[int, int] = {}
@@ -112,7 +114,7 @@ def _parameters(
 
 def _unit_calls(
     ranges: list[_ForwardRange],
-    units: Units,
+    units: UnitModules,
     parents: Mapping[int, JointNode],
     names: Mapping[int, str],
 ) -> list[UnitCall]:

@@ -23,7 +23,7 @@ from zeroir.frontend.lowering.micro_batch_weights import add_micro_batch_weights
 from zeroir.frontend.lowering.partition import UnitCall, partition
 from zeroir.frontend.lowering.segment_calls import SegmentCall
 from zeroir.frontend.lowering.segments import cut
-from zeroir.frontend.lowering.units import ROOT, ROOT_PRE, Units, find_units
+from zeroir.frontend.lowering.units import ROOT, ROOT_PRE, UnitModules, find_units
 from zeroir.frontend.source.source import NOTHING_EARLIER, Earlier, ModelSource
 from zeroir.frontend.watch.stored_tensors import KeptTensors
 from zeroir.ir.program import Program
@@ -66,10 +66,10 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
             outputs=options.evaluate.outputs,
             shapes=shapes,
             numbers=numbers,
-            opaque=options.opaque,
+            opaque=options.units.opaque,
         ),
     )
-    units = find_units(captured.module, options.units, captured.opaque)
+    units = find_units(captured.module, options.units.modules, captured.opaque)
     notes = [*captured.notes]
     if captured.checkpoints and not options.recompute.units:
         options = replaced(options, recompute=recomputed_units(captured.checkpoints, units))
@@ -147,19 +147,19 @@ def program_of(
     """Return the logical program of a captured model, which goes on with an earlier one."""
     if not options.evaluate.is_on:
         captured = replace(captured, evaluation=None)
-    units = find_units(captured.module, options.units, captured.opaque)
+    units = find_units(captured.module, options.units.modules, captured.opaque)
     canonical = {
         name: info.name for info in captured.parameters for name in (info.name, *info.aliases)
     }
     unit_calls = partition(captured.joint, units, canonical)
     if (
-        options.units is not None
+        options.units.modules is not None
         and units.labels
         and all(call.unit not in units.labels for call in unit_calls)
     ):
         raise UserError(
-            f"--units {options.units} names only modules that the model never calls, such as lists; name what they "
-            "contain."
+            f"--units {options.units.modules} names only modules that the model never calls, such as lists; name what "
+            "they contain."
         )
     calls = cut(captured.joint, unit_calls, canonical)
     evaluation_calls: tuple[SegmentCall, ...] = ()
@@ -183,7 +183,7 @@ def program_of(
     return declared(program)
 
 
-def _owner(parameter: str, units: Units, unit_calls: list[UnitCall]) -> str:
+def _owner(parameter: str, units: UnitModules, unit_calls: list[UnitCall]) -> str:
     """Return the unit of a parameter that no segment uses: its module's, otherwise the first part of the root."""
     root = next((c.unit for c in unit_calls if c.unit.startswith(ROOT)), ROOT_PRE)
     return units.unit_of(parameter) or root

@@ -25,7 +25,7 @@ ROOT_POST = "root.post"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Units:
+class UnitModules:
     """The modules that are units, by fully-qualified name, with the label used in the names of their segments."""
 
     labels: dict[str, str]
@@ -41,7 +41,9 @@ class Units:
         return next((name for name in names if name in self.labels), None)
 
 
-def find_units(module: nn.Module, spec: str | None, opaque: Collection[str] = frozenset()) -> Units:
+def find_units(
+    module: nn.Module, spec: str | None, opaque: Collection[str] = frozenset()
+) -> UnitModules:
     """Return the units that ``spec`` names, or the repeated blocks.
 
     The modules ``opaque`` are one operator each: one in which there are units is a unit instead of them.
@@ -50,7 +52,7 @@ def find_units(module: nn.Module, spec: str | None, opaque: Collection[str] = fr
         UserError: if the specification is invalid or matches no module.
     """
     if "" in opaque:
-        return Units(labels={})
+        return UnitModules(labels={})
     names = (
         _repeated(module)
         if spec is None
@@ -58,7 +60,7 @@ def find_units(module: nn.Module, spec: str | None, opaque: Collection[str] = fr
     )
     around = {path for path in opaque if any(_is_inside(name, (path,)) for name in names)}
     names = names - {name for name in names if _is_inside(name, around)} | around
-    return Units(
+    return UnitModules(
         labels={
             name: _snake_case(type(module.get_submodule(name)).__name__)
             for name, _ in module.named_modules()

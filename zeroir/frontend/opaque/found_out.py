@@ -54,7 +54,7 @@ class OpaqueModule:
     forward: Forward
 
 
-class Found(NamedTuple):
+class WhatItReturns(NamedTuple):
     """What a module returns: without tensors, the types of its results, and the inputs that it may change.
 
     ``results`` are the tensors that it returns, then those inputs.
@@ -71,7 +71,7 @@ def found_out(
     inputs: Sequence[Tensor],
     trained: tuple[int, ...],
     mode: FakeTensorMode,
-) -> Found:
+) -> WhatItReturns:
     """Run a module once, and return what it returns for inputs of these types, some of which are ``trained``.
 
     Raises:
@@ -96,7 +96,7 @@ def found_out(
         *(_type_of(x, x.requires_grad) for x in tensors),
         *(_type_of(inputs[i], i in trained) for i in may_change),
     )
-    return Found(structure, results, tuple(may_change))
+    return WhatItReturns(structure, results, tuple(may_change))
 
 
 def _run_once(
