@@ -266,8 +266,9 @@ def test_a_program_in_a_file_needs_the_model(tmp_path: Path) -> None:
         zeroir.load(program).engine(model=Deciding())
 
 
-def test_the_message_says_what_a_dim_needs() -> None:
-    with pytest.raises(
-        UserError, match=r"deciding_modules.py:\d+: .* returns what is known for one size only"
-    ):
+def test_sizes_that_differ_need_code_that_can_be_traced() -> None:
+    with pytest.raises(UserError, match=r"deciding_modules.py:\d+ uses the values of a tensor"):
         zeroir.compile(str(FILE), world_size=1, shapes="0: rows<=8, _")
+    chosen = zeroir.Units(opaque="branches.*,drops.*,turns,selects")
+    with pytest.raises(UserError, match=r"deciding_modules.py:\d+: .* known for one size only"):
+        zeroir.compile(str(FILE), world_size=1, shapes="0: rows<=8, _", units=chosen)

@@ -226,7 +226,7 @@ class OpaqueModules:
             for size in (leaf.shape if isinstance(leaf, Tensor) else (leaf,))
         ):
             raise UserError(
-                f"{place} because it cannot be traced, returns what is known for one size only: leave shapes out."
+                f"{place} returns what is known for one size only: leave shapes out, or let it be traced."
             )
         arguments, given = taken_apart((args, kwargs), place, "is called with")
         inputs = [*tensors, *given]
