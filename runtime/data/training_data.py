@@ -22,6 +22,9 @@ Resumption = Literal["new", "loader", "start-step", "replay"]
 """How data continues: it starts over, a loader loads its state, ``batches`` takes ``start_step``, or batches are
 skipped."""
 
+MOST_LEFT_OUT: Final = 1000
+"""Batches that are left out in a row; more are no exception."""
+
 _TAKEN: Final = "batches"
 _LOADER: Final = "loader"
 
@@ -57,10 +60,13 @@ class TrainingData:
     epoch but the first, ``set_epoch`` of a ``DataLoader``'s sampler is called if it exists. A generator ends, and so
     does the result of a function with ``start_step``, because that is the rest of the batches.
 
-    The position counts the batches taken, not those that a loader has prefetched.
+    The position counts the batches taken, not those that a loader has prefetched. Batches that ``takes`` refuses are
+    left out, and counted in ``left_out``; None takes all.
     """
 
     def __init__(self, function: BatchFunction, rank: RankOfData) -> None:
+        self.takes: Callable[[Batch], bool] | None = None
+        self.left_out = 0
         self._function = function
         self._rank = rank
         self._taken = 0
@@ -81,11 +87,22 @@ class TrainingData:
         self._opened()
 
     def take(self, step: int) -> Batch:
-        """Return the next batch; ``step`` is the training step that needs it, for messages.
+        """Return the next batch that is not left out; ``step`` is the training step that needs it, for messages.
 
         Raises:
-            UserError: where there is none.
+            UserError: where there is none, or too many in a row are left out.
         """
+        for _ in range(MOST_LEFT_OUT):
+            batch = self._next(step)
+            if self.takes is None or self.takes(batch):
+                return batch
+            self.left_out += 1
+        raise UserError(
+            f"{MOST_LEFT_OUT:,} batches in a row before step {step} have sizes that the program does not take: compile "
+            "for these."
+        )
+
+    def _next(self, step: int) -> Batch:
         iterator = self._opened()
         try:
             with in_users_code("batches()", f" at step {step}"):

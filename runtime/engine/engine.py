@@ -147,6 +147,13 @@ class Engine:
         """The program that runs at present."""
         return self.rank_program.program
 
+    def takes(self, batch: Batch) -> bool:
+        """Return whether steps take batches of these sizes; other differences are for the step to refuse.
+
+        Each rank asks for itself.
+        """
+        return self._programs.signatures.take(batch)
+
     @property
     def job(self) -> Job:
         """The ranks that run the program together."""

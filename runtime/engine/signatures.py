@@ -18,7 +18,7 @@ from zeroir.ir.program import EVALUATE, STEP_SECTIONS, InputBinding, Program
 from zeroir.ir.sizes import Dim, Size
 from zeroir.runtime.comm.job import Job, exchanged_texts, require_same_program
 from zeroir.runtime.engine.followed import CompiledAgain, Followed, is_current
-from zeroir.runtime.execution.batch import Shape, shape_of
+from zeroir.runtime.execution.batch import Shape, has_other_sizes, shape_of
 from zeroir.torch_ops.batches import Batch
 
 LOGGER: Final = logging.getLogger("zeroir")
@@ -78,6 +78,11 @@ class Signatures:
     def are_several(self) -> bool:
         """Whether batches may need another program."""
         return self._splits is not None
+
+    def take(self, batch: Batch) -> bool:
+        """Return whether a program takes the sizes of a batch, or one can be compiled that does."""
+        whole = self.running.program if self._splits is None else self._whole
+        return not has_other_sizes(whole, batch)
 
     def for_several(self, known: CompiledAgain) -> CompiledAgain:
         """Return one of these programs for steps of several batches, which stands in its place from now on."""

@@ -82,9 +82,40 @@ def inputs_of(program: Program, batch: Batch) -> list[tuple[InputBinding, Tensor
     return inputs
 
 
+def has_other_sizes(program: Program, batch: Batch) -> bool:
+    """Return whether a batch has sizes that the program does not take, and is like its batches otherwise."""
+    leaves = flatten(batch)
+    tensors, constants = leaves.tensors, leaves.constants
+    is_alike = (
+        tensors.keys() == {binding.path for binding in program.inputs}
+        and constants.keys() == {binding.path for binding in program.batch_constants}
+        and all(
+            tensors[each.path].dtype is TORCH_DTYPE[each.dtype]
+            and tensors[each.path].dim() == len(each.shape)
+            for each in program.inputs
+        )
+        and all(is_same_constant(constants[c.path], c.value) for c in program.batch_constants)
+    )
+    if not is_alike:
+        return False
+    try:
+        values = dict(
+            zip((dim.name for dim in program.dims), shape_of(program, batch), strict=True)
+        )
+    except BatchError:
+        return True
+    return any(
+        tuple(tensors[each.path].shape) != _shape_at(each, values) for each in program.inputs
+    )
+
+
+def _shape_at(binding: InputBinding, values: Mapping[str, int]) -> Shape:
+    return tuple(s.at(values) if isinstance(s, Size) else s for s in binding.shape)
+
+
 def _checked(binding: InputBinding, leaves: BatchLeaves, values: Mapping[str, int]) -> Tensor:
     tensor = leaves.tensors.get(binding.path)
-    shape = tuple(s.at(values) if isinstance(s, Size) else s for s in binding.shape)
+    shape = _shape_at(binding, values)
     expected = _describe(str(TORCH_DTYPE[binding.dtype]), shape)
     if tensor is None:
         found = (

@@ -28,6 +28,7 @@ from zeroir.api.running.run_options import TENSORBOARDS, RunOptions
 from zeroir.api.sentences import say, warnings_as_sentences
 from zeroir.artifact.outputs import TIMELINE, require_writable, write_whole
 from zeroir.errors import UserError
+from zeroir.report.names import counted
 
 if TYPE_CHECKING:
     from zeroir.frontend.source.source import ModelSource
@@ -97,6 +98,8 @@ def run_program(
             if source.batches is None and job_rank.rank == 0:
                 say(f"There is no batches(): training on {source.names.batch} again and again.")
             training.data.open()
+            if options.skip_other_sizes:
+                training.data.takes = engine.takes
             if trace is not None:
                 engine.record(options.steps)
             with stopping() as stop:
@@ -177,6 +180,10 @@ def _train(
                 at_peak_s=at_peak_s,
                 check_finite=options.check_finite,
             )
+        left_out = training.data.left_out
+        if left_out:
+            batches = counted(left_out, "batch", "batches")
+            say(f"Rank {engine.rank} left out {batches} of sizes that the program does not take.")
         if engine.step_count < options.steps and engine.rank == 0:
             say(f"Stopped by SIGTERM after {engine.step_count} of {options.steps} steps.")
     except BrokenPipeError:

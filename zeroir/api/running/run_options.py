@@ -98,6 +98,14 @@ class RunOptions(OptionObject):
             help="Look at all gradients before each update, and name the first parameter whose gradient is not finite.",
         ),
     ] = False
+    skip_other_sizes: Annotated[
+        bool,
+        Option(
+            group=_TRAINING,
+            help="Leave out batches of sizes that the program does not take, instead of ending the job; each rank then "
+            "takes its next one.",
+        ),
+    ] = False
     eval_every: Annotated[
         int | None,
         Field(ge=1, le=MOST_COUNT),
