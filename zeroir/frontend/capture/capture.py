@@ -207,7 +207,7 @@ def _captured(
         parameters_before = parameter_shapes(model)
         opaque_paths = opaque.paths_in(model)
         reasons = {path: opaque.reason_of(path) for path in opaque_paths}
-        OpaqueModules(source, reasons, mode).install(model)
+        OpaqueModules(source, reasons, mode, opaque.found).install(model)
         functions = (source.loss, source.weight, *hooks.functions)
         code = UsersCode(modules=source.modules, functions=functions)
         state = PythonState.of(model, code)

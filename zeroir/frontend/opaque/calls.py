@@ -31,7 +31,7 @@ from zeroir.frontend.opaque.eager_forward import (
     own_tensors,
     taken_apart,
 )
-from zeroir.frontend.opaque.found_out import OpaqueModule, found_out
+from zeroir.frontend.opaque.found_out import OpaqueModule, WhatItReturns, found_out
 from zeroir.frontend.source.source import ModelSource
 from zeroir.frontend.source.source_lines import line_of_forward
 from zeroir.torch_ops.neutral import NeutralOps
@@ -171,12 +171,15 @@ _NEXT: Final = count()
 class OpaqueModules:
     """The opaque modules of a model that is traced: the reason why it cannot be traced for each name of ``reasons``.
 
+    ``found`` has what modules return, by their class and what they are called with.
+
     The code of the user's own module runs, if it is in hand, with its present attributes.
     """
 
     source: ModelSource
     reasons: Mapping[str, str]
     mode: FakeTensorMode
+    found: dict[tuple[type, str], WhatItReturns]
     _known: dict[str, CapturedCall] = field(default_factory=dict)
     _label: str = ""
 
@@ -241,11 +244,16 @@ class OpaqueModules:
         has_grad = torch.is_grad_enabled()
         trained = tuple(i for i, x in enumerate(inputs) if has_grad and x.requires_grad)
         types = [(tuple(x.shape), x.dtype) for x in inputs]
-        key = f"{path} {arguments} {eager.training} {eager.autocast} {trained} {types}"
+        call = f"{arguments} {eager.training} {eager.autocast} {trained} {types}"
+        key = f"{path} {call}"
         word = f"{self._label}_{_mangled(path)}_{hashlib.sha256(key.encode()).hexdigest()[:8]}"
         known = self._known.get(word)
         if known is None:
-            found = found_out(eager, module, inputs, trained, self.mode)
+            # Modules of one class that are called alike return alike, which each call checks.
+            of_class = type(traced), f"{[each.names for each in own]} {call}"
+            if of_class not in self.found:
+                self.found[of_class] = found_out(eager, module, inputs, trained, self.mode)
+            found = self.found[of_class]
             known = self._known[word] = CapturedCall(
                 path=path,
                 reason=module.reason,

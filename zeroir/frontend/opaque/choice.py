@@ -11,7 +11,7 @@ from typing import Final
 from torch import nn
 
 from zeroir.errors import UserError
-from zeroir.frontend.opaque.found_out import CannotRunError
+from zeroir.frontend.opaque.found_out import CannotRunError, WhatItReturns
 
 NONE: Final = "none"
 _WHOLE: Final = "Or let the code of the whole model run as it is, with all parameters gathered at once: --opaque root."
@@ -45,12 +45,13 @@ def module_of_error(error: BaseException, model: nn.Module) -> str | None:
 class OpaqueChoice:
     """The choice for one model. ``option`` is that of the compilation.
 
-    Without it, ``include`` adds what cannot be traced. ``reasons`` has the sentence for each added module that stands
-    first among those of its class.
+    ``found`` has what was found out of modules, as ``OpaqueModules`` has it. Without the option, ``include`` adds what
+    cannot be traced, and ``reasons`` has the sentence for each added module that stands first among those of its class.
     """
 
     option: str | None = None
     reasons: dict[str, str] = field(default_factory=dict)
+    found: dict[tuple[type, str], WhatItReturns] = field(default_factory=dict)
     _paths: frozenset[str] = frozenset()
     _classes: dict[str, type] = field(default_factory=dict)
 
