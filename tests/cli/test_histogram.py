@@ -193,3 +193,22 @@ def any_zir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("histogram") / "any.zir"
     compiled(3, 1).save(path)
     return path
+
+
+def test_a_plan_is_for_the_mean_sizes_and_says_the_mean_step(zeroir: Zeroir) -> None:
+    given = {"batch": batch_of(3, 12), "shapes": ((ROWS, LENGTH), (ROWS, LENGTH)), "world_size": 2}
+    plan = package.plan(Tagger(), "cpu-local", histogram=ROWS_OF_HISTOGRAM, most_tried=5, **given)  # type: ignore[arg-type]
+    assert plan.at == {"length": 525, "rows": 9}
+    expected = package.simulate_histogram(plan.compiled, ROWS_OF_HISTOGRAM, "cpu-local")
+    assert plan.mean == expected
+    assert plan.chosen.step_ns == round(
+        package.simulate(plan.compiled, "cpu-local", at=plan.at).step_s * 1e9
+    )
+    answer = zeroir(
+        *("plan", any_length.__file__, "--histogram", "batches", "--world-size", "2"),
+        *("--machine", "cpu-local", "--most-tried", "3"),
+    )
+    assert answer.exit_code == 0, answer.err
+    assert " over 1,000 batches of " in " ".join(answer.out.split())
+    refused = zeroir("plan", any_length.__file__, "--histogram", "batches", "--at", "rows=1")
+    assert_refused(refused, "cannot be combined with --at")

@@ -29,6 +29,14 @@ At = Annotated[
         help="Sizes of the batches, such as length=2048,rows=4, for a program with dims. [default: the largest]"
     ),
 ]
+SizesHistogram = Annotated[
+    str | None,
+    Parameter(
+        name="--histogram",
+        help="How often batches have which sizes, for a program with dims: a CSV file with columns such as "
+        "length,rows,count, or `batches` for the first 1,000 of the model file's batches().",
+    ),
+]
 Ranks = Annotated[
     int | None,
     Parameter(

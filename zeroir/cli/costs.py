@@ -18,6 +18,7 @@ from zeroir.cli.arguments import (
     Machine,
     MovedModel,
     ProgramFile,
+    SizesHistogram,
 )
 from zeroir.cli.console import err, out, print_json
 from zeroir.cli.option_groups import EstimateParameters
@@ -38,13 +39,7 @@ def simulate(
         Parameter(validator=InCounts, help="Number of micro-steps. [default: the program's]"),
     ] = None,
     at: At = None,
-    histogram: Annotated[
-        str | None,
-        Parameter(
-            help="How often batches have which sizes, for a program with dims: a CSV file with columns such as "
-            "length,rows,count, or `batches` for the first 1,000 of the model file's batches()."
-        ),
-    ] = None,
+    histogram: SizesHistogram = None,
     model: MovedModel = None,
     allow_model_change: AllowModelChange = False,
     trace: Annotated[

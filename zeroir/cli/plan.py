@@ -8,7 +8,15 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, At, InCounts, Machine, Model
+from zeroir.cli.arguments import (
+    DEFAULT_MACHINE,
+    AsJson,
+    At,
+    InCounts,
+    Machine,
+    Model,
+    SizesHistogram,
+)
 from zeroir.cli.compiling import CompileOptions, Config, print_notes, resolved
 from zeroir.cli.console import out, print_json, progress
 from zeroir.errors import UserError
@@ -24,6 +32,7 @@ def plan(
         Parameter(help="Device memory of a rank, such as 80GB. [default: the machine's]"),
     ] = None,
     at: At = None,
+    histogram: SizesHistogram = None,
     largest_batch: Annotated[
         bool,
         Parameter(
@@ -74,6 +83,7 @@ def plan(
             chosen,
             memory=memory,
             at=at,
+            histogram=histogram,
             largest_batch=largest_batch,
             most_tried=most_tried,
         )

@@ -37,6 +37,14 @@ def render_plan(plan: Plan, *, is_unfolded: bool = False) -> RenderableType:
     grid.add_row("chosen", words(chosen.settings))
     step_s = (chosen.step_ns or 0) / 1e9
     grid.add_row("step", f"{format_seconds(step_s)}, {_bounded(chosen)}")
+    mean = plan.mean
+    if mean is not None:
+        grid.add_row(
+            "mean step",
+            f"{format_seconds(mean.mean_s)} over {counted(mean.batches, 'batch', 'batches')} of "
+            f"{counted(len(mean.shapes), 'shape')}, of which a rank waits {format_seconds(mean.wait_s)} for slower "
+            "ones",
+        )
     if chosen.measured is not None and (chosen.measured.segments or chosen.measured.collectives):
         grid.add_row("measured", measured_counts(chosen.measured))
     grid.add_row("needs", f"{format_bytes(chosen.needed_bytes)}, most {chosen.culprit}")
@@ -84,6 +92,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "machine": plan.machine,
         "world_size": plan.world_size,
         "at": dict(plan.at),
+        "mean": None if plan.mean is None else asdict(plan.mean),
         "largest_batches": None if plan.largest_batches is None else asdict(plan.largest_batches),
         "memory_bytes": plan.budget_bytes,
         "tried": plan.tried,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from zeroir.api.compiled import CompiledProgram
 from zeroir.api.compiling import load_program
@@ -13,6 +13,10 @@ from zeroir.api.model_of_program import load_model
 from zeroir.cost.histogram import MeanStep, Shape, histogram_of, mean_step, read_histogram
 from zeroir.cost.machine import Machine, load_machine
 from zeroir.errors import UserError
+
+if TYPE_CHECKING:
+    from zeroir.frontend.source.source import ModelSource
+    from zeroir.ir.program import Program
 
 BATCHES: Final = "batches"
 """The histogram that is measured from ``batches()`` of the model file."""
@@ -43,44 +47,66 @@ def simulate_histogram(
         UserError: if the program has no dims, or the program, the machine or the histogram is missing or wrong.
     """
     compiled = program if isinstance(program, CompiledProgram) else load_program(program)
-    if not compiled.program.dims:
-        raise UserError(
-            "The program has no dims, so all its batches have one shape: compile it with --shapes for a histogram."
-        )
+    _require_dims(compiled.program)
     loaded_machine = machine if isinstance(machine, Machine) else load_machine(machine)
-    if histogram == BATCHES:
-        counts = _measured(compiled, model, allow_model_change=allow_model_change)
-    elif model is not None or allow_model_change:
+    if histogram != BATCHES and (model is not None or allow_model_change):
         raise UserError(
             f"Of the model file only batches() would be used, and only by the histogram '{BATCHES}': leave it out."
         )
-    elif isinstance(histogram, str | Path):
-        counts = read_histogram(Path(histogram), compiled.program)
-    else:
-        rows = ((f"Row {number}", row) for number, row in enumerate(histogram, 1))
-        counts = histogram_of(compiled.program, rows)
-        if not counts:
-            raise UserError("The histogram has no rows: give at least one.")
+    source = compiled.source
+    if histogram == BATCHES and source is None and compiled.artifact.has_model_file:
+        source = load_model(
+            compiled.artifact, compiled.path, model=model, allow_model_change=allow_model_change
+        )
+    counts = counts_of(compiled.program, histogram, source, compiled.artifact.model_path)
     return mean_step(compiled.program, loaded_machine, counts, micro_steps=micro_steps)
 
 
-def _measured(
-    compiled: CompiledProgram, model: str | None, *, allow_model_change: bool
+def counts_of(
+    program: Program, histogram: Histogram, source: ModelSource | None, model: str
 ) -> Mapping[Shape, int]:
+    """Return how often each shape of a program's dims occurs; ``model`` names the source in messages.
+
+    Raises:
+        UserError: as ``simulate_histogram``.
+    """
+    _require_dims(program)
+    if histogram == BATCHES:
+        return _measured(program, source, model)
+    if isinstance(histogram, str | Path):
+        return read_histogram(Path(histogram), program)
+    rows = ((f"Row {number}", row) for number, row in enumerate(histogram, 1))
+    counts = histogram_of(program, rows)
+    if not counts:
+        raise UserError("The histogram has no rows: give at least one.")
+    return counts
+
+
+def mean_sizes(program: Program, counts: Mapping[Shape, int]) -> dict[str, int]:
+    """Return the mean of each dim over the batches of a histogram, rounded up."""
+    total = sum(counts.values())
+    return {
+        dim.name: -(-sum(shape[number] * count for shape, count in counts.items()) // total)
+        for number, dim in enumerate(program.dims)
+    }
+
+
+def _require_dims(program: Program) -> None:
+    if not program.dims:
+        raise UserError(
+            "The program has no dims, so all its batches have one shape: compile it with --shapes for a histogram."
+        )
+
+
+def _measured(program: Program, source: ModelSource | None, model: str) -> Mapping[Shape, int]:
     """Return how often each shape occurs among the first batches of rank 0."""
     from zeroir.runtime.data.training_data import RankOfData, TrainingData
     from zeroir.runtime.execution.batch import shape_of
 
-    artifact, source = compiled.artifact, compiled.source
-    if source is None and artifact.has_model_file:
-        source = load_model(
-            artifact, compiled.path, model=model, allow_model_change=allow_model_change
-        )
     if source is None or source.batches is None:
         raise UserError(
-            f"{artifact.model_path} has no batches() whose shapes could be measured: define it, or name a CSV file."
+            f"{model} has no batches() whose shapes could be measured: define it, or name a CSV file."
         )
-    program = compiled.program
     rank = RankOfData(rank=0, world_size=program.mesh.world_size, seed=0)
     data = TrainingData(source.batches, rank)
     counts = Counter(shape_of(program, batch) for batch in data.first(MEASURED))

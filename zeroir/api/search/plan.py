@@ -19,6 +19,7 @@ from zeroir.api.config_file import Config, ResolvedOptions, resolve_options
 from zeroir.api.keywords import CompileKeywords, flat_values, is_torchs
 from zeroir.api.search.adaptive import least_offload, movable_units, possible_kinds
 from zeroir.api.search.candidates import Candidate, CandidateMeasurer
+from zeroir.api.search.histogram import Histogram, counts_of, mean_sizes
 from zeroir.api.search.largest_batches import LargestBatches, largest_batches
 from zeroir.api.search.search_space import (
     SearchRegion,
@@ -34,6 +35,7 @@ from zeroir.config import CompileOptions, make_options
 from zeroir.config.field_types import STEP
 from zeroir.config.offload_places import ADAPTIVE, HOST, OFFLOADED, PAGE_BYTES
 from zeroir.config.shapes import values_given
+from zeroir.cost.histogram import MeanStep, Shape, mean_step
 from zeroir.cost.machine import Machine, load_machine
 from zeroir.cost.search import Found, Point, SearchOutcome, search
 from zeroir.errors import UserError
@@ -82,7 +84,8 @@ class Plan:
     ``alternatives`` are the best of every other stage and mesh, and what differs from the chosen one in one option,
     fastest first, then what does not fit. No choice among all ``choices`` can take less than ``bound_ns``.
     ``is_finished`` is False if the search ended because it had tried enough. Steps are those of batches in which dims
-    have the values ``at``. ``largest_batches`` are those that fit, if they were searched; the program is for the first.
+    have the values ``at``, and ``mean`` is the mean step of the chosen program for the batches of a histogram, if there
+    is one. ``largest_batches`` are those that fit, if they were searched; the program is for the first.
     """
 
     compiled: CompiledProgram
@@ -96,6 +99,7 @@ class Plan:
     bound_ns: int
     is_finished: bool
     at: Mapping[str, int]
+    mean: MeanStep | None = None
     largest_batches: LargestBatches | None = None
 
 
@@ -108,6 +112,7 @@ def plan(
     weight: WeightFunction | None = None,
     memory: str | None = None,
     at: Mapping[str, int] | str | None = None,
+    histogram: Histogram | None = None,
     largest_batch: bool = False,
     most_tried: int = MOST_TRIED,
     config: Config | None = None,
@@ -119,7 +124,9 @@ def plan(
     is the memory of a rank's device, such as ``80GB``; the default is that of the machine. Given options are kept, and
     the search chooses the others that affect speed and memory. If sizes depend on dims, the largest batches fit, and
     steps are those of batches in which dims have the values ``at``, such as ``{"length": 2048}``; others have their
-    largest. With ``largest_batch``, the dims are narrowed to the largest batches that fit, and the plan is for these.
+    largest. With a ``histogram``, as ``zeroir.simulate_histogram`` takes it, steps are those of batches of its mean
+    sizes, and the plan has the mean step, too. With ``largest_batch``, the dims are narrowed to the largest batches
+    that fit, and the plan is for these.
 
     Raises:
         UserError: if the model, the machine or an option is wrong, or if nothing fits.
@@ -141,6 +148,7 @@ def plan(
         resolved,
         memory=memory,
         at=at,
+        histogram=histogram,
         largest_batch=largest_batch,
         most_tried=most_tried,
     )
@@ -153,6 +161,7 @@ def plan_with(
     *,
     memory: str | None = None,
     at: Mapping[str, int] | str | None = None,
+    histogram: Histogram | None = None,
     largest_batch: bool = False,
     most_tried: int = MOST_TRIED,
 ) -> Plan:
@@ -160,6 +169,10 @@ def plan_with(
 
     ``make_source`` is called once the other arguments have been validated, because loading a model takes time.
     """
+    if histogram is not None and (at is not None or largest_batch):
+        raise UserError(
+            "A histogram says which sizes batches have, so it cannot be combined with --at and --largest-batch."
+        )
     options = _without_adaptive(resolved.options)
     machine = machine if isinstance(machine, Machine) else load_machine(machine)
     amount = memory or options.memory_budget
@@ -167,6 +180,10 @@ def plan_with(
     source = make_source()
     captured = capture_source(source, options)
     artifact = replace(captured.artifact, config=resolved.record)
+    counts: Mapping[Shape, int] = {}
+    if histogram is not None:
+        counts = counts_of(artifact.logical, histogram, source, source.names.model)
+        at = mean_sizes(artifact.logical, counts)
     values_given(artifact.logical, at)
     found: LargestBatches | None = None
     if largest_batch:
@@ -190,6 +207,7 @@ def plan_with(
         bound_ns=result.bound_ns,
         is_finished=result.is_finished,
         at=values,
+        mean=mean_step(compiled.program, machine, counts) if counts else None,
         largest_batches=found,
     )
 
