@@ -25,7 +25,7 @@ from zeroir.ir.spans import Span
 from zeroir.runtime.checkpoint.background import PendingSave
 from zeroir.runtime.checkpoint.checkpointer import Checkpointer, Running
 from zeroir.runtime.checkpoint.loading import LoadedState
-from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, Job
+from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, Job, exchanged_texts
 from zeroir.runtime.distributed.rank_position import RankPosition
 from zeroir.runtime.engine.accumulation import Accumulation, MicroStepResult
 from zeroir.runtime.engine.followed import CompiledAgain, Followed
@@ -41,6 +41,7 @@ from zeroir.runtime.engine.results import Evaluation, StepResult
 from zeroir.runtime.engine.signatures import Signatures
 from zeroir.runtime.engine.values import ModelValues
 from zeroir.runtime.engine.watched_modules import WatchedModules
+from zeroir.runtime.execution.anomalies import Anomalies
 from zeroir.runtime.execution.batch import inputs_of
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.memory.malloc import return_freed_memory
@@ -295,6 +296,32 @@ class Engine:
         self._values.initialise_flats(values)
 
     @contextmanager
+    def detect_anomaly(self) -> Iterator[None]:
+        """Within the block, let steps find the first NaN that forward or backward makes.
+
+        The step in which it is made ends with a UserError on all ranks. It names the line, the operator and the unit,
+        and the ranges of what the operator computed from. The step has updated the parameters by then: go on from a
+        checkpoint. Steps take longer, since every segment's arguments are copied. All ranks call this together.
+        """
+        self.rank_program.look_for(Anomalies())
+        try:
+            yield
+        finally:
+            if not self.rank_program.executor.has_failed:
+                self.rank_program.look_for(None)
+
+    def _require_no_anomaly(self) -> None:
+        anomalies = self.rank_program.anomalies
+        if anomalies is None:
+            return
+        texts = [anomalies.first or ""]
+        if not self.job.is_alone:
+            texts = exchanged_texts(texts[0], self.job.device)
+        for rank, text in enumerate(texts):
+            if text:
+                raise UserError(text if self.job.is_alone else f"Rank {rank}: {text}")
+
+    @contextmanager
     def gathered(
         self, name: str = "", *, masters: bool = False, ema: bool = False
     ) -> Iterator[nn.Module]:
@@ -420,6 +447,7 @@ class Engine:
             several = {each: self.signatures.for_several(each) for each in dict.fromkeys(chosen)}
             chosen = [several[each] for each in chosen]
         (result,) = self._steps(batches, chosen)
+        self._require_no_anomaly()
         self._last_result = StepResult(rank=result)
         return self._last_result
 
@@ -474,6 +502,7 @@ class Engine:
         self._accumulation.finish()
         self._programs.follow_optimizers()
         (result,) = self.rank_program.executor.update()
+        self._require_no_anomaly()
         self._last_result = StepResult(rank=result)
         return self._last_result
 

@@ -16,6 +16,7 @@ from zeroir.ir.program import Program
 from zeroir.ir.sizes import maximum, minimum
 from zeroir.runtime.comm.job import Backend, Job
 from zeroir.runtime.eight_bit.compiled_rounding import open_rounding
+from zeroir.runtime.execution.anomalies import Anomalies
 from zeroir.runtime.execution.batch import Shape
 from zeroir.runtime.execution.executor import StepExecutor
 from zeroir.runtime.execution.handlers import LocalRanks
@@ -83,8 +84,12 @@ def open_program(
     device: torch.device,
     settings: EngineSettings,
     kept: RankMemory | None = None,
+    anomalies: Anomalies | None = None,
 ) -> OpenedProgram:
-    """Create everything that runs a program, with the contents of the memory ``kept`` of the previous one."""
+    """Create everything that runs a program, with the contents of the memory ``kept`` of the previous one.
+
+    With ``anomalies``, which looks at values, ops are issued one by one.
+    """
     memory = RankMemory(
         program, job.rank, device, disk_folder=settings.disk_folder, is_deferred=True
     )
@@ -94,6 +99,7 @@ def open_program(
         comm=job.comm,
         kernels=open_kernels(settings.kernels, device),
         rounding=open_rounding(program, device),
+        anomalies=anomalies,
     )
     local_ranks.compile()
     if settings.self_check:
@@ -101,7 +107,8 @@ def open_program(
             check_kernels(local_ranks.at(shape), settings.kernels)
     if kept is not None:  # only now, because the self-check overwrites the buffers
         state_of_buffers.take_over(program, memory, kept)
-    streams, graphs = _open_streams(program, memory, job, cuda_graphs=settings.cuda_graphs)
+    has_graphs = settings.cuda_graphs and anomalies is None
+    streams, graphs = _open_streams(program, memory, job, cuda_graphs=has_graphs)
     executor = StepExecutor(
         local_ranks,
         streams,

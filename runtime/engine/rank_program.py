@@ -17,6 +17,7 @@ from zeroir.runtime.distributed.section_comparison import SectionsOfRanks
 from zeroir.runtime.distributed.section_history import OTHER_PROGRAM
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer, SettingsOfRanks
 from zeroir.runtime.engine.opened_program import EngineSettings, OpenedProgram, open_program
+from zeroir.runtime.execution.anomalies import Anomalies
 from zeroir.runtime.execution.executor import Keep, StepExecutor
 from zeroir.runtime.memory.malloc import keep_freed_memory
 from zeroir.runtime.memory.rank_memory import RankMemory
@@ -43,7 +44,7 @@ class RankProgram:
     """The program, its memory, and its executor; ``job`` connects it with the other ranks.
 
     ``update`` updates the parameters, for an optimizer whose ``step`` does so. ``keep`` takes the tensors that the
-    user's code would store, after each micro-step and evaluation.
+    user's code would store, after each micro-step and evaluation. ``anomalies`` looks at the values of steps.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class RankProgram:
         self._optimizer: LiveOptimizer | None = None
         self._sections: SectionsOfRanks | None = None
         self._is_allocated = False
+        self.anomalies: Anomalies | None = None
         self._parked: list[tuple[Program, OpenedProgram]] = []
         self._open(program)
 
@@ -69,7 +71,7 @@ class RankProgram:
         settings = self._settings
         self.program = program
         self.job = open_job(program, settings.backend, self.device, settings.timeout)
-        self.opened = open_program(program, self.job, self.device, settings, kept)
+        self.opened = open_program(program, self.job, self.device, settings, kept, self.anomalies)
         self._connect()
 
     def _connect(self) -> None:
@@ -154,6 +156,11 @@ class RankProgram:
         self._go_on(carried)
         return moved
 
+    def look_for(self, anomalies: Anomalies | None) -> None:
+        """Let something look at the values of steps, or nothing any more. All ranks call this together."""
+        self.anomalies = anomalies
+        self.replace(self.program)
+
     def change_to(self, program: Program, among: Sequence[Program]) -> None:
         """Switch to another program with the same communicators, as ``replace`` does; other ranks need not do so.
 
@@ -169,7 +176,7 @@ class RankProgram:
         self.program = program
         if parked is None:
             self.opened = open_program(
-                program, self.job, self.device, self._settings, kept=left.memory
+                program, self.job, self.device, self._settings, left.memory, self.anomalies
             )
         else:
             self._parked.remove(parked)

@@ -25,6 +25,7 @@ from zeroir.ir.segments.bindings import Binding, bindings
 from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
 from zeroir.runtime.eight_bit.compiled_rounding import CompiledRounding
 from zeroir.runtime.execution import numerics
+from zeroir.runtime.execution.anomalies import Anomalies
 from zeroir.runtime.execution.batch import Shape
 from zeroir.runtime.execution.prepared_op import PreparedOp
 from zeroir.runtime.kernels.base import Kernel, Kernels
@@ -43,7 +44,8 @@ class LocalRanks:
     """The ranks of this process: their memories, and the backends that communicate and compute for them.
 
     ``memories`` has one element with a real backend, and one for every rank of the mesh in lockstep. ``rounding`` is
-    the compiled code that rounds states of 8 bits on the CPU; where it is None torch's operators do.
+    the compiled code that rounds states of 8 bits on the CPU; where it is None torch's operators do. ``anomalies``
+    looks at the results of segments.
 
     Raises:
         UserError: where the types that a segment declares differ from those that its operators produce, or an operator
@@ -55,6 +57,7 @@ class LocalRanks:
     comm: Comm
     kernels: Kernels
     rounding: CompiledRounding | None = None
+    anomalies: Anomalies | None = None
     is_checked: bool = False
     _kernels: dict[tuple[str, tuple[Binding | None, ...]], Kernel] = field(default_factory=dict)
     _temporary: frozenset[str] = field(init=False)
@@ -232,8 +235,12 @@ def _prepare_locally(
         case ops.Release():
             return partial(memory.release, op.buffer)
         case ops.Compute():
+            kernel = local_ranks.kernel(op)
+            if local_ranks.anomalies is not None:
+                segment = local_ranks.program.segment_by_name[op.segment]
+                kernel = local_ranks.anomalies.around(op, segment, kernel)
             return partial(
-                local_ranks.kernel(op),
+                kernel,
                 [memory.view(argument.view) for argument in op.arguments],
                 [None if d is None else memory.view(d.view) for d in op.destinations],
             )

@@ -13,34 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from zeroir.errors import UserError
 from zeroir.ir import ops
-from zeroir.ir.buffers import View, span_numel
+from zeroir.ir.buffers import View
 from zeroir.ir.ops import Mode
 from zeroir.ir.segments.bindings import Binding, bindings
 from zeroir.ir.segments.segment import Node, Ref, Segment, TensorType
 from zeroir.ir.segments.views import is_view
 from zeroir.runtime.execution.handlers import LocalRanks
 from zeroir.runtime.kernels.base import Kernel
-from zeroir.runtime.kernels.calls import is_multiple, operator, resolver
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.kernels.differences import difference, is_beyond_noise
-from zeroir.runtime.kernels.eager import laid_out
-from zeroir.runtime.kernels.foreign import watched_call
+from zeroir.runtime.kernels.plain_form import OTHER_KERNELS, plain_results, separate, span
 from zeroir.runtime.kernels.tolerance import tolerance
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.torch_ops.opaque import words_of
-from zeroir.torch_ops.purity import is_foreign
-from zeroir.workspace.eager_plan import laid_out_values
 from zeroir.workspace.scratch.allowance import GROUPED_PRODUCTS
-
-_OTHER_KERNELS: Final = 64.0
-"""The tolerance of all other kernels, as a multiple of that of the CPU's eager kernels."""
 
 _SCALES: Final = (1.0, 2.0**-8)
 """Magnitudes of random numbers, tried in turn: repeated sums of the larger ones may leave no significant digit."""
@@ -188,8 +181,8 @@ class _CheckedCall:
     def _expected(self) -> list[Tensor | None]:
         """Return the contents of the destinations according to the plain form."""
         device = next((x.device for x in self.destinations if x is not None), torch.device("cpu"))
-        copies = [_separate(argument) for argument in self.arguments]
-        results = _plain_results(self.segment, copies, device)
+        copies = [separate(argument) for argument in self.arguments]
+        results = plain_results(self.segment, copies, device)
         # Several results may have one destination, such as the gradient of a tied parameter.
         held: dict[View, Tensor] = {}
         for result, destination, target in zip(
@@ -214,7 +207,7 @@ def _present(tensor: Tensor | None) -> Tensor:
 
 def _disturb(tensor: Tensor) -> None:
     """Change every floating-point number by one or two roundings."""
-    memory = _span(tensor)
+    memory = span(tensor)
     if memory.dtype.is_floating_point:
         generator = torch.Generator(memory.device).manual_seed(memory.numel())
         change = torch.empty_like(memory, dtype=torch.float32)
@@ -224,7 +217,7 @@ def _disturb(tensor: Tensor) -> None:
 
 
 def _randomise(tensor: Tensor, scale: float, limit: int) -> None:
-    memory = _span(tensor)
+    memory = span(tensor)
     numel = memory.numel()
     generator = torch.Generator(memory.device).manual_seed(numel + int(memory.storage_offset()))
     if memory.dtype.is_floating_point:
@@ -233,12 +226,6 @@ def _randomise(tensor: Tensor, scale: float, limit: int) -> None:
         memory.copy_(torch.rand(numel, device=memory.device, generator=generator) < 0.5)
     else:
         memory.random_(limit, generator=generator)
-
-
-def _span(tensor: Tensor) -> Tensor:
-    """Return all elements from the first to the last of a view, as one dimension."""
-    numel = span_numel(tuple(tensor.shape), tensor.stride())
-    return tensor.as_strided((numel,), (1,), tensor.storage_offset())
 
 
 _LOOKUPS: Final[Mapping[str, tuple[int, int, int | None]]] = {
@@ -320,57 +307,6 @@ def _rows(node: Node, types: Sequence[TensorType | None]) -> int:
     return max(kind.shape[along], 1)
 
 
-# -------------------------------------------------------------------------------------------------------- plain form
-
-
-def _separate(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides, in separate memory."""
-    return _span(tensor).clone().as_strided(tensor.shape, tensor.stride())
-
-
-def _plain_results(
-    segment: Segment, arguments: Sequence[Tensor], device: torch.device
-) -> list[Tensor]:
-    """Return the segment's outputs, computed node by node; every value is dropped after its last use."""
-    values: list[Tensor | None] = list(arguments)
-    strided = laid_out_values(segment)
-    last = {ref.index: at for at, node in enumerate(segment.nodes) for ref in node.refs()}
-    last.update(dict.fromkeys(segment.outputs, len(segment.nodes)))
-    for at, node in enumerate(segment.nodes):
-        values += [
-            laid_out(value, kind.stride) if kind and number in strided else value
-            for number, (kind, value) in enumerate(
-                zip(node.results, _results(node, values, device), strict=True), len(values)
-            )
-        ]
-        for ref in node.refs():
-            if last[ref.index] == at:
-                values[ref.index] = None
-    outputs = [values[output] for output in segment.outputs]
-    return [output for output in outputs if output is not None]
-
-
-def _results(
-    node: Node, values: Sequence[Tensor | None], device: torch.device
-) -> Sequence[Tensor | None]:
-    function = operator(node.op)
-    args = [resolver(arg, device)(values) for arg in node.args]
-    kwargs = {name: resolver(arg, device)(values) for name, arg in node.kwargs}
-    if is_foreign(function):
-        returned = watched_call(node, function, args, kwargs, _is_repeated)
-    else:
-        returned = function(*args, **kwargs)
-    if is_multiple(function):
-        return cast("Sequence[Tensor | None]", returned)
-    return [cast("Tensor", returned)]
-
-
-def _is_repeated(result: Tensor, again: Tensor) -> bool:
-    """Return whether two equal calls of an operator gave equal results, up to the order of sums on several threads."""
-    eps = torch.finfo(result.dtype).eps if result.dtype.is_floating_point else 0.0
-    return difference(again, result, 4 * eps * _OTHER_KERNELS) is None
-
-
 # -------------------------------------------------------------------------------------------------------- comparison
 
 
@@ -379,4 +315,4 @@ def _allowed(segment: Segment, result: Tensor, kernels: KernelBackend) -> float 
     is_reference = result.device.type == "cpu" and kernels is KernelBackend.EAGER
     if not result.dtype.is_floating_point:
         return 0.0 if is_reference else None
-    return tolerance(segment) * (1.0 if is_reference else _OTHER_KERNELS)
+    return tolerance(segment) * (1.0 if is_reference else OTHER_KERNELS)
