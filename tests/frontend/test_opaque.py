@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import subprocess
 import sys
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -272,3 +274,18 @@ def test_sizes_that_differ_need_code_that_can_be_traced() -> None:
     chosen = zeroir.Units(opaque="branches.*,drops.*,turns,selects")
     with pytest.raises(UserError, match=r"deciding_modules.py:\d+: .* known for one size only"):
         zeroir.compile(str(FILE), world_size=1, shapes="0: rows<=8, _", units=chosen)
+
+
+def test_a_module_in_hand_is_not_kept_alive() -> None:
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        y: Tensor = module(batch).square().mean()
+        return y
+
+    module = nn.Sequential(Branch(), nn.Linear(8, 1))
+    made = weakref.ref(module)
+    engine = engine_of(module, torch.ones(2, 8), loss=loss)
+    engine.step(torch.ones(2, 8))
+    engine.close()
+    del engine, module
+    gc.collect()
+    assert made() is None

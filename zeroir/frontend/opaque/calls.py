@@ -44,15 +44,16 @@ T = TypeVar("T")
 class CapturedCall:
     """A call of an opaque module, as ``torch_ops.opaque.OpaqueCall``.
 
-    ``module`` is the one whose code runs, and ``forward`` its plain one. ``results`` are the tensors that it returns,
-    then the new values of the inputs that it may change, at the positions ``may_change``. Where it changes attributes,
-    ``_earlier`` has those from before, by the seed, because the backward calls it with them.
+    ``module_of`` returns the module whose code runs, or None if it is gone, and ``plain`` is its forward before this
+    replaced it, if it did. ``results`` are the tensors that it returns, then the new values of the inputs that it may
+    change, at the positions ``may_change``. Where it changes attributes, ``_earlier`` has those from before, by the
+    seed, because the backward calls it with them.
     """
 
     path: str
     reason: str
-    module: nn.Module
-    forward: Forward
+    module_of: Callable[[], nn.Module | None]
+    plain: Forward | None
     eager: EagerForward
     trained: tuple[int, ...]
     returned: Structure
@@ -68,7 +69,18 @@ class CapturedCall:
     def on(self, model: nn.Module) -> CapturedCall:
         """Return the same call, whose code is that of another model's module."""
         module = model.get_submodule(self.path)
-        return replace(self, module=module, forward=_present_forward(module), _earlier={})
+        return replace(self, module_of=weakref.ref(module), plain=None, _earlier={})
+
+    @property
+    def _module(self) -> nn.Module:
+        module = self.module_of()
+        if module is None:
+            place = self.eager.place
+            raise UserError(f"{place} is gone: keep the module that was compiled.")
+        return module
+
+    def _state(self) -> PythonState:
+        return PythonState.of(self._module, _NO_OTHER_CODE)
 
     def empty_results(self) -> list[Tensor]:
         """Return tensors like the results, for a trace."""
@@ -78,9 +90,9 @@ class CapturedCall:
 
     def run(self, inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
         """Return the results."""
-        before = PythonState.of(self.module, _NO_OTHER_CODE)
+        before = self._state()
         results = self._run(inputs, seed, None, self._laid_out)
-        after = PythonState.of(self.module, _NO_OTHER_CODE)
+        after = self._state()
         if self.trained and (before.changed(after) or before.stores()):
             while len(self._earlier) >= _MOST_STATES:
                 del self._earlier[next(iter(self._earlier))]
@@ -94,8 +106,10 @@ class CapturedCall:
         trained: Sequence[int] | None,
         use: Callable[[Returned], T],
     ) -> T:
-        changing = frozenset(self.may_change)
-        return self.eager.run(self.module, self.forward, inputs, seed, trained, changing, use)
+        module, changing = self._module, frozenset(self.may_change)
+        # In hand, its code may have changed since.
+        forward = module.forward if self.plain is None else self.plain
+        return self.eager.run(module, forward, inputs, seed, trained, changing, use)
 
     def gradients(
         self, gradients: Sequence[Tensor], inputs: Sequence[Tensor], seed: int
@@ -122,7 +136,7 @@ class CapturedCall:
         before = self._earlier.pop(seed, None)
         if before is None:
             return self._run(inputs, seed, self.trained, differentiated)
-        present = PythonState.of(self.module, _NO_OTHER_CODE)
+        present = self._state()
         before.restore_exactly()
         try:
             return self._run(inputs, seed, self.trained, differentiated)
@@ -205,8 +219,6 @@ class OpaqueModules:
                 traced=traced,
                 plain=plain,
                 runs=runs,
-                # In hand, its code may have changed until a call.
-                forward=plain if runs is traced else _present_forward(runs),
             )
             traced.forward = self._forward(module)
 
@@ -257,8 +269,8 @@ class OpaqueModules:
             known = self._known[word] = CapturedCall(
                 path=path,
                 reason=module.reason,
-                module=module.runs,
-                forward=module.forward,
+                module_of=_holding(module),
+                plain=module.plain if module.runs is traced else None,
                 eager=eager,
                 trained=trained,
                 returned=found.returned,
@@ -277,11 +289,10 @@ class OpaqueModules:
         return known.returned.filled(returned)
 
 
-def _present_forward(module: nn.Module) -> Forward:
-    def call(*args: object, **kwargs: object) -> object:
-        return module.forward(*args, **kwargs)
-
-    return call
+def _holding(module: OpaqueModule) -> Callable[[], nn.Module | None]:
+    """Return a function that returns the module whose code runs; the user's own is not kept alive."""
+    runs = module.runs
+    return (lambda: runs) if runs is module.traced else weakref.ref(runs)
 
 
 def run_as_opaque(model: nn.Module, paths: Iterable[str]) -> None:

@@ -42,8 +42,8 @@ class CannotRunError(UserError):
 class OpaqueModule:
     """An opaque module of a model that is traced, by its name ``path``.
 
-    ``traced`` is the one in that model, with its ``plain`` forward, and ``runs`` the one whose code runs, by the
-    function ``forward``. ``reason`` says why it cannot be traced; it is empty where the user chose it.
+    ``traced`` is the one in that model, with its ``plain`` forward, and ``runs`` the one whose code runs. ``reason``
+    says why it cannot be traced; it is empty where the user chose it.
     """
 
     path: str
@@ -51,7 +51,6 @@ class OpaqueModule:
     traced: nn.Module
     plain: Forward
     runs: nn.Module
-    forward: Forward
 
 
 class WhatItReturns(NamedTuple):
