@@ -19,6 +19,7 @@ from tests.cli.test_sizes_at import LENGTH, ROWS, Tagger, batch_of
 from zeroir.api import CompiledProgram
 from zeroir.cost.histogram import MOST_SIMULATED
 from zeroir.memory.footprint import footprint
+from zeroir.report.costs import format_seconds
 
 ROWS_OF_HISTOGRAM = [
     {"length": 100, "rows": 2, "count": 3},
@@ -212,3 +213,25 @@ def test_a_plan_is_for_the_mean_sizes_and_says_the_mean_step(zeroir: Zeroir) -> 
     assert " over 1,000 batches of " in " ".join(answer.out.split())
     refused = zeroir("plan", any_length.__file__, "--histogram", "batches", "--at", "rows=1")
     assert_refused(refused, "cannot be combined with --at")
+
+
+def test_a_page_and_a_profile_say_the_mean_step(
+    zeroir: Zeroir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = Path(any_length.__file__)
+    assert zeroir("compile", source, "--world-size", "1", "-o", "any.zir").exit_code == 0
+    Path("rows.csv").write_text("length,rows,count\n8,1,30\n64,6,10\n")
+    page = zeroir("report", "any.zir", "--histogram", "rows.csv", "--machine", "cpu-local")
+    mean = package.simulate_histogram("any.zir", Path("rows.csv"), "cpu-local")
+    assert " ".join(page.out.split()).startswith(f"mean step {format_seconds(mean.mean_s)} over 40")
+    answer = zeroir(
+        *("profile", "any.zir", "-o", "here.toml", "--histogram", "rows.csv", "--rounds", "1"),
+        *("--model", source),
+    )
+    assert answer.exit_code == 0, answer.err
+    assert "batches    length 22, rows 3" in answer.out
+    assert "mean step" in answer.out
+    for command in (("report", "any.zir"), ("profile", "any.zir", "-o", "here.toml")):
+        refused = zeroir(*command, "--histogram", "rows.csv", "--at", "rows=1")
+        assert_refused(refused, "cannot be combined with --at")

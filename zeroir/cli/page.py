@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, At, Machine, ProgramFile
+from zeroir.cli.arguments import (
+    DEFAULT_MACHINE,
+    AsJson,
+    At,
+    Machine,
+    ProgramFile,
+    SizesHistogram,
+)
 from zeroir.cli.console import out, print_json
 from zeroir.errors import UserError
 
@@ -33,6 +41,7 @@ def report(
     ] = None,
     machine: Machine = DEFAULT_MACHINE,
     at: At = None,
+    histogram: SizesHistogram = None,
     memory_budget: Annotated[
         str | None,
         Parameter(
@@ -57,10 +66,13 @@ def report(
     Example: zeroir report gpt.zir --trace trace.json
     """
     from zeroir.api import load_program
+    from zeroir.api.search.histogram import counts_for, mean_sizes, require_no_sizes
     from zeroir.artifact.outputs import PAGE, require_writable, write_whole
     from zeroir.config.shapes import values_given, values_text
+    from zeroir.cost.histogram import mean_step
     from zeroir.cost.machine import load_machine
     from zeroir.ir.byte_sizes import parse_bytes
+    from zeroir.report.mean_step import mean_text
     from zeroir.report.measured import read_measured_step
     from zeroir.report.page.charts import require_bokeh
     from zeroir.report.page.html import report_html
@@ -76,6 +88,16 @@ def report(
     loaded = [load_program(file) for file in files]
     measured = None if trace is None else read_measured_step(trace, loaded[0].program)
     has_dims = any(compiled.program.dims for compiled in loaded)
+    require_no_sizes(histogram, at)
+    mean = None
+    if histogram is not None:
+        if other is not None:
+            raise UserError(
+                "--histogram can be combined only with one program: leave out the second one."
+            )
+        counts = counts_for(loaded[0], histogram)
+        at = ",".join(f"{n}={s}" for n, s in mean_sizes(loaded[0].program, counts).items())
+        mean = mean_step(loaded[0].program, described, counts)
     sizes = [
         # Beside a program with dims, one for batches of one shape is compared as it is.
         values_given(compiled.program, at if compiled.program.dims or not has_dims else None)
@@ -100,6 +122,7 @@ def report(
                 "path": str(path),
                 "machine": described.name,
                 "at": sizes[0],
+                **({} if mean is None else {"mean": asdict(mean)}),
                 "memory_budget_bytes": budgets[0],
                 **(
                     {}
@@ -109,6 +132,8 @@ def report(
             }
         )
     else:
+        if mean is not None:
+            out.print(f"mean step  {mean_text(mean)}")
         out.print(f"Wrote {path}.")
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from zeroir.cli.arguments import (
     ProgramFile,
     Ranks,
     Seed,
+    SizesHistogram,
 )
 from zeroir.cli.console import out, print_json
 from zeroir.errors import UserError
@@ -35,6 +37,7 @@ def profile(
         str, Parameter(help="The machine that gives the figures that are not measured.")
     ] = "cpu-local",
     at: At = None,
+    histogram: SizesHistogram = None,
     disk: Annotated[
         Path | None,
         Parameter(help="Measure the disk of this folder, too. [default: no disk is measured]"),
@@ -56,11 +59,20 @@ def profile(
     Example: zeroir profile gpt.zir --nproc 2 -o here.toml
     """
     from zeroir import artifact
+    from zeroir.api.compiling import load_program
     from zeroir.api.running.job import is_rank_of_job, launch
+    from zeroir.api.search.histogram import (
+        BATCHES,
+        counts_for,
+        mean_sizes,
+        require_no_sizes,
+    )
     from zeroir.api.search.profile import profile_program
     from zeroir.artifact.outputs import MACHINE, require_writable
     from zeroir.config.shapes import values_given, values_text
+    from zeroir.cost.histogram import mean_step
     from zeroir.report.costs import format_seconds
+    from zeroir.report.mean_step import mean_text
     from zeroir.report.names import format_bytes
 
     is_rank = is_rank_of_job(nproc)
@@ -70,6 +82,19 @@ def profile(
             raise UserError(f"The name of a machine file must end in .toml, unlike '{output}'.")
     if disk is not None and not disk.is_dir():
         raise UserError(f"'{disk}' is no folder: name one on the disk that is to be measured.")
+    require_no_sizes(histogram, at)
+    counted = None
+    if histogram is not None:
+        compiled = load_program(program)
+        is_measured = histogram == BATCHES
+        counts = counts_for(
+            compiled,
+            histogram,
+            model if is_measured else None,
+            allow_model_change=allow_model_change and is_measured,
+        )
+        counted = compiled.program, counts
+        at = ",".join(f"{n}={size}" for n, size in mean_sizes(*counted).items())
     if at is not None and not is_rank:
         values_given(artifact.load(program).scheduled, at)
     if nproc is not None and not is_rank:
@@ -77,7 +102,10 @@ def profile(
         arguments += ["--rounds", str(rounds), "--seed", str(seed), "--kernels", kernels]
         arguments += [] if model is None else ["--model", model]
         arguments += [] if disk is None else ["--disk", str(disk)]
-        arguments += [] if at is None else ["--at", at]
+        if histogram is not None:
+            arguments += ["--histogram", histogram]
+        elif at is not None:
+            arguments += ["--at", at]
         arguments += ["--allow-model-change"] if allow_model_change else []
         return launch(nproc, [*arguments, *(["--json"] if as_json else [])])
     result = profile_program(
@@ -94,8 +122,11 @@ def profile(
     )
     if result is None:
         return 0
+    mean = None
+    if counted is not None:
+        mean = mean_step(counted[0], result.machine, counted[1])
     if as_json:
-        print_json(result.to_json())
+        print_json({**result.to_json(), **({} if mean is None else {"mean": asdict(mean)})})
         return 0
     if result.at:
         out.print(f"batches    {values_text(result.at)}")
@@ -122,5 +153,7 @@ def profile(
             f"disk       {format_bytes(round(result.disk.read_bytes_per_s))}/s read, "
             f"{format_bytes(round(result.disk.write_bytes_per_s))}/s written, on each rank",
         )
+    if mean is not None:
+        out.print(f"mean step  {mean_text(mean)}")
     out.print(f"Wrote {output}.")
     return 0

@@ -14,6 +14,7 @@ from zeroir.api.search.plan import Plan
 from zeroir.api.search.search_space import words
 from zeroir.config.shapes import values_text
 from zeroir.report.costs import format_seconds, measured_counts
+from zeroir.report.mean_step import mean_text
 from zeroir.report.names import counted, format_bytes
 from zeroir.report.tables import Lines, columns_table, facts_table
 
@@ -37,14 +38,8 @@ def render_plan(plan: Plan, *, is_unfolded: bool = False) -> RenderableType:
     grid.add_row("chosen", words(chosen.settings))
     step_s = (chosen.step_ns or 0) / 1e9
     grid.add_row("step", f"{format_seconds(step_s)}, {_bounded(chosen)}")
-    mean = plan.mean
-    if mean is not None:
-        grid.add_row(
-            "mean step",
-            f"{format_seconds(mean.mean_s)} over {counted(mean.batches, 'batch', 'batches')} of "
-            f"{counted(len(mean.shapes), 'shape')}, of which a rank waits {format_seconds(mean.wait_s)} for slower "
-            "ones",
-        )
+    if plan.mean is not None:
+        grid.add_row("mean step", mean_text(plan.mean))
     if chosen.measured is not None and (chosen.measured.segments or chosen.measured.collectives):
         grid.add_row("measured", measured_counts(chosen.measured))
     grid.add_row("needs", f"{format_bytes(chosen.needed_bytes)}, most {chosen.culprit}")

@@ -14,6 +14,15 @@ from zeroir.report.tables import Lines, columns_table, facts_table
 _SHOWN: Final = 10
 
 
+def mean_text(mean: MeanStep) -> str:
+    """Return a mean step as a line: ``1.2 s over 100 batches of 3 shapes, of which a rank waits 0.1 s for …``."""
+    batches = counted(mean.batches, "batch", "batches")
+    return (
+        f"{format_seconds(mean.mean_s)} over {batches} of {counted(len(mean.shapes), 'shape')}, of which a rank waits "
+        f"{format_seconds(mean.wait_s)} for slower ones"
+    )
+
+
 def render_mean_step(mean: MeanStep) -> RenderableType:
     """Render the mean step, its wait, what padding would cost, the memory, and the most frequent shapes."""
     grid = facts_table()

@@ -47,8 +47,32 @@ def simulate_histogram(
         UserError: if the program has no dims, or the program, the machine or the histogram is missing or wrong.
     """
     compiled = program if isinstance(program, CompiledProgram) else load_program(program)
-    _require_dims(compiled.program)
     loaded_machine = machine if isinstance(machine, Machine) else load_machine(machine)
+    counts = counts_for(compiled, histogram, model, allow_model_change=allow_model_change)
+    return mean_step(compiled.program, loaded_machine, counts, micro_steps=micro_steps)
+
+
+def require_no_sizes(histogram: Histogram | None, at: object) -> None:
+    """Raise a UserError if sizes are given beside a histogram."""
+    if histogram is not None and at is not None:
+        raise UserError(
+            "A histogram says which sizes batches have, so it cannot be combined with --at."
+        )
+
+
+def counts_for(
+    compiled: CompiledProgram,
+    histogram: Histogram,
+    model: str | None = None,
+    *,
+    allow_model_change: bool = False,
+) -> Mapping[Shape, int]:
+    """Return how often each shape of a compiled program's dims occurs.
+
+    Raises:
+        UserError: as ``simulate_histogram``.
+    """
+    _require_dims(compiled.program)
     if histogram != BATCHES and (model is not None or allow_model_change):
         raise UserError(
             f"Of the model file only batches() would be used, and only by the histogram '{BATCHES}': leave it out."
@@ -58,8 +82,7 @@ def simulate_histogram(
         source = load_model(
             compiled.artifact, compiled.path, model=model, allow_model_change=allow_model_change
         )
-    counts = counts_of(compiled.program, histogram, source, compiled.artifact.model_path)
-    return mean_step(compiled.program, loaded_machine, counts, micro_steps=micro_steps)
+    return counts_of(compiled.program, histogram, source, compiled.artifact.model_path)
 
 
 def counts_of(
