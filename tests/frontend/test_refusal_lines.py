@@ -282,7 +282,10 @@ def statements() -> set[tuple[str, range]]:
 
 def refuses(raised: ast.expr | None) -> bool:
     match raised:
-        case ast.Call(func=ast.Name(id="UserError" | "UnknownOutputError"), args=[sentence]):
+        case ast.Call(
+            func=ast.Name(id="UserError" | "UnknownOutputError" | "NotInProgramsError"),
+            args=[sentence],
+        ):
             parts = sentence.values if isinstance(sentence, ast.JoinedStr) else [sentence]
             first = parts[0]
             return (

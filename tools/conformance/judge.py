@@ -240,9 +240,9 @@ def _stepped(sample: Sample) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def _compiled(sample: Sample) -> Program:
-    options = make_options(
-        {"stage": 3, "world_size": 1, "optimizer": "sgd", "lr": 1.0, "units": "unit_*"}
-    )
+    # What cannot be traced is to be seen.
+    given = {"units": "unit_*", "opaque": "none"}
+    options = make_options({"stage": 3, "world_size": 1, "optimizer": "sgd", "lr": 1.0, **given})
 
     def build() -> nn.Module:
         return ThreeUnitModel(sample)

@@ -30,6 +30,10 @@ _FORWARD = cast("Callable[..., int]", sdpa_flop_count)
 _BACKWARD = cast("Callable[..., int]", sdpa_backward_flop_count)
 
 
+class NotInProgramsError(UserError):
+    """The model uses an operator or an element type that programs do not have."""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
     """The properties of an operator node that do not depend on its position in the graph.
@@ -59,7 +63,7 @@ def facts_of(node: fx.Node, source: str) -> NodeFacts:
         # The tracer wraps an operator that changes its arguments.
         op = node.args[0]
     if not isinstance(op, torch._ops.OpOverload):
-        raise UserError(
+        raise NotInProgramsError(
             f"{source} uses {op}, which zeroir cannot trace; call the function in it directly."
         )
     _check(op, source, node.meta["val"])
@@ -149,9 +153,9 @@ def _no_polynomial(error: NoPolynomialError, source: str) -> ShapesError:
 
 
 def require_dtype(dtype: torch.dtype, source: str) -> None:
-    """Raise UserError for an element type that programs do not have."""
+    """Raise NotInProgramsError for an element type that programs do not have."""
     if dtype not in IR_DTYPE:
-        raise UserError(
+        raise NotInProgramsError(
             f"{source} makes a tensor of {dtype}, an element type that programs do not have."
         )
 
@@ -166,7 +170,7 @@ def _check(op: torch._ops.OpOverload, source: str, value: object) -> None:
     if reason is not None:
         if isinstance(value, Tensor):
             require_dtype(value.dtype, source)  # Its message explains the error better.
-        raise UserError(f"{source} uses the operator {op}, which {reason}.")
+        raise NotInProgramsError(f"{source} uses the operator {op}, which {reason}.")
 
 
 def _tensors(value: object) -> list[Tensor | None]:

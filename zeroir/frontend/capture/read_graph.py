@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor, fx
 
-from zeroir.errors import InternalError, ShapesError, UserError
+from zeroir.errors import InternalError, UserError
 from zeroir.frontend._torch_private import (
     Placeholder,
     TracedGraph,
@@ -32,6 +32,7 @@ from zeroir.frontend.capture.joint_graph import (
 )
 from zeroir.frontend.capture.node_facts import (
     NodeFacts,
+    NotInProgramsError,
     facts_of,
     require_dtype,
     size_in,
@@ -264,9 +265,7 @@ class _Reader:
         """Return the facts of a node; where no program can hold it, the error names the module."""
         try:
             return self._facts(node)
-        except ShapesError:
-            raise
-        except UserError as error:
+        except NotInProgramsError as error:
             calls = self._origin(node).calls
             raise UntraceableError(str(error), calls[-1].module if calls else None) from error
 
