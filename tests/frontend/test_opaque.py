@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -289,3 +290,57 @@ def test_a_module_in_hand_is_not_kept_alive() -> None:
     del engine, module
     gc.collect()
     assert made() is None
+
+
+class Block(nn.Module):
+    """Decides by a value, around a layer, and has numbers that others read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+        self.scale, self.calls = 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.line(x) if x.sum() > -100 else x
+        return y
+
+
+class Reads(nn.Module):
+    """Reads an attribute of an opaque module in code that is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = (self.block(x) * self.block.scale).square().mean()
+        return y
+
+
+def scale(net: nn.Module) -> None:
+    net.get_submodule("block").scale = 3.0  # type: ignore[assignment]
+
+
+def hook_around(net: nn.Module) -> None:
+    net.get_submodule("block").register_forward_hook(lambda _, __, y: 2 * y)
+
+
+def hook_inside(net: nn.Module) -> None:
+    net.get_submodule("block.line").register_forward_hook(lambda _, __, y: 2 * y)
+
+
+@pytest.mark.filterwarnings("ignore:The code of:zeroir.errors.ModelWarning")
+@pytest.mark.parametrize("change", [scale, hook_around, hook_inside])
+def test_what_others_read_of_it_and_hooks_around_it_count(
+    change: Callable[[nn.Module], None],
+) -> None:
+    batch = torch.ones(2, 4)
+    net = Reads()
+    engine = engine_of(net, batch, lr=0.0)
+    engine.step(batch)
+    change(net)
+    found = [engine.step(batch).loss for _ in range(2)]
+    engine.close()
+    assert found == 2 * [net(batch).item()]
+    assert net.block.calls == 4

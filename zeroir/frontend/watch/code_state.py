@@ -89,14 +89,40 @@ class NumberPlace:
             self.contents[self.key] = value
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveModules:
+    """Modules whose forward runs at each step: what that reads counts by itself.
+
+    ``outermost`` are those whose forward is called, and ``modules`` these with the modules inside them. ``code`` is
+    that of the other modules, which may read attributes of these.
+    """
+
+    outermost: tuple[nn.Module, ...]
+    modules: frozenset[nn.Module]
+    code: ReachedCode
+
+    @classmethod
+    def of(
+        cls, model: nn.Module | None, paths: Iterable[str], functions: Iterable[object]
+    ) -> LiveModules | None:
+        """Return the modules of these names; None where there are none."""
+        outermost = () if model is None else tuple(map(model.get_submodule, paths))
+        if not outermost:
+            return None
+        modules = frozenset(module for each in outermost for module in each.modules())
+        return cls(
+            outermost=outermost, modules=modules, code=ReachedCode.of(model, functions, modules)
+        )
+
+
 @dataclass(slots=True)
 class CodeState:
     """The state at one time: ``leaves`` are comparable values by their names in messages.
 
     ``lines`` has the line of the user's code that reads the value of a name, and ``tensors`` and ``modules`` are those
     outside the module's own. ``places`` has where numbers are; a program follows those in ``numbers``, of which only
-    the type counts. What the code only stores, at the places ``stored``, does not count, and neither do the attributes
-    and hooks of the modules ``live``, by their ids, whose code runs at each step.
+    the type counts. What the code only stores, at the places ``stored``, does not count. Of the modules ``live`` only
+    what other code reads does, and the hooks around their forward.
     """
 
     code: ReachedCode
@@ -107,7 +133,7 @@ class CodeState:
     places: dict[str, NumberPlace] = field(default_factory=dict)
     numbers: frozenset[str] = frozenset()
     stored: frozenset[PlaceId] = frozenset()
-    live: frozenset[int] = frozenset()
+    live: LiveModules | None = None
     quick: QuickComparison = field(default_factory=QuickComparison)
     _followed: frozenset[int] = frozenset()
     _labels: dict[str, object] = field(default_factory=dict)
@@ -122,12 +148,12 @@ class CodeState:
         followed: Iterable[Tensor] = (),
         numbers: frozenset[str] = frozenset(),
         stored: frozenset[PlaceId] = frozenset(),
-        live: frozenset[int] = frozenset(),
+        live: LiveModules | None = None,
     ) -> CodeState:
         """Return the present state of a module, and of the code of its steps.
 
         Of the tensors that are ``followed`` only the identity counts, and of these ``numbers`` only the type. The
-        places ``stored`` and the attributes of the modules ``live`` do not count.
+        places ``stored`` do not count.
         """
         ids = frozenset(map(id, followed))
         while True:
@@ -213,20 +239,16 @@ class CodeState:
             self.leaves[f"{path}.{name}".strip(".")] = (nn.Module, type(child).__name__, id(child))
         for kind in ("_modules", "_parameters", "_buffers"):
             self.quick.add_container(own[kind], dict(own[kind]))
-        if id(module) in self.live:
+        live = self.live
+        if live is None or module not in live.modules:
+            self.quick.add_container(own, contents)
+            self._hooks(path, own)
+        else:
             self.quick.add_computed(lambda: module.training)
+            if module in live.outermost:
+                self._hooks(path, own)
+            self._read_by_others(path, own, live.code)
             return
-        self.quick.add_container(own, contents)
-        for kind in HOOKS_OF_MODULES:
-            hooks = own.get(kind, {})
-            self.quick.add_container(hooks, dict(hooks))
-            for number, hook in enumerate(hooks.values()):
-                name = f"{path}.{kind}[{number}]".strip(".")
-                self.leaves[name] = (HOOK, id(hook))
-                if id(hook) not in self._seen:
-                    self._seen[id(hook)] = hook
-                    if not isinstance(hook, _BY_IDENTITY):
-                        self._mutable(self._label(type(hook).__name__, id(hook)), hook)
         # A module may be a part of a trainer, as Lightning's is, whose own code reads bookkeeping.
         is_read = (
             self._model_names(module).__contains__ if _is_trainer(module) else self.code.mentions
@@ -241,6 +263,40 @@ class CodeState:
                     self.leaves[name] = (Tensor, id(value))  # the program has its value
                 else:
                     self._add(name, value, NumberPlace(own, key, contents))
+
+    def _hooks(self, path: str, own: dict[str, Any]) -> None:
+        for kind in HOOKS_OF_MODULES:
+            hooks = own.get(kind, {})
+            self.quick.add_container(hooks, dict(hooks))
+            for number, hook in enumerate(hooks.values()):
+                name = f"{path}.{kind}[{number}]".strip(".")
+                self.leaves[name] = (HOOK, id(hook))
+                if id(hook) not in self._seen:
+                    self._seen[id(hook)] = hook
+                    if not isinstance(hook, _BY_IDENTITY):
+                        self._mutable(self._label(type(hook).__name__, id(hook)), hook)
+
+    def _read_by_others(self, path: str, own: dict[str, Any], code: ReachedCode) -> None:
+        """Add those attributes of a live module that code of other modules mentions."""
+
+        def labels() -> dict[str, str]:
+            keys = [key for key in own if key not in _OF_TORCH and code.mentions(key)]
+            return {key: f"{path}.{key}".strip(".") for key in keys if key != "forward"}
+
+        for key, name in labels().items():
+            self.lines.setdefault(name, code.attributes.get(key, ""))
+            self._add(name, own[key], NumberPlace(own, key))
+        self.quick.add_computed(
+            lambda: [
+                (name, id(own[key])) for key, name in labels().items() if name not in self.numbers
+            ]
+        )
+
+    def _reach(self, function: object) -> None:
+        """Follow a function that an attribute or variable holds."""
+        self.code.reach(function)
+        if self.live is not None:
+            self.live.code.reach(function)
 
     def _model_names(self, module: nn.Module) -> frozenset[str]:
         """Return the names that the user's code mentions, and that of the packages with the module's classes."""
@@ -336,7 +392,7 @@ class CodeState:
             self.leaves[name] = (type(value), id(value))
             self._seen[id(value)] = value
             if isinstance(value, FunctionType):
-                self.code.reach(value)
+                self._reach(value)
                 self._attributes_of_function(name, value)
             if isinstance(value, type) and not is_known_package(value.__module__):
                 self._attributes(name, vars(value), value)
@@ -370,12 +426,12 @@ class CodeState:
                 self.modules.append(value)
                 self._module_tree(value, name, is_own=False)
             case functools.partial():
-                self.code.reach(value)
+                self._reach(value)
                 for number, item in enumerate(value.args):
                     self._add(f"{name}.args[{number}]", item)
                 self._items(f"{name}.keywords", value.keywords, value.keywords.items(), dict)
             case MethodType():
-                self.code.reach(value)
+                self._reach(value)
             case _ if _is_trainer(value):
                 self._trainer(name, value)
             case dict():

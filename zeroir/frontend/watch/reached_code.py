@@ -10,7 +10,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -52,14 +52,23 @@ class ReachedCode:
     _waiting: list[FunctionType] = field(default_factory=list)
 
     @classmethod
-    def of(cls, model: nn.Module | None, functions: Iterable[object]) -> ReachedCode:
-        """Return what a step of this module runs, with the user's other ``functions``, such as the loss."""
+    def of(
+        cls,
+        model: nn.Module | None,
+        functions: Iterable[object],
+        without: Container[nn.Module] = (),
+    ) -> ReachedCode:
+        """Return what a step of this module runs, with the user's other ``functions``, such as the loss.
+
+        The forward of submodules ``without`` is left out.
+        """
         reached = cls()
         for function in functions:
             reached._add(function)
         if model is not None:
             for kind in dict.fromkeys(map(type, model.modules())):
                 reached.add_class(kind)
+            for kind in dict.fromkeys(type(m) for m in model.modules() if m not in without):
                 reached._add(getattr(kind, "forward", None))
             for hook in hooks_of(model):
                 reached._add(hook)

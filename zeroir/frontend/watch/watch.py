@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from zeroir.errors import ChangedCodeError
 from zeroir.frontend.source.source import ModelSource
-from zeroir.frontend.watch.code_state import HOOK, CodeState, Leaf
+from zeroir.frontend.watch.code_state import HOOK, CodeState, Leaf, LiveModules
 from zeroir.frontend.watch.reached_code import ReachedCode
 from zeroir.frontend.watch.stored_tensors import NOTHING_KEPT, KeptTensors
 from zeroir.ir.reports import Storing
@@ -57,8 +57,7 @@ class Watch:
         Its code stores tensors at the places ``kept``. That of the modules ``opaque`` runs at each step.
         """
         model = source.model() if source.is_in_hand else None
-        running = [] if model is None else [model.get_submodule(path) for path in opaque]
-        live = frozenset(id(module) for each in running for module in each.modules())
+        live = LiveModules.of(model, opaque, (source.loss,))
         code = ReachedCode.of(model, (source.loss,))
         names = frozenset() if numbers is None else numbers.names
         state = CodeState.of(model, code, tensors.values(), names, kept.ids, live)
