@@ -319,6 +319,31 @@ FEATURES: dict[str, Feature] = {
         ("net.name# = 'sin'",),
         "self.name# = 'tan'",
     ),
+    "module that decides": Feature(
+        "y = self.choice#(y) * self.choice#.gain",
+        (
+            "net.choice#.gain = 0.5",
+            "net.choice#.inner = 2.0",
+            "net.choice#.items.append(3.0)",
+            "net.choice#.register_forward_hook(lambda _, __, y: y * 2)",
+            "net.choice#.line.register_forward_hook(lambda _, __, y: y * 2)",
+            "net.choice#.line.requires_grad_(False)",
+            "net.choice#.eval()",
+            "net.choice#.forward = lambda y: y * 0.5",
+            "f.bias# = 0.5",
+            "f.Choice#.slope = 3.0",
+            "net.choice# = f.Choice#()",
+        ),
+        "self.choice# = Choice#()",
+        file=(
+            "bias# = 0.25\n\nclass Choice#(nn.Module):\n    slope = 2.0\n"
+            "    def __init__(self):\n        super().__init__()\n        self.line = nn.Linear(3, 3)\n"
+            "        self.gain, self.inner, self.items, self.calls = 1.0, 1.5, [1.0], 0\n"
+            "    def forward(self, y):\n        self.calls += 1\n        if y.sum() > 1e6:\n            return y\n"
+            "        y = self.line(y) * self.inner * self.slope * (2 if self.training else 1)\n"
+            "        return y + bias# + sum(self.items)"
+        ),
+    ),
     "environment": Feature(
         "y = y.tanh() if os.environ.get('RANDOM_#') else y",
         ("os.environ['RANDOM_#'] = '1'", "os.environ.pop('RANDOM_#', None)"),

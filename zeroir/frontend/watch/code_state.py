@@ -38,6 +38,7 @@ from zeroir.frontend.source.namespaces import (
     place_id,
 )
 from zeroir.frontend.source.source_lines import is_users_file
+from zeroir.frontend.watch.live_modules import LiveModules
 from zeroir.frontend.watch.quick_comparison import MISSING, QuickComparison
 from zeroir.frontend.watch.reached_code import ReachedCode
 
@@ -87,32 +88,6 @@ class NumberPlace:
         """Let a comparison of the container expect this value."""
         if self.contents is not None:
             self.contents[self.key] = value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveModules:
-    """Modules whose forward runs at each step: what that reads counts by itself.
-
-    ``outermost`` are those whose forward is called, and ``modules`` these with the modules inside them. ``code`` is
-    that of the other modules, which may read attributes of these.
-    """
-
-    outermost: tuple[nn.Module, ...]
-    modules: frozenset[nn.Module]
-    code: ReachedCode
-
-    @classmethod
-    def of(
-        cls, model: nn.Module | None, paths: Iterable[str], functions: Iterable[object]
-    ) -> LiveModules | None:
-        """Return the modules of these names; None where there are none."""
-        outermost = () if model is None else tuple(map(model.get_submodule, paths))
-        if not outermost:
-            return None
-        modules = frozenset(module for each in outermost for module in each.modules())
-        return cls(
-            outermost=outermost, modules=modules, code=ReachedCode.of(model, functions, modules)
-        )
 
 
 @dataclass(slots=True)

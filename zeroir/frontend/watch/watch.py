@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from zeroir.errors import ChangedCodeError
 from zeroir.frontend.source.source import ModelSource
-from zeroir.frontend.watch.code_state import HOOK, CodeState, Leaf, LiveModules
+from zeroir.frontend.watch.code_state import HOOK, CodeState, Leaf
+from zeroir.frontend.watch.live_modules import LiveModules
 from zeroir.frontend.watch.reached_code import ReachedCode
 from zeroir.frontend.watch.stored_tensors import NOTHING_KEPT, KeptTensors
 from zeroir.ir.reports import Storing
