@@ -25,9 +25,10 @@ from zeroir.ir.spans import Span
 from zeroir.runtime.checkpoint.background import PendingSave
 from zeroir.runtime.checkpoint.checkpointer import Checkpointer, Running
 from zeroir.runtime.checkpoint.loading import LoadedState
-from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, Job, exchanged_texts
+from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, Job
 from zeroir.runtime.distributed.rank_position import RankPosition
 from zeroir.runtime.engine.accumulation import Accumulation, MicroStepResult
+from zeroir.runtime.engine.anomaly_detection import AnomalyDetection
 from zeroir.runtime.engine.followed import CompiledAgain, Followed
 from zeroir.runtime.engine.followed_code import Compile
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer
@@ -41,7 +42,6 @@ from zeroir.runtime.engine.results import Evaluation, StepResult
 from zeroir.runtime.engine.signatures import Signatures
 from zeroir.runtime.engine.values import ModelValues
 from zeroir.runtime.engine.watched_modules import WatchedModules
-from zeroir.runtime.execution.anomalies import Anomalies
 from zeroir.runtime.execution.batch import inputs_of
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.memory.malloc import return_freed_memory
@@ -109,6 +109,7 @@ class Engine:
         self.rank_program = RankProgram(program, self.device, settings, self.update, self._keep)
         self._values = ModelValues(self.rank_program)
         self._recording = Recording(self.rank_program)
+        self._anomalies = AnomalyDetection(self.rank_program)
         self._programs = PresentPrograms(running, self.rank_program, self._values, self.go_on_among)
         self._accumulation = Accumulation(
             lambda batch: inputs_of(self.program, batch),
@@ -153,7 +154,7 @@ class Engine:
 
         Each rank asks for itself.
         """
-        return self._programs.signatures.take(batch)
+        return self._programs.signatures.takes(batch)
 
     @property
     def job(self) -> Job:
@@ -303,23 +304,8 @@ class Engine:
         and the ranges of what the operator computed from. The step has updated the parameters by then: go on from a
         checkpoint. Steps take longer, since every segment's arguments are copied. All ranks call this together.
         """
-        self.rank_program.look_for(Anomalies())
-        try:
+        with self._anomalies.detected():
             yield
-        finally:
-            if not self.rank_program.executor.has_failed:
-                self.rank_program.look_for(None)
-
-    def _require_no_anomaly(self) -> None:
-        anomalies = self.rank_program.anomalies
-        if anomalies is None:
-            return
-        texts = [anomalies.first or ""]
-        if not self.job.is_alone:
-            texts = exchanged_texts(texts[0], self.job.device)
-        for rank, text in enumerate(texts):
-            if text:
-                raise UserError(text if self.job.is_alone else f"Rank {rank}: {text}")
 
     @contextmanager
     def gathered(
@@ -447,7 +433,7 @@ class Engine:
             several = {each: self.signatures.for_several(each) for each in dict.fromkeys(chosen)}
             chosen = [several[each] for each in chosen]
         (result,) = self._steps(batches, chosen)
-        self._require_no_anomaly()
+        self._anomalies.require_none()
         self._last_result = StepResult(rank=result)
         return self._last_result
 
@@ -502,7 +488,7 @@ class Engine:
         self._accumulation.finish()
         self._programs.follow_optimizers()
         (result,) = self.rank_program.executor.update()
-        self._require_no_anomaly()
+        self._anomalies.require_none()
         self._last_result = StepResult(rank=result)
         return self._last_result
 

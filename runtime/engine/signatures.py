@@ -79,7 +79,7 @@ class Signatures:
         """Whether batches may need another program."""
         return self._splits is not None
 
-    def take(self, batch: Batch) -> bool:
+    def takes(self, batch: Batch) -> bool:
         """Return whether a program takes the sizes of a batch, or one can be compiled that does."""
         whole = self.running.program if self._splits is None else self._whole
         return not has_other_sizes(whole, batch)

@@ -90,6 +90,15 @@ def test_code_that_runs_as_it_is_is_named() -> None:
     assert sentence.endswith(": inner.")
 
 
+def test_a_block_within_a_block_leaves_the_outer_one_on() -> None:
+    engine = engine_of(net(), BAD, lr=0.0)
+    with engine.detect_anomaly():
+        with engine.detect_anomaly():
+            engine.step(torch.rand(2, 4) + 1)
+        with pytest.raises(UserError, match="makes 8 of 8 values NaN"):
+            engine.step(BAD)
+
+
 def test_steps_without_nans_are_what_they_are() -> None:
     batches = [torch.rand(2, 4) + 1 for _ in range(6)]
     plain = engine_of(net(), batches[0], micro_steps=2)

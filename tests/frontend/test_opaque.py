@@ -46,7 +46,7 @@ def engine_of(module: nn.Module, batch: object, **options: object) -> Engine:
     "options",
     [
         {"world_size": 3},
-        {"world_size": 2, "micro_steps": 3, "recompute": "branches.*"},
+        slow({"world_size": 2, "micro_steps": 3, "recompute": "branches.*"}),
         slow({"world_size": 2, "stage": 2, "precision": "bf16", "offload": "optimizer,parameters"}),
         slow({"world_size": 4, "stage": 1, "clip": 0.5}),
         slow({"world_size": 1, "stage": 0, "precision": "fp16"}),
@@ -254,6 +254,7 @@ def test_what_it_returns_otherwise_ends_the_step(fill: float, sentence: str) -> 
         engine.step(torch.full((3, 4), fill))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The code of:zeroir.errors.ModelWarning")
 def test_a_program_in_a_file_needs_the_model(tmp_path: Path) -> None:
     program = tmp_path / "deciding.zir"

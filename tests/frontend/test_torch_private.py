@@ -6,6 +6,7 @@ from typing import TypeVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from zeroir.frontend import _torch_hooks
 from zeroir.frontend import _torch_private as private
@@ -138,3 +139,11 @@ def test_functions_of_tensors_are_described() -> None:
     assert [node is not None for node in graph.tangents] == [True, False]
     assert [node is not None for node in graph.gradients] == [True, False]
     assert not private.operator_context()[3]
+
+
+def test_modes_of_functions_are_listed() -> None:
+    class Mode(TorchFunctionMode):
+        pass
+
+    with Mode() as outer, Mode() as inner:
+        assert attempt(lambda: list(private.function_modes())[-2:]) == [outer, inner]

@@ -41,6 +41,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.nn import functional
 from torch.nn.modules import module as nn_module
 from torch.nn.utils import stateless
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from zeroir.frontend._torch_dim_nodes import sizes_as_nodes
 from zeroir.frontend._torch_dim_views import DimTensorMode
@@ -351,6 +352,12 @@ def is_backward(node: torch.fx.Node) -> bool:
 def is_gradient_sum(node: torch.fx.Node) -> bool:
     """Return whether a node adds two gradients of one value."""
     return bool(node.meta.get("is_gradient_acc"))
+
+
+def function_modes() -> Sequence[TorchFunctionMode]:
+    """Return the modes in which torch functions are called, the outermost first."""
+    modes: Sequence[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return modes
 
 
 def _itself(tensor: Tensor, *_: object, **__: object) -> Tensor:

@@ -21,8 +21,8 @@ from zeroir.frontend.capture.loss_and_outputs import evaluated, loss_of
 from zeroir.frontend.capture.module_tensors import put_back_buffers, substitute_buffers
 from zeroir.frontend.capture.precision import apply_precision, compute_dtype, with_floats_cast
 from zeroir.frontend.lowering.parameter_groups import ParameterGroup, parameter_groups, states_of
+from zeroir.frontend.lowering.units import inside_of
 from zeroir.frontend.opaque.calls import run_as_opaque
-from zeroir.frontend.opaque.choice import inside_of
 from zeroir.frontend.source.source import ModelSource
 from zeroir.ir.layout import Parameter
 from zeroir.ir.optimizers.forms import StateForm

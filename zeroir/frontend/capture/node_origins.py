@@ -21,6 +21,7 @@ from zeroir.frontend._torch_private import (
 )
 from zeroir.frontend.capture.code_contexts import Checkpoint, line_of_caller
 from zeroir.frontend.capture.joint_graph import ModuleCall
+from zeroir.frontend.lowering.units import inside_of
 
 _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 _SITE = Path(sysconfig.get_paths()["purelib"])
@@ -67,7 +68,7 @@ class OriginTracker:
 
         Modules inside those that are ``opaque`` have none: their code runs in the program, too.
         """
-        inside = tuple(f"{path}." if path else "" for path in opaque)
+        inside = tuple(map(inside_of, opaque))
         for name, module in model.named_modules():
             if name and name.startswith(inside):
                 continue

@@ -164,8 +164,13 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
+def inside_of(path: str) -> str:
+    """Return what the names of all that is inside a module begin with; the model itself has no name."""
+    return f"{path}." if path else ""
+
+
 def _is_inside(name: str, outer: Iterable[str]) -> bool:
-    return any(name.startswith(f"{top}.") for top in outer)
+    return any(name.startswith(inside_of(top)) for top in outer)
 
 
 def _snake_case(name: str) -> str:

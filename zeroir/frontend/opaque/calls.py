@@ -16,10 +16,10 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from zeroir.errors import UserError
+from zeroir.frontend._torch_private import function_modes
 from zeroir.frontend.capture.python_state import PythonState, UsersCode
 from zeroir.frontend.opaque.eager_forward import (
     EagerForward,
@@ -90,10 +90,11 @@ class CapturedCall:
 
     def run(self, inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
         """Return the results."""
+        if not self.trained:
+            return self._run(inputs, seed, None, self._laid_out)
         before = self._state()
         results = self._run(inputs, seed, None, self._laid_out)
-        after = self._state()
-        if self.trained and (before.changed(after) or before.stores()):
+        if before.changed(self._state()) or before.stores():
             while len(self._earlier) >= _MOST_STATES:
                 del self._earlier[next(iter(self._earlier))]
             self._earlier[seed] = before
@@ -313,8 +314,7 @@ def _seeded(forward: Forward) -> Forward:
 
 def _neutral() -> NeutralOps:
     """Return the mode in which the model runs."""
-    modes = reversed(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
-    return next(mode for mode in modes if isinstance(mode, NeutralOps))
+    return next(mode for mode in reversed(function_modes()) if isinstance(mode, NeutralOps))
 
 
 def _mangled(path: str) -> str:

@@ -11,6 +11,7 @@ from typing import Final
 from torch import nn
 
 from zeroir.errors import UserError
+from zeroir.frontend.lowering.units import inside_of
 from zeroir.frontend.opaque.found_out import CannotRunError, WhatItReturns
 
 NONE: Final = "none"
@@ -143,11 +144,6 @@ def outermost(names: Iterable[str]) -> frozenset[str]:
     every = frozenset(names)
     inside = tuple(map(inside_of, every))
     return frozenset(n for n in every if not any(n and n.startswith(each) for each in inside))
-
-
-def inside_of(path: str) -> str:
-    """Return what the names of all that is inside a module begin with; the model itself has no name."""
-    return f"{path}." if path else ""
 
 
 def _joined(names: list[str]) -> str:
