@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -89,6 +90,7 @@ def report(
     measured = None if trace is None else read_measured_step(trace, loaded[0].program)
     has_dims = any(compiled.program.dims for compiled in loaded)
     require_no_sizes(histogram, at)
+    given: Mapping[str, int] | str | None = at
     mean = None
     if histogram is not None:
         if other is not None:
@@ -96,11 +98,11 @@ def report(
                 "--histogram can be combined only with one program: leave out the second one."
             )
         counts = counts_for(loaded[0], histogram)
-        at = ",".join(f"{n}={s}" for n, s in mean_sizes(loaded[0].program, counts).items())
+        given = mean_sizes(loaded[0].program, counts)
         mean = mean_step(loaded[0].program, described, counts)
     sizes = [
         # Beside a program with dims, one for batches of one shape is compared as it is.
-        values_given(compiled.program, at if compiled.program.dims or not has_dims else None)
+        values_given(compiled.program, given if compiled.program.dims or not has_dims else None)
         for compiled in loaded
     ]
     reported = [

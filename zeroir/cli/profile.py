@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -83,6 +84,7 @@ def profile(
     if disk is not None and not disk.is_dir():
         raise UserError(f"'{disk}' is no folder: name one on the disk that is to be measured.")
     require_no_sizes(histogram, at)
+    sizes: Mapping[str, int] | str | None = at
     counted = None
     if histogram is not None:
         compiled = load_program(program)
@@ -94,7 +96,7 @@ def profile(
             allow_model_change=allow_model_change and is_measured,
         )
         counted = compiled.program, counts
-        at = ",".join(f"{n}={size}" for n, size in mean_sizes(*counted).items())
+        sizes = mean_sizes(*counted)
     if at is not None and not is_rank:
         values_given(artifact.load(program).scheduled, at)
     if nproc is not None and not is_rank:
@@ -118,7 +120,7 @@ def profile(
         allow_model_change=allow_model_change,
         kernels=kernels,
         disk_folder=disk,
-        at=at,
+        at=sizes,
     )
     if result is None:
         return 0

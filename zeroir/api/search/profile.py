@@ -75,7 +75,7 @@ def profile_program(
     allow_model_change: bool,
     kernels: str,
     disk_folder: Path | None = None,
-    at: str | None = None,
+    at: Mapping[str, int] | str | None = None,
 ) -> Profile | None:
     """Profile as the rank that torchrun made this process, or alone; rank 0 writes the machine and returns the profile.
 
