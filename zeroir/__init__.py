@@ -13,6 +13,7 @@ The public API is loaded on first use, so that ``import zeroir`` costs nothing a
 * ``zeroir.simulate(program, "dgx-h100")`` predicts the time of a step, and ``zeroir.estimate(7.5e9, world_size=64)``
   memory and communication from the number of parameters alone;
 * ``zeroir.plan(model, "dgx-h100", memory="80GB")`` chooses the options with which a step is shortest;
+* ``zeroir.quantize_frozen(model)`` stores the frozen weights of a model in 4 or 8 bits;
 * ``zeroir.register_workspace(op, formula)`` declares the memory that an operator of your own needs, and
   ``zeroir.measure_workspace(op, *args)`` measures it.
 """
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from zeroir.integrations.accelerate import prepare
     from zeroir.integrations.hugging_face import ZeroirTrainer
     from zeroir.integrations.lightning import ZeroirStrategy
+    from zeroir.quantize import quantize_frozen
     from zeroir.runtime.checkpoint.background import PendingSave
     from zeroir.runtime.checkpoint.loading import LoadedState
     from zeroir.runtime.data.loader import ResumableLoader
@@ -79,6 +81,7 @@ __all__ = [
     "optim",
     "plan",
     "prepare",
+    "quantize_frozen",
     "register_workspace",
     "simulate",
     "simulate_histogram",
@@ -115,6 +118,7 @@ _HOMES = {
     "measure_workspace": ("zeroir.runtime.memory.operator_workspaces", "measure_workspace"),
     "plan": ("zeroir.api.search.plan", "plan"),
     "prepare": ("zeroir.integrations.accelerate", "prepare"),
+    "quantize_frozen": ("zeroir.quantize", "quantize_frozen"),
     "register_workspace": ("zeroir.torch_ops.foreign_workspaces", "register_workspace"),
     "simulate": ("zeroir.api.search.costs", "simulate"),
     "simulate_histogram": ("zeroir.api.search.histogram", "simulate_histogram"),

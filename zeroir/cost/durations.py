@@ -31,7 +31,7 @@ from zeroir.ir.mesh import Executor
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import Node, Segment, TensorType
-from zeroir.ir.segments.views import is_view
+from zeroir.ir.segments.views import shares_storage
 
 _PICKING: Final = frozenset(
     {
@@ -59,7 +59,7 @@ def segment_cost(segment: Segment, machine: Machine) -> SegmentCost:
     seconds = 0.0
     flops: dict[DType, int] = {}
     for node in segment.nodes:
-        if is_view(node.op):
+        if shares_storage(node.op):
             continue
         dtype = _dtype(node, types)
         flops[dtype] = flops.get(dtype, 0) + node.flops

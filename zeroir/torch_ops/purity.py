@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from zeroir.ir.segments.allowlist import is_allowed
 from zeroir.ir.segments.operators import TORCH_NAMESPACES, Operator
-from zeroir.ir.segments.views import BITCAST, is_view
+from zeroir.ir.segments.views import shares_storage
 
 
 class Rule(StrEnum):
@@ -136,7 +136,7 @@ def breach(op: torch._ops.OpOverload) -> Breach | None:
         what = f"its argument '{changed[0]}'" if changed else "an argument"
         return Breach(rule=Rule.MUTATION, clause=f"changes {what} in place")
     is_aliasing = any(result.alias_info is not None for result in schema.returns)
-    if is_aliasing and not is_view(name) and name != BITCAST:
+    if is_aliasing and not shares_storage(name):
         return Breach(rule=Rule.ALIASING, clause="returns a view of an argument's memory")
     if not schema.returns:
         return Breach(

@@ -13,7 +13,7 @@ from zeroir.ir.program import Program
 from zeroir.ir.segments.allowlist import listed_ops
 from zeroir.ir.segments.bindings import Binding, bindings, plain_bindings
 from zeroir.ir.segments.segment import Node, Segment
-from zeroir.ir.segments.views import is_view
+from zeroir.ir.segments.views import shares_storage
 from zeroir.workspace.eager_plan import FillTarget, RunNode, eager_plan
 from zeroir.workspace.scratch import call_bytes, copy_bytes, made_bytes
 from zeroir.workspace.scratch.allowance import allowance_bytes
@@ -67,7 +67,7 @@ def _eager_workspace(segment: Segment, outputs: tuple[Binding | None, ...]) -> W
                 is_filled = step.target is not None
                 taken = held.total + call_bytes(node, types, is_filled=is_filled)
                 counted, most = max(counted, taken), max(most, taken + allowance_bytes(node, types))
-                if is_view(node.op):
+                if shares_storage(node.op):
                     (source, *_) = node.refs()
                     home = held.homes[source.index]
                     for value in range(step.first, step.first + len(node.results)):

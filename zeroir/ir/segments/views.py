@@ -34,6 +34,11 @@ def is_view(op: str) -> bool:
     return op in _RULES
 
 
+def shares_storage(op: str) -> bool:
+    """Return whether the op computes nothing: a view, or the same bytes as elements of another dtype."""
+    return is_view(op) or op == BITCAST
+
+
 def parts(node: Node, source: TensorType) -> tuple[Part, ...] | None:
     """Return the part of ``source``, the first argument, for each result of a view; None for an op that is not a view.
 
@@ -60,7 +65,7 @@ def mistyped(node: Node, types: Sequence[TensorType | None]) -> str | None:
 
     ``types`` are those of the segment's values; those that the node uses must exist.
     """
-    if node.op not in _RULES and node.op != BITCAST:
+    if not shares_storage(node.op):
         return None
     source = node.args[0] if node.args else None
     kind = types[source.index] if isinstance(source, Ref) else None

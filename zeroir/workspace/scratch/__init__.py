@@ -19,7 +19,7 @@ from typing import Final
 from zeroir.ir.dtypes import DType
 from zeroir.ir.segments.allowlist import listed_ops
 from zeroir.ir.segments.segment import Node, TensorType
-from zeroir.ir.segments.views import is_view
+from zeroir.ir.segments.views import shares_storage
 from zeroir.workspace.promotion import common_dtype
 from zeroir.workspace.scratch.arguments import (
     Types,
@@ -58,7 +58,7 @@ def call_bytes(node: Node, types: Types, *, is_filled: bool = False) -> int:
     ``allowance.allowance_bytes`` bounds additional bytes. ``is_filled`` says that the result is computed in given
     memory.
     """
-    if is_view(node.op):
+    if shares_storage(node.op):
         return 0
     made = 0 if is_filled else sum(made_bytes(node, types))
     if node.workspace_bytes is not None:
@@ -81,7 +81,7 @@ _TILE: Final = 60
 
 def is_counted(op: str) -> bool:
     """Return whether all bytes of an op are counted, on any CPU: by a formula, or because it needs none."""
-    return op in _FORMULAS or is_view(op) or op in listed_ops("counted_ops.txt")
+    return op in _FORMULAS or shares_storage(op) or op in listed_ops("counted_ops.txt")
 
 
 def _inner_bytes(node: Node, types: Types, *, is_filled: bool) -> int:
