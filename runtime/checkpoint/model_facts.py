@@ -10,6 +10,7 @@ from pydantic import JsonValue
 from torch import Tensor, nn
 
 from zeroir.runtime.state.named_tensors import NamedTensors
+from zeroir.torch_ops.frozen_modules import frozen_modules, users_module
 from zeroir.torch_ops.types import IR_DTYPE
 
 
@@ -17,14 +18,20 @@ from zeroir.torch_ops.types import IR_DTYPE
 class ModelFacts:
     """Facts of a model. ``names`` maps each name of a named tensor to all names of that tensor.
 
-    ``saved`` are the names in the model's ``state_dict``, in order, or None where they are not known. ``config_owner``
-    is the name of the module that ``config`` describes.
+    ``saved`` are the names in the model's ``state_dict``, in order, or None where they are not known, followed by those
+    of frozen modules beside the model, which are ``apart``. ``config_owner`` is the name of the module that ``config``
+    describes.
     """
 
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     saved: tuple[str, ...] | None = None
+    apart: frozenset[str] = frozenset()
     config: JsonValue = None
     config_owner: str = ""
+
+    def is_of_model(self, name: str) -> bool:
+        """Return whether the ``state_dict`` of the model itself contains a tensor under this name."""
+        return (self.saved is None or name in self.saved) and name not in self.apart
 
     def aliases(self, name: str) -> tuple[str, ...]:
         """The other names of a tensor."""
@@ -51,9 +58,15 @@ def model_facts(module: nn.Module) -> ModelFacts:
     tensors = NamedTensors(module)
     names = {name: group for _, group in tensors.names_by_tensor() for name in group}
     config, owner = _config(module)
+    apart = [
+        f"{name}.{each}"
+        for name, frozen in frozen_modules(module).items()
+        for each in frozen.state_dict(keep_vars=True)
+    ]
     return ModelFacts(
         names=names,
-        saved=tuple(module.state_dict(keep_vars=True)),
+        saved=(*users_module(module).state_dict(keep_vars=True), *apart),
+        apart=frozenset(apart),
         config=config,
         config_owner=owner,
     )

@@ -396,6 +396,45 @@ class Engine:
         self._checkpoints.join()
         return self._values.load_state_dict(state_dict, is_strict=strict)
 
+    def update_frozen(
+        self,
+        name: str = "frozen",
+        values: Mapping[str, Tensor] | nn.Module | None = None,
+        *,
+        ema: float = 0.0,
+        source: str = "",
+        averages: bool = False,
+        buffers: bool = False,
+    ) -> None:
+        """Change the values of a frozen module, such as a teacher. All ranks call this together, between two steps.
+
+        ``name`` is that of a module of ``compile(frozen=...)``, of a part of one, or of a frozen submodule of the
+        model. With ``values``, its state dict or a module like it, it gets these, on every rank the same. Otherwise its
+        parameters become ``ema * own + (1 - ema) * other``, as ``own.lerp_(other, 1 - ema)`` computes it; by default
+        they become the others. The others are the parameters with the same names in the module ``source``, by default
+        the model itself: its FP32 master weights where there are some, or with ``averages`` the moving averages of
+        ``--ema``. Buffers, such as running statistics, are the module's own, unless ``buffers`` is True, which copies
+        those of this rank. A rank changes what it holds, and parameters are gathered only where the two modules lie
+        differently.
+
+        Raises:
+            UserError: where the program has no such frozen module, a name is missing or a shape differs; where an
+                average is to be kept in 16 bits. Then nothing has changed. Within a step.
+        """
+        self._accumulation.require_none("update_frozen")
+        if values is None:
+            if not 0 <= ema <= 1:
+                raise UserError(f"ema is {ema}, but should be from 0, which copies, to 1.")
+            self._values.follow(name, source, decay=ema, averages=averages, buffers=buffers)
+            return
+        if ema or source or averages or buffers:
+            raise UserError(
+                "update_frozen sets the given values, or follows a module of the program: leave out either the values, "
+                "or ema=, source=, averages= and buffers=."
+            )
+        given = values.state_dict() if isinstance(values, nn.Module) else values
+        self._values.set_frozen(name, given)
+
     def optimizer_state_dict(
         self, *, rank0_only: bool = False
     ) -> dict[str, dict[str, object] | list[dict[str, object]]]:

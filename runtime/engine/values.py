@@ -21,6 +21,14 @@ from zeroir.runtime.state.carried_values import (
     CarriedValues,
     counts_of_steps,
 )
+from zeroir.runtime.state.frozen_updates import (
+    FollowingValues,
+    follow,
+    following_values,
+    frozen_module,
+    paired_buffers,
+    set_values,
+)
 from zeroir.runtime.state.full_parameters import whole_parameters
 from zeroir.runtime.state.gathered_module import DeepCopy, ModuleGatherer, module_maker
 from zeroir.runtime.state.module_values import (
@@ -55,6 +63,8 @@ class ModelValues:
         self.are_set = False
         self._taken_from: nn.Module | None = None
         self._waiting = WaitingStates()
+        self._following: dict[tuple[str, str, bool], FollowingValues] = {}
+        self._following_of: Program | None = None
 
     def initialise(
         self,
@@ -328,6 +338,58 @@ class ModelValues:
         known = rank_program.program.parameter_by_name
         self._waiting.forget_values({known[name][1].name for name in state_dict if name in known})
         return names
+
+    def set_frozen(self, name: str, values: Mapping[str, Tensor]) -> None:
+        """Set the values of a frozen module."""
+        rank_program = self._rank_program
+        target = frozen_module(rank_program.program, name)
+        with self._changing():
+            set_values(rank_program.program, rank_program.memory, self.others, target, values)
+        self._waiting.forget_values({slot.name for _, slot in target.parameters.values()})
+
+    def follow(
+        self, name: str, source: str, *, decay: float, averages: bool, buffers: bool
+    ) -> None:
+        """Let a frozen module become a mean of itself and of another module."""
+        rank_program = self._rank_program
+        program = rank_program.program
+        key = name, source, averages
+        if self._following_of is not program or self._waiting.values:
+            self._following, self._following_of = {}, program
+        if key not in self._following:
+            self._following[key] = following_values(
+                program,
+                rank_program.memory.rank,
+                frozen_module(program, name),
+                source,
+                averages=averages,
+                waiting=self._waiting,
+            )
+        with self._changing():
+            pairs = (
+                paired_buffers(program, rank_program.memory, self.others, name, source)
+                if buffers
+                else []
+            )
+            follow(
+                program,
+                rank_program.memory,
+                rank_program.job.comm,
+                self._following[key],
+                decay=decay,
+                averages=averages,
+                waiting=self._waiting,
+            )
+            for own, other in pairs:
+                own.copy_(other)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change values of buffers within the block, from which the next section starts."""
+        rank_program = self._rank_program
+        with rank_program.between_sections(), torch.inference_mode(mode=False), torch.no_grad():
+            yield
+            rank_program.executor.restart(rank_program.step_count)
 
     def optimizer_state_dict(
         self, *, rank0_only: bool

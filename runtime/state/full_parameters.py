@@ -40,10 +40,8 @@ def whole_parameters(
     Raises:
         UserError: with ``ema``, where the program keeps no averages.
     """
-    if ema and not any(isinstance(op, ops.Average) for op in program.ops()):
-        raise UserError(
-            "The program keeps no moving average of the weights: compile it with --ema 0.999, for example."
-        )
+    if ema:
+        require_averages(program)
     for flat in program.flats:
         slots = [slot for slot in flat.slots if names is None or slot.name in names]
         if masters and waiting is not None and not flat.is_trainable:
@@ -76,6 +74,14 @@ def whole_parameters(
                 part = flat_part(program, ranks, comm, holders, dtype, elements)
                 yield slot, [each.view(slot.shape) for each in part]
                 del part
+
+
+def require_averages(program: Program) -> None:
+    """Raise UserError where the program keeps no moving averages of the weights."""
+    if not any(isinstance(op, ops.Average) for op in program.ops()):
+        raise UserError(
+            "The program keeps no moving average of the weights: compile it with --ema 0.999, for example."
+        )
 
 
 def flat_buffers(

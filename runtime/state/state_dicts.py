@@ -74,7 +74,9 @@ def module_state(
         values |= dict.fromkeys((name, *facts.aliases(name)), copy)
     if facts.saved is None:
         return values
-    return {name: values[name] for name in facts.saved if name in values}
+    return {
+        name: values[name] for name in facts.saved if name in values and name not in facts.apart
+    }
 
 
 def load_module_state(
@@ -110,7 +112,7 @@ def load_module_state(
                 f"The state's '{name}' has the shape {list(tensor.shape)}, but {list(shapes[name])} in the program: "
                 "load the state of this model."
             )
-    needed = [name for name in shapes if facts.saved is None or name in facts.saved]
+    needed = [name for name in shapes if facts.is_of_model(name)]
     missing = [name for name in needed if name not in values]
     unknown = [name for name in values if name not in shapes]
     if is_strict and (missing or unknown):

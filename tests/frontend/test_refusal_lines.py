@@ -200,8 +200,9 @@ def tracing(
     batch: object = BATCH,
     loss: LossFunction | None = None,
     weight: WeightFunction | None = None,
+    frozen: object = None,
 ) -> None:
-    source = source_of(model, batch, loss, weight)  # type: ignore[arg-type]
+    source = source_of(model, batch, loss, weight, frozen)  # type: ignore[arg-type]
     trace(source, make_options({"world_size": 1}))
 
 
@@ -239,6 +240,10 @@ def refusals() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "loss of torch", partial(tracing, Net(), loss=nn.functional.mse_loss)
     yield "weight of nothing", partial(tracing, Net(), weight=lambda: 1.0)
     yield "other module", partial(tracing, Net(), loss=lambda m, b: m(*b) + OTHER(*b).mean())
+    net = Net()
+    for frozen in ({"layer": OTHER}, {"a.b": OTHER}, {"other": 3}, {"other": net.layer}):
+        yield f"frozen {frozen!r:.20}", partial(tracing, net, frozen=frozen)
+    yield "frozen beside a factory", partial(tracing, Net, frozen=OTHER)
     for outputs in OUTPUTS:
         yield f"outputs {outputs!r:.20}", partial(evaluating, outputs)
     yield "missing output", partial(evaluating, {}, "logits")

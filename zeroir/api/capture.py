@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from zeroir.api.keywords import CompileKeywords
+    from zeroir.frontend.source.module_source import FrozenModules
     from zeroir.frontend.source.source import LossFunction, Model, ModelSource, WeightFunction
     from zeroir.frontend.watch.stored_tensors import KeptTensors
     from zeroir.ir.program import Program
@@ -119,7 +120,11 @@ def file_source(model: str | Path) -> ModelSource:
 
 
 def given_source(
-    model: Model, batch: Batch, loss: LossFunction | None, weight: WeightFunction | None
+    model: Model,
+    batch: Batch,
+    loss: LossFunction | None,
+    weight: WeightFunction | None,
+    frozen: FrozenModules | None = None,
 ) -> ModelSource:
     """Return the source that the arguments of ``compile_model`` or ``plan`` describe.
 
@@ -133,6 +138,11 @@ def given_source(
                 raise UserError(
                     f"{name}= has no effect on a model file: define `{name}` in {model} instead."
                 )
+        if frozen is not None:
+            raise UserError(
+                "frozen= has no effect on a model file: let the module that its factory returns have frozen modules as "
+                "submodules."
+            )
         return file_source(model)
     if not callable(model):
         raise UserError(
@@ -145,7 +155,7 @@ def given_source(
         )
     from zeroir.frontend.source.module_source import source_of
 
-    return source_of(model, batch, loss, weight)
+    return source_of(model, batch, loss, weight, frozen)
 
 
 def with_shapes_text(

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from zeroir.config.offload import Offload
     from zeroir.config.steps import MicroSteps
     from zeroir.cost.machine import Machine
+    from zeroir.frontend.source.module_source import FrozenModules
     from zeroir.frontend.source.source import Model, ModelSource, WeightFunction
     from zeroir.frontend.watch.watch import Watch
     from zeroir.runtime.distributed.rendezvous import JobRank
@@ -212,6 +213,7 @@ class CompiledProgram:
         *,
         seed: int = 0,
         model: Model | None = None,
+        frozen: FrozenModules | None = None,
         allow_model_change: bool = False,
         kernels: str = "eager",
         cuda_graphs: bool = False,
@@ -227,10 +229,11 @@ class CompiledProgram:
 
         Under torchrun it is one rank of the job; elsewhere the program is lowered for a world size of 1. The batch of
         ``engine.step(batch)`` has the structure, shapes and dtypes of the example batch. ``model`` is the path of the
-        model file if it was moved, or the module (or a function that makes it) with the initial values. Without it, a
-        program that was compiled from a module in this process takes the module's current values, those of rank 0. As
-        they move to the engine, the module's tensors become meta tensors on all ranks, so that no rank holds them
-        twice; with ``keep_module`` they stay. ``state``, a mapping or a function from names to tensors, provides the
+        model file if it was moved, or the module (or a function that makes it) with the initial values; ``frozen`` are
+        the modules beside it where the program was compiled with some. Without it, a program that was compiled from a
+        module in this process takes the module's current values, those of rank 0. As they move to the engine, the
+        module's tensors become meta tensors on all ranks, so that no rank holds them twice; with ``keep_module`` they
+        stay. ``state``, a mapping or a function from names to tensors, provides the
         values of the parameters and persistent buffers that it contains: with it, the module may be on the meta device.
 
         ``weight`` returns the weights of batches if the program uses them and was compiled elsewhere, from a module.
@@ -258,7 +261,12 @@ class CompiledProgram:
         from zeroir.runtime.distributed import rendezvous
 
         source = source_for_engine(
-            self.artifact, self.path, self.source, model, allow_model_change=allow_model_change
+            self.artifact,
+            self.path,
+            self.source,
+            model,
+            frozen,
+            allow_model_change=allow_model_change,
         )
         if weight is not None:
             source = replace(source, weight=weight)

@@ -22,6 +22,7 @@ from zeroir.verify import Report, VerificationError, verify
 
 if TYPE_CHECKING:
     from zeroir.cost.machine import Machine
+    from zeroir.frontend.source.module_source import FrozenModules
     from zeroir.frontend.source.source import (
         Earlier,
         LossFunction,
@@ -39,6 +40,7 @@ def compile_model(
     *,
     loss: LossFunction | None = None,
     weight: WeightFunction | None = None,
+    frozen: FrozenModules | None = None,
     config: Config | None = None,
     **options: Unpack[CompileKeywords],
 ) -> CompiledProgram:
@@ -49,7 +51,9 @@ def compile_model(
 
     ``batch`` is an example micro-batch of one rank. It is required, except for a model file, which has its own. The
     loss is what the module's forward returns, or ``loss(module, batch)``, which returns it or a pair of it and outputs.
-    ``weight`` returns the weight of a batch. ``config`` is DeepSpeed's configuration, as its file or its contents, or a
+    ``weight`` returns the weight of a batch. ``frozen`` is a module that the loss uses and that is not trained, such as
+    a teacher, or several of them by their names: the program shards them as it does the model's frozen parameters, and
+    ``engine.update_frozen`` changes them. ``config`` is DeepSpeed's configuration, as its file or its contents, or a
     TOML file of options. ``shapes`` says which sizes differ from batch to batch: as ``torch.export`` takes it, such as
     ``{"input_ids": (Dim("batch", max=16), Dim("length", max=8192))}``, or as a text, such as
     ``"input_ids: batch<=16, length<=8192"``.
@@ -65,7 +69,9 @@ def compile_model(
     Raises:
         UserError: if the file, the module, the batch or an option is wrong.
     """
-    return compile_following(None, model, batch, loss=loss, weight=weight, config=config, **options)
+    return compile_following(
+        None, model, batch, loss=loss, weight=weight, frozen=frozen, config=config, **options
+    )
 
 
 def compile_following(
@@ -75,11 +81,12 @@ def compile_following(
     *,
     loss: LossFunction | None = None,
     weight: WeightFunction | None = None,
+    frozen: FrozenModules | None = None,
     config: Config | None = None,
     **options: Unpack[CompileKeywords],
 ) -> CompiledProgram:
     """Compile as ``compile_model`` does, a program that goes on with an earlier one of the model."""
-    source = given_source(model, batch, loss, weight)
+    source = given_source(model, batch, loss, weight, frozen)
     if earlier is not None:
         source = replace(source, earlier=earlier)
     options = with_shapes_text(options, lambda: source)

@@ -12,6 +12,7 @@ from zeroir.errors import UserError
 
 if TYPE_CHECKING:
     from zeroir.frontend.source.entry import ModelText
+    from zeroir.frontend.source.module_source import FrozenModules
     from zeroir.frontend.source.source import Model, ModelSource
 
 
@@ -20,10 +21,11 @@ def source_for_engine(
     home: Path | None,
     source: ModelSource | None,
     model: Model | None,
+    frozen: FrozenModules | None = None,
     *,
     allow_model_change: bool,
 ) -> ModelSource:
-    """Return the source of an engine's values: ``model``, or else what the program was compiled from.
+    """Return the source of an engine's values: ``model`` with ``frozen``, or else what the program was compiled from.
 
     ``home`` is the file that the program was read from, and ``source`` the module or function that it was compiled from
     in this process.
@@ -33,11 +35,15 @@ def source_for_engine(
     """
     from zeroir.frontend.source.module_source import source_of
 
+    if frozen is not None and (model is None or isinstance(model, str | Path)):
+        raise UserError(
+            "engine(frozen=...) has frozen modules beside a module: pass that as model=, too."
+        )
     if model is None and source is not None:
         return source
     if model is None or isinstance(model, str | Path):
         return load_model(artifact, home, model=model, allow_model_change=allow_model_change)
-    return source_of(model, None, None, None)
+    return source_of(model, None, None, None, frozen)
 
 
 def load_model(

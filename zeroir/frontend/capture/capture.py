@@ -72,7 +72,7 @@ from zeroir.frontend.source.source import (
 from zeroir.frontend.source.source_lines import line_of_module, refusals_at
 from zeroir.frontend.source.unsupported import require_supported
 from zeroir.frontend.watch.code_state import CodeState
-from zeroir.frontend.watch.lent_modules import stand_ins, tensor_ids
+from zeroir.frontend.watch.lent_modules import replaced_by_copies, stand_ins, tensor_ids
 from zeroir.frontend.watch.reached_code import ReachedCode
 from zeroir.frontend.watch.stored_tensors import (
     NOTHING_KEPT,
@@ -86,6 +86,7 @@ from zeroir.ir.program import ConstantBinding
 from zeroir.ir.sizes import Dim
 from zeroir.torch_ops.batches import Batch, BatchLeaves, flatten
 from zeroir.torch_ops.followed_numbers import FollowedNumbers
+from zeroir.torch_ops.frozen_modules import frozen_modules, users_module
 
 MAX_DROPOUT_SITES = 65536
 
@@ -218,6 +219,10 @@ def _captured(
         standing = at_the_end.enter_context(
             stand_ins(outside.modules, own, are_constants=source.has_optimizer)
         )
+        frozen = frozen_modules(source.model()) if source.is_in_hand else {}
+        replaced = partial(replaced_by_copies, frozen, frozen_modules(model))
+        traced = at_the_end.enter_context(ExitStack())
+        traced.enter_context(replaced())
         step = LossStep(
             model, source, example, compute_dtype(precision), hooks, state, opaque_paths
         )
@@ -282,7 +287,9 @@ def _captured(
             stored += () if evaluation is None else evaluation.stored
         kept = NOTHING_KEPT
         if stored:
+            traced.close()
             of_user = PythonState.of(source.model(), code)
+            traced.enter_context(replaced())
             kept = kept_tensors(stored, state.containers, of_user.containers)
         if env is not None:
 
@@ -462,7 +469,7 @@ def _require_no_autocast() -> None:
 
 def _note_on_eval_mode(source: ModelSource, model: nn.Module) -> str | None:
     """Return a sentence on a model that is entirely in evaluation mode, as from_pretrained of Hugging Face makes it."""
-    if any(module.training for module in model.modules()):
+    if any(module.training for module in users_module(model).modules()):
         return None
     return (
         f"{capitalised(source.names.model)} is in evaluation mode, and so is the program: dropout is off, and running "

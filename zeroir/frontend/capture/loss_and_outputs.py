@@ -11,6 +11,7 @@ from zeroir.frontend.source.source import ModelSource, capitalised
 from zeroir.frontend.source.source_lines import refusals_at
 from zeroir.ir.output_paths import OutputPathError, children, key_step
 from zeroir.torch_ops.batches import undense_kind
+from zeroir.torch_ops.frozen_modules import users_module
 
 PathTensors = tuple[tuple[str, Tensor], ...]
 """The tensors of an evaluation's outputs, each with its path (``zeroir.ir.output_paths``)."""
@@ -77,6 +78,7 @@ def evaluated(
 
 def _returned(source: ModelSource, model: nn.Module, batch: object) -> tuple[object, object]:
     """Return the result of the user's code, and the outputs where it is a pair of the loss and outputs."""
+    model = users_module(model)
     if source.loss is None:
         return call_with(model, batch), None
     output = source.loss(model, batch)

@@ -3,7 +3,8 @@
 By default the units are the repeated blocks: modules in a ``ModuleList`` or ``Sequential`` whose class occurs there at
 least twice with the same parameters. ``blocks.*`` selects units by pattern, ``class:Block`` by class, and ``min:1e6``
 selects the smallest modules of at least that many parameter elements; commas separate several of these. Of nested
-candidates the outermost is the unit. Parameters outside all units belong to the root.
+candidates the outermost is the unit. A frozen module beside the model without units in it is a unit. Parameters outside
+all units belong to the root.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 
 from zeroir.errors import UserError
 from zeroir.frontend.capture.joint_graph import ModuleCall
+from zeroir.torch_ops.frozen_modules import frozen_modules
 
 ROOT = "root"
 ROOT_PRE = "root.pre"
@@ -58,6 +60,11 @@ def find_units(
         if spec is None
         else set().union(*(_named(module, part.strip()) for part in spec.split(",")))
     )
+    names |= {
+        name
+        for name, frozen in frozen_modules(module).items()
+        if _has_parameters(frozen) and not any(_is_inside(unit, (name,)) for unit in names)
+    }
     around = {path for path in opaque if any(_is_inside(name, (path,)) for name in names)}
     names = names - {name for name in names if _is_inside(name, around)} | around
     return UnitModules(

@@ -33,12 +33,13 @@ class UntraceableError(UserError):
 
 def module_of_error(error: BaseException, model: nn.Module) -> str | None:
     """Return the name of the innermost module of the model whose method an exception left; None if there is none."""
-    names = {id(module): name for name, module in model.named_modules()}
+    # The user's frozen modules share the attributes of those that are traced.
+    names = {id(vars(module)): name for name, module in model.named_modules()}
     found: str | None = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
-            found = names.get(id(owner), found)
+            found = names.get(id(vars(owner)), found)
     return found
 
 

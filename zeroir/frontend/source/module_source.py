@@ -7,13 +7,14 @@ change and no memory is needed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
+from typing import Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from zeroir.errors import UserError, ZeroirError
 from zeroir.frontend._torch_hooks import HOOKS_OF_MODULES, gradient_hooks
@@ -36,6 +37,7 @@ from zeroir.frontend.source.source_lines import (
 from zeroir.frontend.source.unsupported import require_supported
 from zeroir.torch_ops.batches import Batch
 from zeroir.torch_ops.devices import one_device
+from zeroir.torch_ops.frozen_modules import WithFrozenModules, frozen_modules
 
 
 def source_of(
@@ -43,14 +45,24 @@ def source_of(
     batch: Batch,
     loss: LossFunction | None,
     weight: WeightFunction | None,
+    frozen: FrozenModules | None = None,
 ) -> ModelSource:
-    """Return the source of a module, or of a function that creates one, with an example micro-batch."""
+    """Return the source of a module, or of a function that creates one, with an example micro-batch.
+
+    ``frozen`` are modules that the code uses and that are to be frozen parts of the program.
+
+    Raises:
+        UserError: if one of these is wrong.
+    """
     line = line_of_user()
     with refusals_at(line):
         _require_functions(loss, weight)
     if isinstance(model, nn.Module):
         module = _uncompiled(model)
         name = f"the module {type(module).__name__}"
+        if frozen is not None:
+            with refusals_at(line):
+                module = _with_frozen(module, frozen)
         names = SourceNames(
             model=name,
             maker=name,
@@ -62,7 +74,7 @@ def source_of(
         code = _user_modules([loss, *map(type, module.modules()), *_hooks(module)])
         return _source(
             names,
-            lambda: meta_copy(require_supported(module, names)),
+            lambda: _meta_copy(require_supported(module, names)),
             lambda: module,
             code,
             batch,
@@ -70,6 +82,11 @@ def source_of(
             weight,
             is_in_hand=True,
         )
+    if frozen is not None:
+        with refusals_at(line):
+            raise UserError(
+                "frozen= is for a module in memory, and the model is a function that makes one: pass the module itself."
+            )
     factory = model
     name = f"{_function_name(factory)}()"
     code = _user_modules([factory, loss])
@@ -100,6 +117,51 @@ def source_of(
         weight,
         is_in_hand=False,
     )
+
+
+FrozenModules = nn.Module | Mapping[str, nn.Module]
+"""A module, or modules by their names, which the code of the loss uses and which the program shards and freezes."""
+
+NAME_OF_ONE: Final = "frozen"
+"""The name of a frozen module that is given none."""
+
+
+def _with_frozen(module: nn.Module, frozen: FrozenModules) -> nn.Module:
+    """Return the module together with frozen ones.
+
+    Raises:
+        UserError: if one has a name that cannot be its own, is no module, or shares a tensor with the model.
+    """
+    named = {NAME_OF_ONE: frozen} if isinstance(frozen, nn.Module) else dict(frozen)
+    own = {id(tensor): name for name, tensor in _named_tensors(module)}
+    for name, each in named.items():
+        what = f"frozen= has '{name}'"
+        if not str(name).isidentifier() or hasattr(module, name):
+            raise UserError(
+                f"{what}, which is no free name of a submodule of the model: name it otherwise, as in "
+                'frozen={"teacher": teacher}.'
+            )
+        if not isinstance(each, nn.Module):
+            raise UserError(f"{what}, which is no module but of type {type(each).__name__}.")
+        shared = next((own[id(x)] for _, x in _named_tensors(each) if id(x) in own), None)
+        if shared is not None:
+            raise UserError(
+                f"{what}, which has the model's own {shared}: copy the module (copy.deepcopy), or freeze that part of "
+                "the model with requires_grad_(False) and leave it out of frozen=."
+            )
+    return WithFrozenModules(module, {name: _uncompiled(each) for name, each in named.items()})
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _meta_copy(module: nn.Module) -> nn.Module:
+    copied = meta_copy(module)
+    for each in frozen_modules(copied).values():
+        each.requires_grad_(False)
+    return copied
 
 
 def with_module_in_hand(source: ModelSource, module: nn.Module) -> ModelSource:

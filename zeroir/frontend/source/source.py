@@ -19,6 +19,7 @@ from zeroir.errors import MEMORY_REMEDY, UserError, is_out_of_memory
 from zeroir.frontend.source.source_lines import line_of_definition, line_of_error, line_of_forward
 from zeroir.ir.program import Flat
 from zeroir.torch_ops.batches import Batch
+from zeroir.torch_ops.frozen_modules import users_module
 
 _LONGEST_REASON = 300
 
@@ -122,7 +123,11 @@ class ModelSource:
 
     def line_of_loss(self, model: nn.Module) -> str:
         """Return ``file:line`` of the function that returns the loss, or of the model's creation if that is torch's."""
-        own = line_of_forward(model) if self.loss is None else line_of_definition(self.loss)
+        own = (
+            line_of_forward(users_module(model))
+            if self.loss is None
+            else line_of_definition(self.loss)
+        )
         return own or self.names.maker_line
 
     def place_of(self, error: BaseException) -> str:

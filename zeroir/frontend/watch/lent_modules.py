@@ -53,6 +53,30 @@ def _stand_in(tensor: Tensor, *, are_constants: bool) -> Tensor | None:
     return tensor.detach() if tensor.requires_grad and are_constants else None
 
 
+@contextmanager
+def replaced_by_copies(
+    modules: Mapping[str, nn.Module], copies: Mapping[str, nn.Module]
+) -> Iterator[None]:
+    """Let modules that the user's code calls be their copies within the block, with their tensors and submodules."""
+    own = {
+        module: vars(module)
+        for name in modules
+        for module in dict.fromkeys(modules[name].modules())
+    }
+    pairs = [
+        (module, copies[name].get_submodule(path))
+        for name, whole in modules.items()
+        for path, module in whole.named_modules()
+    ]
+    try:
+        for module, copied in pairs:
+            object.__setattr__(module, "__dict__", vars(copied))
+        yield
+    finally:
+        for module, attributes in own.items():
+            object.__setattr__(module, "__dict__", attributes)
+
+
 def tensor_ids(module: nn.Module) -> frozenset[int]:
     """Return the ids of the parameters and buffers of a module."""
     return frozenset(id(tensor) for tensor in (*module.parameters(), *module.buffers()))

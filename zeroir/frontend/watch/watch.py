@@ -19,6 +19,7 @@ from zeroir.frontend.watch.reached_code import ReachedCode
 from zeroir.frontend.watch.stored_tensors import NOTHING_KEPT, KeptTensors
 from zeroir.ir.reports import Storing
 from zeroir.torch_ops.followed_numbers import FollowedNumbers
+from zeroir.torch_ops.frozen_modules import users_module
 
 _LONGEST_VALUE = 60
 
@@ -87,7 +88,7 @@ class Watch:
     def trained_names(self) -> Sequence[str]:
         """Return the names of the module's parameters that require a gradient now."""
         model = self.model
-        named = () if model is None else model.named_parameters()
+        named = () if model is None else users_module(model).named_parameters()
         return [name for name, parameter in named if parameter.requires_grad]
 
     def remember(self) -> None:
