@@ -7,7 +7,7 @@ compared, which compiles several programs. A model that is refused is trained on
 eager PyTorch cannot train are left out. Each model has a process of its own, for a limited time.
 
     python -m tools.survey_models                   every model
-    python -m tools.survey_models image             the models of a kind: causal, masked, seq2seq or image
+    python -m tools.survey_models image             the models of a kind: causal, masked, seq2seq, …
     python -m tools.survey_models causal/llama      one model
     … --one-shape                                   on batches of one shape alone
     … --experts                                     models with experts

@@ -25,6 +25,7 @@ KINDS: Mapping[str, Mapping[str, str | Sequence[str]]] = {
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "image": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "sequence": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 }
 """The class of each model type, by the kind of the model."""
 
@@ -102,6 +103,9 @@ def config_of(kind: str, name: str) -> PreTrainedConfig:
         others["is_decoder"] = True
     if kind == "seq2seq":
         others["decoder_start_token_id"] = 1
+    if kind == "sequence":
+        # A model takes the last word of a row that is no padding.
+        others["pad_token_id"] = 0
     return _tiny(default, {**others, **OF_ONE_TYPE.get(name, {})})
 
 
@@ -198,6 +202,8 @@ class BatchForm:
         batch = {"input_ids": ids}
         if self.has_mask:
             batch["attention_mask"] = is_word.long()
+        if self.kind == "sequence":
+            return {**batch, "labels": torch.randint(2, (sizes.rows,), generator=chance)}
         if self.has_target:
             ids, is_word = self._words(sizes.rows, sizes.target, chance)
         elif self.kind == "masked":
@@ -236,7 +242,8 @@ class BatchForm:
         mask = "; attention_mask: rows, length" if self.has_mask else ""
         length = "<={}<=".join(map(str, LENGTHS))
         target = length.format("target") if self.has_target else "length"
-        return f"input_ids: {rows}, {length.format('length')}{mask}; labels: rows, {target}"
+        labels = "rows" if self.kind == "sequence" else f"rows, {target}"
+        return f"input_ids: {rows}, {length.format('length')}{mask}; labels: {labels}"
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """The loss of the model, or of its logits where it has none."""

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
-from zeroir.ir.segments.allowlist import is_allowed
+from zeroir.ir.segments.allowlist import OPAQUE_OPS, is_allowed
 from zeroir.ir.segments.operators import Operator
 from zeroir.ir.segments.segment import Node, Segment
 from zeroir.runtime.kernels.calls import operator
@@ -66,8 +66,7 @@ _READ_ON_HOST: Final = frozenset(
         "transformers.grouped_mm_fallback.default",
         "transformers.grouped_mm_fallback_backward.default",
         "zeroir.grouped_mm.default",
-        "zeroir.opaque.default",
-        "zeroir.opaque_backward.default",
+        *OPAQUE_OPS,
     }
 )
 """Grouped products in other dtypes than BF16: the host reads the ends of the groups and calls a product for each. And

@@ -5,6 +5,9 @@ and omits copies. The plain form calls the segment's operators one by one on sep
 numbers both must give the same results, except for a few roundings: at another address an operator may add in another
 order.
 
+Code of modules that runs as it is may have effects, so its calls are not compared. The memory of the first ones on real
+batches is measured (``opaque_memory``).
+
 The check runs before the buffers are initialised. It fills the arguments and destinations of a kernel, and zeroes the
 persistent buffers afterwards. In addition to the buffers it needs the memory of one segment at a time.
 """
@@ -29,6 +32,7 @@ from zeroir.runtime.execution.handlers import LocalRanks
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.kernels.differences import difference, is_beyond_noise
+from zeroir.runtime.kernels.opaque_memory import measure_next_calls
 from zeroir.runtime.kernels.plain_form import OTHER_KERNELS, plain_results, separate, span
 from zeroir.runtime.kernels.tolerance import tolerance
 from zeroir.runtime.memory.rank_memory import RankMemory
@@ -65,8 +69,11 @@ def check_kernels(local_ranks: LocalRanks, kernels: KernelBackend) -> SelfCheckR
     """
     memory = local_ranks.memories[0]
     compared, skipped = 0, dict[str, str]()
+    measured: set[tuple[str, str]] = set()
     with torch.no_grad():
         for op in _distinct(local_ranks, memory):
+            segment = local_ranks.program.segment_by_name[op.segment]
+            measure_next_calls(segment, memory.device, measured)
             reason = _compare(op, local_ranks, memory, kernels)
             if reason is None:
                 compared += 1

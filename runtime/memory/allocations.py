@@ -54,7 +54,6 @@ def allocations(action: Callable[[], object]) -> list[AllocatorEvent]:
 
     Torch's profiler reports only the allocations of this thread.
     """
-    gc.collect()
     is_collecting = gc.isenabled()
     gc.disable()  # Earlier garbage must not be freed during the action.
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch.utils import _pytree as pytree
 
 from zeroir.runtime.memory.allocations import allocations, peak_bytes
 from zeroir.torch_ops.foreign_workspaces import ForeignOperator, resolved
+
+T = TypeVar("T")
 
 
 def measure_workspace(op: ForeignOperator, *args: object, **kwargs: object) -> int:
@@ -27,9 +30,9 @@ def measure_workspace(op: ForeignOperator, *args: object, **kwargs: object) -> i
         return measured(lambda: function(*args, **kwargs), device_of(args, kwargs))[1]
 
 
-def measured(call: Callable[[], object], device: torch.device) -> tuple[object, int]:
+def measured(call: Callable[[], T], device: torch.device) -> tuple[T, int]:
     """Return the result of a call, and the most bytes that it held at once minus those of its results' elements."""
-    results: list[object] = []
+    results: list[T] = []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = _requested_bytes(device, "current")

@@ -7,6 +7,7 @@ import gc
 import re
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +24,7 @@ from zeroir.api.checks.check import check_model
 from zeroir.api.compiled import CompiledProgram
 from zeroir.config import make_options
 from zeroir.errors import ModelWarning, UserError
+from zeroir.ir.segments.allowlist import OPAQUE_OPS
 from zeroir.runtime.engine.engine import Engine
 from zeroir.torch_ops.opaque import forget_calls, opaque_modules
 
@@ -87,8 +89,13 @@ def test_only_what_cannot_be_traced_runs_as_it_is() -> None:
         made = zeroir.compile(str(FILE), world_size=2)
     program = made.program
     assert opaque_modules(program.segments).keys() == OPAQUE
-    assert made.summary()["opaque"] == [*sorted(OPAQUE - {"turns", "selects"}), "root.post"]
-    assert "opaque" in str(made)
+    listed = made.summary()["opaque"]
+    assert {module for code in listed for module in code["modules"]} == OPAQUE
+    assert {unit for code in listed for unit in code["units"]} >= {"branches.0", "root.post"}
+    assert re.search(
+        r"runs as it is +branches.0 branches.1: .*\n.*deciding_modules.py:\d+ uses", str(made)
+    )
+    assert re.search(r"traced +root.pre\n", str(made))
     notes = [str(each.message) for each in noted]
     assert len(notes) == 4
     (branch,) = (note for note in notes if "branches.0 (and 1 more)" in note)
@@ -270,12 +277,105 @@ def test_a_program_in_a_file_needs_the_model(tmp_path: Path) -> None:
         zeroir.load(program).engine(model=Deciding())
 
 
-def test_sizes_that_differ_need_code_that_can_be_traced() -> None:
-    with pytest.raises(UserError, match=r"deciding_modules.py:\d+ uses the values of a tensor"):
-        zeroir.compile(str(FILE), world_size=1, shapes="0: rows<=8, _")
-    chosen = zeroir.Units(opaque="branches.*,drops.*,turns,selects")
-    with pytest.raises(UserError, match=r"deciding_modules.py:\d+: .* known for one size only"):
-        zeroir.compile(str(FILE), world_size=1, shapes="0: rows<=8, _", units=chosen)
+class Pools(nn.Module):
+    """Decides by a value, takes and returns sizes, and halves the length in two ways."""
+
+    def __init__(self, *, is_rounded: bool = False) -> None:
+        super().__init__()
+        self.line, self.is_rounded = nn.Linear(4, 4), is_rounded
+
+    def forward(self, x: Tensor, shape: torch.Size, rows: int) -> dict[str, object]:
+        y = self.line(x) if x.sum() > -1000 else x
+        assert shape == x.shape
+        assert rows == len(x)
+        pooled = y[:, ::2] if self.is_rounded else torch.cat([y, y.flip(1), y[:, :1]], 1)
+        return {"y": pooled, "flat": y.flatten(0, 1), "n": 3 * y.shape[1], "shape": y.shape}
+
+
+class Around(nn.Module):
+    """Uses the sizes that an opaque module returns."""
+
+    def __init__(self, *, is_rounded: bool = False) -> None:
+        super().__init__()
+        self.first, self.pools = nn.Linear(4, 4), Pools(is_rounded=is_rounded)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.pools(self.first(x), x.shape, x.shape[0])
+        scale = torch.ones(found["n"]).sum() + torch.ones(found["shape"]).sum()
+        y: Tensor = found["y"].square().mean() + (found["flat"] * scale).square().mean()
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:The code of:zeroir.errors.ModelWarning")
+def test_its_sizes_are_polynomials_of_dims() -> None:
+    torch.manual_seed(0)
+    module = Around()
+    plain = copy.deepcopy(module)
+    batch, dims = torch.randn(3, 5, 4), "0: rows<=6, 2<=length<=9, _"
+    alike = zeroir.MicroSteps(mean_over="batches")
+    made = compiled(module, batch, shapes=dims, lr=1e-4, micro_steps=alike)
+    (node, *_) = (n for s in made.program.segments for n in s.nodes if n.op == OPAQUE_OPS[0])
+    assert [str(kind.shape) for kind in node.results if kind is not None] == [
+        "(rows, length*2+1, 4)",
+        "(length*rows, 4)",
+    ]
+    engine = made.engine()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1e-4)
+    for rows, length in ((3, 5), (1, 2), (6, 9), (2, 7)):
+        batch = torch.randn(rows, length, 4)
+        expected = plain(batch)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        assert engine.step(batch).loss == expected.item()
+    engine.close()
+    with pytest.raises(
+        UserError,
+        match=r"test_opaque.py:\d+: The module pools, .* no polynomial of dims \(\d+ at length = \d",
+    ):
+        zeroir.compile(Around(is_rounded=True), torch.ones(3, 5, 4), shapes=dims)
+
+
+def test_its_memory_is_planned_and_measured() -> None:
+    class Holds(nn.Module):
+        """Holds much only where a value is large."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.line(x)
+            copies = [y * number for number in range(1 if x.sum() < 1000 else 2000)]
+            return torch.stack(copies).sum(0)
+
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        y: Tensor = module(batch).square().mean()
+        return y
+
+    for fill in (1.0, 100.0):
+        made = compiled(nn.Sequential(Holds(), nn.Linear(4, 4)), torch.ones(64, 4), loss=loss)
+        (code,) = made.summary()["opaque"]
+        engine = made.engine()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", ModelWarning)
+            engine.step(torch.full((64, 4), fill))
+        engine.close()
+        said = [str(each.message) for each in caught]
+        (measured,) = made.summary()["opaque"]
+        taken = measured["measured_forward_bytes"], measured["measured_backward_bytes"]
+        assert None not in taken
+        is_more = [
+            figure > code[of]  # type: ignore[literal-required]
+            for figure, of in zip(taken, ("forward_bytes", "backward_bytes"), strict=True)
+        ]
+        assert is_more == 2 * [fill > 1]
+        assert len(said) == sum(is_more)
+        if said:
+            figures = (
+                f"held {taken[0]:,} bytes .* while the program plans {code['forward_bytes']:,}:"
+            )
+            assert re.search(f"The code of 0 .* its forward {figures}", said[0])
 
 
 def test_a_module_in_hand_is_not_kept_alive() -> None:

@@ -23,9 +23,11 @@ from zeroir.errors import ModelWarning
 STEPS, MICRO_STEPS = 4, 2
 
 
-def batches_of(rank: int) -> list[list[Tensor]]:
-    """Return the batches of a rank by step."""
+def batches_of(rank: int, options: Mapping[str, object]) -> list[list[Tensor]]:
+    """Return the batches of a rank by step; with ``shapes`` their rows differ."""
     every = deciding_modules.batches(rank, 1, seed=5)
+    if "shapes" in options:
+        every = (batch[: 2 + (3 * rank + at) % 5] for at, batch in enumerate(every))
     return [list(islice(every, MICRO_STEPS)) for _ in range(STEPS)]
 
 
@@ -45,8 +47,9 @@ def main() -> None:
     folder = Path(os.environ["TEST_FOLDER"])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     join()
-    engine = compiled_for(world_size, json.loads(os.environ["OPTIONS"])).engine()
-    losses = [engine.step(batches).loss for batches in batches_of(rank)]
+    options = json.loads(os.environ["OPTIONS"])
+    engine = compiled_for(world_size, options).engine()
+    losses = [engine.step(batches).loss for batches in batches_of(rank, options)]
     save_file(
         {**engine.full_parameters(), "losses": torch.tensor(losses)},
         folder / f"trained{rank}.safetensors",

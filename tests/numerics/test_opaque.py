@@ -24,6 +24,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
         (2, {"stage": 3, "prefetch": 2}),
         (3, {"stage": 3, "recompute": "branches.*,drops.*"}),
         (4, {"stage": 2, "offload": "optimizer,gradients"}),
+        (2, {"stage": 3, "shapes": "0: 2<=rows<=6, _"}),
+        (3, {"stage": 2, "shapes": "0: 2<=rows<=6, _"}),
     ],
     ids=str,
 )
@@ -41,7 +43,7 @@ def test_each_rank_decides_for_itself(
     compiled = compiled_for(world_size, options)
     source = file_source(deciding_modules.__file__)
     replicas = replicas_of(compiled.logical, source, compiled.options, seed=0, steps=STEPS)
-    of_ranks = [batches_of(rank) for rank in range(world_size)]
+    of_ranks = [batches_of(rank, options) for rank in range(world_size)]
     expected = [replicas.step([own[step] for own in of_ranks]) for step in range(STEPS)]
     assert all(len(batches) == MICRO_STEPS for batches in of_ranks[0])
     parameters = replicas.parameters()

@@ -30,6 +30,7 @@ from zeroir.ir.program import (
 from zeroir.ir.text import print_program, print_section
 from zeroir.memory.curve import peak
 from zeroir.report.names import counted, format_bytes, shortened
+from zeroir.report.opaque_code import KnownModules, has_opaque_code
 from zeroir.report.summary import Summary, summarise
 from zeroir.verify import Report, VerificationError
 
@@ -96,8 +97,17 @@ class CompiledProgram:
     def summary(self) -> Summary:
         """Summarize the program: sizes, ops, bytes, laws."""
         options = self.options
+        known: KnownModules = {}
+        if has_opaque_code(self.program):
+            from zeroir.torch_ops.opaque import known_modules
+
+            known = known_modules(self.program.segments)
         return summarise(
-            self.program, self.report, stage=options.stage, precision=options.precision.dtype
+            self.program,
+            self.report,
+            stage=options.stage,
+            precision=options.precision.dtype,
+            known=known,
         )
 
     def text(self, *, section: str | None = None) -> str:

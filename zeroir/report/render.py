@@ -15,6 +15,7 @@ from zeroir.ir.analysis.traffic import COLLECTIVE_KEYS, on_the_wire
 from zeroir.ir.buffers import Space
 from zeroir.ir.program import Program, Section
 from zeroir.report.names import counted, format_bytes, format_flops, shortened
+from zeroir.report.opaque_code import lines_of
 from zeroir.report.schedule import Fold, Row, fold, schedule
 from zeroir.report.summary import Summary, TemporaryBytes, counted_step
 from zeroir.report.tables import UNBOUNDED_WIDTH, Lines, columns_table, facts_table
@@ -72,8 +73,12 @@ def render_summary(summary: Summary) -> RenderableType:
         grid.add_row(
             "stored", Text(f"{', '.join(shortened(stored))} per batch, by the model's code")
         )
+    for code in summary["opaque"]:
+        grid.add_row("runs as it is", Text("\n".join(lines_of(code))))
     if summary["opaque"]:
-        grid.add_row("opaque", f"code runs as it is in {' '.join(shortened(summary['opaque']))}")
+        around = {unit for code in summary["opaque"] for unit in code["units"]}
+        traced = [unit for unit in units if unit not in around]
+        grid.add_row("traced", " ".join(shortened(traced)) or "no unit as a whole")
     grid.add_row("segments", f"{summary['distinct_segments']} distinct")
     grid.add_row(
         "sections",

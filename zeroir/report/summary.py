@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import MappingProxyType
 from typing import TypedDict
 
 from zeroir.ir.analysis.traffic import collective_bytes, transfer_bytes
@@ -14,6 +15,7 @@ from zeroir.memory.curve import peak
 from zeroir.memory.placement import Placement, placements_with_bound
 from zeroir.memory.staging import staging_bytes
 from zeroir.memory.states import model_state_bytes, snapshot_bytes
+from zeroir.report.opaque_code import KnownModules, OpaqueCode, opaque_code
 from zeroir.verify import Report
 
 
@@ -52,7 +54,7 @@ class Summary(TypedDict):
     form of the program's text. ``dims`` are what sizes of a batch depend on, each with its smallest and largest value.
     ``weight`` is a phrase on the weights of batches; None if each counts alike. ``stored_bytes`` has the bytes of each
     tensor that the code stores in a step or an evaluation, by its place: that of a batch of the largest sizes.
-    ``opaque`` names the units in which code of the model runs as it is. ``ops`` and ``distinct_segments`` count those
+    ``opaque`` is the code of the model that runs as it is. ``ops`` and ``distinct_segments`` count those
     of training steps. ``evaluation`` has the figures of one evaluation; None if the program has none.
     ``snapshot_bytes_per_rank`` is the host memory that saving takes from the first save on; 0 if the program cannot
     save. ``transfer_bytes`` are the bytes that a rank copies to and from its host and its disk in a step, by op, and
@@ -71,7 +73,7 @@ class Summary(TypedDict):
     dims: dict[str, tuple[int, int]]
     weight: str | None
     stored_bytes: dict[str, int]
-    opaque: list[str]
+    opaque: list[OpaqueCode]
     interleaved: int
     distinct_segments: int
     bounds: list[str]
@@ -89,8 +91,15 @@ class Summary(TypedDict):
     fingerprint: str
 
 
-def summarise(program: Program, report: Report, *, stage: int, precision: str) -> Summary:
-    """Collect the facts of a program that ``report`` verified."""
+def summarise(
+    program: Program,
+    report: Report,
+    *,
+    stage: int,
+    precision: str,
+    known: KnownModules = MappingProxyType({}),
+) -> Summary:
+    """Collect the facts of a program that ``report`` verified; ``known`` are opaque modules."""
     called = {op.segment for op in program.step_ops() if isinstance(op, Compute)}
     names = Counter(op_name(type(op)) for op in program.step_ops())
     placed = placements_with_bound(program)
@@ -106,7 +115,7 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
         dims={dim.name: (dim.minimum, dim.maximum) for dim in program.dims},
         weight=_weight(program),
         stored_bytes=_stored_bytes(program),
-        opaque=_opaque(program),
+        opaque=opaque_code(program, known),
         interleaved=program.interleaved,
         distinct_segments=len({program.segment_by_name[name].digest() for name in called}),
         bounds=[print_record(bound, program) for bound in program.bounds],
@@ -128,16 +137,6 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
         laws=dict(report.laws),
         fingerprint=program.fingerprint,
     )
-
-
-def _opaque(program: Program) -> list[str]:
-    segments = {
-        segment.name
-        for segment in program.segments
-        if any(node.op.startswith("zeroir.opaque") for node in segment.nodes)
-    }
-    computed = (op for op in program.ops() if isinstance(op, Compute))
-    return list(dict.fromkeys(op.unit for op in computed if op.segment in segments))
 
 
 def _stored_bytes(program: Program) -> dict[str, int]:

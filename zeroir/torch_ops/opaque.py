@@ -1,10 +1,11 @@
 """Opaque calls: modules whose code runs as it is within a program, because it cannot be traced.
 
 To a program such a call is one operator: a function of the tensors that the module is called with, of its parameters
-and buffers, and of a seed. It calls the module's forward in eager PyTorch. Its backward is another operator. It calls
-the forward once more and differentiates it, as an activation checkpoint does. So nothing but the arguments stays
-between the two, and these may be recomputed, offloaded and gathered as those of any operator. All random numbers of the
-call depend on its seed, so both calls draw the same.
+and buffers, of a seed, and of sizes that depend on those of the batch: its arguments', then its results'. It calls the
+module's forward in eager PyTorch. Its backward is another operator. It calls the forward once more and differentiates
+it, as an activation checkpoint does. So nothing but the arguments stays between the two, and these may be recomputed,
+offloaded and gathered as those of any operator. All random numbers of the call depend on its seed, so both calls draw
+the same.
 
 A program names the call by a word, and the process that captured the module knows it by that word.
 """
@@ -13,19 +14,18 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Protocol, cast
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from zeroir.errors import UserError
+from zeroir.ir.segments.allowlist import OPAQUE_OPS
 from zeroir.ir.segments.segment import Segment
 from zeroir.torch_ops.define import define, fake
-
-OPAQUE_OPS: Final = ("zeroir.opaque.default", "zeroir.opaque_backward.default")
-"""The names of the operators in programs."""
 
 _MULTIPLIER: Final = 6364136223846793005
 _INCREMENT: Final = 1442695040888963407
@@ -52,20 +52,34 @@ class OpaqueCall(Protocol):
     @property
     def trained(self) -> Sequence[int]: ...
 
+    @property
+    def kind(self) -> str:
+        """A word that calls share which run the code of one class on arguments of the same types."""
+        ...
+
+    @property
+    def workspaces(self) -> tuple[int, int] | None:
+        """The bytes that are planned for the forward and the backward beside operands and results, None if unknown."""
+        ...
+
     def on(self, model: nn.Module) -> OpaqueCall:
         """Return the same call, whose code is that of another model's module."""
         ...
 
-    def empty_results(self) -> list[Tensor]:
+    def empty_results(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Return tensors like the results, for a trace."""
         ...
 
-    def run(self, inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
+    def run(self, inputs: Sequence[Tensor], seed: int, sizes: Sequence[int]) -> list[Tensor]:
         """Return the results."""
         ...
 
     def gradients(
-        self, gradients: Sequence[Tensor], inputs: Sequence[Tensor], seed: int
+        self,
+        gradients: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        seed: int,
+        sizes: Sequence[int],
     ) -> list[Tensor]:
         """Return the gradients of the inputs ``trained``, from those of the results ``differentiated``."""
         ...
@@ -111,10 +125,39 @@ def forget_calls() -> None:
     _CALLS.clear()
 
 
+def planned_bytes(op: str, word: str) -> int | None:
+    """Return the bytes that are planned for a call of the operator beside its operands and results, if known."""
+    workspaces = opaque_call(word).workspaces
+    return None if workspaces is None else workspaces[OPAQUE_OPS.index(op)]
+
+
 def words_of(segments: Iterable[Segment]) -> frozenset[str]:
     """Return the words of the opaque calls in segments."""
     nodes = (node for segment in segments for node in segment.nodes if node.op in OPAQUE_OPS)
     return frozenset(word for node in nodes if isinstance(word := node.args[-1], str))
+
+
+class KnownModule(NamedTuple):
+    """An opaque module by its name, why it cannot be traced, and the bytes of its forward and backward if measured."""
+
+    path: str
+    reason: str
+    forward_bytes: int | None
+    backward_bytes: int | None
+
+
+def known_modules(segments: Iterable[Segment]) -> dict[str, KnownModule]:
+    """Return the module of each opaque call in segments that this process knows, by its word."""
+    known = (word for word in sorted(words_of(segments)) if word in _CALLS)
+    return {
+        word: KnownModule(
+            _CALLS[word].path,
+            _CALLS[word].reason,
+            _MEASURED.get((word, False)),
+            _MEASURED.get((word, True)),
+        )
+        for word in known
+    }
 
 
 def opaque_modules(segments: Iterable[Segment]) -> dict[str, str]:
@@ -128,16 +171,48 @@ def unknown_words(segments: Iterable[Segment]) -> list[str]:
     return sorted(words_of(segments) - _CALLS.keys())
 
 
-def run_opaque(inputs: Sequence[Tensor], seed: Tensor, word: str) -> list[Tensor]:
+Observer = Callable[[Callable[[], list[Tensor]]], list[Tensor]]
+"""Makes a call, and returns its results."""
+
+_OBSERVERS: Final[dict[tuple[str, bool], Observer]] = {}
+
+
+def observe_next(word: str, observer: Observer, *, is_backward: bool) -> None:
+    """Let an observer make the next call of the forward, or of the backward, that this word names."""
+    _OBSERVERS[word, is_backward] = observer
+
+
+_MEASURED: Final[dict[tuple[str, bool], int]] = {}
+
+
+def note_bytes(word: str, size_bytes: int, *, is_backward: bool) -> None:
+    """Note what a call held beside its operands and results."""
+    _MEASURED[word, is_backward] = size_bytes
+
+
+def _observed(word: str, call: Callable[[], list[Tensor]], *, is_backward: bool) -> list[Tensor]:
+    observer = _OBSERVERS.pop((word, is_backward), None)
+    return call() if observer is None else observer(call)
+
+
+def run_opaque(
+    inputs: Sequence[Tensor], seed: Tensor, sizes: Sequence[int], word: str
+) -> list[Tensor]:
     """Return the results of an opaque call; ``seed`` is i64[1]."""
-    return opaque_call(word).run(inputs, int(seed))
+    call = partial(opaque_call(word).run, inputs, int(seed), sizes)
+    return _observed(word, call, is_backward=False)
 
 
 def run_opaque_backward(
-    gradients: Sequence[Tensor], inputs: Sequence[Tensor], seed: Tensor, word: str
+    gradients: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    seed: Tensor,
+    sizes: Sequence[int],
+    word: str,
 ) -> list[Tensor]:
     """Return the gradients of an opaque call's trained inputs."""
-    return opaque_call(word).gradients(gradients, inputs, int(seed))
+    call = partial(opaque_call(word).gradients, gradients, inputs, int(seed), sizes)
+    return _observed(word, call, is_backward=True)
 
 
 opaque = define("zeroir::opaque", run_opaque)
@@ -145,32 +220,35 @@ opaque_backward = define("zeroir::opaque_backward", run_opaque_backward)
 
 
 @fake("zeroir::opaque")
-def _(_: Sequence[Tensor], __: Tensor, word: str) -> list[Tensor]:
-    return opaque_call(word).empty_results()
+def _(inputs: Sequence[Tensor], _: Tensor, sizes: Sequence[int], word: str) -> list[Tensor]:
+    return opaque_call(word).empty_results(inputs, sizes)
 
 
 @fake("zeroir::opaque_backward")
-def _(_: Sequence[Tensor], inputs: Sequence[Tensor], __: Tensor, word: str) -> list[Tensor]:
+def _(
+    _: Sequence[Tensor], inputs: Sequence[Tensor], __: Tensor, ___: Sequence[int], word: str
+) -> list[Tensor]:
     return [torch.empty_like(inputs[number]) for number in opaque_call(word).trained]
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:  # noqa: ANN401 - torch's
-    tensors, seed, ctx.word = inputs
+    tensors, seed, ctx.sizes, ctx.word = inputs
     call = opaque_call(ctx.word)
     ctx.save_for_backward(*tensors, seed)
     differentiated = set(call.differentiated)
     ctx.mark_non_differentiable(*(x for i, x in enumerate(output) if i not in differentiated))
 
 
-def _differentiated(ctx: Any, grads: Sequence[Tensor]) -> tuple[object, None, None]:  # noqa: ANN401 - torch's
+def _differentiated(ctx: Any, grads: Sequence[Tensor]) -> tuple[object, ...]:  # noqa: ANN401 - torch's
     *inputs, seed = cast("tuple[Tensor, ...]", ctx.saved_tensors)
     call = opaque_call(ctx.word)
     given = [grads[number] for number in call.differentiated]
     results: list[Tensor | None] = [None] * len(inputs)
-    made = opaque_backward(given, inputs, seed, ctx.word)
+    made = opaque_backward(given, inputs, seed, ctx.sizes, ctx.word)
     for number, gradient in zip(call.trained, made, strict=True):
         results[number] = gradient
-    return results, None, None
+    # Torch takes an empty list for one of tensors.
+    return results, None, None if ctx.sizes else [], None
 
 
 torch.library.register_autograd("zeroir::opaque", _differentiated, setup_context=_set_up)

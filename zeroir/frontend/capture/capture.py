@@ -139,9 +139,6 @@ def capture(
         except (UntraceableError, CannotRunError) as error:
             if without:
                 without, is_whole = frozenset(), True
-            elif shapes:
-                # What code returns that runs as it is has one size.
-                raise
             else:
                 choice.include(error)
         except (Exception, SystemExit):

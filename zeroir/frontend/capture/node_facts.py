@@ -14,11 +14,12 @@ from zeroir.errors import InternalError, ShapesError, UserError
 from zeroir.frontend._torch_private import is_backward, is_gradient_sum
 from zeroir.frontend._torch_sizes import NoPolynomialError, assume_not_1, size_of, stride_of
 from zeroir.frontend.capture.storage_views import bounds_error
-from zeroir.ir.segments.allowlist import refusal
+from zeroir.ir.segments.allowlist import OPAQUE_OPS, refusal
 from zeroir.ir.segments.segment import TensorType
 from zeroir.ir.size_bounds import grows
 from zeroir.ir.sizes import Size
 from zeroir.torch_ops.foreign_workspaces import declared_workspace_bytes
+from zeroir.torch_ops.opaque import planned_bytes
 from zeroir.torch_ops.purity import breach, is_foreign
 from zeroir.torch_ops.types import IR_DTYPE
 from zeroir.workspace.scratch.allowance import GROUPED_PRODUCTS
@@ -75,7 +76,10 @@ def facts_of(node: fx.Node, source: str) -> NodeFacts:
     is_view = op is not aten.view.dtype and op.is_view
     args, kwargs = _fake_arguments(node)
     try:
-        workspace_bytes = declared_workspace_bytes(op, args, kwargs)
+        if str(op) in OPAQUE_OPS:
+            workspace_bytes = planned_bytes(str(op), str(args[-1]))
+        else:
+            workspace_bytes = declared_workspace_bytes(op, args, kwargs)
     except UserError as error:
         raise UserError(f"{source} uses {error}.") from error
     return NodeFacts(

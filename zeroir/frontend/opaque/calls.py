@@ -11,15 +11,15 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from zeroir.errors import UserError
-from zeroir.frontend._torch_private import function_modes
+from zeroir.frontend._torch_private import fake_mode, function_modes
+from zeroir.frontend._torch_sizes import NoPolynomialError, size_of, torch_sizes
 from zeroir.frontend.capture.python_state import PythonState, UsersCode
 from zeroir.frontend.opaque.eager_forward import (
     EagerForward,
@@ -27,11 +27,16 @@ from zeroir.frontend.opaque.eager_forward import (
     ResultType,
     Returned,
     SeededOps,
-    Structure,
     own_tensors,
-    taken_apart,
 )
-from zeroir.frontend.opaque.found_out import OpaqueModule, WhatItReturns, found_out
+from zeroir.frontend.opaque.found_out import (
+    InputType,
+    OpaqueModule,
+    WhatItReturns,
+    found_out,
+    gradients_of,
+)
+from zeroir.frontend.opaque.structure import Structure, taken_apart
 from zeroir.frontend.source.source import ModelSource
 from zeroir.frontend.source.source_lines import line_of_forward
 from zeroir.torch_ops.neutral import NeutralOps
@@ -46,12 +51,15 @@ class CapturedCall:
 
     ``module_of`` returns the module whose code runs, or None if it is gone, and ``plain`` is its forward before this
     replaced it, if it did. ``results`` are the tensors that it returns, then the new values of the inputs that it may
-    change, at the positions ``may_change``. Where it changes attributes, ``_earlier`` has those from before, by the
-    seed, because the backward calls it with them.
+    change, at the positions ``may_change``. The sizes of a call are those that its arguments have, then those of the
+    tensors that it returns, then the numbers that it returns and that depend on dims. Where it changes attributes,
+    ``_earlier`` has those from before, by the seed, because the backward calls it with them.
     """
 
     path: str
     reason: str
+    kind: str
+    workspaces: tuple[int, int] | None
     module_of: Callable[[], nn.Module | None]
     plain: Forward | None
     eager: EagerForward
@@ -82,18 +90,32 @@ class CapturedCall:
     def _state(self) -> PythonState:
         return PythonState.of(self._module, _NO_OTHER_CODE)
 
-    def empty_results(self) -> list[Tensor]:
-        """Return tensors like the results, for a trace."""
-        return [
-            torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype) for kind in self.results
-        ]
+    def _shapes(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the shapes of the results."""
+        remaining = iter(sizes[self.eager.arguments.sizes :])
+        returned = self.results[: len(self.results) - len(self.may_change)]
+        shapes = [tuple(next(remaining) for _ in kind.order) for kind in returned]
+        return [*shapes, *(tuple(inputs[i].shape) for i in self.may_change)]
 
-    def run(self, inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
+    def empty_results(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Return tensors like the results, for a trace."""
+        shapes = self._shapes(inputs, sizes)
+        return [kind.empty(shape) for kind, shape in zip(self.results, shapes, strict=True)]
+
+    def run(self, inputs: Sequence[Tensor], seed: int, sizes: Sequence[int]) -> list[Tensor]:
         """Return the results."""
+
+        def laid_out(returned: Returned) -> list[Tensor]:
+            results = self._results(returned, inputs, sizes)
+            return [
+                kind.empty(tuple(x.shape), x.device).copy_(x)
+                for x, kind in zip(results, self.results, strict=True)
+            ]
+
         if not self.trained:
-            return self._run(inputs, seed, None, self._laid_out)
+            return self._run(inputs, seed, sizes, None, laid_out)
         before = self._state()
-        results = self._run(inputs, seed, None, self._laid_out)
+        results = self._run(inputs, seed, sizes, None, laid_out)
         if before.changed(self._state()) or before.stores():
             while len(self._earlier) >= _MOST_STATES:
                 del self._earlier[next(iter(self._earlier))]
@@ -104,69 +126,61 @@ class CapturedCall:
         self,
         inputs: Sequence[Tensor],
         seed: int,
+        sizes: Sequence[int],
         trained: Sequence[int] | None,
         use: Callable[[Returned], T],
     ) -> T:
         module, changing = self._module, frozenset(self.may_change)
         # In hand, its code may have changed since.
         forward = module.forward if self.plain is None else self.plain
-        return self.eager.run(module, forward, inputs, seed, trained, changing, use)
+        given = sizes[: self.eager.arguments.sizes]
+        return self.eager.run(module, forward, inputs, given, seed, trained, changing, use)
 
     def gradients(
-        self, gradients: Sequence[Tensor], inputs: Sequence[Tensor], seed: int
+        self,
+        gradients: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        seed: int,
+        sizes: Sequence[int],
     ) -> list[Tensor]:
         """Return the gradients of the trained inputs."""
 
-        def differentiated(returned: Returned) -> list[Tensor]:
-            results = self._results(returned)
-            pairs = [
-                (results[number], gradient)
-                for number, gradient in zip(self.differentiated, gradients, strict=True)
-                if results[number].requires_grad
-            ]
-            wanted = [returned.leaves[number] for number in self.trained]
-            made: Sequence[Tensor | None] = [None] * len(wanted)
-            if pairs:
-                outputs, given = zip(*pairs, strict=True)
-                made = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
-            return [
-                torch.zeros_like(x) if gradient is None else torch.empty_like(x).copy_(gradient)
-                for gradient, x in zip(made, (x.detach() for x in wanted), strict=True)
-            ]
+        def gradients_at(returned: Returned) -> list[Tensor]:
+            results = self._results(returned, inputs, sizes)
+            differentiated = [results[number] for number in self.differentiated]
+            return gradients_of(returned, differentiated, gradients, self.trained)
 
         before = self._earlier.pop(seed, None)
         if before is None:
-            return self._run(inputs, seed, self.trained, differentiated)
+            return self._run(inputs, seed, sizes, self.trained, gradients_at)
         present = self._state()
         before.restore_exactly()
         try:
-            return self._run(inputs, seed, self.trained, differentiated)
+            return self._run(inputs, seed, sizes, self.trained, gradients_at)
         finally:
             present.restore_exactly()
 
-    def _results(self, returned: Returned) -> list[Tensor]:
+    def _results(
+        self, returned: Returned, inputs: Sequence[Tensor], sizes: Sequence[int]
+    ) -> list[Tensor]:
         place = self.eager.place
-        structure, tensors = taken_apart(returned.values, place, "returns")
-        if str(structure) != str(self.returned):
+        structure, tensors, _ = taken_apart(returned.values, place, "returns")
+        known = self.returned.with_sizes(sizes[len(sizes) - self.returned.sizes :])
+        if str(structure) != str(known):
             raise UserError(
-                f"{place} returned {structure} where it returned {self.returned} when the program was compiled."
+                f"{place} returned {structure} where it returned {known} when the program was compiled."
             )
         new = (returned.changed.get(i, returned.leaves[i]) for i in self.may_change)
         results = [*tensors, *new]
         found = [(tuple(x.shape), x.dtype) for x in results]
-        expected = [(kind.shape, kind.dtype) for kind in self.results]
+        shapes = self._shapes(inputs, sizes)
+        expected = [(shape, kind.dtype) for shape, kind in zip(shapes, self.results, strict=True)]
         if found != expected:
             raise UserError(
-                f"{place} returned tensors of {_types(found)} where it returned {_types(expected)} when the program "
-                "was compiled."
+                f"{place} returned tensors of {_types(found)} where the program, as it was compiled, has "
+                f"{_types(expected)} for arguments of these sizes."
             )
         return results
-
-    def _laid_out(self, returned: Returned) -> list[Tensor]:
-        return [
-            torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device=x.device).copy_(x)
-            for x, kind in zip(self._results(returned), self.results, strict=True)
-        ]
 
 
 def _types(kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
@@ -206,7 +220,7 @@ class OpaqueModules:
         file = self.source.file
         if file is not None:
             text = f"{file.factory} {file.sha256}"
-            self._label = f"f{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+            self._label = f"f{_digest(text)}"
         else:
             if live not in _NUMBERS:
                 _NUMBERS[live] = next(_NEXT)
@@ -236,16 +250,15 @@ class OpaqueModules:
         own, tensors = own_tensors(traced)
         line = line_of_forward(traced)
         place = f"{line + ': ' if line else ''}The module {path}, whose code runs as it is,"
-        if any(
-            isinstance(size, torch.SymInt)
-            for leaf in (*tensors, *pytree.tree_leaves((args, kwargs)))
-            for size in (leaf.shape if isinstance(leaf, Tensor) else (leaf,))
-        ):
-            raise UserError(
-                f"{place} returns what is known for one size only: leave shapes out, or let it be traced."
-            )
-        arguments, given = taken_apart((args, kwargs), place, "is called with")
+        arguments, given, sizes = taken_apart((args, kwargs), place, "is called with")
         inputs = [*tensors, *given]
+        try:
+            types = [InputType(tuple(map(size_of, x.shape)), x.dtype) for x in inputs]
+            polynomials = tuple(map(size_of, sizes))
+        except NoPolynomialError as error:
+            raise UserError(
+                f"{place} is called with a size that is no polynomial of dims, {error}: give that dimension one size."
+            ) from None
         eager = EagerForward(
             path=path,
             place=place,
@@ -256,20 +269,27 @@ class OpaqueModules:
         )
         has_grad = torch.is_grad_enabled()
         trained = tuple(i for i, x in enumerate(inputs) if has_grad and x.requires_grad)
-        types = [(tuple(x.shape), x.dtype) for x in inputs]
-        call = f"{arguments} {eager.training} {eager.autocast} {trained} {types}"
-        key = f"{path} {call}"
-        word = f"{self._label}_{_mangled(path)}_{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+        # Modules of one class that are called alike return alike, which each call checks.
+        names = [each.names for each in own]
+        call = f"{names} {arguments} {eager.training} {eager.autocast} {trained}"
+        of_class = type(traced), f"{call} {types} {polynomials}"
+        if of_class not in self.found:
+            mode = self.mode if self.mode.shape_env is None else fake_mode()
+            self.found[of_class] = found_out(eager, module, types, polynomials, trained, mode)
+        found = self.found[of_class]
+        # Calls that differ in sizes alone are one.
+        kind = _digest(
+            f"{type(traced).__qualname__} {call} {[x.dtype for x in inputs]} {found.returned} {found.results} "
+            f"{found.may_change}"
+        )
+        word = f"{self._label}_{_mangled(path)}_{_digest(f'{path} {kind}')}"
         known = self._known.get(word)
         if known is None:
-            # Modules of one class that are called alike return alike, which each call checks.
-            of_class = type(traced), f"{[each.names for each in own]} {call}"
-            if of_class not in self.found:
-                self.found[of_class] = found_out(eager, module, inputs, trained, self.mode)
-            found = self.found[of_class]
-            known = self._known[word] = CapturedCall(
+            known = CapturedCall(
                 path=path,
                 reason=module.reason,
+                kind=kind,
+                workspaces=found.workspaces,
                 module_of=_holding(module),
                 plain=module.plain if module.runs is traced else None,
                 eager=eager,
@@ -278,16 +298,32 @@ class OpaqueModules:
                 results=found.results,
                 may_change=found.may_change,
             )
+        workspaces = _larger(known.workspaces, found.workspaces)
+        self._known[word] = known = replace(known, workspaces=workspaces)
         register_call(word, known)
         before = [*inputs]
         for number in known.may_change:
             # The backward reads the value from before the call.
             inputs[number] = inputs[number].clone()
-        results = opaque(inputs, _neutral().seed(), word)
+        of_results = cast("list[int]", torch_sizes(found.sizes, self.mode))
+        results = opaque(inputs, _neutral().seed(), [*sizes, *of_results], word)
         returned = results[: len(results) - len(known.may_change)]
         for number, value in zip(known.may_change, results[len(returned) :], strict=True):
             before[number].copy_(value)
-        return known.returned.filled(returned)
+        numbers = of_results[len(of_results) - known.returned.sizes :]
+        return known.returned.filled(returned, numbers)
+
+
+def _larger(
+    first: tuple[int, int] | None, second: tuple[int, int] | None
+) -> tuple[int, int] | None:
+    if first is None or second is None:
+        return None
+    return max(first[0], second[0]), max(first[1], second[1])
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _holding(module: OpaqueModule) -> Callable[[], nn.Module | None]:

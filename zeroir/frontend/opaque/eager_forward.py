@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from zeroir.errors import UserError
-from zeroir.frontend.source.namespaces import PLAIN
+from zeroir.frontend.opaque.structure import Structure
 from zeroir.torch_ops.conditions import tracing_conditions
 from zeroir.torch_ops.neutral import NeutralOps
 from zeroir.torch_ops.opaque import generators_seeded, seed_of_site
@@ -22,12 +21,22 @@ T = TypeVar("T")
 
 
 class ResultType(NamedTuple):
-    """The shape, strides and dtype of a result, and whether it has a gradient."""
+    """The type of a result without its sizes, and whether it has a gradient.
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    ``order`` has the dimensions from that with the largest stride to that with the smallest.
+    """
+
+    order: tuple[int, ...]
     dtype: torch.dtype
     is_differentiated: bool
+
+    def empty(self, shape: Sequence[int], device: torch.device | None = None) -> Tensor:
+        """Return a tensor of this type."""
+        strides, step = [1] * len(shape), 1
+        for axis in reversed(self.order):
+            strides[axis] = step
+            step = step * shape[axis]
+        return torch.empty_strided(shape, strides, dtype=self.dtype, device=device)
 
 
 class SeededOps(NeutralOps):
@@ -54,49 +63,6 @@ class Returned:
     values: object
     changed: Mapping[int, Tensor]
     leaves: Sequence[Tensor]
-
-
-class _TensorMark:
-    """Where a tensor stands among the arguments or results."""
-
-
-TENSOR: Final = _TensorMark()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Structure:
-    """Arguments or results without their tensors: ``leaves`` have ``TENSOR`` where tensors stand."""
-
-    spec: pytree.TreeSpec
-    leaves: tuple[object, ...]
-
-    def filled(self, tensors: Sequence[Tensor]) -> object:
-        """Return them with these tensors."""
-        remaining = iter(tensors)
-        leaves = [next(remaining) if leaf is TENSOR else leaf for leaf in self.leaves]
-        return pytree.tree_unflatten(leaves, self.spec)
-
-    def __str__(self) -> str:
-        leaves = ["tensor" if leaf is TENSOR else repr(leaf) for leaf in self.leaves]
-        return f"{self.spec} {leaves}"
-
-
-def taken_apart(values: object, place: str, verb: str) -> tuple[Structure, list[Tensor]]:
-    """Return arguments or results without their tensors, and the tensors.
-
-    Raises:
-        UserError: if there is an object in which tensors may be. ``place`` and ``verb`` begin the sentence.
-    """
-    leaves, spec = pytree.tree_flatten(values)
-    for leaf in leaves:
-        if not isinstance(leaf, (*PLAIN, Tensor, torch.Size)):
-            raise UserError(
-                f"{place} {verb} a {type(leaf).__name__}, but only tensors, numbers and texts, in tuples, lists, dicts "
-                "and dataclasses, go into and out of it."
-            )
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    kept = tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return Structure(spec=spec, leaves=kept), tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +97,7 @@ class EagerForward:
         module: nn.Module,
         forward: Forward,
         inputs: Sequence[Tensor],
+        sizes: Sequence[int],
         seed: int,
         trained: Sequence[int] | None,
         may_change: Set[int],
@@ -138,8 +105,8 @@ class EagerForward:
     ) -> T:
         """Call ``forward``, the plain one of ``module``, with the module's own tensors first among ``inputs``.
 
-        With ``trained`` gradients are recorded, of the inputs at these positions. Of those that it ``may_change`` it
-        gets copies.
+        ``sizes`` are those among its arguments. With ``trained`` gradients are recorded, of the inputs at these
+        positions. Of those that it ``may_change`` it gets copies.
 
         Returns:
             what ``use`` makes of what forward returns, while the tensors are in the module: its code may run in the
@@ -160,7 +127,8 @@ class EagerForward:
             used = [x.clone() if i in may_change else x for i, x in enumerate(leaves)]
             versions = [x._version for x in used]
             args, kwargs = cast(
-                "tuple[tuple[object, ...], dict[str, object]]", self.arguments.filled(used[count:])
+                "tuple[tuple[object, ...], dict[str, object]]",
+                self.arguments.filled(used[count:], sizes),
             )
             stack.enter_context(generators_seeded(seed))
             stack.enter_context(_flags(module, self.training))

@@ -1,14 +1,18 @@
 """Finds out what a module returns whose code runs as it is, when the model around it is traced.
 
-Its forward runs once: without values where it needs none, otherwise on numbers without meaning.
+Its forward runs without values where it needs none, otherwise on numbers without meaning: once for a batch of one
+shape, and where sizes depend on dims for a few values of these, from which follow the sizes of its results. It runs
+once more, with its backward, to count the memory that they hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +25,14 @@ from zeroir.frontend.opaque.eager_forward import (
     Forward,
     ResultType,
     Returned,
-    Structure,
-    taken_apart,
 )
+from zeroir.frontend.opaque.fitted_sizes import Point, at_point, fitted, points_of
+from zeroir.frontend.opaque.held_memory import HeldMemory
+from zeroir.frontend.opaque.structure import Structure, common_structure, taken_apart
 from zeroir.frontend.source.source import explain
 from zeroir.frontend.source.source_lines import line_of_error
+from zeroir.ir.sizes import Size
+from zeroir.workspace.scratch.allowance import SLACK_BYTES
 
 T = TypeVar("T")
 
@@ -53,102 +60,261 @@ class OpaqueModule:
     runs: nn.Module
 
 
+class InputType(NamedTuple):
+    """The shape and dtype of an argument; sizes may be polynomials of dims."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class WhatItReturns(NamedTuple):
     """What a module returns: without tensors, the types of its results, and the inputs that it may change.
 
-    ``results`` are the tensors that it returns, then those inputs.
+    ``results`` are the tensors that it returns, then those inputs. ``sizes`` are the sizes of the tensors, then the
+    numbers that depend on dims. ``workspaces`` are the bytes that forward and backward hold at most beside operands and
+    results, with a margin; None where that is unknown.
     """
 
     returned: Structure
     results: tuple[ResultType, ...]
+    sizes: tuple[int, ...]
     may_change: tuple[int, ...]
+    workspaces: tuple[int, int] | None
 
 
 def found_out(
     eager: EagerForward,
     module: OpaqueModule,
-    inputs: Sequence[Tensor],
+    inputs: Sequence[InputType],
+    sizes: Sequence[int],
     trained: tuple[int, ...],
     mode: FakeTensorMode,
 ) -> WhatItReturns:
-    """Run a module once, and return what it returns for inputs of these types, some of which are ``trained``.
+    """Run a module, and return what it returns for inputs of these types, some of which are ``trained``.
+
+    ``sizes`` are those among its arguments that depend on dims, and ``mode`` is one without dims.
 
     Raises:
         CannotRunError: if the module's code fails, or returns what no program holds.
     """
     place = f"the code of the module {eager.path}"
+    trial = _Trial(eager, module, inputs, sizes, trained, mode)
     try:
         # Modes of the trace are those of its thread.
         with ThreadPoolExecutor(1) as thread:
-            returned = thread.submit(_run_once, eager, module, inputs, trained, mode)
-            structure, tensors, changed = returned.result()
-        for tensor in tensors:
-            require_dtype(tensor.dtype, place[0].upper() + place[1:])
+            return thread.submit(trial.found_out).result()
     except UserError as error:
         raise CannotRunError(eager.path, str(error)) from None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the module's code
         sentence = explain(error, line_of_error(error), f"{place} cannot run as it is")
         raise CannotRunError(eager.path, sentence[0].upper() + sentence[1:]) from None
-    statistics = (i for i, own in enumerate(eager.own) if own.is_statistic and eager.training[0])
-    may_change = sorted({*changed, *statistics})
-    results = (
-        *(_type_of(x, x.requires_grad) for x in tensors),
-        *(_type_of(inputs[i], i in trained) for i in may_change),
-    )
-    return WhatItReturns(structure, results, tuple(may_change))
 
 
-def _run_once(
-    eager: EagerForward,
-    module: OpaqueModule,
-    inputs: Sequence[Tensor],
-    trained: tuple[int, ...],
-    mode: FakeTensorMode,
-) -> tuple[Structure, list[Tensor], frozenset[int]]:
-    """Return what a module returns, its tensors, and the positions of the inputs that it changes.
+class _TensorType(NamedTuple):
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_differentiated: bool
 
-    Raises:
-        UserError: if numbers among its results depend on tensors.
-    """
-    types = [(tuple(x.shape), x.dtype) for x in inputs]
-    values = _values(eager, module.runs)
+    @property
+    def order(self) -> tuple[int, ...]:
+        return tuple(sorted(range(len(self.stride)), key=lambda axis: -self.stride[axis]))
 
-    def taken(returned: Returned) -> tuple[Structure, list[Tensor], frozenset[int]]:
-        structure, tensors = taken_apart(returned.values, eager.place, "returns")
-        return structure, tensors, frozenset(returned.changed)
 
-    def run(numbers: Sequence[Tensor]) -> tuple[Structure, list[Tensor], frozenset[int]]:
-        own = enumerate(eager.own)
-        every = frozenset(range(len(numbers))) - {i for i, each in own if each.is_parameter}
-        return eager.run(module.traced, module.plain, numbers, 0, trained, every, taken)
+class _Found(NamedTuple):
+    """What a module returned at one point, and the positions of the inputs that it changed."""
 
-    def run_on(integer: int) -> tuple[Structure, list[Tensor], frozenset[int]]:
-        return run(
-            [
-                values[i].to(dtype) if i in values else _without_meaning(shape, dtype, i, integer)
-                for i, (shape, dtype) in enumerate(types)
-            ]
+    structure: Structure
+    tensors: list[_TensorType]
+    changed: frozenset[int]
+
+
+_MARGIN: Final = 2
+"""Other values may take another path through the code, which holds more."""
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Runs a module without values or, where that fails, on numbers without meaning."""
+
+    eager: EagerForward
+    module: OpaqueModule
+    inputs: Sequence[InputType]
+    sizes: Sequence[int]
+    trained: tuple[int, ...]
+    mode: FakeTensorMode
+    _needs_values: bool = False
+    _integer: int = 0
+
+    def found_out(self) -> WhatItReturns:
+        dims = {
+            dim
+            for size in (*self.sizes, *(size for each in self.inputs for size in each.shape))
+            if isinstance(size, Size)
+            for dim in size.dims
+        }
+        points = points_of(dims)
+        found: list[tuple[Point, _Found]] = []
+        for point in points:
+            try:
+                found.append((point, self._at(point)))
+            except Exception:
+                # Code may refuse the smallest batches.
+                if point in (points[0], points[-1]):
+                    raise
+        place = self.eager.place
+        structure, numbers = common_structure([each.structure for _, each in found], place)
+        tensors = _alike([each.tensors for _, each in found], place)
+        for tensor in tensors:
+            require_dtype(tensor.dtype, f"The code of the module {self.eager.path}")
+        values = [
+            [*(size for tensor in each.tensors for size in tensor.shape), *of_point]
+            for (_, each), of_point in zip(found, numbers, strict=True)
+        ]
+        sizes = [
+            _fitted([point for point, _ in found], of_size, place)
+            for of_size in zip(*values, strict=True)
+        ]
+        statistics = (
+            i for i, own in enumerate(self.eager.own) if own.is_statistic and self.eager.training[0]
+        )
+        may_change = sorted({*statistics, *(i for _, each in found for i in each.changed)})
+        results = (
+            *(ResultType(each.order, each.dtype, each.is_differentiated) for each in tensors),
+            *(self._type_of_changed(i) for i in may_change),
+        )
+        return WhatItReturns(
+            returned=structure,
+            results=results,
+            sizes=tuple(sizes),
+            may_change=tuple(may_change),
+            workspaces=self._workspaces(*found[-1], frozenset(may_change)),
         )
 
-    try:
-        with mode:
-            return run([torch.empty(shape, dtype=dtype) for shape, dtype in types])
-    except Exception:  # noqa: BLE001 - its code may need values
+    def _type_of_changed(self, number: int) -> ResultType:
+        shape, dtype = self.inputs[number]
+        return ResultType(tuple(range(len(shape))), dtype, number in self.trained)
+
+    def _at(self, point: Point) -> _Found:
+        """Return what the module returns where dims have these values.
+
+        Raises:
+            UserError: if numbers among its results depend on tensors.
+        """
+        own = enumerate(self.eager.own)
+        every = frozenset(range(len(self.inputs))) - {i for i, each in own if each.is_parameter}
+
+        def taken(returned: Returned) -> _Found:
+            structure, tensors, _ = taken_apart(returned.values, self.eager.place, "returns")
+            return _Found(structure, [_type_of(x) for x in tensors], frozenset(returned.changed))
+
+        def run_on(integer: int) -> _Found:
+            self._integer = integer
+            return self._run(point, self.trained, every, taken)
+
+        if not self._needs_values:
+            try:
+                return self._run(point, self.trained, every, taken)
+            except Exception:  # noqa: BLE001 - its code may need values
+                self._needs_values = True
         # Integers may be the number for no word, or an index.
-        tried = [_tried(run_on, 0)]
-        if isinstance(tried[0], Exception) or any(
-            type(x) in (int, float) for x in tried[0][0].leaves
+        tried = {0: _tried(run_on, 0)}
+        first = tried[0]
+        if isinstance(first, Exception) or any(
+            type(x) in (int, float) for x in first.structure.leaves
         ):
-            tried += [_tried(run_on, integer) for integer in (1, 2)]
-        found = [each for each in tried if not isinstance(each, Exception)]
+            tried |= {integer: _tried(run_on, integer) for integer in (1, 2)}
+        found = {i: each for i, each in tried.items() if not isinstance(each, Exception)}
         if not found:
-            raise next(each for each in tried if isinstance(each, Exception)) from None
-        if any(str(each[0]) != str(found[0][0]) for each in found):
-            place = eager.place
+            raise next(each for each in tried.values() if isinstance(each, Exception)) from None
+        self._integer, first = next(iter(found.items()))
+        if any(str(each.structure) != str(first.structure) for each in found.values()):
+            place = self.eager.place
             raise UserError(
                 f"{place} returns numbers that depend on the values of tensors."
             ) from None
-        return found[0]
+        return first
+
+    def _run(
+        self,
+        point: Point,
+        trained: tuple[int, ...] | None,
+        may_change: Set[int],
+        use: Callable[[Returned], T],
+        memory: HeldMemory | None = None,
+    ) -> T:
+        """Return what ``use`` makes of what forward returns where dims have these values."""
+        module, sizes = self.module, [at_point(size, point) for size in self.sizes]
+        with ExitStack() as stack:
+            if not self._needs_values:
+                stack.enter_context(self.mode)
+            tensors = self._tensors(point)
+            if memory is not None:
+                stack.enter_context(memory)
+            return self.eager.run(
+                module.traced, module.plain, tensors, sizes, 0, trained, may_change, use
+            )
+
+    def _tensors(self, point: Point) -> list[Tensor]:
+        shapes = [tuple(at_point(size, point) for size in each.shape) for each in self.inputs]
+        dtypes = [each.dtype for each in self.inputs]
+        if not self._needs_values:
+            return [
+                torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)
+            ]
+        values = _values(self.eager, self.module.runs)
+        return [
+            values[i].to(dtype) if i in values else _without_meaning(shape, dtype, i, self._integer)
+            for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+        ]
+
+    def _workspaces(
+        self, point: Point, found: _Found, may_change: Set[int]
+    ) -> tuple[int, int] | None:
+        """Return the bytes that forward and backward hold; None where the module's code fails in the backward."""
+        shapes = [(each.shape, each.dtype) for each in self.inputs]
+        copies = sum(
+            math.prod(at_point(size, point) for size in shape) * max(dtype.itemsize, 4)
+            for shape, dtype in (*shapes, *((each.shape, each.dtype) for each in found.tensors))
+        )
+
+        def backward(returned: Returned) -> None:
+            _, tensors, _ = taken_apart(returned.values, self.eager.place, "returns")
+            gradients_of(returned, tensors, [torch.ones_like(x) for x in tensors], self.trained)
+
+        def held(trained: tuple[int, ...] | None, use: Callable[[Returned], None]) -> int:
+            memory = HeldMemory()
+            self._run(point, trained, may_change, use, memory)
+            return _MARGIN * memory.most_bytes + copies + SLACK_BYTES
+
+        try:
+            forward_bytes = held(None, lambda _: None)
+            return forward_bytes, held(self.trained, backward) if self.trained else 0
+        except Exception:  # noqa: BLE001 - any error of the module's code
+            return None
+
+
+def gradients_of(
+    returned: Returned,
+    results: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    trained: Sequence[int],
+) -> list[Tensor]:
+    """Return the gradients of the trained inputs, from those of results; zeros for an input without one."""
+    pairs = [
+        (result, gradient)
+        for result, gradient in zip(results, gradients, strict=True)
+        if result.requires_grad
+    ]
+    wanted = [returned.leaves[number] for number in trained]
+    made: Sequence[Tensor | None] = [None] * len(wanted)
+    if pairs:
+        outputs, given = zip(*pairs, strict=True)
+        made = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
+    return [
+        torch.zeros_like(x) if gradient is None else torch.empty_like(x).copy_(gradient)
+        for gradient, x in zip(made, (x.detach() for x in wanted), strict=True)
+    ]
 
 
 def _tried(run: Callable[[int], T], argument: int) -> T | Exception:
@@ -160,9 +326,43 @@ def _tried(run: Callable[[int], T], argument: int) -> T | Exception:
         return error
 
 
-def _type_of(x: Tensor, is_differentiated: bool) -> ResultType:
+def _type_of(x: Tensor) -> _TensorType:
     stride = torch.empty_like(x, device="meta").stride()
-    return ResultType(tuple(x.shape), stride, x.dtype, is_differentiated)
+    return _TensorType(tuple(x.shape), stride, x.dtype, x.requires_grad)
+
+
+def _alike(found: Sequence[Sequence[_TensorType]], place: str) -> list[_TensorType]:
+    """Return the types of several results, which differ in sizes alone.
+
+    Raises:
+        UserError: if they differ in something else.
+    """
+    first = found[0]
+    for other in found:
+        for one, another in zip(first, other, strict=True):
+            if (len(one.shape), one.dtype) != (len(another.shape), another.dtype):
+                raise UserError(
+                    f"{place} returns {one.dtype}{[*one.shape]} for batches of one size and "
+                    f"{another.dtype}{[*another.shape]} for others."
+                )
+    return [
+        kind._replace(is_differentiated=any(each[i].is_differentiated for each in found))
+        for i, kind in enumerate(first)
+    ]
+
+
+def _fitted(points: Sequence[Point], values: Sequence[int], place: str) -> int:
+    size = fitted(points, values)
+    if size is None:
+        shown = ", ".join(
+            f"{value} at {' and '.join(f'{dim.name} = {at}' for dim, at in point.items())}"
+            for point, value in zip(points, values, strict=True)
+        )
+        raise UserError(
+            f"{place} returns a size that is no polynomial of dims ({shown}): leave shapes out, or compute it outside "
+            "of this module, in code that can be traced."
+        )
+    return size
 
 
 def _values(eager: EagerForward, runs: nn.Module) -> dict[int, Tensor]:

@@ -12,10 +12,14 @@ import re
 from collections.abc import Container
 from functools import cache
 from importlib import resources
+from typing import Final
 
 from zeroir.ir.segments.operators import TORCH_NAMESPACES
 
 _MUTATING = re.compile(r"(aten|prims)\.([A-Za-z0-9_]*[A-Za-z0-9]_|__i[a-z]+__)\.[A-Za-z0-9_]+")
+
+OPAQUE_OPS: Final = ("zeroir.opaque.default", "zeroir.opaque_backward.default")
+"""The calls of opaque modules: forward and backward."""
 
 
 def is_allowed(op: str) -> bool:

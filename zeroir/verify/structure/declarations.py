@@ -17,7 +17,7 @@ from zeroir.ir.program import (
     OptimizerGroup,
     Program,
 )
-from zeroir.ir.segments.allowlist import refusal
+from zeroir.ir.segments.allowlist import OPAQUE_OPS, refusal
 from zeroir.ir.segments.operators import call_problem, declaration_problem
 from zeroir.ir.segments.views import mistyped
 from zeroir.verify.context import Findings
@@ -151,10 +151,11 @@ def _segments(program: Program) -> Problems:
             reason = refusal(node.op, declared) or call_problem(node, declared)
             if reason is not None:
                 yield "Z008", f"{where} names an operator that {reason}"
-            if node.workspace_bytes is not None and node.op not in declared:
+            may_declare = node.op in declared or node.op in OPAQUE_OPS
+            if node.workspace_bytes is not None and not may_declare:
                 yield (
                     "Z008",
-                    f"{where} declares a workspace, which only an operator of a library or the model does",
+                    f"{where} declares a workspace, which only opaque calls and operators of libraries and models do",
                 )
             missing = [ref.index for ref in node.refs() if not 0 <= ref.index < count]
             for index in missing:

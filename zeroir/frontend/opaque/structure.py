@@ -1,0 +1,130 @@
+"""What a module is called with, or returns, without its tensors and without the numbers that are sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from zeroir.errors import UserError
+from zeroir.frontend.source.namespaces import PLAIN
+
+
+class _TensorMark:
+    """Where a tensor stands among the arguments or results."""
+
+
+TENSOR: Final = _TensorMark()
+
+
+@dataclass(frozen=True, slots=True)
+class SizesMark:
+    """Where sizes stand that may depend on dims: a number, or a ``torch.Size`` with ``count`` of them."""
+
+    count: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """Arguments or results without their tensors and without the numbers that are sizes: marks stand for these."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[object, ...]
+
+    @property
+    def sizes(self) -> int:
+        """How many sizes belong to it."""
+        marks = (leaf for leaf in self.leaves if isinstance(leaf, SizesMark))
+        return sum(1 if mark.count is None else mark.count for mark in marks)
+
+    def with_sizes(self, sizes: Sequence[int]) -> Structure:
+        """Return the structure with these sizes."""
+        remaining = iter(sizes)
+
+        def at(leaf: object) -> object:
+            if not isinstance(leaf, SizesMark):
+                return leaf
+            if leaf.count is None:
+                return next(remaining)
+            return torch.Size([next(remaining) for _ in range(leaf.count)])
+
+        return Structure(spec=self.spec, leaves=tuple(map(at, self.leaves)))
+
+    def filled(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> object:
+        """Return them with these tensors and sizes."""
+        remaining = iter(tensors)
+        leaves = [
+            next(remaining) if leaf is TENSOR else leaf for leaf in self.with_sizes(sizes).leaves
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def __str__(self) -> str:
+        leaves = ["tensor" if leaf is TENSOR else repr(leaf) for leaf in self.leaves]
+        return f"{self.spec} {leaves}"
+
+
+def taken_apart(values: object, place: str, verb: str) -> tuple[Structure, list[Tensor], list[int]]:
+    """Return arguments or results without their tensors and sizes that depend on dims; then these.
+
+    Raises:
+        UserError: if there is an object in which tensors may be. ``place`` and ``verb`` begin the sentence.
+    """
+    leaves, spec = pytree.tree_flatten(values)
+    kept: list[object] = []
+    tensors: list[Tensor] = []
+    sizes: list[int] = []
+    for leaf in leaves:
+        match leaf:
+            case Tensor():
+                tensors.append(leaf)
+                kept.append(TENSOR)
+            case torch.SymInt():
+                sizes.append(cast("int", leaf))
+                kept.append(SizesMark())
+            case torch.Size() if any(isinstance(size, torch.SymInt) for size in leaf):
+                sizes += leaf
+                kept.append(SizesMark(len(leaf)))
+            case torch.Size():
+                kept.append(leaf)
+            case _ if isinstance(leaf, PLAIN):
+                kept.append(leaf)
+            case _:
+                raise UserError(
+                    f"{place} {verb} a {type(leaf).__name__}, but only tensors, numbers and texts, in tuples, lists, "
+                    "dicts and dataclasses, go into and out of it."
+                )
+    return Structure(spec=spec, leaves=tuple(kept)), tensors, sizes
+
+
+def common_structure(
+    structures: Sequence[Structure], place: str
+) -> tuple[Structure, list[list[int]]]:
+    """Return the structure of several results, with marks where numbers differ, and these numbers of each.
+
+    Raises:
+        UserError: if they differ in something else.
+    """
+    first = structures[0]
+    leaves: list[object] = []
+    numbers: list[list[int]] = [[] for _ in structures]
+    for every in zip(*(each.leaves for each in structures), strict=False):
+        if all(repr(leaf) == repr(every[0]) for leaf in every):
+            leaves.append(every[0])
+        elif all(type(leaf) is int for leaf in every):
+            leaves.append(SizesMark())
+            for of_point, leaf in zip(numbers, every, strict=True):
+                of_point.append(leaf)
+        elif all(isinstance(leaf, torch.Size) and len(leaf) == len(every[0]) for leaf in every):
+            leaves.append(SizesMark(len(every[0])))
+            for of_point, leaf in zip(numbers, every, strict=True):
+                of_point.extend(leaf)
+        else:
+            break
+    other = next((each for each in structures if each.spec != first.spec), structures[-1])
+    if other.spec != first.spec or len(leaves) < len(first.leaves):
+        raise UserError(f"{place} returns {first} for batches of one size and {other} for others.")
+    return Structure(spec=first.spec, leaves=tuple(leaves)), numbers
