@@ -75,13 +75,13 @@ def hooked_after_the_gradient(net: Net) -> None:
 
 
 class Doubling(Tensor):
-    """Computes something else than a tensor."""
+    """May compute something else than a tensor."""
 
     @classmethod
     def __torch_function__(
         cls, func: object, types: object, args: object = (), kwargs: object = None
     ) -> object:
-        raise NotImplementedError
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 REFUSED: dict[str, tuple[Callable[[Net], object], str]] = {
@@ -123,6 +123,14 @@ REFUSED: dict[str, tuple[Callable[[Net], object], str]] = {
     "subclass of tensor": (
         lambda net: net.register_buffer("mask", torch.ones(8).as_subclass(Doubling)),
         "buffer mask of the model is a Doubling",
+    ),
+    "frozen subclass of tensor": (
+        lambda net: setattr(
+            net.first,
+            "weight",
+            nn.Parameter(torch.ones(8, 8).as_subclass(Doubling), requires_grad=False),
+        ),
+        r"parameter first\.weight of the model is a Doubling, .*; zeroir\.quantize_frozen\(model\) stores frozen",
     ),
     "lazy": (
         lambda net: setattr(net, "first", nn.LazyLinear(8)),

@@ -126,9 +126,15 @@ def _require_supported_tensor(what: str, tensor: Tensor) -> None:
             "program shards it itself."
         )
     if _computes_in_its_own_way(kind) and kind is not MovedTensor:
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        small = (
+            "; zeroir.quantize_frozen(model) stores frozen weights in 4 or 8 bits"
+            if is_frozen
+            else ""
+        )
         raise UserError(
             f"The {what} of the model is a {kind.__name__}, whose elements a program cannot store in a flat buffer: "
-            "use a plain tensor."
+            f"use a plain tensor{small}."
         )
     layout = None if tensor.is_meta else undense_kind(tensor)
     if layout is not None:
