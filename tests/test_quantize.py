@@ -41,17 +41,22 @@ def dequantized(layer: nn.Linear) -> Tensor:
 
 @pytest.mark.parametrize(
     ("weights", "bits", "of_scale"),
-    [("nf4", 4.5, 0.152), ("nf4_double", 4.13, 0.156), ("int8", 8.125, 0.5 / 127)],
+    [
+        ("nf4", 4.5, 0.152),
+        ("nf4_double", 4.13, 0.156),
+        ("int8", 8.125, 0.5 / 127),
+        ("fp8", 8.125, 16 / 448),
+    ],
 )
 def test_a_weight_is_near_its_own(weights: WeightFormat, bits: float, of_scale: float) -> None:
-    """Within half of the largest distance between levels, as a part of the block's largest weight."""
+    """Within half of the largest distance between levels, as a part of the largest weight of block or row."""
     torch.manual_seed(0)
     layer = nn.Linear(256, 320)
     with torch.no_grad():
         layer.weight[3:5] = 0
     original = layer.weight.clone()
     zeroir.quantize_frozen(layer.requires_grad_(False), weights)
-    numel = BLOCK_NUMEL if weights != "int8" else 256
+    numel = BLOCK_NUMEL if weights.startswith("nf4") else 256
     blocks = original.view(-1, numel)
     error = (dequantized(layer) - original).reshape(-1, numel).abs()
     assert (error <= of_scale * blocks.abs().amax(dim=1, keepdim=True) + 1e-6).all()

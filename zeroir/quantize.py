@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zeroir.errors import UserError
 
-WeightFormat = Literal["nf4", "nf4_double", "int8"]
+WeightFormat = Literal["nf4", "nf4_double", "int8", "fp8"]
 
 BLOCK_NUMEL: Final = 64
 """Weights with one scale in NF4, as in section 3 of the paper."""
@@ -50,7 +50,8 @@ def quantize_frozen(
     Args:
         model: the module to change.
         weights: ``nf4`` has 4 bits and for each block of 64 weights an FP32 scale, 4.5 bits in all; ``nf4_double``
-            quantises these scales to 8 bits, 4.13 bits in all; ``int8`` has 8 bits and an FP32 scale for each row.
+            quantises these scales to 8 bits, 4.13 bits in all; ``int8`` and ``fp8`` (``float8_e4m3fn``) have
+            8 bits and an FP32 scale for each row.
         skip: patterns (``*``, ``?``, ``[...]``) of names of layers that stay as they are, such as ``*lm_head``.
 
     Raises:
@@ -225,6 +226,17 @@ def _encode_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales.view(torch.uint8)
 
 
+def _encode_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bytes of floats of 8 bits, of which the largest in each row is their largest number, and scales."""
+    scales = weight.abs().amax(dim=1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    codes = (weight / _nonzero(scales)).to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8), scales.view(torch.uint8)
+
+
+def _decode_fp8(codes: Tensor, scales: Tensor) -> Tensor:
+    return codes.view(torch.float8_e4m3fn).float() * scales.view(torch.float32)
+
+
 def _decode_int8(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.view(torch.int8).float() * scales.view(torch.float32)
 
@@ -244,4 +256,5 @@ _FORMATS: Final = {
     "nf4": _Format(_encode_nf4, _decode_nf4),
     "nf4_double": _Format(_encode_nf4_double, _decode_nf4_double),
     "int8": _Format(_encode_int8, _decode_int8),
+    "fp8": _Format(_encode_fp8, _decode_fp8),
 }

@@ -76,6 +76,11 @@ def to_wire(tensor: Tensor, wire_dtype: torch.dtype | None) -> Tensor:
     return tensor if wire_dtype is None else tensor.to(wire_dtype)
 
 
+def as_sent(tensor: Tensor) -> Tensor:
+    """Return a flat tensor in a dtype that torch's backends send: floats of 8 bits as bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
 def combine(parts: Iterable[Tensor], reduction: Reduction, destination: Tensor) -> None:
     """Reduce parts of equal length, in their order, into ``destination``, and round once.
 

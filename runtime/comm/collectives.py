@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroir.runtime.comm.base import CollectiveTensors, to_wire
+from zeroir.runtime.comm.base import CollectiveTensors, as_sent, to_wire
 
 _all_gather: Callable[..., object] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,7 +24,7 @@ _reduce_scatter: Callable[..., object] = (
 
 def all_gather_flat(destination: Tensor, source: Tensor, group: ProcessGroup) -> None:
     """Concatenate every rank's ``source`` into ``destination``, which has group size times as many elements."""
-    _all_gather(destination, source, group=group)
+    _all_gather(as_sent(destination), as_sent(source), group=group)
 
 
 def reduce_scatter_flat(
@@ -38,5 +38,5 @@ def broadcast(tensors: CollectiveTensors, root: int, group: ProcessGroup) -> Non
     """Broadcast the sources of coordinate ``root``, one collective for each pair."""
     for pair in tensors.pairs[0]:
         message = to_wire(pair.source, tensors.wire_dtype).clone()
-        dist.broadcast(message, group=group, group_src=root)
+        dist.broadcast(as_sent(message), group=group, group_src=root)
         pair.destination.copy_(message)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroir.ir.ops import Reduction
-from zeroir.runtime.comm.base import SMALL_NUMEL, CollectiveTensors, combine, to_wire
+from zeroir.runtime.comm.base import SMALL_NUMEL, CollectiveTensors, as_sent, combine, to_wire
 from zeroir.runtime.comm.collectives import broadcast
 from zeroir.runtime.comm.groups import destroy_groups
 from zeroir.runtime.comm.peer_group import PeerGroup, SharedTensors, in_short
@@ -208,7 +208,7 @@ def _receiving(
 ) -> list[dist.Work | None]:
     """Start to receive the tensors of each of these ranks."""
     return [
-        dist.irecv(tensors[peer], group=group, group_src=peer)
+        dist.irecv(as_sent(tensors[peer]), group=group, group_src=peer)
         for peer in peers
         for tensors in incoming
         if tensors[peer].numel()
@@ -220,7 +220,7 @@ def _sending(
 ) -> list[dist.Work | None]:
     """Start to send each of these ranks its tensors."""
     return [
-        dist.isend(tensors[peer].cpu(), group=group, group_dst=peer)
+        dist.isend(as_sent(tensors[peer].cpu()), group=group, group_dst=peer)
         for peer in peers
         for tensors in outgoing
         if tensors[peer].numel()

@@ -90,7 +90,8 @@ def _described(x: Tensor) -> str:
     kind = f"{IR_DTYPE[x.dtype].value}{list(x.shape)}"
     if not x.dtype.is_floating_point or not x.numel():
         return kind
-    finite = x.float()[torch.isfinite(x)]
+    x = x.float()
+    finite = x[torch.isfinite(x)]
     low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 0.0)
     infinities = int(torch.isinf(x).sum())
     beside = f" and {infinities:,} infinities" if infinities else ""
@@ -102,4 +103,4 @@ def _has_nan(x: Tensor) -> bool:
 
 
 def _has_infinity(x: Tensor) -> bool:
-    return x.dtype.is_floating_point and bool(torch.isinf(x).any())
+    return x.dtype.is_floating_point and x.itemsize > 1 and bool(torch.isinf(x).any())

@@ -215,7 +215,8 @@ def _present(tensor: Tensor | None) -> Tensor:
 def _disturb(tensor: Tensor) -> None:
     """Change every floating-point number by one or two roundings."""
     memory = span(tensor)
-    if memory.dtype.is_floating_point:
+    # Another code of 8 bits would be no rounding.
+    if memory.dtype.is_floating_point and memory.itemsize > 1:
         generator = torch.Generator(memory.device).manual_seed(memory.numel())
         change = torch.empty_like(memory, dtype=torch.float32)
         eps = torch.finfo(memory.dtype).eps
@@ -227,7 +228,10 @@ def _randomise(tensor: Tensor, scale: float, limit: int) -> None:
     memory = span(tensor)
     numel = memory.numel()
     generator = torch.Generator(memory.device).manual_seed(numel + int(memory.storage_offset()))
-    if memory.dtype.is_floating_point:
+    if memory.dtype == torch.float8_e4m3fn:
+        wide = torch.empty_like(memory, dtype=torch.float32)
+        memory.copy_(wide.uniform_(0.5 * scale, 1.5 * scale, generator=generator))
+    elif memory.dtype.is_floating_point:
         memory.uniform_(0.5 * scale, 1.5 * scale, generator=generator)
     elif memory.dtype == torch.bool:
         memory.copy_(torch.rand(numel, device=memory.device, generator=generator) < 0.5)

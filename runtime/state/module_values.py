@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroir.errors import UserError
+from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
 from zeroir.runtime.state.named_tensors import NamedTensors, without_memory
 from zeroir.torch_ops.absent_tensors import MovedTensor, absent
@@ -55,7 +56,8 @@ def watched_source(
 class HeldTensor:
     """A tensor of the module that the program holds, with all its names; the program uses the first.
 
-    ``dtypes`` are those that the module's tensor may have: a floating parameter is converted to the program's dtype.
+    ``dtypes`` are those that the module's tensor may have: a floating parameter is converted to the program's dtype,
+    but not to floats of 8 bits.
     """
 
     names: tuple[str, ...]
@@ -76,7 +78,7 @@ def held_tensors(program: Program) -> list[HeldTensor]:
                 names=(slot.name, *slot.aliases),
                 shape=slot.shape,
                 dtypes=_FLOATING
-                if flat.dtype.is_floating
+                if flat.dtype.is_floating and flat.dtype is not DType.F8_E4M3
                 else frozenset({TORCH_DTYPE[flat.dtype]}),
             )
             for flat in program.flats

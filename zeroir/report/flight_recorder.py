@@ -27,6 +27,7 @@ _SCALAR_TYPES: Final = {
     DType.F32: "Float",
     DType.F16: "Half",
     DType.BF16: "BFloat16",
+    DType.F8_E4M3: "Byte",
     DType.I64: "Long",
     DType.I32: "Int",
     DType.I16: "Short",
@@ -34,7 +35,7 @@ _SCALAR_TYPES: Final = {
     DType.U8: "Byte",
     DType.BOOL: "Bool",
 }
-"""The names of torch's dtypes in a dump."""
+"""The names in a dump of the dtypes that are sent: torch's backends send floats of 8 bits as bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ TORCH_DTYPE: Final[Mapping[DType, torch.dtype]] = MappingProxyType(
         DType.F32: torch.float32,
         DType.F16: torch.float16,
         DType.BF16: torch.bfloat16,
+        DType.F8_E4M3: torch.float8_e4m3fn,
         DType.I64: torch.int64,
         DType.I32: torch.int32,
         DType.I16: torch.int16,

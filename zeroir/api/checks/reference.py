@@ -19,7 +19,12 @@ from zeroir.config import CompileOptions
 from zeroir.config.optimizer import OptimizerOptions
 from zeroir.frontend.capture.loss_and_outputs import evaluated, loss_of
 from zeroir.frontend.capture.module_tensors import put_back_buffers, substitute_buffers
-from zeroir.frontend.capture.precision import apply_precision, compute_dtype, with_floats_cast
+from zeroir.frontend.capture.precision import (
+    apply_precision,
+    compute_dtype,
+    is_converted,
+    with_floats_cast,
+)
 from zeroir.frontend.lowering.parameter_groups import ParameterGroup, parameter_groups, states_of
 from zeroir.frontend.lowering.units import inside_of
 from zeroir.frontend.opaque.calls import run_as_opaque
@@ -80,7 +85,7 @@ class EagerReplicas:
         self.masters = {
             name: _padded(parameter.detach())
             for name, parameter in module.named_parameters()
-            if parameter.dtype.is_floating_point
+            if is_converted(parameter)
         }
         self._averages = {
             name: values.clone() for name, values in self.masters.items() if options.ema is not None

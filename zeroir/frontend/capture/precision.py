@@ -1,7 +1,8 @@
 """Converts a module to the dtypes in which it trains: 16-bit parameters, except where FP32 is kept.
 
 Modules with running statistics, and modules that ``keep_fp32`` names, keep FP32 parameters; such a module receives its
-floating inputs in FP32 and returns its outputs in the compute dtype. Registered buffers keep their dtype.
+floating inputs in FP32 and returns its outputs in the compute dtype. Registered buffers keep their dtype, and so do
+frozen parameters in 8-bit floats.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def apply_precision(module: nn.Module, precision: FloatName, keep_fp32: Sequence
     for name, child in module.named_modules():
         child_dtype = torch.float32 if _is_inside(name, fp32_modules) else dtype
         for parameter in child.parameters(recurse=False):
-            if id(parameter) not in done and parameter.dtype.is_floating_point:
+            if id(parameter) not in done and is_converted(parameter):
                 parameter.data = parameter.data.to(child_dtype)
             done.add(id(parameter))
     if dtype is torch.float32:
@@ -59,6 +60,12 @@ def apply_precision(module: nn.Module, precision: FloatName, keep_fp32: Sequence
         child.register_forward_hook(lambda _, __, output: cast_floating(output, dtype))
 
 
+def is_converted(parameter: nn.Parameter) -> bool:
+    """Return whether a program has a parameter in the dtype of its precision: a float that is not a frozen code."""
+    is_code = parameter.dtype == torch.float8_e4m3fn and not parameter.requires_grad
+    return parameter.dtype.is_floating_point and not is_code
+
+
 def note_on_precision(module: nn.Module, precision: FloatName, name: str) -> str | None:
     """Return a sentence on parameters of a module, called ``name``, in a dtype that the program does not train in.
 
@@ -66,7 +73,7 @@ def note_on_precision(module: nn.Module, precision: FloatName, name: str) -> str
     """
     trained = {torch.float32, compute_dtype(precision)}
     for parameter, values in module.named_parameters():
-        if values.dtype.is_floating_point and values.dtype not in trained:
+        if is_converted(values) and values.dtype not in trained:
             dtype = str(values.dtype).removeprefix("torch.")
             others = [key for key, each in _COMPUTE_DTYPE.items() if each is values.dtype]
             hint = (

@@ -186,11 +186,14 @@ def spent(value: Value) -> Value:
 
 _EXACT: Final[Mapping[DType, frozenset[DType]]] = {
     DType.F64: frozenset(
-        {DType.F32, DType.F16, DType.BF16, DType.I32, DType.I16, DType.I8, DType.U8}
+        {
+            *(DType.F32, DType.F16, DType.BF16, DType.F8_E4M3),
+            *(DType.I32, DType.I16, DType.I8, DType.U8),
+        }
     ),
-    DType.F32: frozenset({DType.F16, DType.BF16, DType.I16, DType.I8, DType.U8}),
-    DType.F16: frozenset({DType.I8, DType.U8}),
-    DType.BF16: frozenset({DType.I8, DType.U8}),
+    DType.F32: frozenset({DType.F16, DType.BF16, DType.F8_E4M3, DType.I16, DType.I8, DType.U8}),
+    DType.F16: frozenset({DType.F8_E4M3, DType.I8, DType.U8}),
+    DType.BF16: frozenset({DType.F8_E4M3, DType.I8, DType.U8}),
     DType.I64: frozenset({DType.I32, DType.I16, DType.I8, DType.U8}),
     DType.I32: frozenset({DType.I16, DType.I8, DType.U8}),
     DType.I16: frozenset({DType.I8, DType.U8}),
