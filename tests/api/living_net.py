@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,7 +63,8 @@ def loss(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def engine_of(net: nn.Module, loss: Callable[..., object] = loss, **options: object) -> Engine:
-    compiled = zeroir.compile(net, X, loss=loss, world_size=1, **{"lr": 0.1, **options})  # type: ignore[arg-type]
+    given = {"lr": 0.1, "evaluate": False, **options}
+    compiled = zeroir.compile(net, X, loss=loss, world_size=1, **given)  # type: ignore[arg-type]
     return compiled.engine(self_check=False, compile_again=False)
 
 
@@ -85,12 +87,28 @@ def plain_step(net: nn.Module, loss: Tensor, lr: float) -> float:
 
 
 @contextmanager
-def restored() -> Iterator[None]:
-    """Undo the changes of the block, but for those of modules."""
+def restored(*nets: nn.Module) -> Iterator[None]:
+    """Undo the changes of the block, and those of networks that are not in the values of tensors."""
     names = {name: globals()[name] for name in ("beta", "penalty")}
     others = (settings.weight, table["gain"], Scaled.slope)
+    modules = [module for net in nets for module in net.modules()]
+    attributes = [{key: copy.copy(value) for key, value in vars(m).items()} for m in modules]
+    parameters = [parameter for net in nets for parameter in net.parameters()]
+    trained = [parameter.requires_grad for parameter in parameters]
     try:
         yield
     finally:
         globals().update(names)
         settings.weight, table["gain"], Scaled.slope = others
+        for module, before in zip(modules, attributes, strict=True):
+            for key, value in before.items():
+                match vars(module)[key]:
+                    case dict() as present:
+                        present.clear()
+                        present.update(value)
+                    case list() as present:
+                        present[:] = value
+                    case _:
+                        setattr(module, key, value)
+        for parameter, is_trained in zip(parameters, trained, strict=True):
+            parameter.requires_grad_(is_trained)

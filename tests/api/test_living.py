@@ -71,27 +71,38 @@ CHANGES: list[tuple[str, Callable[[nn.Sequential], object], tuple[str, ...]]] = 
 ]
 
 
+@pytest.fixture(scope="module")
+def trained() -> Iterator[tuple[nn.Sequential, Engine]]:
+    net = net_of()
+    engine = engine_of(net)
+    engine.step(X)
+    yield net, engine
+    engine.close(return_values=False)
+
+
 @pytest.mark.parametrize(
     ("change", "facts"), [each[1:] for each in CHANGES], ids=[each[0] for each in CHANGES]
 )
 def test_what_a_program_does_not_follow_is_refused_by_name(
-    change: Callable[[nn.Sequential], object], facts: tuple[str, ...]
+    trained: tuple[nn.Sequential, Engine],
+    change: Callable[[nn.Sequential], object],
+    facts: tuple[str, ...],
 ) -> None:
-    net = net_of()
-    engine = engine_of(net)
-    engine.step(X)
-    change(net)
-    with pytest.raises(UserError) as refusal:
-        engine.step(X)
+    net, engine = trained
+    before = engine.step_count
+    with living_net.restored(net):
+        change(net)
+        with pytest.raises(UserError) as refusal:
+            engine.step(X)
     for fact in facts:
         assert fact in str(refusal.value)
-    assert engine.step_count == 1
-    engine.close(return_values=False)
+    assert engine.step_count == before
+    engine.step(X)
 
 
 def test_a_change_between_compiling_and_the_engine_is_refused() -> None:
     net = net_of()
-    compiled = zeroir.compile(net, X, loss=loss, world_size=1)
+    compiled = zeroir.compile(net, X, loss=loss, evaluate=False, world_size=1)
     scaled(net).tau = 3.0
     with pytest.raises(UserError, match=r"2\.tau"):
         compiled.engine()
@@ -100,7 +111,7 @@ def test_a_change_between_compiling_and_the_engine_is_refused() -> None:
 
 def test_training_goes_on_once_a_change_is_undone_or_ignored() -> None:
     net = net_of()
-    compiled = zeroir.compile(net, X, loss=loss, world_size=1)
+    compiled = zeroir.compile(net, X, loss=loss, evaluate=False, world_size=1)
     engine = compiled.engine(self_check=False, ignore=["2.tau", "A*"], compile_again=False)
     scaled(net).tau = 3.0
     engine.step(X)
@@ -115,7 +126,7 @@ def test_training_goes_on_once_a_change_is_undone_or_ignored() -> None:
 
 def test_what_no_step_reads_may_change() -> None:
     net = net_of()
-    engine = engine_of(net)
+    engine = engine_of(net, evaluate=True)
     scaled(net).epoch = 7
     settings.note = "changed"
     unread.append(engine.step(X).loss)
@@ -156,7 +167,9 @@ def require_no_silent_difference(seed: int, drawn: list[int], *, compile_again: 
         distance: Tensor = (module(x) - aim).square().mean()
         return loss(module, x) + distance
 
-    compiled = zeroir.compile(net, X, loss=with_aim, lr=0.0, optimizer="sgd", world_size=1)
+    compiled = zeroir.compile(
+        net, X, loss=with_aim, lr=0.0, optimizer="sgd", evaluate=False, world_size=1
+    )
     engine = compiled.engine(self_check=False, compile_again=compile_again)
     try:
         for number in drawn:
@@ -197,7 +210,7 @@ def test_an_engine_goes_on_with_a_program_that_was_compiled_after_a_change() -> 
 
 def following_engine(net: nn.Module, **options: object) -> Engine:
     """An engine that compiles its program again after a change."""
-    given = {"lr": 0.1, "optimizer": "sgd", **options}
+    given = {"lr": 0.1, "optimizer": "sgd", "evaluate": False, **options}
     compiled = zeroir.compile(net, X, loss=loss, world_size=1, **given)  # type: ignore[arg-type]
     return compiled.engine(self_check=False)
 
@@ -222,6 +235,7 @@ def test_a_program_is_compiled_again_once_for_each_state(
         torch.testing.assert_close(net.state_dict()[name], value_of)
 
 
+@pytest.mark.slow
 def test_too_many_states_and_other_layers_are_refused() -> None:
     net = net_of()
     engine = following_engine(net)
@@ -240,7 +254,7 @@ def test_too_many_states_and_other_layers_are_refused() -> None:
 
 def test_programs_compiled_again_ignore_the_same_names() -> None:
     net = net_of()
-    compiled = zeroir.compile(net, X, loss=loss, world_size=1)
+    compiled = zeroir.compile(net, X, loss=loss, evaluate=False, world_size=1)
     engine = compiled.engine(self_check=False, ignore=["2.tau"])
     scaled(net).factors[1] = 3.0
     engine.step(X)
@@ -270,7 +284,7 @@ def test_the_mode_of_an_evaluation_does_not_matter_when_an_engine_is_made() -> N
 
 def test_a_step_in_the_mode_of_an_evaluation_is_refused() -> None:
     net = net_of()
-    compiled = zeroir.compile(net, X, loss=loss, world_size=1)
+    compiled = zeroir.compile(net, X, loss=loss, evaluate=False, world_size=1)
     net.eval()
     engine = compiled.engine(self_check=False, compile_again=False)
     with pytest.raises(UserError, match="The model is in evaluation mode"):
@@ -281,7 +295,7 @@ def test_a_step_in_the_mode_of_an_evaluation_is_refused() -> None:
 
 def test_engines_of_one_program_do_not_share_what_they_ignore() -> None:
     net = net_of()
-    compiled = zeroir.compile(net, X, loss=loss, world_size=1)
+    compiled = zeroir.compile(net, X, loss=loss, evaluate=False, world_size=1)
     first = compiled.engine(self_check=False, ignore="2.tau")
     scaled(net).tau = 0.5
     first.step(X)
@@ -296,7 +310,7 @@ def test_engines_of_one_program_do_not_share_what_they_ignore() -> None:
 def test_a_change_of_code_keeps_a_change_of_the_optimizer_and_steps_of_several_batches() -> None:
     net = net_of()
     own = torch.optim.SGD(net.parameters(), lr=0.5)
-    compiled = zeroir.compile(net, X, loss=loss, optimizer=own, world_size=1)
+    compiled = zeroir.compile(net, X, loss=loss, optimizer=own, evaluate=False, world_size=1)
     engine = compiled.engine(self_check=False)
     engine.step(X)
     own.param_groups[0]["lr"] = 0.25

@@ -66,45 +66,32 @@ def store_attribute(net: Net, _: Tensor, z: Tensor) -> None:
     net.last = z
 
 
-def store_replaced(net: Net, y: Tensor, z: Tensor) -> None:
-    net.last = y
-    net.last = net.last.detach() * 2 + z.sum().detach()
-
-
 def store_items(net: Net, y: Tensor, z: Tensor) -> None:
     net.log["hidden"], net.log["mean"] = y.detach(), z.mean().detach()
 
 
-def store_containers(net: Net, y: Tensor, z: Tensor) -> None:
-    net.last = {"both": (y.detach(), z.detach()), "count": 2, "none": None}
-
-
-def store_class_attribute(_: Net, y: Tensor, __: Tensor) -> None:
+def store_everywhere(net: Net, y: Tensor, z: Tensor) -> None:
+    """Store in attributes, items and objects: outputs, views, parameters, containers, and what replaces them."""
+    net.last = z
+    net.other = y
+    net.other = net.other.detach() * 2 + z.sum().detach()
+    store_items(net, y, z)
+    net.log["both"] = {"both": (y.detach(), z.detach()), "count": 2, "none": None}
+    net.log["input"] = (net.head.weight.detach().clone(), y.t().detach(), y.detach().argmax(-1))
     Net.shared = y.detach()
-
-
-def store_outside(_: Net, y: Tensor, z: Tensor) -> None:
     seen.last = z.detach()
     seen.values["y"] = y[0].detach()
 
 
-def store_input(net: Net, y: Tensor, _: Tensor) -> None:
-    net.last = (net.head.weight.detach().clone(), y.t().detach(), y.detach().argmax(-1))
-
-
-PLACES: list[tuple[Callable[[Net, Tensor, Tensor], None], Callable[[Net], object]]] = [
-    (store_attribute, lambda net: net.last),
-    (store_replaced, lambda net: net.last),
-    (store_items, lambda net: net.log),
-    (store_containers, lambda net: net.last),
-    (store_class_attribute, lambda _: Net.shared),
-    (store_outside, lambda _: (seen.last, seen.values)),
-    (store_input, lambda net: net.last),
-]
-
-
 def engine_of(net: nn.Module, **options: Any) -> Engine:  # noqa: ANN401
-    given = {"stage": 3, "lr": 0.1, "optimizer": "sgd", "world_size": 1, **options}
+    given = {
+        "stage": 3,
+        "lr": 0.1,
+        "optimizer": "sgd",
+        "world_size": 1,
+        "evaluate": False,
+        **options,
+    }
     return zeroir.compile(net, X, **given).engine(self_check=False)
 
 
@@ -146,22 +133,20 @@ def nothing_seen() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("ran_before", [False, True])
-@pytest.mark.parametrize(("store", "value"), PLACES, ids=[store.__name__ for store, _ in PLACES])
-def test_what_forward_stores_is_there_after_each_step(
-    store: Callable[[Net, Tensor, Tensor], None], value: Callable[[Net], object], ran_before: bool
-) -> None:
-    net = Net(store)
+def test_what_forward_stores_is_there_after_each_step(ran_before: bool) -> None:
+    net = Net(store_everywhere)
     if ran_before:
         net(X * 3)
-    plain = Net(store)
+    plain = Net(store_everywhere)
     engine = engine_of(net)
     for factor in (1.0, 2.0):
         eager(plain, X * factor)
-        expected = pytree.tree_map(
-            lambda x: x.detach() if isinstance(x, Tensor) else x, value(plain)
+        expected = _detached(
+            (plain.last, plain.other, plain.log, Net.shared, seen.last, seen.values)
         )
         engine.step(X * factor)
-        require_equal(value(net), expected)
+        found = (net.last, net.other, net.log, Net.shared, seen.last, seen.values)
+        require_equal(found, expected)
     program = engine.program
     engine.step(X)
     assert engine.program is program
@@ -232,7 +217,7 @@ def test_a_step_is_watched() -> None:
     kept: dict[str, Tensor] = {}
     for name in ("blocks.0", "blocks.3", "head"):
         plain.get_submodule(name).register_forward_hook(hook_into(kept, name))
-    engine = engine_of(net)
+    engine = engine_of(net, evaluate=True)
     first = engine.program
     with engine.watch("blocks.[03]", "head") as watched:
         assert not watched
@@ -323,7 +308,7 @@ def test_what_an_evaluation_stores_is_there_after_it() -> None:
             net.log["attention"] = z.detach().softmax(-1)
 
     net, plain = Net(store), Net(store)
-    engine = engine_of(net)
+    engine = engine_of(net, evaluate=True)
     engine.step(X)
     assert net.log == {}
     first = net.last
@@ -337,7 +322,7 @@ def test_what_an_evaluation_stores_is_there_after_it() -> None:
 def test_a_batch_of_another_size_stores_what_is_its_own() -> None:
     net = Net(store_items)
     plain = Net(store_items)
-    engine = engine_of(net, shapes="0: rows<=16, 4", micro_steps=2)
+    engine = engine_of(net, shapes="0: rows<=16, 4", micro_steps=2, evaluate=True)
     for rows in (6, 3, 11):
         batch = torch.linspace(-2, 1, 4 * rows).view(rows, 4)
         plain.load_state_dict(engine.state_dict())
@@ -354,12 +339,9 @@ def test_a_batch_of_another_size_stores_what_is_its_own() -> None:
     "options",
     [
         {"stage": 0},
-        {"stage": 1},
-        {"stage": 2, "precision": "bf16"},
-        {"recompute": "*"},
-        {"offload": "parameters"},
-        {"micro_steps": MicroSteps(count=2, order="layer")},
-        {"evaluate": False},
+        {"stage": 2, "precision": "bf16", "evaluate": True},
+        {"recompute": "*", "offload": "parameters"},
+        {"stage": 1, "micro_steps": MicroSteps(count=2, order="layer")},
     ],
     ids=str,
 )
