@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zeroir
 from tests.api.anomaly_workers import BAD, net
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.runtime.support import Ranks, require_success
 from zeroir.errors import UserError
 from zeroir.runtime.engine.engine import Engine
 
@@ -118,5 +118,5 @@ def test_steps_without_nans_are_what_they_are() -> None:
 @pytest.mark.slow
 @pytest.mark.dist
 def test_all_ranks_say_what_one_of_them_found(tmp_path: Path) -> None:
-    ranks = Ranks(2, tmp_path, module="tests.api.anomaly_workers", sources=COMPILING_SOURCES)
+    ranks = Ranks(2, tmp_path, module="tests.api.anomaly_workers")
     require_success(ranks.wait())

@@ -32,6 +32,7 @@ def compiled_for_four(**values: object) -> CompiledProgram:
     return CompiledProgram(artifact=artifact, report=Report(), options=options, requested=options)
 
 
+@pytest.mark.usefixtures("proofs_between_passes")
 @pytest.mark.parametrize("budget", [None, "1GB"])
 def test_what_the_passes_proved_is_not_proved_again_but_for_a_budget(
     monkeypatch: pytest.MonkeyPatch, budget: str | None

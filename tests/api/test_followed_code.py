@@ -21,7 +21,7 @@ from tests.api.living_net import (
     net_of,
     plain_step,
 )
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.runtime.support import Ranks, require_success
 from zeroir.errors import UserError
 
 
@@ -51,7 +51,7 @@ def test_tensors_outside_the_module_have_their_present_values() -> None:
         return value, {"y": y * shown}
 
     net, plain = net_of(), net_of()
-    engine = engine_of(net, distance, optimizer="sgd")
+    engine = engine_of(net, distance, optimizer="sgd", evaluate=True)
     for step in range(3):
         expected = plain_step(plain, distance(plain, X)[0], 0.1)
         assert engine.step(X).loss == expected
@@ -118,9 +118,7 @@ def test_the_scripts_own_optimizer_and_its_scheduler_drive_the_program() -> None
 def test_ranks_train_beside_a_teacher_that_follows_and_end_with_the_values(
     world_size: int, tmp_path: Path
 ) -> None:
-    ranks = Ranks(
-        world_size, tmp_path, module="tests.api.living_workers", sources=COMPILING_SOURCES
-    )
+    ranks = Ranks(world_size, tmp_path, module="tests.api.living_workers")
     require_success(ranks.wait())
 
 

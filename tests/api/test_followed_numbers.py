@@ -186,6 +186,7 @@ def test_a_number_that_decides_a_size_is_a_state_of_the_program(
     assert len(steps_with(sized, caplog)) < 8
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The module Net is in evaluation mode")
 def test_an_answer_that_changes_between_evaluations_counts() -> None:
     net = Net()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zeroir
 from tests.api import freezing_workers
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.runtime.support import Ranks, require_success
 from zeroir.errors import CheckpointWarning, UserError
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.dtypes import DType
@@ -469,6 +469,5 @@ def test_three_ranks_freeze_and_train_again_as_eager_replicas(tmp_path: Path) ->
         freezing_workers.RANKS,
         tmp_path,
         module="tests.api.freezing_workers",
-        sources=COMPILING_SOURCES,
     )
     require_success(ranks.wait())

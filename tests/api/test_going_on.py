@@ -89,6 +89,7 @@ def test_training_goes_on_with_other_batches_and_ends_in_the_module() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_step_goes_on_with_a_program_for_longer_batches(stage: int) -> None:
     """Sums of the micro-steps before the change count, and the parameters are those of a step without it."""

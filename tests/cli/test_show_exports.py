@@ -45,6 +45,7 @@ def test_the_simulated_step_as_a_trace(
     assert name == "rank 0 and 3 alike"
 
 
+@pytest.mark.slow
 def test_a_folder_of_dumps_that_torch_finds_consistent(
     zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path
 ) -> None:

@@ -134,6 +134,7 @@ def test_batches_are_cut_or_repeated_to_sizes(any_shape: CompiledProgram) -> Non
     assert torch.equal(smaller[0][0], smaller[0][2])
 
 
+@pytest.mark.slow
 def test_a_plan_is_for_steps_at_sizes_and_the_memory_of_the_largest() -> None:
     shapes = ((ROWS, LENGTH), (ROWS, LENGTH))
     plans = [

@@ -70,6 +70,7 @@ def program(zeroir: Zeroir, folder: Path, rows: list[int], *, keeps_all: bool = 
     return path
 
 
+@pytest.mark.slow
 def test_training_goes_on_with_the_next_batch(
     zeroir: Zeroir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

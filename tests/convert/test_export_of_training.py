@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import zeroir
 from tests.convert import torch_workers as workers
 from tests.convert.trained import require_two_ranks_go_on
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.runtime.support import Ranks, require_success
 from zeroir.convert.export import export_checkpoint
 
 
@@ -24,7 +24,7 @@ def test_fsdp2_and_ddp_go_on_with_our_losses(
     stage: int, kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
     module = "tests.convert.zeroir_workers"
-    ranks = Ranks(3, tmp_path, str(tmp_path), str(stage), module=module, sources=COMPILING_SOURCES)
+    ranks = Ranks(3, tmp_path, str(tmp_path), str(stage), module=module)
     require_success(ranks.wait())
     expected = json.loads((tmp_path / "zeroir.json").read_text())
     export_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "dcp", to="dcp")

@@ -204,7 +204,9 @@ def bits(stored: StoredTensors, tensor: TensorInFiles | None) -> torch.Tensor:
     return loaded_tensor(stored, exported).view(torch.int32)
 
 
-@pytest.mark.parametrize("to", ["hf", "state-dict", "dcp"])
+@pytest.mark.parametrize(
+    "to", ["state-dict", *(pytest.param(to, marks=pytest.mark.slow) for to in ("hf", "dcp"))]
+)
 def test_every_bit_comes_back(to: CheckpointFormat, tmp_path: Path) -> None:
     module, optimizer = trained()
     write_trained(tmp_path / "first", module, optimizer, rank_count=3)

@@ -209,16 +209,22 @@ def test_the_archive_of_these_tests_is_read(tmp_path: Path) -> None:
     "pickled",
     [
         pytest.param(b"cbuiltins\nbytearray\n" + pushed(1 << 40) + b"\x85R", id="bytearray"),
-        pytest.param(b"ctorch\nFloatTensor\n" + pushed(1 << 40) + b"\x85R", id="tensor"),
         pytest.param(
-            b"ctorch.storage\nUntypedStorage\n" + pushed(1 << 40) + b"\x85R", id="storage"
+            b"ctorch\nFloatTensor\n" + pushed(1 << 40) + b"\x85R",
+            id="tensor",
+            marks=pytest.mark.slow,
         ),
-        pytest.param(doubled(40), id="twice"),
+        pytest.param(
+            b"ctorch.storage\nUntypedStorage\n" + pushed(1 << 40) + b"\x85R",
+            id="storage",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(doubled(40), id="twice", marks=pytest.mark.slow),
         pytest.param(doubled(40) + b")R", id="message", marks=pytest.mark.slow),
-        pytest.param(DEEP_LIST, id="deep-list"),
+        pytest.param(DEEP_LIST, id="deep-list", marks=pytest.mark.slow),
         pytest.param(b"}" + DEEP_TUPLE + b"K\x01s", id="deep-key"),
-        pytest.param(b"}" + doubled(40) + b"K\x01s", id="endless-key"),
-        pytest.param(b"]q\0h\0a", id="cycle"),
+        pytest.param(b"}" + doubled(40) + b"K\x01s", id="endless-key", marks=pytest.mark.slow),
+        pytest.param(b"]q\0h\0a", id="cycle", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.usefixtures("limited_readers")
@@ -467,6 +473,7 @@ def test_metadata_that_lies(case: str, dcp: Path) -> None:
     refused(dcp, "is damaged|is compressed|twice")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pickled",
     [

@@ -36,6 +36,7 @@ def test_expectations_are_those_of_all_combinations(count: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_one_value_stays_alone_and_many_draws_are_their_mean() -> None:
     alone = Distribution.of([(2.0, 7)])
     assert alone.largest_of(512) == alone.mean_of(8) == alone

@@ -13,6 +13,7 @@ from typing import get_args
 
 import pytest
 
+from tests.support.covering import covering
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
@@ -265,17 +266,20 @@ SCALAR_BYTES = 16
 """Bytes of the step's scalars that go down with the gradients."""
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("offload", "place"),
-    [
-        (offload, place)
+OFFLOADED = covering(
+    (
+        (offload, place, precision, stage)
         for offload in OFFLOADS
         for place in ("host", "disk", *ONE_ON_DISK)
         if place not in ONE_ON_DISK or place.partition("=")[0] in offload
-    ],
+        for precision in ("fp32", "bf16")
+        for stage in range(4)
+    ),
+    lambda case: case,
 )
+
+
+@pytest.mark.parametrize(("offload", "place", "precision", "stage"), OFFLOADED)
 def test_an_estimate_of_what_is_offloaded_equals_a_program(
     offload: tuple[str, ...], place: str, precision: str, stage: int
 ) -> None:

@@ -108,6 +108,7 @@ def test_equal_blocks_are_traced_once() -> None:
     assert reused_blocks_of(model_file(lambda: Stack(lambda _: Block()))) == names(*range(LAYERS))
 
 
+@pytest.mark.slow
 def test_equal_blocks_of_any_shape_are_traced_once() -> None:
     class Grouped(Block):
         def forward(self, x: Tensor) -> Tensor:

@@ -72,6 +72,7 @@ def test_losses_have_the_bits_of_eager_pytorch(code: Callable[[Tensor], Tensor])
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_size_that_code_makes_a_number_is_named_where_it_is_made() -> None:
     """What follows from it may be no size at all."""
 

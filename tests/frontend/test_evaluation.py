@@ -79,6 +79,7 @@ def test_it_is_the_model_under_eval() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [

@@ -90,6 +90,7 @@ def batch():
 """
 
 
+@pytest.mark.slow
 def test_each_expert_of_a_list_may_be_a_unit(tmp_path: Path) -> None:
     """With two tokens for each rank, at least two of the four experts get none."""
     path = tmp_path / "experts.py"

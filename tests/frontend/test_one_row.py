@@ -98,7 +98,13 @@ FORWARDS = {
 }
 
 
-@pytest.mark.parametrize("what", FORWARDS)
+QUICK = ("padding of a gradient", "cutting", "a product of what is transposed")
+
+
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(what, marks=[] if what in QUICK else [pytest.mark.slow]) for what in FORWARDS],
+)
 def test_one_row_gives_the_bits_of_eager_pytorch(what: str, tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(FILE.format(forward=FORWARDS[what]))

@@ -43,6 +43,7 @@ def engine_of(module: nn.Module, batch: object, **options: object) -> Engine:
     return compiled(module, batch, **options).engine(self_check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The code of:zeroir.errors.ModelWarning")
 @pytest.mark.parametrize(
     "options",
@@ -210,6 +211,7 @@ def test_the_model_itself_runs_as_it_is_where_it_is_asked_to() -> None:
         assert engine.step(batch).loss == expected.item()
 
 
+@pytest.mark.slow
 def test_none_refuses_as_patterns_choose() -> None:
     with pytest.raises(UserError, match=r"deciding_modules.py:\d+ uses the values of a tensor"):
         zeroir.compile(str(FILE), world_size=2, units=zeroir.Units(opaque="none"))
@@ -432,7 +434,7 @@ def hook_inside(net: nn.Module) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The code of:zeroir.errors.ModelWarning")
-@pytest.mark.parametrize("change", [scale, hook_around, hook_inside])
+@pytest.mark.parametrize("change", [scale, slow(hook_around), slow(hook_inside)])
 def test_what_others_read_of_it_and_hooks_around_it_count(
     change: Callable[[nn.Module], None],
 ) -> None:

@@ -16,6 +16,7 @@ from numpy.testing import assert_array_equal
 from torch import Tensor, nn
 
 import zeroir
+from tests.support.sources import nodes
 from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.frontend import trace
@@ -280,7 +281,7 @@ def statements() -> set[tuple[str, range]]:
         (path.name, range(node.lineno, (node.end_lineno or 0) + 1))
         for path in FRONTEND.rglob("*.py")
         if path.stem not in NOT_OF_A_MODEL
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.Raise) and refuses(node.exc)
     }
 

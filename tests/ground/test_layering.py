@@ -11,6 +11,7 @@ from types import FrameType
 
 import networkx
 
+from tests.support.sources import nodes
 from tests.support.subjects import subject
 from zeroir.artifact import load
 from zeroir.verify import verify
@@ -61,7 +62,7 @@ def product_modules() -> dict[str, Path]:
 
 def imported_modules(path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
     """The modules of the product that a file imports anywhere in its text."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name if name in modules else node.module for name in names)
@@ -115,7 +116,7 @@ SHARED_NAMES = {
 def test_the_verifier_imports_definitions_and_little_else() -> None:
     imported: dict[str, set[str]] = {}
     for file in sorted((ROOT / "zeroir/verify").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes(file):
             if isinstance(node, ast.Import):
                 assert not any(alias.name.startswith("zeroir") for alias in node.names), file
             if isinstance(node, ast.ImportFrom) and node.module is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from tests.support.sources import nodes
+
 ROOT = Path(__file__).parents[2]
 TREES = ("zeroir", "passes", "runtime", "tools")
 
@@ -44,7 +46,7 @@ def _duplicates(modules: list[Path]) -> dict[str, list[str]]:
     """The files of each class name that several files define; leading underscores do not count."""
     files: dict[str, set[str]] = {}
     for module in modules:
-        for node in ast.walk(ast.parse(module.read_text())):
+        for node in nodes(module):
             if isinstance(node, ast.ClassDef):
                 files.setdefault(node.name.lstrip("_"), set()).add(str(module))
     return {name: sorted(paths) for name, paths in files.items() if len(paths) > 1}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.runtime.support import Ranks, require_success
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,5 +30,5 @@ def test_ranks_train_on_batches_of_any_size_as_ddp(
     if find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
     module = "tests.integrations.any_length_workers"
-    ranks = Ranks(world_size, tmp_path, what, module=module, sources=COMPILING_SOURCES)
+    ranks = Ranks(world_size, tmp_path, what, module=module)
     require_success(ranks.wait(240))

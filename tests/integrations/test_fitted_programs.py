@@ -177,6 +177,7 @@ def test_the_engine_has_a_program_of_its_own_for_a_size_of_one(
     fitted.engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* the sizes of the batch decide")
 def test_where_code_decides_by_a_size_each_side_has_a_program(
     caplog: pytest.LogCaptureFixture,

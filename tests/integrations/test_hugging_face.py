@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, SequentialLR
 
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.runtime.support import Ranks, require_success
 from zeroir.config.steps import MicroSteps
 from zeroir.errors import UserError
 
@@ -30,7 +30,7 @@ pytestmark = [
 @pytest.mark.dist
 def test_three_ranks_train_as_ddp_and_go_on_bit_for_bit(tmp_path: Path) -> None:
     module = "tests.integrations.trainer_workers"
-    ranks = Ranks(3, tmp_path, module=module, sources=COMPILING_SOURCES)
+    ranks = Ranks(3, tmp_path, module=module)
     require_success(ranks.wait(240))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import zeroir
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.runtime.support import Ranks, require_success
 
 # Imports of lightning take seconds, so tests that are left out make none.
 pytestmark = [
@@ -23,7 +23,7 @@ pytestmark = [
 @pytest.mark.dist
 def test_two_ranks_fit_as_ddp_and_go_on_bit_for_bit(tmp_path: Path) -> None:
     module = "tests.integrations.lightning_workers"
-    ranks = Ranks(2, tmp_path, module=module, sources=COMPILING_SOURCES)
+    ranks = Ranks(2, tmp_path, module=module)
     require_success(ranks.wait(240))
 
 

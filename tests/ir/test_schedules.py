@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
-import zeroir
 from examples import any_length
+from tests.support.lowering import proved_for
+from zeroir.config import make_options
+from zeroir.frontend import load_model_file, trace
 from zeroir.ir import ops
 from zeroir.ir.analysis.schedules import shared_schedule
 from zeroir.ir.buffers import Region
@@ -18,9 +21,17 @@ from zeroir.ir.text import parse
 Body = list[ops.Op]
 
 
+OPTIONS: dict[str, object] = {"stage": 3, "world_size": 2, "evaluate": False}
+
+
+@cache
+def logical(**options: object) -> Program:
+    return trace(load_model_file(any_length.__file__), make_options({**OPTIONS, **options})).program
+
+
 @pytest.fixture(scope="module")
 def program() -> Program:
-    return zeroir.compile(any_length.__file__, stage=3, world_size=2).program
+    return proved_for(logical(), make_options(OPTIONS))
 
 
 def changed(program: Program, change: Callable[[Body], object]) -> Program:
@@ -90,11 +101,10 @@ def test_what_a_rank_does_alone_does_not_show(program: Program) -> None:
     own = shared_schedule(program, STEP_SECTIONS)
     assert own is not None
     assert shared_schedule(changed(program, without_segments), STEP_SECTIONS) == own
-    longer = zeroir.compile(
-        any_length.__file__, stage=3, world_size=2, shapes="input_ids: _, n<=99; labels: _, n"
-    ).program
+    shapes = {"shapes": "input_ids: _, n<=99; labels: _, n"}
+    longer = proved_for(logical(**shapes), make_options({**OPTIONS, **shapes}))
     assert shared_schedule(longer, STEP_SECTIONS) == own
-    stage_1 = zeroir.compile(any_length.__file__, stage=1, world_size=2).program
+    stage_1 = proved_for(logical(), make_options({**OPTIONS, "stage": 1}))
     assert shared_schedule(stage_1, STEP_SECTIONS) != own
 
 

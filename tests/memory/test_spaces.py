@@ -35,6 +35,7 @@ RANKS: Final = 3
 IN_MEMORY: Final = (Space.DEVICE, Space.HOST)
 NOTHING: Final = "nothing"
 EACH_OFFLOAD: Final = pytest.mark.parametrize("offload", [NOTHING, *OFFLOADS])
+QUICK: Final = frozenset({"activations", "everything to disk", "pages"})
 EACH_STAGE: Final = pytest.mark.parametrize("stage", range(4))
 
 
@@ -91,8 +92,19 @@ def test_the_storages_of_the_buffers_of_each_space_are_as_large(offload: str) ->
         assert sum(storages[space].values()) == held_bytes(program, space), space
 
 
-@EACH_OFFLOAD
-@pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("offload", "stage"),
+    [
+        *((offload, 3) for offload in (NOTHING, *sorted(QUICK))),
+        *(
+            pytest.param(offload, stage, marks=pytest.mark.slow)
+            for offload, stage in [
+                *((offload, 0) for offload in (NOTHING, *OFFLOADS)),
+                *((offload, 3) for offload in sorted(OFFLOADS.keys() - QUICK)),
+            ]
+        ),
+    ],
+)
 def test_a_step_takes_no_more_in_either_space_than_its_scratch(stage: int, offload: str) -> None:
     program = planned(stage, offload)
     logical = mlp(blocks=5, batch=256, precision="fp16", clip=1.0)

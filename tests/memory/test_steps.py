@@ -161,7 +161,13 @@ def test_options_change_what_is_declared_and_taken_alike(choices: dict[str, obje
     check_options("gpt2", choices)
 
 
-@pytest.mark.parametrize("mean_over", [None, "elements"], ids=["watched", "weighted"])
+@pytest.mark.parametrize(
+    "mean_over",
+    [
+        pytest.param(None, id="watched", marks=pytest.mark.slow),
+        pytest.param("elements", id="weighted"),
+    ],
+)
 def test_the_weights_of_batches_are_counted(mean_over: str | None) -> None:
     """Whether batches have weights, or are only watched for labels that they ignore."""
     weighs = {} if mean_over is None else {"mean_over": mean_over}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.numerics import label_weight_workers as workers
 from tests.numerics.label_weight_workers import MICRO_STEPS, RANKS, STEPS, VOCABULARY, batch_of
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.runtime.support import Ranks, require_success
 from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
 
@@ -49,7 +49,6 @@ def test_three_ranks_train_as_one_process_with_all_labels(tmp_path: Path, has_di
         RANKS,
         tmp_path,
         module="tests.numerics.label_weight_workers",
-        sources=COMPILING_SOURCES,
         environment={"HAS_DIMS": str(int(has_dims))},
     )
     require_success(ranks.wait())

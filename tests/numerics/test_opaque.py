@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.numerics.opaque_workers import MICRO_STEPS, STEPS, batches_of, compiled_for
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.runtime.support import Ranks, require_success
 from tests.support import deciding_modules
 from zeroir.api.capture import file_source
 from zeroir.api.checks.reference import replicas_of
@@ -36,7 +36,6 @@ def test_each_rank_decides_for_itself(
         world_size,
         tmp_path,
         module="tests.numerics.opaque_workers",
-        sources=COMPILING_SOURCES,
         environment={"OPTIONS": json.dumps(options)},
     )
     require_success(ranks.wait())

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.numerics import packed_workers as workers
 from tests.numerics.packed_workers import LR, RANKS, STEPS
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.runtime.support import Ranks, require_success
 from tests.support.models import packed_llama, speech
 from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
@@ -40,7 +40,7 @@ def of_one_process() -> tuple[dict[str, torch.Tensor], list[float]]:
 @pytest.mark.dist
 def test_ranks_with_other_borders_train_as_the_documents_one_by_one(tmp_path: Path) -> None:
     module = "tests.numerics.packed_workers"
-    ranks = Ranks(RANKS, tmp_path, module=module, sources=COMPILING_SOURCES)
+    ranks = Ranks(RANKS, tmp_path, module=module)
     require_success(ranks.wait())
     found = load_file(tmp_path / "trained.safetensors")
     losses = found.pop("losses")

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.numerics.signature_workers import MICRO_STEPS, STEPS, batch_of, compiled_for, counted
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.runtime.support import Ranks, require_success
 from zeroir.api.checks.reference import replicas_of
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 def of_replicas(
@@ -49,18 +49,7 @@ OFFLOADED = {
 
 @pytest.mark.parametrize(
     ("world_size", "options"),
-    [
-        (3, {"stage": 3}),
-        *(
-            pytest.param(world_size, options, marks=pytest.mark.slow)
-            for world_size, options in (
-                (1, {"stage": 3}),
-                (2, {"stage": 1}),
-                (3, {"stage": 2}),
-                (2, OFFLOADED),
-            )
-        ),
-    ],
+    [(3, {"stage": 3}), (1, {"stage": 3}), (2, {"stage": 1}), (3, {"stage": 2}), (2, OFFLOADED)],
     ids=str,
 )
 def test_both_sides_of_a_decision_give_the_bits_of_eager_pytorch(
@@ -68,9 +57,7 @@ def test_both_sides_of_a_decision_give_the_bits_of_eager_pytorch(
 ) -> None:
     module = "tests.numerics.signature_workers"
     environment = {"OPTIONS": json.dumps(options)}
-    ranks = Ranks(
-        world_size, tmp_path, module=module, sources=COMPILING_SOURCES, environment=environment
-    )
+    ranks = Ranks(world_size, tmp_path, module=module, environment=environment)
     require_success(ranks.wait())
     parameters, losses = of_replicas(world_size, options)
     for rank, expected in enumerate(losses):
@@ -81,33 +68,29 @@ def test_both_sides_of_a_decision_give_the_bits_of_eager_pytorch(
             assert torch.equal(found[name], value), name
 
 
-@pytest.mark.slow
 def test_ranks_run_no_programs_together_that_communicate_in_different_orders(
     tmp_path: Path,
 ) -> None:
     module = "tests.numerics.signature_workers"
-    ranks = Ranks(2, tmp_path, "crossed", module=module, sources=COMPILING_SOURCES)
+    ranks = Ranks(2, tmp_path, "crossed", module=module)
     require_success(ranks.wait())
 
 
-@pytest.mark.slow
 def test_changes_reach_ranks_that_run_different_programs(tmp_path: Path) -> None:
     module = "tests.numerics.signature_workers"
-    ranks = Ranks(2, tmp_path, "annealed", module=module, sources=COMPILING_SOURCES)
+    ranks = Ranks(2, tmp_path, "annealed", module=module)
     require_success(ranks.wait())
 
 
-@pytest.mark.slow
 def test_the_first_step_of_several_batches_may_be_of_both_sides(tmp_path: Path) -> None:
     module = "tests.numerics.signature_workers"
-    ranks = Ranks(2, tmp_path, "mixed", module=module, sources=COMPILING_SOURCES)
+    ranks = Ranks(2, tmp_path, "mixed", module=module)
     require_success(ranks.wait())
 
 
-@pytest.mark.slow
 def test_numbers_that_differ_between_ranks_are_refused_where_a_program_computes_with_them(
     tmp_path: Path,
 ) -> None:
     module = "tests.numerics.signature_workers"
-    ranks = Ranks(2, tmp_path, "numbers", module=module, sources=COMPILING_SOURCES)
+    ranks = Ranks(2, tmp_path, "numbers", module=module)
     require_success(ranks.wait())

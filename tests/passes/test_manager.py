@@ -111,6 +111,7 @@ def test_a_pass_that_breaks_the_program_is_named() -> None:
         manager.run(mlp(blocks=1), passes)
 
 
+@pytest.mark.slow
 def test_a_pass_that_breaks_the_program_at_the_smallest_sizes_is_named() -> None:
     logical = compile_model(any_length.__file__, evaluate=False).logical
     numel = {buffer.name: buffer.numel for buffer in logical.buffers}

@@ -77,8 +77,7 @@ def test_no_bit_changes(case: Case, is_overlapped: bool, is_grouped: bool, seed:
     assert_same(offloaded, plain, case.micro_steps, (seed, seed + 1))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("optimizer", ["adafactor", "lion"])
+@pytest.mark.parametrize(("stage", "optimizer"), [(0, "lion"), (2, "adafactor"), (3, "adafactor")])
 def test_no_bit_changes_with_any_optimizer(stage: int, optimizer: str) -> None:
     """Those that work on whole parameters find these by the places of their elements at home."""
     logical = in_groups(mlp(optimizer=optimizer, clip=0.5))

@@ -98,6 +98,7 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_narrow_screen_and_a_keyboard_suffice(tmp_path: Path) -> None:
     """At 400 pixels nothing is cut off, and keys go from op to op with their tooltips in sight."""
     path = written(tmp_path / "mlp.html", page_of(program()))

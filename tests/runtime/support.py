@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from tests.support.examples import IS_THOROUGH
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
-from tests.support.zygote import Forked, Zygote, compiling_zygote, zygote
+from tests.support.zygote import Forked, Zygote, compiling_zygote, second_zygote
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Flat, Program
 from zeroir.ir.segments.bindings import Binding
@@ -35,12 +34,8 @@ from zeroir.torch_ops.batches import Batch
 
 ROOT = Path(__file__).parents[2]
 Source = Callable[[], Zygote]
-SOURCES: tuple[Source, ...] = tuple(
-    partial(zygote, slot) for slot in range(2 if IS_THOROUGH else 1)
-)
+SOURCES: tuple[Source, ...] = (compiling_zygote, *((second_zygote,) if IS_THOROUGH else ()))
 """What ranks are forked from."""
-COMPILING_SOURCES: tuple[Source, ...] = (compiling_zygote, *SOURCES[1:])
-"""The same for ranks that trace models."""
 
 
 def segment(inputs: str, *lines: str) -> Segment:

@@ -308,6 +308,7 @@ def refusal(folder: Path, *before: str, limit_bytes: int | None = None) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_refused_before_the_first_step(tmp_path: Path) -> None:
     """A disk of 1 MB in memory, which only this process and its children see."""
     mount = f"mount -t tmpfs -o size=1M none {tmp_path} && exec "

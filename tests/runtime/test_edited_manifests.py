@@ -198,7 +198,11 @@ def require_as_the_manifest_says(engine: Engine, path: Path) -> None:
                 assert own[key] == (tuple(value) if isinstance(value, list) else value)
 
 
-@pytest.mark.parametrize("saved", ["between steps", "within a step"], indirect=True)
+@pytest.mark.parametrize(
+    "saved",
+    ["between steps", pytest.param("within a step", marks=pytest.mark.slow)],
+    indirect=True,
+)
 @examples(300)
 @given(st.data())
 def test_a_load_gives_what_the_manifest_says_or_changes_nothing(

@@ -246,6 +246,7 @@ def test_a_request_keeps_its_sizes_on_the_way() -> None:
     assert unpacked(packed(request)) == request
 
 
+@pytest.mark.slow
 def test_why_no_section_is_a_graph() -> None:
     sized = zeroir.compile(any_length.__file__).program
     cuda = torch.device("cuda", 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from tests.support.zygote import Forked, zygote
+from tests.support.zygote import Forked, compiling_zygote
 from zeroir.errors import UserError
 from zeroir.runtime.distributed import rank_discovery as roll_call
 from zeroir.runtime.distributed import rendezvous
@@ -131,7 +131,7 @@ class Joining:
             "MASTER_PORT": str(self._port),
         }
         module = "tests.runtime.joining_workers"
-        return Forked(zygote(0), module, arguments, place, self._folder / f"rank{rank}")
+        return Forked(compiling_zygote(), module, arguments, place, self._folder / f"rank{rank}")
 
 
 @pytest.mark.dist

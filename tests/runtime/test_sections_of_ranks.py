@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.runtime.support import COMPILING_SOURCES, Ranks
+from tests.runtime.support import Ranks
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, SAVE, UPDATE
 from zeroir.runtime.distributed.section_history import (
     SectionEntry,
@@ -121,7 +121,7 @@ def test_ranks_that_do_different_things(
     start = time.monotonic()
     module = "tests.runtime.differing_workers"
     arguments = (what, str(stage), backend)
-    ranks = Ranks(world_size, tmp_path, *arguments, module=module, sources=COMPILING_SOURCES)
+    ranks = Ranks(world_size, tmp_path, *arguments, module=module)
     results = ranks.wait(110)
     assert {code for code, _, _ in results} == {2}
     sentences = [line for _, _, err in results for line in err.splitlines()]

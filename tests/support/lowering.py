@@ -2,7 +2,7 @@
 
 Whoever asks what a schedule looks like, or what it computes, takes it from here. That each pass leaves a proved program
 is what ``tests/passes/test_equivalence.py`` and ``test_replicate_shards.py`` say of pipelines, and whatever compiles a
-model, since compiling has no other way.
+model outside ``tests/api``, since compiling has no other way.
 """
 
 from __future__ import annotations

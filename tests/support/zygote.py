@@ -76,15 +76,15 @@ def _started(*more: str) -> Zygote:
 
 
 @cache
-def zygote(_slot: int) -> Zygote:
-    """The process of that number; each has a seed of its own for the order of sets."""
-    return _started()
+def compiling_zygote() -> Zygote:
+    """A process of which come ranks, commands that trace models, and agents that start ranks."""
+    return _started(*COMPILING)
 
 
 @cache
-def compiling_zygote() -> Zygote:
-    """A process of which commands come that trace models, and agents that start ranks."""
-    return _started(*COMPILING)
+def second_zygote() -> Zygote:
+    """A process of which come other ranks, which see sets in another order."""
+    return _started()
 
 
 def run_forked(

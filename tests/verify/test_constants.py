@@ -73,8 +73,15 @@ def test_a_program_with_other_constants_is_not_equivalent(
     assert "is bound to another value than in the logical program" in str(report.findings[0])
 
 
-@pytest.mark.parametrize("dtype", [DType.I32, DType.F16])
-@pytest.mark.parametrize("is_constant", [True, False], ids=["constant", "module buffer"])
+@pytest.mark.parametrize(
+    ("dtype", "is_constant"),
+    [
+        (DType.I32, True),
+        (DType.F16, False),
+        pytest.param(DType.I32, False, marks=pytest.mark.slow),
+        pytest.param(DType.F16, True, marks=pytest.mark.slow),
+    ],
+)
 def test_values_from_outside_keep_their_dtype(dtype: DType, is_constant: bool) -> None:
     """The bytes of a constant, and the elements of a module's buffer, would be read as other numbers."""
     made = subject("captured, stage 3")
