@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zeroir.errors import UserError
 from zeroir.ir.contents import EMA, MASTER, PARAM
+from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Flat, Program, Slot
 from zeroir.runtime.checkpoint.parts import elements_on
 from zeroir.runtime.comm.base import Comm
@@ -23,6 +24,7 @@ from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.memory.tensors import common
 from zeroir.runtime.state.full_parameters import flat_buffers, require_averages, whole_parameters
 from zeroir.runtime.state.waiting_states import WaitingStates
+from zeroir.torch_ops.types import IR_DTYPE
 
 T = TypeVar("T")
 
@@ -107,6 +109,12 @@ def set_values(
                 f"The values for '{target.name}' have '{name}' of the shape {list(values[name].shape)}, but it is "
                 f"{list(shape)} in the program."
             )
+    for name, (flat, _) in target.parameters.items():
+        if not _is_convertible(IR_DTYPE.get(values[name].dtype), flat.dtype):
+            raise UserError(
+                f"The values for '{target.name}' have '{name}' with elements of {values[name].dtype}, but it has "
+                f"{flat.dtype} in the program."
+            )
     unknown = next((name for name in values if name not in shapes), None)
     if unknown is not None:
         raise UserError(f"The values for '{target.name}' have '{unknown}', which the module lacks.")
@@ -134,7 +142,7 @@ class FollowingValues:
 
     ``local`` pairs elements that it holds with those of the other module on this rank. ``gathered`` has what it holds
     of parameters that follow another one of this name, whose values are gathered. ``narrow`` is the name of a parameter
-    of 16 bits, if there is one.
+    that has not at least FP32, if there is one.
     """
 
     name: str
@@ -168,8 +176,8 @@ def following_values(
         slot.name: name for name, (_, slot) in target.parameters.items()
     }.items():
         flat, slot = target.parameters[name]
-        of_source, other = _counterpart(own, target, name, slot, source)
-        if flat.dtype.itemsize_bytes < torch.float32.itemsize:
+        of_source, other = _counterpart(own, target, name, source)
+        if not flat.dtype.is_floating or flat.dtype.itemsize_bytes < torch.float32.itemsize:
             narrow = narrow or slot_name
         quantity = _quantity(program, of_source, averages=averages)
         held = list(_held(program, rank, flat, slot))
@@ -189,8 +197,9 @@ def following_values(
 
 
 def _counterpart(
-    own: Mapping[str, tuple[Flat, Slot]], target: FrozenModule, name: str, slot: Slot, source: str
+    own: Mapping[str, tuple[Flat, Slot]], target: FrozenModule, name: str, source: str
 ) -> tuple[Flat, Slot]:
+    flat, slot = target.parameters[name]
     if name not in own:
         near = get_close_matches(name, own, n=3)
         hint = f" (names like it are {', '.join(near)})" if near else ""
@@ -203,7 +212,16 @@ def _counterpart(
         raise UserError(
             f"'{target.name}.{name}' has the shape {list(slot.shape)}, but {list(other.shape)} in {_called(source)}."
         )
+    if not _is_convertible(of_source.dtype, flat.dtype):
+        raise UserError(
+            f"'{target.name}.{name}' has elements of {flat.dtype}, but {of_source.dtype} in {_called(source)}."
+        )
     return of_source, other
+
+
+def _is_convertible(given: DType | None, wanted: DType) -> bool:
+    """Return whether values of one dtype may be rounded to another: other codes than floats have another meaning."""
+    return given is wanted or (given is not None and given.is_floating and wanted.is_floating)
 
 
 def follow(
@@ -225,7 +243,7 @@ def follow(
     """
     if decay and values.narrow is not None:
         raise UserError(
-            f"'{values.narrow}' has 16 bits, in which an average loses small changes: keep the module in FP32 "
+            f"'{values.narrow}' is not in FP32, and an average of it would lose small changes: keep the module in FP32 "
             f"(keep_fp32=['{values.name}']), or compile with ema={decay:g} and copy these averages "
             f"(update_frozen('{values.name}', averages=True))."
         )

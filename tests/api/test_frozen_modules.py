@@ -81,6 +81,9 @@ def test_a_frozen_module_changes_as_the_script_says() -> None:
         engine.update_frozen("teacher", source="line")
     with pytest.raises(UserError, match=r"lack 'line\.weight'"):
         engine.update_frozen("teacher", {"line.bias": plain.line.bias})
+    codes = {"line.weight": torch.zeros(8, 6, dtype=torch.int8), "line.bias": plain.line.bias}
+    with pytest.raises(UserError, match=r"'line.weight' with elements of torch.int8, but .* f32"):
+        engine.update_frozen("teacher", codes)
     with pytest.raises(UserError, match=r"leave out either the values"):
         engine.update_frozen("teacher", plain, ema=0.5)
     with pytest.raises(UserError, match=r"ema is 1\.5"):
@@ -101,7 +104,7 @@ def test_a_frozen_module_changes_as_the_script_says() -> None:
 def test_averages_in_16_bits_are_those_of_the_program() -> None:
     engine = compiled(Scaled(), Scaled(), precision="bf16", ema=0.5).engine(self_check=False)
     engine.step(X)
-    with pytest.raises(UserError, match=r"'teacher.line.weight' has 16 bits"):
+    with pytest.raises(UserError, match=r"'teacher.line.weight' is not in FP32"):
         engine.update_frozen("teacher", ema=0.5)
     engine.update_frozen("teacher", averages=True)
     averages = engine.full_parameters(ema=True)
