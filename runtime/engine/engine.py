@@ -30,7 +30,7 @@ from zeroir.runtime.distributed.rank_position import RankPosition
 from zeroir.runtime.engine.accumulation import Accumulation, MicroStepResult
 from zeroir.runtime.engine.anomaly_detection import AnomalyDetection
 from zeroir.runtime.engine.followed import CompiledAgain, Followed
-from zeroir.runtime.engine.followed_code import Compile
+from zeroir.runtime.engine.followed_code import Compile, CompileEagerly
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer
 from zeroir.runtime.engine.opened_program import EngineSettings, reason_without_graphs
 from zeroir.runtime.engine.patterns import matching
@@ -255,6 +255,10 @@ class Engine:
             )
         self._programs.follow(code, signatures, compile_again)
 
+    def compile_eagerly_with(self, compile_eagerly: CompileEagerly) -> None:
+        """Let ``eager`` run what this function compiles."""
+        self._programs.compile_eagerly_with(compile_eagerly)
+
     def compile_changes_with(self, compile_again: Compile) -> None:
         """Go on with what this function compiles after a change of the user's code; it keeps programs itself."""
         self._programs.compile_changes_with(compile_again)
@@ -306,6 +310,29 @@ class Engine:
         """
         with self._anomalies.detected():
             yield
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Within the block, let steps run the user's code as it is, in eager PyTorch.
+
+        Then ``print``, ``breakpoint()`` and profiler ranges in forward and in the loss do what they say, once for each
+        micro-step, and losses, gradients and updates have the bits of the program. A step needs memory for all
+        parameters, twice, and for the activations that autograd saves. Evaluations belong outside the block. After an
+        exception in the code the engine cannot go on, as after any failed step. All ranks call this together, between
+        two steps.
+
+        Raises:
+            UserError: where the engine was not made from a module in this process. Within a step.
+        """
+        self._accumulation.require_none("eager")
+        eager, present = self._programs.eager(), self.signatures
+        self.go_on_among(eager)
+        try:
+            yield
+        finally:
+            if not self.rank_program.executor.has_failed:
+                self._accumulation.require_none("the end of engine.eager")
+                self.go_on_among(present)
 
     @contextmanager
     def gathered(

@@ -87,6 +87,56 @@ class CompiledAgain:
     accumulating: Callable[[], Program] | None = None
 
 
+class UnwatchedCode:
+    """Code that runs at each step by itself, so that it may change, but for which parameters are trained."""
+
+    def __init__(self, code: Followed) -> None:
+        self._code = code
+        self._trained = tuple(code.trained_names())
+        self.model = code.model
+        self.tensors: Mapping[str, Tensor] = {}
+        self.optimizers = code.optimizers
+        self.numbers: frozenset[str] = frozenset()
+        self.unfollowed: frozenset[str] = frozenset()
+        self.appends = False
+        self.ignored: Sequence[str] = ()
+
+    def keep(self, moment: Storing, tensors: Mapping[str, Tensor]) -> None:
+        """Do nothing: the code has stored tensors itself."""
+
+    def ignore(self, patterns: Sequence[str]) -> None:
+        """Accept changes, as of everything."""
+
+    def parameter_names(self) -> Mapping[int, str]:
+        """Return the names of the module's parameters by their ids."""
+        return self._code.parameter_names()
+
+    def trained_names(self) -> Sequence[str]:
+        """Return the names of the module's parameters that require a gradient now."""
+        return self._code.trained_names()
+
+    def remember(self) -> None:
+        """Do nothing."""
+
+    def state(self) -> Hashable:
+        """Return a value that is the same for one object."""
+        return id(self)
+
+    def require_unchanged(self, *, is_step: bool = True) -> None:
+        """Raise UserError where there are other parameters, or others are to be trained."""
+        changed = set(self._trained) ^ set(self.trained_names())
+        if changed:
+            raise UserError(
+                f"requires_grad of {min(changed)} changed within engine.eager(): leave that block first, so that a "
+                "program can be compiled for it."
+            )
+        try:
+            self._code.require_unchanged(is_step=is_step)
+        except ChangedCodeError as change:
+            if not change.may_compile:
+                raise
+
+
 def is_current(code: Followed | None, *, is_step: bool) -> bool:
     """Return whether a program is one of the present state of the user's code, of which it may know more."""
     try:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Final
 
 from torch import Tensor, nn
 
-from zeroir.errors import ChangedCodeError
+from zeroir.errors import ChangedCodeError, UserError
 from zeroir.ir.program import Program
 from zeroir.ir.reports import Storing
 from zeroir.runtime.engine.followed import Followed, is_current, lent_values, read_tensors
@@ -32,6 +32,12 @@ Compile = Callable[[frozenset[str], StepCounts], Signatures]
 Of the numbers with these names every later value is to count, too.
 """
 
+CompileEagerly = Callable[[Followed, StepCounts, Collection[str]], Signatures]
+"""A function that compiles a program whose steps call the user's code, from that of the running program.
+
+The last argument names the tensors of the model that the engine has beside those of this program.
+"""
+
 
 class FollowedCode:
     """What an engine follows between steps: the user's code and tensors, and the script's optimizers.
@@ -51,11 +57,13 @@ class FollowedCode:
         self._step_counts = step_counts
         self._code: Followed | None = None
         self._base: Followed | None = None
+        self._trained = set[str]()
         self._compile: Compile | None = None
         # One may be known by several states, as those that it follows more or less of.
         self._programs: dict[Hashable, Signatures] = {}
         self._unfollowed: frozenset[str] = frozenset()
         self._keeps = True
+        self._eager: CompileEagerly | None = None
         self._optimizers: FollowedOptimizers | None = None
         self._lent: Mapping[int, Tensor] = {}
 
@@ -77,6 +85,7 @@ class FollowedCode:
         if self._code is not None:
             code.ignore(self._code.ignored)
         self._code, self._base = code, base or code
+        self._trained = set(self._base.trained_names())
         live = self._optimizer()
         of_script = tuple(code.optimizers)
         is_known = self._optimizers is not None and self._optimizers.optimizers == of_script
@@ -94,15 +103,36 @@ class FollowedCode:
             assert self._base is not None
             self._programs = {(self._base.state(), frozenset()): present}
 
+    def compile_eagerly_with(self, compile_eagerly: CompileEagerly) -> None:
+        """Let ``compiled_eagerly`` return what this function compiles."""
+        self._eager = compile_eagerly
+
     def remember(self) -> None:
         """Take the running program as compiled from the present state."""
         if self._code is not None:
             self._code.remember()
 
+    def compiled_eagerly(self, others: Collection[str]) -> Signatures:
+        """Return a program whose steps call the user's code as it is; ``others`` are as for ``CompileEagerly``.
+
+        Raises:
+            UserError: where there is no module in this process whose code it could call.
+        """
+        if self._eager is None or self._base is None:
+            raise UserError(
+                "engine.eager() runs the code of a module, and the engine was made from none."
+            )
+        return self._eager(self._base, self._step_counts(self._base.trained_names()), others)
+
     def follow_optimizers(self) -> None:
         """Apply the changes of the script's optimizers."""
         if self._optimizers is not None:
             self._optimizers.follow()
+
+    @property
+    def trains_others(self) -> bool:
+        """Whether other parameters are to be trained than those that the running program trains."""
+        return self._base is not None and set(self._base.trained_names()) != self._trained
 
     def changed_programs(self, *, is_step: bool) -> tuple[Signatures, ChangedCodeError] | None:
         """Return the programs to go on with after a change, compiled if that is new, and the change, if there is any.

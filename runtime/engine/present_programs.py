@@ -10,7 +10,7 @@ from zeroir.errors import UserError
 from zeroir.ir.reports import Storing
 from zeroir.runtime.checkpoint.snapshots import require_same_sums
 from zeroir.runtime.engine.followed import CompiledAgain, Followed
-from zeroir.runtime.engine.followed_code import Compile, FollowedCode
+from zeroir.runtime.engine.followed_code import Compile, CompileEagerly, FollowedCode
 from zeroir.runtime.engine.rank_program import RankProgram
 from zeroir.runtime.engine.signatures import Signatures
 from zeroir.runtime.engine.values import ModelValues
@@ -65,6 +65,16 @@ class PresentPrograms:
     def compile_changes_with(self, compile_again: Compile) -> None:
         """Go on with what this function compiles after a change of the user's code; it keeps programs itself."""
         self._followed.compile_with(compile_again)
+
+    def compile_eagerly_with(self, compile_eagerly: CompileEagerly) -> None:
+        """Let ``eager`` return what this function compiles."""
+        self._followed.compile_eagerly_with(compile_eagerly)
+
+    def eager(self) -> Signatures:
+        """Return a program whose steps call the user's code as it is, which need not be one that can be traced."""
+        if self._followed.trains_others:
+            self.look_outside()
+        return self._followed.compiled_eagerly(self._values.others)
 
     def change_to(self, signatures: Signatures, chosen: CompiledAgain) -> None:
         """Switch to one of these programs; all ranks do so unless these are the present ones."""

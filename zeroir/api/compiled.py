@@ -314,6 +314,7 @@ class CompiledProgram:
     ) -> Engine:
         """Make an initialised engine for this process's rank of the job, as ``Engine.initialise`` does."""
         from zeroir.api.running import engines
+        from zeroir.api.running.eager_steps import compiled_eagerly
         from zeroir.api.running.model_file import code_of
         from zeroir.api.running.outside_memory import (
             host_memory_bytes,
@@ -390,6 +391,7 @@ class CompiledProgram:
             signatures_of(compiled, engine, watch),
             again if compile_again and compiled.compile_again is not None else None,
         )
+        engine.compile_eagerly_with(partial(compiled_eagerly, compiled, engine, lowered_again))
         return engine
 
 
@@ -445,6 +447,11 @@ def _require_groups(compiled: CompiledProgram, micro_steps: int) -> None:
             f"--micro-steps {micro_steps} is no multiple of {group}, but the program runs its micro-batches in groups "
             f"of {group} (--order {compiled.options.micro_steps.order}): name such a multiple, or another --order."
         )
+
+
+def lowered_again(artifact: Artifact, options: CompileOptions) -> CompiledProgram:
+    """Lower the logical program of an artefact with these options."""
+    return with_proof(artifact, options, lower(artifact.logical, options))
 
 
 def with_proof(

@@ -7,13 +7,15 @@ frozen parameters in 8-bit floats.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from zeroir.config.precision import FloatName
 from zeroir.errors import UserError
@@ -48,16 +50,38 @@ def apply_precision(module: nn.Module, precision: FloatName, keep_fp32: Sequence
             if id(parameter) not in done and is_converted(parameter):
                 parameter.data = parameter.data.to(child_dtype)
             done.add(id(parameter))
-    if dtype is torch.float32:
-        return
-    for name in fp32_modules:
+    _cast_around(module, fp32_modules, dtype)
+
+
+@contextmanager
+def fp32_casts(
+    module: nn.Module, dtype: torch.dtype, keep_fp32: Sequence[str] = ()
+) -> Iterator[None]:
+    """Within the block let the modules that stay FP32 cast as in a module to which ``apply_precision`` was applied."""
+    handles = _cast_around(module, _fp32_modules(module, keep_fp32), dtype)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _cast_around(
+    module: nn.Module, names: Sequence[str], dtype: torch.dtype
+) -> list[RemovableHandle]:
+    """Cast what modules that stay FP32 are called with and return; ``dtype`` is that of the others."""
+    handles: list[RemovableHandle] = []
+    for name in () if dtype is torch.float32 else names:
         child = module.get_submodule(name)
-        child.register_forward_pre_hook(
-            lambda _, args, kwargs: cast_floating((args, kwargs), torch.float32),
-            with_kwargs=True,
-            prepend=True,
+        handles += (
+            child.register_forward_pre_hook(
+                lambda _, args, kwargs: cast_floating((args, kwargs), torch.float32),
+                with_kwargs=True,
+                prepend=True,
+            ),
+            child.register_forward_hook(lambda _, __, output: cast_floating(output, dtype)),
         )
-        child.register_forward_hook(lambda _, __, output: cast_floating(output, dtype))
+    return handles
 
 
 def is_converted(parameter: nn.Parameter) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Final, TypeVar, cast
@@ -337,6 +338,22 @@ def run_as_opaque(model: nn.Module, paths: Iterable[str]) -> None:
     for path in paths:
         module = model.get_submodule(path)
         module.forward = _seeded(module.forward)
+
+
+@contextmanager
+def seeded_as_opaque(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
+    """Let these modules draw their random numbers as ``run_as_opaque`` does within the block."""
+    modules = [model.get_submodule(path) for path in paths]
+    own = [vars(module).get("forward") for module in modules]
+    for module in modules:
+        module.forward = _seeded(module.forward)
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, own, strict=True):
+            del module.forward
+            if forward is not None:
+                module.forward = forward
 
 
 def _seeded(forward: Forward) -> Forward:

@@ -132,7 +132,7 @@ class EagerForward:
             )
             stack.enter_context(generators_seeded(seed))
             stack.enter_context(_flags(module, self.training))
-            present = stack.enter_context(_tensors_swapped(module, self.own, used[:count]))
+            present = stack.enter_context(tensors_swapped(module, self.own, used[:count]))
             stack.enter_context(tracing_conditions())
             stack.enter_context(torch.autocast("cpu", dtype=dtype, enabled=enabled))
             stack.enter_context(SeededOps(seed))
@@ -172,7 +172,7 @@ def _flags(module: nn.Module, training: Sequence[bool]) -> Iterator[None]:
 
 
 @contextmanager
-def _tensors_swapped(
+def tensors_swapped(
     module: nn.Module, own: Sequence[OwnTensor], tensors: Sequence[Tensor]
 ) -> Iterator[Callable[[], list[Tensor]]]:
     """Put tensors in the places of a module's own within the block; yields a function that returns what is there."""

@@ -1,0 +1,106 @@
+"""Steps that run the user's code in eager PyTorch, with the bits of the program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroir
+from tests.api.eager_workers import trained
+from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from zeroir.errors import UserError
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_eager_steps_of_ranks_have_the_programs_bits(world_size: int, tmp_path: Path) -> None:
+    ranks = Ranks(world_size, tmp_path, module="tests.api.eager_workers", sources=COMPILING_SOURCES)
+    require_success(ranks.wait())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "fp16", "ema": 0.9, "offload": "optimizer,parameters"},
+        {
+            "micro_steps": zeroir.MicroSteps(count=2, order="layer"),
+            "shapes": "0: rows<=3, words<=5; 1: rows, words",
+            "units": "blocks.*",
+        },
+    ],
+    ids=["fp16", "order"],
+)
+def test_eager_steps_have_the_bits_of_every_kind_of_program(options: dict[str, object]) -> None:
+    losses, state = trained(1, 0, **options)
+    expected, expected_state = trained(None, 0, **options)
+    assert losses == expected
+    assert all(torch.equal(state[name], value) for name, value in expected_state.items())
+
+
+class Net(nn.Module):
+    """A layer whose code may do anything in an eager step; ``seen`` are the means of its results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 2)
+        self.seen: list[float] = []
+        self.fails = self.looks = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.line(x)
+        if self.looks:
+            self.seen.append(y.mean().item())
+        if self.fails:
+            raise ValueError("bad number")
+        return y.square().mean()
+
+
+def test_code_runs_once_in_an_eager_step() -> None:
+    net, plain = Net(), Net()
+    plain.load_state_dict(net.state_dict())
+    engine = zeroir.compile(net, X, optimizer="sgd", lr=0.1).engine(self_check=False)
+    own = torch.optim.SGD(plain.parameters(), lr=0.1)
+    net.looks = plain.looks = True  # which no trace can follow
+    with engine.eager():
+        for _ in range(2):
+            own.zero_grad()
+            plain(X).backward()
+            own.step()
+            engine.step(X)
+        net.line.bias.requires_grad_(False)
+        with pytest.raises(UserError, match=r"requires_grad of line\.bias changed"):
+            engine.step(X)
+        net.line.bias.requires_grad_(True)
+        with pytest.raises(UserError, match="compiled with --no-evaluate"):
+            engine.evaluate(X)
+    assert net.seen == plain.seen
+    net.looks = False
+    plain.looks = False
+    assert engine.step(X).loss == plain(X).item()
+    net.fails = True
+    with (
+        pytest.raises(
+            UserError, match=r"test_eager_steps.py:\d+ failed: ValueError: bad number"
+        ) as caught,
+        engine.eager(),
+    ):
+        engine.step(X)
+    assert isinstance(caught.value.__cause__, ValueError)
+    net.fails = False
+    with pytest.raises(UserError, match="An earlier step failed in its middle"):
+        engine.step(X)
+    engine.close()
+
+
+def test_an_engine_without_a_module_has_no_eager_steps() -> None:
+    engine = zeroir.compile(Net, X).engine(self_check=False)
+    with pytest.raises(UserError, match="made from a file or a function"), engine.eager():
+        engine.step(X)
+    engine.close()
