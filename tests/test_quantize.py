@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zeroir
 from tests.api.quantized_workers import Net, batch_of
 from tests.memory.judge import judge
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.runtime.support import Ranks, require_success
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import Program
@@ -141,7 +141,5 @@ def test_their_predicted_memory_is_exact() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_train_beside_them_as_one_eager_model(tmp_path: Path, world_size: int) -> None:
     """Losses and parameters, bit for bit; a checkpoint has the bytes, with which another engine goes on."""
-    ranks = Ranks(
-        world_size, tmp_path, module="tests.api.quantized_workers", sources=COMPILING_SOURCES
-    )
+    ranks = Ranks(world_size, tmp_path, module="tests.api.quantized_workers")
     require_success(ranks.wait())

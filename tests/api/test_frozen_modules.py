@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zeroir
 from tests.api.frozen_workers import Blocks, of_mean_teacher
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.runtime.support import Ranks, require_success
 from zeroir.errors import UserError
 from zeroir.ir.contents import PARAM
 from zeroir.runtime.state.full_parameters import flat_buffers
@@ -29,7 +29,6 @@ def test_frozen_modules_train_as_in_plain_pytorch(
         tmp_path,
         recipe,
         module="tests.api.frozen_workers",
-        sources=COMPILING_SOURCES,
     )
     require_success(ranks.wait())
 
