@@ -44,7 +44,18 @@ def _without_the_last_half(x: Tensor) -> Tensor:
     return x[:, : math.floor((x.shape[1] + 2) / 2)]
 
 
-@pytest.mark.parametrize("code", [_with_the_last_biases, _in_blocks, _without_the_last_half])
+def _last(x: Tensor, kept: int | Tensor) -> Tensor:
+    """As transformers' models keep logits: torch's own sizes are no ``int``."""
+    return x[:, slice(-kept, None) if isinstance(kept, int) else kept]
+
+
+def _all_but_the_first(x: Tensor) -> Tensor:
+    return _last(x, x.shape[1] - 1)
+
+
+@pytest.mark.parametrize(
+    "code", [_with_the_last_biases, _in_blocks, _without_the_last_half, _all_but_the_first]
+)
 def test_losses_have_the_bits_of_eager_pytorch(code: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     module = Mean(code)

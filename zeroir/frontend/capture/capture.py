@@ -43,7 +43,7 @@ from zeroir.frontend.capture.outside_tensors import OutsideTensors
 from zeroir.frontend.capture.precision import apply_precision, compute_dtype, note_on_precision
 from zeroir.frontend.capture.python_state import PythonState, UsersCode
 from zeroir.frontend.capture.read_graph import without_dead_nodes
-from zeroir.frontend.capture.shapes import dim_env, sizes_of
+from zeroir.frontend.capture.shapes import dim_env, sizes_are_integers, sizes_of
 from zeroir.frontend.capture.shared_memory import (
     note_on_ties,
     overlapping_tensors,
@@ -207,11 +207,14 @@ def _captured(
         reasons = {path: opaque.reason_of(path) for path in opaque_paths}
         OpaqueModules(source, reasons, mode, opaque.found).install(model)
         functions = (source.loss, source.weight, *hooks.functions)
+        reached = ReachedCode.of(model, functions)
+        if shapes:
+            at_the_end.enter_context(sizes_are_integers(reached.functions))
         code = UsersCode(modules=source.modules, functions=functions)
         state = PythonState.of(model, code)
         at_the_end.callback(state.restore_exactly)
         # A step has hooks of its own.
-        outside = CodeState.of(None, ReachedCode.of(model, functions))
+        outside = CodeState.of(None, reached)
         own = tensor_ids(model) | (tensor_ids(source.model()) if source.is_in_hand else frozenset())
         standing = at_the_end.enter_context(
             stand_ins(outside.modules, own, are_constants=source.has_optimizer)

@@ -1,15 +1,23 @@
-"""Tensors of a batch whose sizes depend on dims, while a model is traced."""
+"""Tensors of a batch whose sizes depend on dims, while a model is traced, and such sizes in its code."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FunctionType, UnionType
+from typing import Final
 
 import torch
 
 from zeroir.config.shapes import BatchShapes
 from zeroir.errors import UserError
 from zeroir.frontend._torch_sizes import DimEnv
+from zeroir.frontend.source.imports import is_known_package
 from zeroir.ir.sizes import Dim, Size
+
+_NAME: Final = "isinstance"
+_KINDS: Final = ((torch.SymInt, 0), (torch.SymFloat, 0.0), (torch.SymBool, False))
+"""Torch's classes, and a plain value of the class that each stands for."""
 
 
 def dim_env(
@@ -73,3 +81,30 @@ def sizes_of(
     if env is None:
         return [*shape]
     return [env.symint(size.replaced(values) if isinstance(size, Size) else size) for size in shape]
+
+
+def _isinstance(value: object, classes: type | tuple[type, ...] | UnionType) -> bool:
+    return isinstance(value, classes) or any(
+        isinstance(value, kind) and isinstance(plain, classes) for kind, plain in _KINDS
+    )
+
+
+@contextmanager
+def sizes_are_integers(functions: Iterable[FunctionType]) -> Iterator[None]:
+    """Let ``isinstance`` take sizes for integers in the modules of functions, but not in Python's and torch's own.
+
+    Torch's sizes that depend on dims are no ``int``. Code that asks, such as ``slice(-n, None) if isinstance(n, int)
+    else n`` of transformers' models, would go another way than in eager PyTorch.
+    """
+    namespaces = {
+        id(each.__globals__): each.__globals__
+        for each in functions
+        if not is_known_package(each.__module__) and _NAME not in each.__globals__
+    }
+    for namespace in namespaces.values():
+        namespace[_NAME] = _isinstance
+    try:
+        yield
+    finally:
+        for namespace in namespaces.values():
+            del namespace[_NAME]
