@@ -7,6 +7,7 @@ The public API is loaded on first use, so that ``import zeroir`` costs nothing a
 * ``zeroir.load(path)`` reads one from disk;
 * ``print(program)`` shows its schedule, ``program.engine()`` returns an ``Engine``, whose ``step(batch)`` trains and
   returns a ``StepResult``; its ``save(path)`` returns a ``PendingSave``, its ``load(path)`` a ``LoadedState``;
+* ``zeroir.Receiver(address)`` loads what ``engine.publish(address)`` hands to processes that infer;
 * ``zeroir.ResumableLoader(dataset, ...)`` gives batches whose order survives a resume, by any number of ranks;
 * ``zeroir.ZeroirTrainer`` is Hugging Face's ``Trainer`` over an engine, ``zeroir.ZeroirStrategy`` a strategy of PyTorch
   Lightning's, and ``zeroir.prepare`` makes an engine for a loop of accelerate;
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from zeroir.runtime.engine.engine import Engine
     from zeroir.runtime.engine.results import Evaluation, StepResult
     from zeroir.runtime.memory.operator_workspaces import measure_workspace
+    from zeroir.runtime.publishing.receiver import Receiver
     from zeroir.torch_ops.foreign_workspaces import register_workspace
 
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "PendingSave",
     "Precision",
     "Prefetch",
+    "Receiver",
     "Recompute",
     "ResumableLoader",
     "StepResult",
@@ -107,6 +110,7 @@ _HOMES = {
     "InternalError": ("zeroir.errors", "InternalError"),
     "LoadedState": ("zeroir.runtime.checkpoint.loading", "LoadedState"),
     "PendingSave": ("zeroir.runtime.checkpoint.background", "PendingSave"),
+    "Receiver": ("zeroir.runtime.publishing.receiver", "Receiver"),
     "ResumableLoader": ("zeroir.runtime.data.loader", "ResumableLoader"),
     "StepResult": ("zeroir.runtime.engine.results", "StepResult"),
     "UserError": ("zeroir.errors", "UserError"),

@@ -336,7 +336,12 @@ class Engine:
 
     @contextmanager
     def gathered(
-        self, name: str = "", *, masters: bool = False, ema: bool = False
+        self,
+        name: str = "",
+        *,
+        units: Sequence[str] | None = None,
+        masters: bool = False,
+        ema: bool = False,
     ) -> Iterator[nn.Module]:
         """Yield a module of the model, or the whole model, with the present values, for reading.
 
@@ -349,12 +354,49 @@ class Engine:
         built. Other parts of the model are on the meta device. At the end of the block the module's memory is freed,
         and every use of its tensors raises UserError.
 
+        ``units`` are patterns of names of units, as in ``fnmatch``, such as ``model.layers.3``. With it parameters of
+        other units are not gathered, and their use raises UserError; buffers are lent all the same.
+
         Raises:
-            UserError: where the model has no such module, the engine was initialised without a module, the program
-                keeps no averages, or the block changed a parameter in place.
+            UserError: where the model has no such module or unit, the engine was initialised without a module, the
+                program keeps no averages, or the block changed a parameter in place.
         """
-        with self._values.gathered(name, masters=masters, ema=ema) as module:
+        with self._values.gathered(name, units, masters=masters, ema=ema) as module:
             yield module
+
+    def publish(
+        self,
+        address: str | os.PathLike[str],
+        *,
+        receivers: int | None = None,
+        masters: bool = False,
+        ema: bool = False,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> int:
+        """Hand the present weights to processes that infer, each with a ``Receiver`` of this address.
+
+        All ranks call this together, between two steps. Parameters and persistent buffers, those of rank 0, have their
+        names in the module's ``state_dict``; parameters have the dtypes that the program computes with, or FP32 with
+        ``masters``, and with ``ema`` the values of the moving averages. At most one flat buffer of a unit is gathered
+        at a time.
+
+        The path of a file, such as ``/dev/shm/policy.safetensors``, is for any number of receivers that see the file of
+        rank 0's machine. The new version takes the place of the one before when it is whole, and nobody waits. The file
+        remains after the job.
+
+        ``host:port`` is a free port of rank 0's machine. This waits until as many ``receivers`` as are given, by
+        default one, ask for new weights, and broadcasts each flat to them. ``timeout`` bounds the wait for a receiver.
+
+        Returns:
+            The version: 1 more than the one before at this address.
+
+        Raises:
+            UserError: on all ranks, where the weights cannot be written, or receivers do not come or are lost, which
+                it names. Receivers then keep the version that they have, and training may go on.
+        """
+        return self._values.publish(
+            address, receivers=receivers, masters=masters, ema=ema, timeout=timeout
+        )
 
     def return_values(self, module: nn.Module, device: torch.device | None = None) -> None:
         """Write the present values back to the user's module, unsharded on every rank. All ranks call this together.
@@ -783,6 +825,7 @@ class Engine:
             if return_values and not has_failed:
                 self._values.give_back()
         finally:
+            self._values.close()
             self.rank_program.close()
 
     def _begin_micro_steps(self) -> None:

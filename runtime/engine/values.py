@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Final
 
 import torch
@@ -13,8 +15,11 @@ from torch import Tensor, nn
 from zeroir.errors import UserError, memory_for
 from zeroir.ir.program import Program
 from zeroir.runtime.checkpoint.model_facts import ModelFacts, model_facts
+from zeroir.runtime.comm.job import explained
 from zeroir.runtime.comm.rank_zero_values import ALONE, RankZeroValues
 from zeroir.runtime.engine.rank_program import RankProgram
+from zeroir.runtime.publishing.image import image_of, names_in_model
+from zeroir.runtime.publishing.publisher import Publisher
 from zeroir.runtime.state import initial, state_dicts
 from zeroir.runtime.state import state as state_of_buffers
 from zeroir.runtime.state.carried_values import (
@@ -29,7 +34,7 @@ from zeroir.runtime.state.frozen_updates import (
     paired_buffers,
     set_values,
 )
-from zeroir.runtime.state.full_parameters import whole_parameters
+from zeroir.runtime.state.full_parameters import parameter_parts, whole_parameters
 from zeroir.runtime.state.gathered_module import DeepCopy, ModuleGatherer, module_maker
 from zeroir.runtime.state.module_values import (
     Factory,
@@ -65,6 +70,7 @@ class ModelValues:
         self._waiting = WaitingStates()
         self._following: dict[tuple[str, str, bool], FollowingValues] = {}
         self._following_of: Program | None = None
+        self._publisher = Publisher()
 
     def initialise(
         self,
@@ -117,7 +123,9 @@ class ModelValues:
         self.are_set = True
 
     @contextmanager
-    def gathered(self, name: str, *, masters: bool, ema: bool) -> Iterator[nn.Module]:
+    def gathered(
+        self, name: str, units: Sequence[str] | None, *, masters: bool, ema: bool
+    ) -> Iterator[nn.Module]:
         """Yield a module of the model with the present values, for reading."""
         rank_program = self._rank_program
         if self._make is None:
@@ -138,9 +146,44 @@ class ModelValues:
             rank_program.between_sections(),
             memory_for(f"the parameters of {name or 'the whole model'} on each rank", _LESS),
         ):
-            module = block.enter_context(gatherer.gathered(name, masters=masters, ema=ema))
+            module = block.enter_context(gatherer.gathered(name, units, masters=masters, ema=ema))
         with block:
             yield module
+
+    def publish(
+        self,
+        address: str | os.PathLike[str],
+        *,
+        receivers: int | None,
+        masters: bool,
+        ema: bool,
+        timeout: timedelta,
+    ) -> int:
+        """Publish the present values at an address, and return their version."""
+        rank_program = self._rank_program
+        program, memory, facts = rank_program.program, rank_program.memory, self.facts()
+        slots = (slot for flat in program.flats for slot in flat.slots)
+        parts = parameter_parts(
+            program,
+            [memory],
+            rank_program.job.comm,
+            {slot.name for slot in slots if names_in_model(slot, facts)},
+            masters=masters,
+            ema=ema,
+            waiting=self._waiting,
+        )
+        image = image_of(program, memory, facts, self.others, parts, rank_program.step_count)
+        with rank_program.between_sections(), explained():
+            published = self._publisher.publish(
+                image, rank_program.job, address, receivers, timeout
+            )
+        if published.failure is not None:
+            raise published.failure
+        return published.version
+
+    def close(self) -> None:
+        """Publish nothing any more."""
+        self._publisher.close()
 
     def _set_homes(self) -> None:
         """Let the user's tensors whose values are here say so."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,8 +18,26 @@ from zeroir.ir.program import Flat, Program, Slot
 from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.memory.tensors import common
-from zeroir.runtime.state.waiting_states import WaitingStates, whole_values
+from zeroir.runtime.state.waiting_states import WaitingStates, WaitingValues, whole_values
 from zeroir.torch_ops.types import TORCH_DTYPE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterPart:
+    """Parameters of one dtype that are gathered together: those of a flat, or a single one.
+
+    ``gather`` returns the elements of the flat from ``start`` on, once per local rank, in memory of their own. All
+    ranks call it together.
+    """
+
+    slots: tuple[Slot, ...]
+    dtype: torch.dtype
+    start: int
+    gather: Callable[[], list[Tensor]]
+
+    def elements(self, slot: Slot) -> range:
+        """Return where a parameter's elements are in the gathered tensor."""
+        return range(slot.offset - self.start, slot.offset - self.start + slot.numel)
 
 
 def whole_parameters(
@@ -34,46 +54,84 @@ def whole_parameters(
 
     A copy has the parameter's shape and its own memory, on the rank's device, in the dtype with which segments compute,
     or with ``masters`` in FP32 where the program has master weights, or they are ``waiting``. With ``ema`` it is the
-    moving average where there is one. One flat at a time is gathered, or only the wanted parameters where they are less
-    than half of it. All ranks iterate together.
+    moving average where there is one. One part at a time is gathered. All ranks iterate together.
+
+    Raises:
+        UserError: with ``ema``, where the program keeps no averages.
+    """
+    parts = parameter_parts(program, ranks, comm, names, masters=masters, ema=ema, waiting=waiting)
+    for part in parts:
+        values = part.gather()
+        for slot in part.slots:
+            place = part.elements(slot)
+            yield slot, [_own(each, place).view(slot.shape) for each in values]
+        del values
+
+
+def _own(values: Tensor, place: range) -> Tensor:
+    """Return these elements in memory of their own."""
+    if len(place) == values.numel():
+        return values
+    return values[place.start : place.stop].clone()
+
+
+def parameter_parts(
+    program: Program,
+    ranks: Sequence[RankMemory],
+    comm: Comm,
+    names: Collection[str] | None = None,
+    *,
+    masters: bool,
+    ema: bool = False,
+    waiting: WaitingStates | None = None,
+) -> list[ParameterPart]:
+    """Return the parts in which ``whole_parameters`` gathers: flats, or parameters that are less than half of one.
 
     Raises:
         UserError: with ``ema``, where the program keeps no averages.
     """
     if ema:
         require_averages(program)
+    parts: list[ParameterPart] = []
     for flat in program.flats:
         slots = [slot for slot in flat.slots if names is None or slot.name in names]
         if masters and waiting is not None and not flat.is_trainable:
             held = [slot for slot in slots if (slot.name, MASTER) in waiting.values]
             slots = [slot for slot in slots if slot not in held]
             for slot in held:
-                key = slot.name, MASTER
-                yield (
-                    slot,
-                    [
-                        whole_values(program, memory, comm, waiting.values[key])
-                        .to(memory.device, copy=True)
-                        .view(slot.shape)
-                        for memory in ranks
-                    ],
+                own = waiting.values[slot.name, MASTER]
+                gather = partial(_gather_waiting, program, ranks, comm, own)
+                parts.append(
+                    ParameterPart(
+                        slots=(slot,), dtype=own.own.dtype, start=slot.offset, gather=gather
+                    )
                 )
         if not slots:
             continue
         buffers, dtype = _source(program, flat, masters=masters, ema=ema)
         holders = [(whole(buffer), content) for buffer, content in buffers]
-        if 2 * sum(slot.numel for slot in slots) >= flat.numel:
-            values = flat_part(program, ranks, comm, holders, dtype, range(flat.padded_numel))
-            for slot in slots:
-                stop = slot.offset + slot.numel
-                yield slot, [v[slot.offset : stop].clone().view(slot.shape) for v in values]
-            del values
-        else:
-            for slot in slots:
-                elements = range(slot.offset, slot.offset + slot.numel)
-                part = flat_part(program, ranks, comm, holders, dtype, elements)
-                yield slot, [each.view(slot.shape) for each in part]
-                del part
+        groups = [(tuple(slots), range(flat.padded_numel))]
+        if 2 * sum(slot.numel for slot in slots) < flat.numel:
+            groups = [((slot,), range(slot.offset, slot.offset + slot.numel)) for slot in slots]
+        parts += [
+            ParameterPart(
+                slots=group,
+                dtype=dtype,
+                start=elements.start,
+                gather=partial(flat_part, program, ranks, comm, holders, dtype, elements),
+            )
+            for group, elements in groups
+        ]
+    return parts
+
+
+def _gather_waiting(
+    program: Program, ranks: Sequence[RankMemory], comm: Comm, waiting: WaitingValues
+) -> list[Tensor]:
+    return [
+        whole_values(program, memory, comm, waiting).to(memory.device, copy=True)
+        for memory in ranks
+    ]
 
 
 def require_averages(program: Program) -> None:

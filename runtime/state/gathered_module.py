@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from zeroir.errors import ModelWarning, UserError
 from zeroir.ir.program import Program
 from zeroir.runtime.comm.base import Comm
+from zeroir.runtime.engine.patterns import matching
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.state.full_parameters import whole_parameters
 from zeroir.runtime.state.module_values import Factory, built_without_values
 from zeroir.runtime.state.named_tensors import NamedTensors, without_memory
 from zeroir.runtime.state.waiting_states import WaitingStates
-from zeroir.torch_ops.absent_tensors import ReturnedTensor, absent
+from zeroir.torch_ops.absent_tensors import AbsentTensor, ReturnedTensor, absent, unlent_tensor
 
 T = TypeVar("T")
 
@@ -70,8 +71,11 @@ class ModuleGatherer:
     waiting: WaitingStates | None = None
 
     @contextmanager
-    def gathered(self, name: str, *, masters: bool, ema: bool) -> Iterator[nn.Module]:
+    def gathered(
+        self, name: str, units: Sequence[str] | None, *, masters: bool, ema: bool
+    ) -> Iterator[nn.Module]:
         """Yield a module with the present values, as ``Engine.gathered`` does."""
+        lent_units = None if units is None else self._matching_units(units)
         whole = self.make()
         module = _submodule(whole, name)
         if self.adapt is not None and not masters:
@@ -80,7 +84,7 @@ class ModuleGatherer:
         wanted = {id(tensor) for tensor, _ in NamedTensors(module).names_by_tensor()}
         gathered_tensors = [pair for pair in tensors.names_by_tensor() if id(pair[0]) in wanted]
         with torch.inference_mode(mode=False), torch.no_grad():
-            self._fill(tensors, gathered_tensors, masters=masters, ema=ema)
+            self._fill(tensors, gathered_tensors, lent_units, masters=masters, ema=ema)
         versions = [tensor._version for tensor, _ in gathered_tensors]
         try:
             yield module
@@ -92,19 +96,25 @@ class ModuleGatherer:
         finally:
             with torch.inference_mode(mode=False):
                 for tensor, _ in gathered_tensors:
-                    if not tensor.is_meta:
+                    if not tensor.is_meta or isinstance(tensor, AbsentTensor):
                         tensors.replace(tensor, absent(tensor, ReturnedTensor))
         _refuse_changes(changed)
+
+    def _matching_units(self, units: Sequence[str]) -> frozenset[str]:
+        names = list(dict.fromkeys(flat.unit for flat in self.program.flats))
+        patterns = (units,) if isinstance(units, str) else units
+        return frozenset(matching(names, patterns, "unit of the program"))
 
     def _fill(
         self,
         tensors: NamedTensors,
         gathered_tensors: Sequence[tuple[Tensor, tuple[str, ...]]],
+        units: frozenset[str] | None,
         *,
         masters: bool,
         ema: bool,
     ) -> None:
-        """Give tensors, which are listed with all their names, memory and values."""
+        """Give tensors, which are listed with all their names, memory and values, unless they are of other units."""
         bindings = {b.name: b for b in self.program.module_buffers if b.data is None}
         device = self.memory.device
         of_slot: dict[str, list[Tensor]] = {}
@@ -112,7 +122,9 @@ class ModuleGatherer:
             home = _first(self.program.parameter_by_name, names)
             binding = _first(bindings, names)
             other = _first(self.others, names)
-            if home is not None:
+            if home is not None and units is not None and home[0].unit not in units:
+                tensors.replace(tensor, absent(tensor, unlent_tensor(home[0].unit)))
+            elif home is not None:
                 of_slot.setdefault(home[1].name, []).append(tensor)
             elif binding is not None:
                 values = self.memory.buffer(binding.buffer).to(device, copy=True)

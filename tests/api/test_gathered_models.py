@@ -75,6 +75,24 @@ def test_a_lent_module_computes_what_the_program_computes(precision: FloatName) 
             assert torch.equal(gathered(BATCH), eager(BATCH))
 
 
+def test_parameters_of_other_units_are_not_lent() -> None:
+    compiled = zeroir.compile(Net(), BATCH, stage=3, units="body.*", evaluate=False)
+    engine = compiled.engine(self_check=False)
+    with engine.gathered() as whole, engine.gathered(units="body.[12]") as gathered:
+        hidden = torch.randn(3, 16)
+        for layer in (1, 2):
+            lent, expected = (each.get_submodule(f"body.{layer}") for each in (gathered, whole))
+            assert torch.equal(lent(hidden), expected(hidden))
+        assert torch.equal(gathered.get_buffer("table"), whole.get_buffer("table"))
+        for used in (gathered.get_submodule("body.0"), gathered):
+            with pytest.raises(UserError, match=r"is of unit (body\.0|root\S*), which .* add"):
+                used(BATCH)
+    with pytest.raises(UserError, match="whose block has ended"):
+        gathered.get_submodule("body.0")(BATCH)
+    with pytest.raises(UserError, match=r"No unit of the program has a name like body\.7"):
+        engine.gathered(units=["body.7"]).__enter__()
+
+
 @pytest.mark.slow
 def test_a_forward_that_changes_buffers_of_a_lent_module_is_noted() -> None:
     engine = zeroir.compile(Net(), BATCH, stage=3).engine()

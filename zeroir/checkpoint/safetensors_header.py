@@ -53,13 +53,15 @@ def in_file_order(specs: Sequence[StoredTensorSpec]) -> list[int]:
     return sorted(range(len(specs)), key=lambda index: -ITEMSIZE_BYTES[specs[index].dtype])
 
 
-def header_bytes(specs: Sequence[StoredTensorSpec]) -> bytes:
-    """Return the header of a file whose tensors are in this order.
+def header_bytes(
+    specs: Sequence[StoredTensorSpec], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Return the header of a file whose tensors are in this order, with further ``metadata``.
 
     Raises:
         InternalError: if a tensor is empty, a name is used twice, or the header is larger than readers accept.
     """
-    header: dict[str, object] = {METADATA: _METADATA}
+    header: dict[str, object] = {METADATA: {**_METADATA, **(metadata or {})}}
     start = 0
     for spec in specs:
         shape = (spec.numel,) if spec.shape is None else spec.shape

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import ClassVar, Final, NamedTuple, Protocol
+from functools import cache
+from typing import ClassVar, Final, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +104,17 @@ class ReturnedTensor(AbsentTensor):
         "inside the block, or copy what you need there."
     )
     text = "freed at the end of the block of engine.gathered"
+
+
+@cache
+def unlent_tensor(unit: str) -> type[AbsentTensor]:
+    """Return the class of tensors of a unit that is not among those that ``engine.gathered`` lends."""
+    absence = (
+        f"This parameter is of unit {unit}, which engine.gathered(units=...) does not lend here: add {unit} to the "
+        "units, or compute with those that are lent alone."
+    )
+    values: dict[str, object] = {"absence": absence, "text": f"of unit {unit}, which is not lent"}
+    return cast("type[AbsentTensor]", type("UnlentTensor", (AbsentTensor,), values))
 
 
 class Lender(Protocol):
