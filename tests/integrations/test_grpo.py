@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.runtime.support import Ranks, require_success
 
 
 @pytest.mark.slow
@@ -14,5 +14,5 @@ from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_generate_and_train_as_eager_replicas(world_size: int, tmp_path: Path) -> None:
     module = "tests.integrations.grpo_workers"
-    ranks = Ranks(world_size, tmp_path, module=module, sources=COMPILING_SOURCES)
+    ranks = Ranks(world_size, tmp_path, module=module)
     require_success(ranks.wait(240))
