@@ -18,7 +18,7 @@ from zeroir.runtime.checkpoint.model_facts import ModelFacts, model_facts
 from zeroir.runtime.comm.job import explained
 from zeroir.runtime.comm.rank_zero_values import ALONE, RankZeroValues
 from zeroir.runtime.engine.rank_program import RankProgram
-from zeroir.runtime.publishing.image import image_of, names_in_model
+from zeroir.runtime.publishing.image import image_of
 from zeroir.runtime.publishing.publisher import Publisher
 from zeroir.runtime.state import initial, state_dicts
 from zeroir.runtime.state import state as state_of_buffers
@@ -34,7 +34,7 @@ from zeroir.runtime.state.frozen_updates import (
     paired_buffers,
     set_values,
 )
-from zeroir.runtime.state.full_parameters import parameter_parts, whole_parameters
+from zeroir.runtime.state.full_parameters import whole_parameters
 from zeroir.runtime.state.gathered_module import DeepCopy, ModuleGatherer, module_maker
 from zeroir.runtime.state.module_values import (
     Factory,
@@ -161,18 +161,17 @@ class ModelValues:
     ) -> int:
         """Publish the present values at an address, and return their version."""
         rank_program = self._rank_program
-        program, memory, facts = rank_program.program, rank_program.memory, self.facts()
-        slots = (slot for flat in program.flats for slot in flat.slots)
-        parts = parameter_parts(
-            program,
-            [memory],
+        image = image_of(
+            rank_program.program,
+            rank_program.memory,
             rank_program.job.comm,
-            {slot.name for slot in slots if names_in_model(slot, facts)},
+            self.facts(),
+            self.others,
+            self._waiting,
+            rank_program.step_count,
             masters=masters,
             ema=ema,
-            waiting=self._waiting,
         )
-        image = image_of(program, memory, facts, self.others, parts, rank_program.step_count)
         with rank_program.between_sections(), explained():
             published = self._publisher.publish(
                 image, rank_program.job, address, receivers, timeout

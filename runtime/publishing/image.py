@@ -21,10 +21,12 @@ from zeroir.checkpoint.safetensors_header import (
     header_bytes,
 )
 from zeroir.errors import UserError
-from zeroir.ir.program import Program, Slot
+from zeroir.ir.program import Program
 from zeroir.runtime.checkpoint.model_facts import ModelFacts
+from zeroir.runtime.comm.base import Comm
 from zeroir.runtime.memory.rank_memory import RankMemory
-from zeroir.runtime.state.full_parameters import ParameterPart
+from zeroir.runtime.state.full_parameters import ParameterPart, parameter_parts
+from zeroir.runtime.state.waiting_states import WaitingStates
 from zeroir.torch_ops.types import IR_DTYPE
 
 ALIASES: Final = "aliases"
@@ -74,22 +76,32 @@ class Image:
 def image_of(
     program: Program,
     memory: RankMemory,
+    comm: Comm,
     facts: ModelFacts,
     others: Mapping[str, Tensor],
-    parts: Sequence[ParameterPart],
+    waiting: WaitingStates,
     step: int,
+    *,
+    masters: bool,
+    ema: bool,
 ) -> Image:
-    """Return the image of a rank's parameters, which are gathered by ``parts``, and of its persistent buffers.
+    """Return the image of a rank's parameters, as ``whole_parameters`` has them, and of its persistent buffers.
 
     ``others`` are the tensors of the module that the program does not hold.
 
     Raises:
-        UserError: where a tensor has a dtype that is not sent.
+        UserError: where a tensor has a dtype that is not sent; with ``ema``, where the program keeps no averages.
     """
     own_names: dict[str, list[str]] = {}
-    for part in parts:
-        for slot in part.slots:
-            own_names[slot.name] = names_in_model(slot, facts)
+    for flat in program.flats:
+        for slot in flat.slots:
+            # A frozen module beside the model has no names in its ``state_dict``.
+            names = [name for name in (slot.name, *slot.aliases) if facts.is_of_model(name)]
+            if names:
+                own_names[slot.name] = names
+    parts = parameter_parts(
+        program, [memory], comm, own_names, masters=masters, ema=ema, waiting=waiting
+    )
     chunks = [_chunk_of_parameters(part, own_names) for part in parts]
     for name, tensor in _buffers(program, memory, others):
         names = [each for each in (name, *facts.aliases(name)) if facts.is_of_model(each)]
@@ -102,11 +114,6 @@ def image_of(
         aliases={first: rest for first, *rest in own_names.values() if rest},
         step=step,
     )
-
-
-def names_in_model(slot: Slot, facts: ModelFacts) -> list[str]:
-    """Return the names of a parameter in the model's ``state_dict``; it has none if it is of a frozen module beside."""
-    return [name for name in (slot.name, *slot.aliases) if facts.is_of_model(name)]
 
 
 def _buffers(

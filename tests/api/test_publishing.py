@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 import zeroir
 from tests.api.publishing_workers import PLANS
 from tests.api.test_gathered_models import BATCH, Net
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.runtime.support import Ranks, require_success
 from zeroir.config.precision import Precision
 from zeroir.errors import UserError
 
@@ -44,7 +45,7 @@ def test_a_file_has_the_values_and_names_of_the_module(tmp_path: Path) -> None:
                 assert torch.equal(tensor, state[name].to(tensor.dtype)), name
     with engine.gathered() as expected:
         dtypes = {name: tensor.dtype for name, tensor in expected.state_dict().items()}
-    pairs: list[tuple[str, torch.Tensor]] = []
+    pairs: list[tuple[str, Tensor]] = []
     assert zeroir.Receiver(path).update(pairs.extend)
     del dtypes["last.weight"]
     assert {name: tensor.dtype for name, tensor in pairs} == dtypes
@@ -61,12 +62,19 @@ def test_a_file_has_the_values_and_names_of_the_module(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "net.safetensors"
     save_file({"x": torch.ones(1)}, path)
+    teacher = nn.Linear(8, 8).requires_grad_(False)  # is sharded with the model, but not published
+
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        return functional.mse_loss(net(x), teacher(x))
+
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    engine = zeroir.compile(net, BATCH, loss=lambda net, x: net(x).mean()).engine()
+    frozen = {"teacher": teacher}
+    engine = zeroir.compile(net, BATCH, loss=loss, frozen=frozen, evaluate=False).engine()
     with pytest.raises(UserError, match=r"was not written by engine\.publish"):
         engine.publish(path)
     path.unlink()
     engine.publish(path)
+    assert load_file(path).keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
     for second, third, sentence in (
         (nn.Linear(8, 4), None, r"'1\.weight' was published with the shape \[8, 8\]"),
         (nn.Linear(8, 8, bias=False), None, r"'1\.bias' was published, but"),
@@ -110,7 +118,7 @@ def test_receivers_compute_what_ranks_compute_until_one_of_them_is_killed(
         module = "tests.api.publishing_workers"
         folder = tmp_path / role
         folder.mkdir()
-        return Ranks(count, folder, role, name, address, module=module, sources=COMPILING_SOURCES)
+        return Ranks(count, folder, role, name, address, module=module)
 
     trainer = started("train", world_size)
     receivers = started("receive", plan.receivers or 1)
