@@ -61,7 +61,7 @@ FORWARDS = {
         r"uses a tensor that is not a parameter or buffer of the model: .* an attribute of a module "
         r"\(self.head = head\), also where a function in a closure calls it"
     ),
-    "loss = self.layer(x).mean(); loss.backward(); return loss": r":13: .*forward calls backward\(\)",
+    "loss = self.layer(x).mean(); loss.backward(); return loss": r":13 cannot be traced: forward calls backward\(\)",
     "return self.layer(x.double()).mean()": r":13: TypeError: linear mixes float64 with narrower",
     "return torch.sparse.mm(x.t().to_sparse(), self.layer(x)).mean()": (
         r"model.py:13 uses the operator aten._to_sparse.default, which breaks the rule of tensors only: it needs"

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -447,3 +448,60 @@ def test_what_others_read_of_it_and_hooks_around_it_count(
     engine.close()
     assert found == 2 * [net(batch).item()]
     assert net.block.calls == 4
+
+
+@torch.library.custom_op("opaque_test::bump", mutates_args=("x",))
+def bump(x: Tensor) -> None:
+    x.add_(1)
+
+
+class Odd(nn.Module):
+    """Calls an operator that changes its argument and a backward, ties a parameter three times, returns an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        for line in self.lines:
+            line.weight = self.lines[0].weight
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        with torch.enable_grad():
+            scale = x.detach().clone().requires_grad_()
+            scale.square().sum().backward()  # type: ignore[no-untyped-call]
+        x = x * cast("Tensor", scale.grad)
+        for line in self.lines:
+            x = line(x).tanh()
+        more = torch.zeros(4)
+        bump(more)
+        return {"y": x + more, "cache": iter(())}
+
+
+class AroundOdd(nn.Module):
+    def __init__(self, *, reads: bool = False) -> None:
+        super().__init__()
+        self.odd, self.reads = Odd(), reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.odd(x)
+        y: Tensor = found["y"].square().mean()
+        return y * len(found["cache"].__class__.__name__) if self.reads else y
+
+
+@pytest.mark.filterwarnings("ignore:The code of:zeroir.errors.ModelWarning")
+def test_what_no_trace_holds_runs_as_it_is_and_objects_stay_outside() -> None:
+    torch.manual_seed(0)
+    module, batch = AroundOdd(), torch.randn(64, 4)
+    plain = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    engine = engine_of(module, batch, lr=0.5)
+    for _ in range(3):
+        expected = plain(batch)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        assert engine.step(batch).loss == expected.item()
+    engine.close()
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, plain.get_parameter(name)), name
+    with pytest.raises(UserError, match=r"The module odd, .* returns a tuple_iterator, but only"):
+        zeroir.compile(AroundOdd(reads=True), batch)

@@ -116,6 +116,10 @@ _ONE_DTYPE_FUNCTIONS: frozenset[object] = frozenset(
 )
 
 
+class UntracedCallError(NotImplementedError):
+    """The model calls a function that no trace holds."""
+
+
 class NeutralOps(TorchFunctionMode):
     """Replace attention, dropout, batch norm and recurrence; compute losses of 16-bit inputs in FP32.
 
@@ -123,6 +127,9 @@ class NeutralOps(TorchFunctionMode):
     (i64[sites]); ``sites`` counts them. ``around`` wraps every torch function that the model calls, so that a tracer
     can annotate its nodes.
     """
+
+    is_traced = True
+    """Whether a trace has to hold what the model calls."""
 
     def __init__(self, seeds: Tensor, around: Callable[[Function], Function] | None = None) -> None:
         super().__init__()
@@ -177,6 +184,7 @@ class NeutralOps(TorchFunctionMode):
 
         Raises:
             ImpureOperatorError: if it is a foreign operator that breaks a rule.
+            UntracedCallError: if it is another function that no trace holds.
         """
         call = self._wrapped(on_one_device(func))
         named_args = dict(kwargs or {})
@@ -188,19 +196,22 @@ class NeutralOps(TorchFunctionMode):
                 return self._inside(call, args, named_args)
             return self.__torch_function__(func, types, with_values(args), with_values(named_args))
         foreign = foreign_operator(func)
-        if foreign is not None:
+        if foreign is not None and self.is_traced:
             return pure_call(foreign, lambda: call(*args, **named_args))
         if func in _ONE_DTYPE_FUNCTIONS:
             args, named_args = self._wrapped(_with_one_dtype)(func, args, named_args)  # type: ignore[misc]
         if func in self._replacements:
             return self._wrapped(self._replacements[func])(*args, **named_args)
-        if isinstance(func, torch._ops.HigherOrderOperator):
-            raise NotImplementedError(
+        if self.is_traced and isinstance(func, torch._ops.HigherOrderOperator):
+            # Within vmap an autograd.Function is called by an operator that computes nothing itself.
+            if str(func) == "custom_function_call":
+                return call(*args, **named_args)
+            raise UntracedCallError(
                 f"the higher-order operator {func!s} cannot be traced; use tensor operations such as "
                 "torch.where"
             )
-        if func is Tensor.backward:
-            raise NotImplementedError(
+        if func is Tensor.backward and self.is_traced:
+            raise UntracedCallError(
                 "forward calls backward(); return the loss, whose gradients the program computes"
             )
         if func is F.ctc_loss:

@@ -51,20 +51,22 @@ def _(x: Tensor, _: Tensor) -> Tensor:
 class SeededRandomOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode in which each random operator uses one or two seeds (i64[1])."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, seed: Callable[[], Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
 
     def __torch_dispatch__(
         self,
-        func: torch._ops.OpOverload,
+        func: torch._ops.OpOverload | torch._ops.HigherOrderOperator,
         types: Sequence[type],
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Call ``func`` or its replacement."""
-        rule = _RULES.get(str(func._overloadpacket))
-        if rule is None:
+        rule = _RULES.get(str(getattr(func, "overloadpacket", None)))
+        if rule is None or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **(kwargs or {}))
         names = [argument.name for argument in func._schema.arguments]
         named_args = _NamedArguments({**dict(zip(names, args, strict=False)), **(kwargs or {})})

@@ -62,7 +62,7 @@ from zeroir.frontend.capture.state_check import (
 )
 from zeroir.frontend.opaque.calls import OpaqueModules
 from zeroir.frontend.opaque.choice import NONE, OpaqueChoice, UntraceableError
-from zeroir.frontend.opaque.found_out import CannotRunError
+from zeroir.frontend.opaque.structure import CannotRunError
 from zeroir.frontend.source.source import (
     ModelSource,
     capitalised,

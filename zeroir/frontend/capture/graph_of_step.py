@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -30,11 +31,15 @@ from zeroir.frontend.source.source import (
     ModelSource,
     capitalised,
 )
+from zeroir.frontend.source.source_lines import line_of_error
 from zeroir.frontend.source.unsupported import MAKE_PART_OF_MODEL
 from zeroir.torch_ops.conditions import tracing_conditions
+from zeroir.torch_ops.neutral import UntracedCallError
 from zeroir.torch_ops.purity import ImpureOperatorError
 
 _MOST_ATTEMPTS = 3
+_BACKWARD = "_engine_run_backward"
+"""The function of torch that runs the backward."""
 
 
 def graph_of_step(
@@ -114,6 +119,11 @@ def _traced(
             f"{capitalised(source.place_of(error))} uses the operator {error.op}, which {error.breach}.",
             module_of_error(error, step.model),
         ) from None
+    except UntracedCallError as error:
+        raise UntraceableError(
+            f"{capitalised(source.place_of(error))} cannot be traced: {error}.",
+            module_of_error(error, step.model),
+        ) from None
     except DATA_DEPENDENT as error:
         raise _depends_on_values(error, source, step) from None
     except InputChangedError as error:
@@ -151,6 +161,15 @@ def _traced(
 def _depends_on_values(
     error: BaseException, source: ModelSource, step: LossStep
 ) -> UntraceableError:
+    frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    if line_of_error(error) is None and any(c.co_name == _BACKWARD for c in frames):
+        # Torch does not say which forward it belongs to.
+        return UntraceableError(
+            f"{capitalised(source.place_of(error))}: the backward uses the values of a tensor to decide what shape to "
+            f"make ({_operator(error)}), as that of x[mask] = y does where mask has booleans; express it with tensor "
+            "operations such as torch.where, or name the module whose forward does so: --opaque PATTERN.",
+            "",
+        )
     return UntraceableError(
         f"{capitalised(source.place_of(error))} uses the values of a tensor to decide what to do or what shape to make "
         f"({_operator(error)}); a program is compiled once for all values, so express it with tensor operations such "

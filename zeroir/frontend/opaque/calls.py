@@ -29,6 +29,7 @@ from zeroir.frontend.opaque.eager_forward import (
     Returned,
     SeededOps,
     own_tensors,
+    present_tensors,
 )
 from zeroir.frontend.opaque.found_out import (
     InputType,
@@ -36,9 +37,10 @@ from zeroir.frontend.opaque.found_out import (
     WhatItReturns,
     found_out,
     gradients_of,
+    name_in_sentences,
 )
-from zeroir.frontend.opaque.structure import Structure, taken_apart
-from zeroir.frontend.source.source import ModelSource
+from zeroir.frontend.opaque.structure import Structure, results_taken_apart, taken_apart
+from zeroir.frontend.source.source import ModelSource, capitalised
 from zeroir.frontend.source.source_lines import line_of_forward
 from zeroir.torch_ops.neutral import NeutralOps
 from zeroir.torch_ops.opaque import generators_seeded, opaque, register_call
@@ -165,7 +167,7 @@ class CapturedCall:
         self, returned: Returned, inputs: Sequence[Tensor], sizes: Sequence[int]
     ) -> list[Tensor]:
         place = self.eager.place
-        structure, tensors, _ = taken_apart(returned.values, place, "returns")
+        structure, tensors = results_taken_apart(returned.values, place)
         known = self.returned.with_sizes(sizes[len(sizes) - self.returned.sizes :])
         if str(structure) != str(known):
             raise UserError(
@@ -233,6 +235,7 @@ class OpaqueModules:
                 path=path,
                 reason=reason,
                 traced=traced,
+                own=own_tensors(traced),
                 plain=plain,
                 runs=runs,
             )
@@ -247,10 +250,11 @@ class OpaqueModules:
     def _call(
         self, module: OpaqueModule, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
-        path, traced = module.path, module.traced
-        own, tensors = own_tensors(traced)
+        path, traced, own = module.path, module.traced, module.own
+        tensors = present_tensors(traced, own)
         line = line_of_forward(traced)
-        place = f"{line + ': ' if line else ''}The module {path}, whose code runs as it is,"
+        name = capitalised(name_in_sentences(path))
+        place = f"{line + ': ' if line else ''}{name}, whose code runs as it is,"
         arguments, given, sizes = taken_apart((args, kwargs), place, "is called with")
         inputs = [*tensors, *given]
         try:
@@ -312,7 +316,7 @@ class OpaqueModules:
         for number, value in zip(known.may_change, results[len(returned) :], strict=True):
             before[number].copy_(value)
         numbers = of_results[len(of_results) - known.returned.sizes :]
-        return known.returned.filled(returned, numbers)
+        return known.returned.filled(returned, numbers, path)
 
 
 def _larger(

@@ -12,7 +12,8 @@ from torch import nn
 
 from zeroir.errors import UserError
 from zeroir.frontend.lowering.units import inside_of
-from zeroir.frontend.opaque.found_out import CannotRunError, WhatItReturns
+from zeroir.frontend.opaque.found_out import WhatItReturns
+from zeroir.frontend.opaque.structure import CannotRunError
 
 NONE: Final = "none"
 _WHOLE: Final = "Or let the code of the whole model run as it is, with all parameters gathered at once: --opaque root."

@@ -42,6 +42,8 @@ class ResultType(NamedTuple):
 class SeededOps(NeutralOps):
     """The mode for one opaque call: each dropout and random operator has a seed that depends on the call's."""
 
+    is_traced = False
+
     def __init__(self, seed: int) -> None:
         super().__init__(torch.empty(0, dtype=torch.int64))
         self._seed_of_call = seed
@@ -197,8 +199,8 @@ def _place(module: nn.Module, name: str) -> tuple[dict[str, Tensor], str]:
     return next((space for space in spaces if key in space), vars(owner)), key
 
 
-def own_tensors(module: nn.Module) -> tuple[tuple[OwnTensor, ...], list[Tensor]]:
-    """Return a module's own parameters and buffers, each once, and the tensors that stand there now."""
+def own_tensors(module: nn.Module) -> tuple[OwnTensor, ...]:
+    """Return a module's own parameters and buffers, each once."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -206,7 +208,7 @@ def own_tensors(module: nn.Module) -> tuple[tuple[OwnTensor, ...], list[Tensor]]
     for name, tensor in (*parameters.items(), *buffers.items()):
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
-    own = tuple(
+    return tuple(
         OwnTensor(
             names=tuple(each),
             is_parameter=each[0] in parameters,
@@ -214,7 +216,12 @@ def own_tensors(module: nn.Module) -> tuple[tuple[OwnTensor, ...], list[Tensor]]
         )
         for each, tensor in zip(names.values(), tensors.values(), strict=True)
     )
-    return own, list(tensors.values())
+
+
+def present_tensors(module: nn.Module, own: Sequence[OwnTensor]) -> list[Tensor]:
+    """Return the tensors that stand in the places of a module's own now: in a trace each name of one has another."""
+    places = (_place(module, each.names[0]) for each in own)
+    return [space[key] for space, key in places]
 
 
 def _is_statistic(module: nn.Module, name: str, tensor: Tensor) -> bool:

@@ -23,12 +23,18 @@ from zeroir.frontend.capture.node_facts import require_dtype
 from zeroir.frontend.opaque.eager_forward import (
     EagerForward,
     Forward,
+    OwnTensor,
     ResultType,
     Returned,
 )
 from zeroir.frontend.opaque.fitted_sizes import Point, at_point, fitted, points_of
 from zeroir.frontend.opaque.held_memory import HeldMemory
-from zeroir.frontend.opaque.structure import Structure, common_structure, taken_apart
+from zeroir.frontend.opaque.structure import (
+    CannotRunError,
+    Structure,
+    common_structure,
+    results_taken_apart,
+)
 from zeroir.frontend.source.source import explain
 from zeroir.frontend.source.source_lines import line_of_error
 from zeroir.ir.sizes import Size
@@ -37,27 +43,25 @@ from zeroir.workspace.scratch.allowance import SLACK_BYTES
 T = TypeVar("T")
 
 
-class CannotRunError(UserError):
-    """The forward of a module cannot run as it is, as ``path`` names it."""
-
-    def __init__(self, path: str, text: str) -> None:
-        super().__init__(text)
-        self.path = path
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpaqueModule:
     """An opaque module of a model that is traced, by its name ``path``.
 
-    ``traced`` is the one in that model, with its ``plain`` forward, and ``runs`` the one whose code runs. ``reason``
-    says why it cannot be traced; it is empty where the user chose it.
+    ``traced`` is the one in that model, with its ``plain`` forward and its ``own`` tensors, and ``runs`` the one whose
+    code runs. ``reason`` says why it cannot be traced; it is empty where the user chose it.
     """
 
     path: str
     reason: str
     traced: nn.Module
+    own: tuple[OwnTensor, ...]
     plain: Forward
     runs: nn.Module
+
+
+def name_in_sentences(path: str) -> str:
+    """Return what an opaque module is called."""
+    return f"the module {path}" if path else "the model itself"
 
 
 class InputType(NamedTuple):
@@ -97,7 +101,7 @@ def found_out(
     Raises:
         CannotRunError: if the module's code fails, or returns what no program holds.
     """
-    place = f"the code of the module {eager.path}"
+    place = f"the code of {name_in_sentences(eager.path)}"
     trial = _Trial(eager, module, inputs, sizes, trained, mode)
     try:
         # Modes of the trace are those of its thread.
@@ -166,7 +170,7 @@ class _Trial:
         structure, numbers = common_structure([each.structure for _, each in found], place)
         tensors = _alike([each.tensors for _, each in found], place)
         for tensor in tensors:
-            require_dtype(tensor.dtype, f"The code of the module {self.eager.path}")
+            require_dtype(tensor.dtype, f"The code of {name_in_sentences(self.eager.path)}")
         values = [
             [*(size for tensor in each.tensors for size in tensor.shape), *of_point]
             for (_, each), of_point in zip(found, numbers, strict=True)
@@ -205,7 +209,7 @@ class _Trial:
         every = frozenset(range(len(self.inputs))) - {i for i, each in own if each.is_parameter}
 
         def taken(returned: Returned) -> _Found:
-            structure, tensors, _ = taken_apart(returned.values, self.eager.place, "returns")
+            structure, tensors = results_taken_apart(returned.values, self.eager.place)
             return _Found(structure, [_type_of(x) for x in tensors], frozenset(returned.changed))
 
         def run_on(integer: int) -> _Found:
@@ -279,7 +283,7 @@ class _Trial:
         )
 
         def backward(returned: Returned) -> None:
-            _, tensors, _ = taken_apart(returned.values, self.eager.place, "returns")
+            _, tensors = results_taken_apart(returned.values, self.eager.place)
             gradients_of(returned, tensors, [torch.ones_like(x) for x in tensors], self.trained)
 
         def held(trained: tuple[int, ...] | None, use: Callable[[Returned], None]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,14 @@ from torch.utils import _pytree as pytree
 
 from zeroir.errors import UserError
 from zeroir.frontend.source.namespaces import PLAIN
+
+
+class CannotRunError(UserError):
+    """The forward of a module cannot run as it is, as ``path`` names it."""
+
+    def __init__(self, path: str, text: str) -> None:
+        super().__init__(text)
+        self.path = path
 
 
 class _TensorMark:
@@ -26,6 +34,34 @@ class SizesMark:
     """Where sizes stand that may depend on dims: a number, or a ``torch.Size`` with ``count`` of them."""
 
     count: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectMark:
+    """Where an object stands in which tensors may be, such as a cache; ``sentence`` says why the use is refused."""
+
+    sentence: str
+
+
+class AbsentObject:
+    """Stands for an object that a module returns and that no program has: whatever is done with it is refused."""
+
+    def __init__(self, path: str, sentence: str) -> None:
+        object.__setattr__(self, "refusal", CannotRunError(path, sentence))
+
+    def __getattribute__(self, _: str) -> NoReturn:
+        raise object.__getattribute__(self, "refusal")
+
+    def __bool__(self) -> NoReturn:
+        raise object.__getattribute__(self, "refusal")
+
+    __len__ = __iter__ = __bool__
+
+    def __getitem__(self, _: object) -> NoReturn:
+        raise object.__getattribute__(self, "refusal")
+
+    __contains__ = __eq__ = __getitem__
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +90,16 @@ class Structure:
 
         return Structure(spec=self.spec, leaves=tuple(map(at, self.leaves)))
 
-    def filled(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> object:
-        """Return them with these tensors and sizes."""
+    def filled(self, tensors: Sequence[Tensor], sizes: Sequence[int], path: str = "") -> object:
+        """Return them with these tensors and sizes; what the module ``path`` returns may have objects, too."""
         remaining = iter(tensors)
         leaves = [
-            next(remaining) if leaf is TENSOR else leaf for leaf in self.with_sizes(sizes).leaves
+            next(remaining)
+            if leaf is TENSOR
+            else AbsentObject(path, leaf.sentence)
+            if isinstance(leaf, ObjectMark)
+            else leaf
+            for leaf in self.with_sizes(sizes).leaves
         ]
         return pytree.tree_unflatten(leaves, self.spec)
 
@@ -67,11 +108,20 @@ class Structure:
         return f"{self.spec} {leaves}"
 
 
-def taken_apart(values: object, place: str, verb: str) -> tuple[Structure, list[Tensor], list[int]]:
-    """Return arguments or results without their tensors and sizes that depend on dims; then these.
+def results_taken_apart(values: object, place: str) -> tuple[Structure, list[Tensor]]:
+    """Return what a module returns without tensors; then these. Marks stand for objects in which tensors may be."""
+    structure, tensors, _ = taken_apart(values, place, "returns", may_have_objects=True)
+    return structure, tensors
+
+
+def taken_apart(
+    values: object, place: str, verb: str, *, may_have_objects: bool = False
+) -> tuple[Structure, list[Tensor], list[int]]:
+    """Return arguments or results without tensors and sizes that depend on dims; then these.
 
     Raises:
-        UserError: if there is an object in which tensors may be. ``place`` and ``verb`` begin the sentence.
+        UserError: if there is an object in which tensors may be, unless they ``may_have_objects``. ``place`` and
+            ``verb`` begin the sentence.
     """
     leaves, spec = pytree.tree_flatten(values)
     kept: list[object] = []
@@ -93,10 +143,13 @@ def taken_apart(values: object, place: str, verb: str) -> tuple[Structure, list[
             case _ if isinstance(leaf, PLAIN):
                 kept.append(leaf)
             case _:
-                raise UserError(
-                    f"{place} {verb} a {type(leaf).__name__}, but only tensors, numbers and texts, in tuples, lists, "
-                    "dicts and dataclasses, go into and out of it."
+                rest = (
+                    f"{verb} a {type(leaf).__name__}, but only tensors, numbers and texts, in tuples, lists, dicts and "
+                    "dataclasses, go into and out of it."
                 )
+                if not may_have_objects:
+                    raise UserError(f"{place} {rest}")
+                kept.append(ObjectMark(f"{place} {rest}"))
     return Structure(spec=spec, leaves=tuple(kept)), tensors, sizes
 
 
