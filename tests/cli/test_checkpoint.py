@@ -245,6 +245,10 @@ def test_not_a_number_and_other_dtypes(zeroir: Zeroir, tmp_path: Path) -> None:
     nan, inf = math.nan, math.inf
     plain = saved("plain", torch.tensor([1.0, nan, inf, 4.0]))
     same = saved("same", torch.tensor([1.0, nan, inf, 4.0], dtype=torch.bfloat16))
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    few, many = saved("few", codes), saved("many", codes.float())
+    (row,) = zeroir("checkpoint", "diff", few, many, "--json").json["tensors"]
+    assert row["changed_numel"] == 0
     worse = saved("worse", torch.tensor([1.0, nan, inf, nan]))
     (row,) = zeroir("checkpoint", "diff", plain, same, "--json").json["tensors"]
     assert (row["changed_numel"], row["norm"], row["relative"]) == (0, 0, 0)

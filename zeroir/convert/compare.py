@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import prod, sqrt
+from math import nan, prod, sqrt
 from typing import Final
 
 import numpy as np
@@ -42,6 +42,21 @@ _NUMPY_DTYPES: Final[Mapping[str, str]] = {
     "c64": "<f4",
 }
 """Real dtypes in numpy; a complex number is two of them. BF16 is missing: it is the upper half of FP32."""
+
+
+def _float_of_eight_bits(code: int) -> float:
+    """Return the number of a code of ``f8_e4m3``: 1 bit for the sign, 4 for the exponent, 3 for the mantissa.
+
+    See table 1 of Micikevicius et al. 2022 (arXiv 2209.05433).
+    """
+    exponent, mantissa = code >> 3 & 15, code & 7
+    if (exponent, mantissa) == (15, 7):
+        return nan
+    size = (mantissa / 8 + (exponent > 0)) * 2.0 ** (max(exponent, 1) - 7)
+    return -size if code & 128 else size
+
+
+_FLOATS_OF_EIGHT_BITS: Final = np.array([_float_of_eight_bits(code) for code in range(256)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +177,7 @@ class _Copy:
     layout: tuple[object, ...] = ()
 
     def is_comparable(self, other: _Copy) -> bool:
-        dtypes = {self.tensor.dtype, other.tensor.dtype} - {"bf16"}
+        dtypes = {self.tensor.dtype, other.tensor.dtype} - {"bf16", "f8_e4m3"}
         return (
             self.tensor.shape == other.tensor.shape
             and self.layout == other.layout
@@ -276,6 +291,8 @@ def _slice(
 def _values(data: NDArray[np.uint8], dtype: str) -> NDArray[np.float64]:
     if dtype == "bf16":
         return (data.view("<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
+    if dtype == "f8_e4m3":
+        return _FLOATS_OF_EIGHT_BITS[data]
     return data.view(_NUMPY_DTYPES[dtype]).astype(np.float64)
 
 
