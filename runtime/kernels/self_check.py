@@ -24,12 +24,14 @@ from torch import Tensor
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import View
+from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode
 from zeroir.ir.segments.bindings import Binding, bindings
 from zeroir.ir.segments.segment import Node, Ref, Segment, TensorType
-from zeroir.ir.segments.views import is_view
+from zeroir.ir.segments.views import BITCAST, is_view, shares_storage
 from zeroir.runtime.execution.handlers import LocalRanks
 from zeroir.runtime.kernels.base import Kernel
+from zeroir.runtime.kernels.calls import operator, resolver
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.kernels.differences import difference, is_beyond_noise
 from zeroir.runtime.kernels.opaque_memory import measure_next_calls
@@ -184,6 +186,8 @@ class _CheckedCall:
             _randomise(tensor, scale, limits.get(number, 1))
             if number in group_rows:
                 _fill_group_ends(tensor, group_rows[number])
+        for floats in _floats_in_bytes(self.segment, self.arguments):
+            _fill_uniformly(floats, scale)
 
     def _expected(self) -> list[Tensor | None]:
         """Return the contents of the destinations according to the plain form."""
@@ -229,14 +233,40 @@ def _randomise(tensor: Tensor, scale: float, limit: int) -> None:
     numel = memory.numel()
     generator = torch.Generator(memory.device).manual_seed(numel + int(memory.storage_offset()))
     if memory.dtype == torch.float8_e4m3fn:
-        wide = torch.empty_like(memory, dtype=torch.float32)
-        memory.copy_(wide.uniform_(0.5 * scale, 1.5 * scale, generator=generator))
+        _fill_uniformly(memory, scale)
     elif memory.dtype.is_floating_point:
         memory.uniform_(0.5 * scale, 1.5 * scale, generator=generator)
     elif memory.dtype == torch.bool:
         memory.copy_(torch.rand(numel, device=memory.device, generator=generator) < 0.5)
     else:
         memory.random_(limit, generator=generator)
+
+
+def _fill_uniformly(tensor: Tensor, scale: float) -> None:
+    """Fill a tensor of any layout with floats, also of 8 bits, which torch does not draw."""
+    generator = torch.Generator(tensor.device).manual_seed(tensor.numel())
+    wide = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
+    tensor.copy_(wide.uniform_(0.5 * scale, 1.5 * scale, generator=generator))
+
+
+def _floats_in_bytes(segment: Segment, arguments: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the parts of integer arguments that the segment sees as floats, such as scales of quantised weights."""
+    values: list[Tensor | None] = [
+        None if argument.dtype.is_floating_point else argument for argument in arguments
+    ]
+    for node in segment.nodes:
+        source = node.args[0] if node.args else None
+        value = values[source.index] if isinstance(source, Ref) else None
+        if value is None or not shares_storage(node.op):
+            values += [None] * len(node.results)
+            continue
+        args = [resolver(arg, value.device)(values) for arg in node.args]
+        kwargs = {name: resolver(arg, value.device)(values) for name, arg in node.kwargs}
+        made = operator(node.op)(*args, **kwargs)
+        seen = [made] if isinstance(made, Tensor) else list(made)
+        if node.op == BITCAST and seen[0].dtype.is_floating_point:
+            yield seen[0]
+        values += seen
 
 
 _LOOKUPS: Final[Mapping[str, tuple[int, int, int | None]]] = {
@@ -253,7 +283,7 @@ Where the dimension is None, it is the argument after the tensor, or the first a
 
 
 def _index_limits(segment: Segment) -> dict[int, int]:
-    """Return the exclusive upper limit of each input that is only used as indices.
+    """Return the exclusive upper limit of each input that is only used as indices, or as codes of 8 bits.
 
     For other integers only 0 is safe.
     """
@@ -265,16 +295,35 @@ def _index_limits(segment: Segment) -> dict[int, int]:
         results = range(first, first + len(node.results))
         first = results.stop
         refs = [ref.index for ref in node.refs()]
-        if is_view(node.op) and refs[0] in sources:
+        if _keeps_integers(node) and refs[0] in sources:
             sources.update(dict.fromkeys(results, sources[refs[0]]))
             continue
         index = node.args[_LOOKUPS[node.op][1]] if node.op in _LOOKUPS else None
         for ref in refs:
             if ref in sources:
                 is_looked_up = isinstance(index, Ref) and index.index == ref
-                limit = _rows(node, types) if is_looked_up else 1
+                limit = _rows(node, types) if is_looked_up else _codes(node, types)
                 limits[sources[ref]] = min(limits.get(sources[ref], limit), limit)
     return limits
+
+
+def _keeps_integers(node: Node) -> bool:
+    """Return whether the results are a part of the first argument, or the same bytes or numbers as integers."""
+    if node.op in (BITCAST, "aten._to_copy.default"):
+        return not any(kind is None or kind.dtype.is_floating for kind in node.results)
+    return is_view(node.op)
+
+
+def _codes(node: Node, types: Sequence[TensorType | None]) -> int:
+    """Return the number of integers from 0 on that are safe where no index is looked up."""
+    (first, *_) = node.refs()
+    kind = types[first.index]
+    is_code = kind is not None and kind.dtype in (DType.U8, DType.I8)
+    return _CODES if is_code and node.op in (BITCAST, "aten._to_copy.default") else 1
+
+
+_CODES: Final = 128
+"""Codes that both signed and unsigned bytes have."""
 
 
 def _group_rows(segment: Segment) -> dict[int, int]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, inf, nan
+from torch import Tensor, inf, nan, nn
 
 from tests.support.programs import mlp
 from tools.conformance.judge import ThreeUnitModel, batch_of
@@ -21,13 +22,16 @@ from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.frontend.lowering.tracing import trace_model
 from zeroir.frontend.source.module_source import source_of
+from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import Node, Segment
 from zeroir.ir.text import parse, print_program
+from zeroir.quantize import WeightFormat, quantize_frozen
 from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.execution.handlers import LocalRanks
 from zeroir.runtime.execution.lockstep import Lockstep
+from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.kernels.declared import misdeclared
 from zeroir.runtime.kernels.differences import difference, is_beyond_noise
@@ -100,6 +104,38 @@ def test_the_kernels_of_models_are_judged_and_right(name: str) -> None:
     found = checked(compile_model(MODELS / f"{name}.py", world_size=1, stage=3).program)
     assert not found.skipped
     assert found.compared
+
+
+@pytest.mark.parametrize("weights", ["nf4", "nf4_double", "int8", "fp8"])
+@pytest.mark.parametrize("ignored", [0, 1], ids=["codes", "scales"])
+def test_the_bytes_of_quantised_weights_count(
+    weights: WeightFormat, ignored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that takes zeros for them is found."""
+    frozen = quantize_frozen(nn.Linear(64, 64).requires_grad_(False), weights)
+    source = source_of(
+        nn.Sequential(frozen, nn.Linear(64, 8)),
+        torch.ones(2, 64),
+        lambda module, x: module(x).square().mean(),
+        None,
+    )
+    program = trace_model(source, make_options({"evaluate": False})).program
+    kernel_of = LocalRanks.kernel
+
+    def ignoring(ranks: LocalRanks, op: ops.Compute) -> Kernel:
+        def run(arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:
+            places = [at for at, x in enumerate(arguments) if x.dtype == torch.uint8]
+            given = list(arguments)
+            for at in places[ignored : ignored + 1]:
+                given[at] = torch.zeros_like(given[at])
+            kernel_of(ranks, op)(given, destinations)
+
+        return run
+
+    assert checked(program).compared
+    monkeypatch.setattr(LocalRanks, "kernel", ignoring)
+    with pytest.raises(UserError, match="computes something else"):
+        checked(program)
 
 
 def test_equal_layers_are_compared_once() -> None:
