@@ -24,8 +24,9 @@ def measure_next_calls(segment: Segment, device: torch.device, seen: set[tuple[s
         if node.op not in OPAQUE_OPS:
             continue
         word = str(node.args[-1])
-        key = node.op, opaque_call(word).kind
-        if key in seen:
+        call = opaque_call(word)
+        key = node.op, call.kind
+        if key in seen or not call.is_measured:
             continue
         seen.add(key)
         planned = node.workspace_bytes

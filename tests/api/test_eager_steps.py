@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zeroir
 from tests.api.eager_workers import trained
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.runtime.support import Ranks, require_success
 from zeroir.errors import UserError
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -20,7 +20,7 @@ X = torch.linspace(-1, 1, 12).reshape(3, 4)
 @pytest.mark.dist
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_eager_steps_of_ranks_have_the_programs_bits(world_size: int, tmp_path: Path) -> None:
-    ranks = Ranks(world_size, tmp_path, module="tests.api.eager_workers", sources=COMPILING_SOURCES)
+    ranks = Ranks(world_size, tmp_path, module="tests.api.eager_workers")
     require_success(ranks.wait())
 
 

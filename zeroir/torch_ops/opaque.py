@@ -62,6 +62,11 @@ class OpaqueCall(Protocol):
         """The bytes that are planned for the forward and the backward beside operands and results, None if unknown."""
         ...
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether the memory of its first run is compared with what is planned."""
+        ...
+
     def on(self, model: nn.Module) -> OpaqueCall:
         """Return the same call, whose code is that of another model's module."""
         ...

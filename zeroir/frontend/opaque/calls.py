@@ -73,6 +73,11 @@ class CapturedCall:
     _earlier: dict[int, PythonState] = field(default_factory=dict, compare=False)
 
     @property
+    def is_measured(self) -> bool:
+        """Whether the memory of its first run is compared with what is planned."""
+        return True
+
+    @property
     def differentiated(self) -> tuple[int, ...]:
         """The positions of the results that have a gradient."""
         return tuple(i for i, kind in enumerate(self.results) if kind.is_differentiated)

@@ -67,6 +67,7 @@ class EagerLoss:
         buffers = [i for i, each in enumerate(own) if not each.is_parameter]
         step = EagerStep(
             loss=self,
+            kind=self.word,
             own=own,
             trained=tuple(i for i, x in enumerate(inputs) if x.requires_grad),
             buffers=tuple(buffers),
@@ -75,7 +76,7 @@ class EagerLoss:
         register_call(self.word, step)
         # The backward reads the values from before the call.
         given = [x.clone() if i in buffers else x for i, x in enumerate(inputs)]
-        results: list[Tensor] = opaque(given, seeds[0], self.word)
+        results: list[Tensor] = opaque(given, seeds[0], [], self.word)
         result, *after = results
         for number, value in zip(buffers, after, strict=True):
             tensors[number].copy_(value)
@@ -91,12 +92,15 @@ class EagerStep:
     """
 
     loss: EagerLoss
+    kind: str
     own: tuple[OwnTensor, ...]
     trained: tuple[int, ...]
     buffers: tuple[int, ...]
     changed: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     path: str = ""
     reason: str = ""
+    workspaces: tuple[int, int] | None = None
+    is_measured: bool = False
     differentiated: tuple[int, ...] = (0,)
     _graphs: dict[int, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
 
@@ -104,14 +108,14 @@ class EagerStep:
         """Return the call itself: its code is that of the module in hand."""
         return self
 
-    def empty_results(self) -> list[Tensor]:
+    def empty_results(self, _: Sequence[Tensor], __: Sequence[int]) -> list[Tensor]:
         """Return tensors like the results, for a trace."""
         return [
             torch.empty(()),
             *(torch.empty(shape, dtype=dtype) for shape, dtype in self.changed),
         ]
 
-    def run(self, inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
+    def run(self, inputs: Sequence[Tensor], seed: int, _: Sequence[int]) -> list[Tensor]:
         """Run the user's code, and return the loss and the buffers."""
         # What the program gathered for the forward may be elsewhere in the backward.
         with torch.inference_mode(mode=False), torch.enable_grad():
@@ -136,7 +140,7 @@ class EagerStep:
         return [loss.detach().clone(), *(after[i].detach().clone() for i in self.buffers)]
 
     def gradients(
-        self, gradients: Sequence[Tensor], _: Sequence[Tensor], seed: int
+        self, gradients: Sequence[Tensor], _: Sequence[Tensor], seed: int, __: Sequence[int]
     ) -> list[Tensor]:
         """Return the gradients of the trained parameters."""
         loss, leaves = self._graphs.pop(seed)
