@@ -65,10 +65,23 @@ class AllReduceGradients(Pass):
             )
 
     def __call__(self, program: Program) -> Program:
-        """Return the program on ``dp`` ranks."""
+        """Return the program on ``dp`` ranks.
+
+        Raises:
+            UserError: if the model depends on another number of ranks.
+        """
+        for comm in program.comms:
+            if comm.ranks not in (None, self.dp):
+                raise UserError(
+                    f"The model asks for the number of ranks or gathers values of all of them, and was compiled for "
+                    f"{comm.ranks}: compile it again for {self.dp}."
+                )
         program = replace(
             resize(program, Axis(name=AXIS, size=self.dp)),
-            comms=(Communicator(name=REDUCE_COMM, axis=AXIS),),
+            comms=(
+                Communicator(name=REDUCE_COMM, axis=AXIS),
+                *(replace(comm, ranks=None) for comm in program.comms),
+            ),
         )
         return rewrite.map_sections(program, lambda section: self._rewrite(section, program))
 

@@ -140,7 +140,7 @@ class _Sharder:
                 and op.destination.buffer in self.resting
             ):
                 yield from self._accumulate(op)
-            case ops.ReduceScatter():
+            case ops.ReduceScatter() if op.comm == REDUCE_COMM:
                 yield from self._scatter(op)
             case _:
                 yield rewrite.map_regions(op, self._at_rest)

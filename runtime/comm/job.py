@@ -206,7 +206,8 @@ def require_same_program(program: Program, device: torch.device) -> None:
             kind = UserError if dist.get_rank() == rank else PeerError
             raise kind(
                 f"Rank {rank} has another program than rank 0 (digest {rank_digest[:16]}… against {digests[0][:16]}…): "
-                "start every rank with the same file, or the same model and options."
+                "start every rank with the same file, or the same model and options; code that needs its rank asks "
+                "torch.distributed.get_rank() for it in forward or in the loss."
             )
 
 

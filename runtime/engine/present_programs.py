@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor, nn
 
 from zeroir.errors import UserError
+from zeroir.ir.mesh import VALUES_COMM
 from zeroir.ir.reports import Storing
 from zeroir.runtime.checkpoint.snapshots import require_same_sums
 from zeroir.runtime.engine.followed import CompiledAgain, Followed
@@ -71,7 +72,16 @@ class PresentPrograms:
         self._followed.compile_eagerly_with(compile_eagerly)
 
     def eager(self) -> Signatures:
-        """Return a program whose steps call the user's code as it is, which need not be one that can be traced."""
+        """Return a program whose steps call the user's code as it is, which need not be one that can be traced.
+
+        Raises:
+            UserError: if the code asks for the ranks, which it finds in a trace.
+        """
+        if VALUES_COMM in self._rank_program.program.comm_by_name:
+            raise UserError(
+                "The model gathers tensors of all ranks, or asks for the rank or the number of ranks, which is part "
+                "of a program alone: engine.eager() is for other models."
+            )
         if self._followed.trains_others:
             self.look_outside()
         return self._followed.compiled_eagerly(self._values.others)

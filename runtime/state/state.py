@@ -151,14 +151,18 @@ def _text(mesh: Mesh) -> str:
 
 
 def fill_constants(program: Program, ranks: Iterable[RankMemory]) -> None:
-    """Set every constant of the program to its value."""
+    """Set every constant of the program to its value, and the number of each rank."""
+    memories = list(ranks)
     for binding in program.module_buffers:
         if binding.data:
             # A copy, because torch rejects read-only memory.
             dtype = TORCH_DTYPE[program.buffer_by_name[binding.buffer].dtype]
             values = torch.frombuffer(bytearray(binding.data), dtype=dtype)
-            for memory in ranks:
+            for memory in memories:
                 memory.write(binding.buffer, 0, values)
+    if program.rank is not None:
+        for memory in memories:
+            memory.write(program.rank, 0, torch.tensor([memory.rank]))
 
 
 def fill_scalars(

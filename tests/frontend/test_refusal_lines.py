@@ -137,6 +137,7 @@ FORWARDS: tuple[Callable[..., object], ...] = (
     lambda net, x: (net.layer.weight.detach().add_(1), net.layer(x).mean())[1],
     lambda net, x: (net.layer(x) * net.plain[0]).mean(),
     lambda net, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (net.layer(x),)).mean(),
+    lambda net, x: net.layer(x).mean() * (torch.distributed.get_rank() + 1 > 0),
     lambda net, x: (net.layer(x) @ x).mean(),
     lambda net, x: applied(Poisson, net.layer(x)).mean(),
     lambda net, x: torch.view_as_complex(net.layer(x).view(3, 2, 2)).abs().mean(),

@@ -36,6 +36,7 @@ def captured(
     shapes: BatchShapes = MappingProxyType({}),
     numbers: FollowedNumbers | None = None,
     opaque: str | None = None,
+    ranks: int = 1,
 ) -> CapturedModel:
     """What the frontend's ``capture`` returns; for a file of the repository, what it returned before."""
     file = model_file.file
@@ -51,10 +52,16 @@ def captured(
             shapes=shapes,
             numbers=numbers,
             opaque=opaque,
+            ranks=ranks,
         )
     # The digest, lest an edited file is taken for what it was.
     spec = f"{path}:{file.factory}"
-    return _captured(spec, file.sha256, precision, tuple(keep_fp32), evaluate, tuple(outputs))
+    more = tuple(keep_fp32), evaluate, tuple(outputs)
+    made = _captured(spec, file.sha256, precision, *more, 1)
+    # Few models depend on the number of ranks.
+    if made.ranks in (None, ranks):
+        return made
+    return _captured(spec, file.sha256, precision, *more, ranks)
 
 
 @lru_cache(maxsize=64)
@@ -65,8 +72,16 @@ def _captured(
     keep_fp32: tuple[str, ...],
     evaluate: bool,
     outputs: tuple[str, ...],
+    ranks: int,
 ) -> CapturedModel:
-    made = capture(load_model_file(spec), precision, keep_fp32, evaluate=evaluate, outputs=outputs)
+    made = capture(
+        load_model_file(spec),
+        precision,
+        keep_fp32,
+        evaluate=evaluate,
+        outputs=outputs,
+        ranks=ranks,
+    )
     # It stays, and has so many objects that each later collection would take a tenth of a second for it.
     gc.collect()
     gc.freeze()

@@ -130,8 +130,9 @@ CAPTURED: Mapping[str, Mapping[str, object]] = {
     "captured, muon": {"stage": 1, "world_size": 3, "optimizer": "muon", "ema": 0.9},
     "captured, shampoo": {"stage": 3, "world_size": 2, "optimizer": "shampoo", "precision": "fp16"},
     "captured, stage 3": {"stage": 3, "world_size": 2, "precision": "fp16", "clip": 0.5},
+    "gathering, stage 3": {"stage": 3, "world_size": 3, "micro_steps": 2, "precision": "bf16"},
 }
-"""Options with which a model of everything that is easy to get wrong is compiled."""
+"""Options with which a model of everything that is easy to get wrong is compiled, or one that gathers tensors."""
 SAVING = (
     "stage 0",
     "stage 2, tied",
@@ -145,7 +146,12 @@ SAVING = (
     *WRITTEN,
 )
 """Those that ``save-state`` is applied to; captured programs save by themselves."""
-_MODEL = "tests/support/models/traps.py"
+_MODELS = "tests/support/models"
+
+
+def _model(name: str) -> str:
+    return f"{_MODELS}/{'contrastive' if name.startswith('gathering') else 'traps'}.py"
+
 
 NAMES = (*CASES, *WRITTEN, *CAPTURED)
 
@@ -168,7 +174,7 @@ class Subject:
             program, schedule_seed=schedule_seed, weight=weight, late_streams=late_streams
         )
         if self.name in CAPTURED:
-            lockstep.initialise(load_model_file(_MODEL).model, seed=0)
+            lockstep.initialise(load_model_file(_model(self.name)).model, seed=0)
         else:
             lockstep.initialise_flats(initial(program))
         found: list[Tensor] = []
@@ -275,7 +281,7 @@ def _programs(name: str) -> tuple[Program, Program]:
         planned = PlanMemory()(case.scheduled) if name == "stage 3" else case.scheduled
         return planned, case.logical
     if name in CAPTURED:
-        made = compile_with(_MODEL, make_options(CAPTURED[name]))
+        made = compile_with(_model(name), make_options(CAPTURED[name]))
         return made.program, made.logical
     if name == "carried":
         case = Case(stage=3, precision="bf16")
@@ -290,7 +296,7 @@ def _batches(name: str, program: Program) -> list[list[list[Batch]]]:
     """By step, rank and micro-step."""
     generator = torch.Generator().manual_seed(1)
     like: Mapping[str, Tensor] = (
-        flatten(load_model_file(_MODEL).batch()).tensors if name in CAPTURED else {}
+        flatten(load_model_file(_model(name)).batch()).tensors if name in CAPTURED else {}
     )
 
     def drawn(path: str, shape: tuple[int, ...], at: int) -> Tensor:

@@ -81,12 +81,17 @@ SHARD_AXIS = "shard"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communicator:
-    """A named channel over one mesh axis. Collectives on one communicator run in host launch order."""
+    """A named channel over one mesh axis. Collectives on one communicator run in host launch order.
 
-    syntax: ClassVar[str] = "{name} axis={axis}"
+    A logical program, for one device, says of how many ranks its model gathers values: then the axis stands for
+    ``ranks`` of them, and a schedule of the program must have as many.
+    """
+
+    syntax: ClassVar[str] = "{name} axis={axis} [ranks={ranks}]"
 
     name: Annotated[str, Declares(NameKind.COMMUNICATOR)]
     axis: Annotated[str, Refers(NameKind.AXIS, "communicator {name} runs over")]
+    ranks: int | None = None
 
 
 class Executor(StrEnum):
@@ -109,6 +114,9 @@ class Stream:
 
 HOST = "host"
 """The name, in ``wait !e on=host``, of the thread that issues the ops."""
+
+VALUES_COMM = "values"
+"""The communicator over which a model gathers values of all ranks, such as the features of a contrastive loss."""
 
 COMPUTE = "compute"
 GATHER = "gather"

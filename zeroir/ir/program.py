@@ -277,8 +277,9 @@ class Program:
     ``operators`` are the foreign operators that the nodes of segments call. ``reports`` are the values that the engine
     reads. ``dims`` are what sizes depend on (``zeroir/ir/sizes.py``). ``weight`` names the buffer that receives the
     weight of each micro-batch; without it each has the weight 1. ``weighing`` computes these weights; without it the
-    user gives a function for them. Without the buffer, it shows whether batches are alike. ``interleaved`` is the
-    number of micro-batches that a micro-step section runs, as ``zeroir/ir/analysis/micro_batches.py`` describes it.
+    user gives a function for them. Without the buffer, it shows whether batches are alike. ``rank`` names the buffer
+    that receives the number of each rank, where the model uses it. ``interleaved`` is the number of micro-batches that
+    a micro-step section runs, as ``zeroir/ir/analysis/micro_batches.py`` describes it.
     """
 
     syntax: ClassVar[str] = """
@@ -292,6 +293,7 @@ class Program:
         report {reports}
         [weight {weight}]
         [weighing {weighing}]
+        [rank {rank}]
         [interleaved {interleaved}]
         flat {flats}
         buffer {buffers}
@@ -325,6 +327,7 @@ class Program:
     reports: tuple[ReportBinding, ...] = ()
     weight: Annotated[str, Refers(NameKind.BUFFER, "the weight is bound to")] | None = None
     weighing: Weighing | None = None
+    rank: Annotated[str, Refers(NameKind.BUFFER, "the rank is bound to")] | None = None
     interleaved: int = 1
     options: tuple[tuple[str, str], ...] = ()
     passes: tuple[Annotated[str, Word("the spec of a pass")], ...] = ()

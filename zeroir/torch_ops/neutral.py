@@ -40,6 +40,7 @@ from zeroir.torch_ops.layouts import (
 from zeroir.torch_ops.norm_functions import batch_normed, in_order_of_torch, instance_normed
 from zeroir.torch_ops.purity import foreign_operator, pure_call
 from zeroir.torch_ops.random_numbers import SeededRandomOps
+from zeroir.torch_ops.ranks import Ranks, TracedRanks, collective, is_collective
 from zeroir.torch_ops.recurrent import (
     RecurrentStep,
     gru_step,
@@ -125,17 +126,23 @@ class NeutralOps(TorchFunctionMode):
 
     Devices that the model names are ignored. Each dropout and each random operator uses the next element of ``seeds``
     (i64[sites]); ``sites`` counts them. ``around`` wraps every torch function that the model calls, so that a tracer
-    can annotate its nodes.
+    can annotate its nodes. Without ``ranks`` the model may not send tensors to other ranks.
     """
 
     is_traced = True
     """Whether a trace has to hold what the model calls."""
 
-    def __init__(self, seeds: Tensor, around: Callable[[Function], Function] | None = None) -> None:
+    def __init__(
+        self,
+        seeds: Tensor,
+        around: Callable[[Function], Function] | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         super().__init__()
         self.seeds = seeds
         self.sites = 0
         self._around = around
+        self._ranks = ranks
         self._random_ops = SeededRandomOps(self.seed)
         self._replacements: Mapping[object, Function] = {
             F.scaled_dot_product_attention: self._attention,
@@ -185,9 +192,15 @@ class NeutralOps(TorchFunctionMode):
         Raises:
             ImpureOperatorError: if it is a foreign operator that breaks a rule.
             UntracedCallError: if it is another function that no trace holds.
+            CollectiveError: if it sends tensors to other ranks as no program can.
         """
         call = self._wrapped(on_one_device(func))
         named_args = dict(kwargs or {})
+        if isinstance(self._ranks, TracedRanks) and self._ranks.has_put:
+            self._wrapped(self._ranks.settle)()
+            args, named_args = self._ranks.settled((args, named_args))
+        if is_collective(func):
+            return self._wrapped(collective)(func, args, named_args, self._ranks)
         if has_followed(args) or has_followed(named_args):
             on_numbers = on_tensors(func, args, named_args)
             if on_numbers is not None:

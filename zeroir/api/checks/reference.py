@@ -9,12 +9,16 @@ update is torch.optim's, fused, on FP32 master weights; 8-bit states are rounded
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from zeroir.api.checks.replica_ranks import ReplicaRanks
 from zeroir.config import CompileOptions
 from zeroir.config.optimizer import OptimizerOptions
 from zeroir.frontend.capture.loss_and_outputs import evaluated, loss_of
@@ -30,6 +34,7 @@ from zeroir.frontend.lowering.units import inside_of
 from zeroir.frontend.opaque.calls import run_as_opaque
 from zeroir.frontend.source.source import ModelSource
 from zeroir.ir.layout import Parameter
+from zeroir.ir.mesh import VALUES_COMM
 from zeroir.ir.optimizers.forms import StateForm
 from zeroir.ir.program import Program
 from zeroir.runtime.eight_bit.plain import WithRoundedStates
@@ -38,9 +43,12 @@ from zeroir.runtime.optimizers.catalogue import UPDATES
 from zeroir.runtime.optimizers.plain import PlainOptimizer
 from zeroir.runtime.training.lr_schedule import Scheduler
 from zeroir.runtime.training.micro_batch_weights import weighing, weight_of
-from zeroir.torch_ops import neutral_ops
+from zeroir.torch_ops import NeutralOps, neutral_ops
 from zeroir.torch_ops.batches import Batch
+from zeroir.torch_ops.conditions import tracing_conditions
 from zeroir.torch_ops.opaque import opaque_modules
+
+T = TypeVar("T")
 
 _ALIGNMENT_NUMEL = 64
 Seeds = Callable[[int, int, int], Tensor]
@@ -50,7 +58,8 @@ Seeds = Callable[[int, int, int], Tensor]
 class EagerReplicas:
     """The eager replicas. ``steps`` is for schedules; ``opaque`` names the modules whose code a program runs as it is.
 
-    Their parameters have gradients of zeros where their code does not use them.
+    Their parameters have gradients of zeros where their code does not use them. If the code asks for the ranks, it
+    ``sees_ranks``.
     """
 
     def __init__(
@@ -62,7 +71,9 @@ class EagerReplicas:
         seeds: Seeds,
         steps: int,
         opaque: Collection[str] = (),
+        sees_ranks: bool = False,
     ) -> None:
+        self._ranks = ReplicaRanks(options.world_size) if sees_ranks else None
         # The user's code makes each replica: a deep copy would lose hooks and other references to its tensors.
         self.replicas = [_replica(source, seed) for _ in range(options.world_size)]
         for replica in self.replicas:
@@ -116,20 +127,30 @@ class EagerReplicas:
             torch.tensor([self.weight(batch) for batch in own], dtype=torch.float32)
             for own in batches
         ]
-        partial: list[list[Mapping[str, Tensor]]] = []
+        parts: list[list[Mapping[str, Tensor]]] = []
         for micro_step in range(self._options.micro_steps.count):
             gradients: list[Mapping[str, Tensor]] = []
-            for rank, replica in enumerate(self.replicas):
+            computed = self._on_each(
+                partial(
+                    self._forward,
+                    replica,
+                    batches[rank][micro_step],
+                    micro_step,
+                    rank,
+                    weights[rank][micro_step],
+                )
+                for rank, replica in enumerate(self.replicas)
+            )
+            for rank, (replica, loss) in enumerate(zip(self.replicas, computed, strict=True)):
                 weight = weights[rank][micro_step]
-                loss = self._forward(replica, batches[rank][micro_step], micro_step, rank, weight)
                 losses[rank] = losses[rank] + (loss * weight if weight else 0.0)
                 gradients.append(dict(self._gradients(replica)))
                 replica.zero_grad(set_to_none=True)
-            partial.append(gradients)
+            parts.append(gradients)
         own_weights = [_sum(list(own)) for own in weights]
         total = float(self._over_ranks(own_weights))
         if total:  # without data, everything stays as it is
-            self._update(self._reduce(partial), total, clipped_by)
+            self._update(self._reduce(parts), total, clipped_by)
         self._step += 1
         return [float(loss / weight) for loss, weight in zip(losses, own_weights, strict=True)]
 
@@ -146,10 +167,21 @@ class EagerReplicas:
 
     def evaluate(self, batches: Sequence[Batch]) -> list[float]:
         """Return each rank's loss under ``eval()``, in FP32, without changing the replicas and their buffers."""
-        return [
-            self._evaluated(replica, batch, rank)
+        return self._on_each(
+            partial(self._evaluated, replica, batch, rank)
             for rank, (replica, batch) in enumerate(zip(self.replicas, batches, strict=True))
-        ]
+        )
+
+    def _on_each(self, replicas: Iterable[Callable[[], T]]) -> list[T]:
+        """Run a function of each replica; where the code asks for the ranks, all of them together."""
+        functions = list(replicas)
+        if self._ranks is None:
+            return [function() for function in functions]
+        with tracing_conditions():
+            return self._ranks.run(functions)
+
+    def _neutral_ops(self, seeds: Tensor) -> AbstractContextManager[NeutralOps]:
+        return neutral_ops(seeds) if self._ranks is None else NeutralOps(seeds, ranks=self._ranks)
 
     def _evaluated(self, replica: nn.Module, batch: Batch, rank: int) -> float:
         is_training = {module: module.training for module in replica.modules()}
@@ -157,7 +189,7 @@ class EagerReplicas:
         inputs = with_floats_cast(batch, compute_dtype(self._options.precision.dtype))
         replica.eval()
         try:
-            with torch.no_grad(), neutral_ops(self._seeds(self._step, 0, rank)):
+            with torch.no_grad(), self._neutral_ops(self._seeds(self._step, 0, rank)):
                 return float(evaluated(self._source, replica, inputs, ())[0].detach().float())
         finally:
             put_back_buffers(copies)
@@ -191,7 +223,7 @@ class EagerReplicas:
         self, replica: nn.Module, batch: Batch, micro_step: int, rank: int, weight: Tensor
     ) -> Tensor:
         inputs = with_floats_cast(batch, compute_dtype(self._options.precision.dtype))
-        with neutral_ops(self._seeds(self._step, micro_step, rank)):
+        with self._neutral_ops(self._seeds(self._step, micro_step, rank)):
             loss = loss_of(self._source, replica, inputs).float()
             torch.autograd.backward(loss, self._scale * weight)
         return loss.detach()
@@ -310,7 +342,15 @@ def replicas_of(
     if program.weight is not None and source.weight is None:
         source = replace(source, weight=weighing(program))
     opaque = opaque_modules(program.segments)
-    return EagerReplicas(source, options, seed=seed, seeds=seeds, steps=steps, opaque=opaque)
+    return EagerReplicas(
+        source,
+        options,
+        seed=seed,
+        seeds=seeds,
+        steps=steps,
+        opaque=opaque,
+        sees_ranks=VALUES_COMM in program.comm_by_name,
+    )
 
 
 def _replica(source: ModelSource, seed: int) -> nn.Module:

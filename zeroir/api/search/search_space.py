@@ -25,7 +25,7 @@ from zeroir.config.offload_places import (
 from zeroir.cost.search import Family, Point
 from zeroir.errors import UserError
 from zeroir.ir.byte_sizes import parse_bytes
-from zeroir.ir.mesh import REPLICATE_AXIS, SHARD_AXIS
+from zeroir.ir.mesh import REPLICATE_AXIS, SHARD_AXIS, VALUES_COMM
 from zeroir.ir.program import Program
 from zeroir.passes.common.units import ALL_REPEATED
 from zeroir.passes.communication.order_by_layer import OrderByLayer
@@ -355,7 +355,8 @@ def regions(options: CompileOptions, logical: Program) -> tuple[SearchRegion, ..
     orders = _orders(options, logical) if options.micro_steps.count > 1 else ()
     made: list[SearchRegion] = []
     for stage in stages:
-        meshes = [options.mesh] if "mesh" in is_set else _meshes(stage, options.world_size)
+        is_of_one_axis = "mesh" in is_set or VALUES_COMM in logical.comm_by_name
+        meshes = [options.mesh] if is_of_one_axis else _meshes(stage, options.world_size)
         dimensions = tuple(
             dimension
             for dimension in (
@@ -427,7 +428,8 @@ def leaner_settings(
             leanest["offload"] = sets[-1]
             yield dict(leanest)
     times = 2
-    while options.mesh is None and times <= _MOST_TIMES:
+    is_for_any_ranks = options.mesh is None and VALUES_COMM not in logical.comm_by_name
+    while is_for_any_ranks and times <= _MOST_TIMES:
         yield {**leanest, "world_size": options.world_size * times}
         times *= 2
 

@@ -87,6 +87,7 @@ from zeroir.ir.sizes import Dim
 from zeroir.torch_ops.batches import Batch, BatchLeaves, flatten
 from zeroir.torch_ops.followed_numbers import FollowedNumbers
 from zeroir.torch_ops.frozen_modules import frozen_modules, users_module
+from zeroir.torch_ops.ranks import TracedRanks
 
 MAX_DROPOUT_SITES = 65536
 
@@ -105,6 +106,7 @@ def capture(
     shapes: BatchShapes = MappingProxyType({}),
     numbers: FollowedNumbers | None = None,
     opaque: str | None = NONE,
+    ranks: int = 1,
 ) -> CapturedModel:
     """Trace a model: a step and, with ``evaluate``, an evaluation with the outputs of these names.
 
@@ -112,6 +114,7 @@ def capture(
     Tensors of the batch that ``shapes`` names have sizes that depend on dims. ``numbers`` are those in the user's code
     that the program follows, as ``capture_with_numbers`` has put them there. The code of the modules ``opaque`` runs as
     it is: that of the modules that these patterns match, with None that of the smallest which cannot be traced.
+    ``ranks`` is the number of ranks that the code finds.
 
     Raises:
         UserError: if the model cannot be built or traced; it names the line and a remedy.
@@ -128,6 +131,7 @@ def capture(
         shapes=shapes,
         numbers=numbers,
         opaque=choice,
+        ranks=ranks,
     )
     without: frozenset[str] = frozenset()
     is_whole = False
@@ -167,6 +171,7 @@ def _captured(
     shapes: BatchShapes,
     numbers: FollowedNumbers | None,
     opaque: OpaqueChoice,
+    ranks: int,
     without: frozenset[str] = frozenset(),
     is_whole: bool = False,
 ) -> CapturedModel:
@@ -224,7 +229,14 @@ def _captured(
         traced = at_the_end.enter_context(ExitStack())
         traced.enter_context(replaced())
         step = LossStep(
-            model, source, example, compute_dtype(precision), hooks, state, opaque_paths
+            model,
+            source,
+            example,
+            compute_dtype(precision),
+            hooks,
+            state,
+            TracedRanks(ranks),
+            opaque_paths,
         )
         step.outside = OutsideTensors(outside.tensors, numbers, standing)
         if numbers is not None and numbers.values:
@@ -241,6 +253,7 @@ def _captured(
                     for info, x in zip(batch, tensors.values(), strict=True)
                 ]
                 inputs.append(torch.empty(MAX_DROPOUT_SITES, dtype=torch.int64))
+                inputs.append(torch.empty(1, dtype=torch.int64))
             with assumptions_first(env, step.place):
                 return graph_of_step(source, mode, step, inputs, list(tensors), fewest_equal_calls)
 
@@ -337,6 +350,8 @@ def _captured(
         numbers=numbers,
         kept=kept,
         opaque=opaque_paths,
+        ranks=ranks if step.ranks.is_asked else None,
+        is_gathering=step.ranks.is_gathering,
     )
 
 

@@ -46,6 +46,8 @@ class CapturedModel:
     ``kept`` the places where it stores tensors.
     ``notes`` are sentences on effects of the model's code that a program does not have. ``narrowings`` say which lines
     let sizes decide, so that dims are narrowed. ``opaque`` names the modules whose code runs as it is.
+    ``ranks`` is the number of ranks, where the model depends on it, and ``is_gathering`` whether it gathers tensors of
+    all.
     """
 
     joint: JointGraph
@@ -64,6 +66,8 @@ class CapturedModel:
     numbers: FollowedNumbers | None = None
     kept: KeptTensors = NOTHING_KEPT
     opaque: frozenset[str] = frozenset()
+    ranks: int | None = None
+    is_gathering: bool = False
 
     @property
     def outside(self) -> dict[str, Tensor]:

@@ -36,6 +36,7 @@ from zeroir.frontend.source.unsupported import MAKE_PART_OF_MODEL
 from zeroir.torch_ops.conditions import tracing_conditions
 from zeroir.torch_ops.neutral import UntracedCallError
 from zeroir.torch_ops.purity import ImpureOperatorError
+from zeroir.torch_ops.ranks import collective_error
 
 _MOST_ATTEMPTS = 3
 _BACKWARD = "_engine_run_backward"
@@ -140,6 +141,9 @@ def _traced(
     except UnknownDescriptorError as error:
         raise InternalError(f"tracing {source.names.model} failed: {error}") from error
     except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the model or of torch
+        refusal = collective_error(error)
+        if refusal is not None:
+            raise UserError(f"{capitalised(source.place_of(error))} {refusal}.") from None
         if is_on_another_device(error):
             raise UserError(
                 f"{capitalised(source.place_of(error))} uses a tensor that is not a parameter or buffer of the model: "

@@ -28,6 +28,7 @@ class InputKind(StrEnum):
     CONSTANT = "constant"
     RNG = "rng"
     TANGENT = "tangent"
+    RANK = "rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from zeroir.frontend._torch_private import (
     whole_where_different,
 )
 from zeroir.frontend._torch_sizes import has_dims
+from zeroir.frontend.capture.block_calls import UnrecordableError
 from zeroir.frontend.capture.block_recording import ForwardRecorder, ForwardRecording
 from zeroir.frontend.capture.block_reuse import ReusePlan
 from zeroir.frontend.capture.gradient_hooks import ParameterHooks
@@ -32,10 +33,11 @@ from zeroir.frontend.watch.stored_tensors import StoredObject, StorePlace, store
 from zeroir.ir.reports import Storing
 from zeroir.torch_ops.batches import with_tensors
 from zeroir.torch_ops.neutral import NeutralOps
+from zeroir.torch_ops.ranks import TracedRanks, ranks_seen
 
 
 class LossStep(nn.Module):
-    """The model as a function from the tensors of a batch and the seeds, i64, to the loss, an FP32 scalar.
+    """The model as a function from the tensors of a batch, the seeds and the rank, i64, to the loss, an FP32 scalar.
 
     While it is ``evaluating``, the model runs under ``eval()`` and without gradients, and its outputs follow the loss.
     Tensors that the code stores at the places ``stores`` are outputs, too, and ``stored`` is what it stored there in
@@ -45,8 +47,9 @@ class LossStep(nn.Module):
     Each forward of the model starts from the Python state ``state``. With a ``plan`` the recorded forward is repeated,
     and the model's code does not run. ``blocks`` names the repeated blocks, ``sites`` counts the calls of dropout and
     of random operators in the model's last forward, and ``tracker`` has the place in the model of each node of that
-    forward. ``outside`` are the tensors of the user's code that a step may use. ``line`` is ``file:line`` of the
-    function whose result is the loss, and ``place`` is that line, or the model's name if the line is unknown.
+    forward. ``ranks`` are those that it may ask for. ``outside`` are the tensors of the user's code that a step may
+    use. ``line`` is ``file:line`` of the function whose result is the loss, and ``place`` is that line, or the model's
+    name if the line is unknown.
     """
 
     PREFIX = "model."
@@ -59,9 +62,11 @@ class LossStep(nn.Module):
         dtype: torch.dtype,
         hooks: ParameterHooks,
         state: PythonState,
+        ranks: TracedRanks,
         opaque: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
+        self.ranks = ranks
         # Tracked frames end at this file, because it calls the model.
         self.tracker = OriginTracker(folder=source.folder, stop=__file__)
         self.tracker.install(model, opaque)
@@ -115,8 +120,8 @@ class LossStep(nn.Module):
             training.restore()
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the loss and the outputs, from the tensors of a batch and then the seeds."""
-        *tensors, seeds = inputs
+        """Return the loss and the outputs, from the tensors of a batch, then the seeds and the rank."""
+        *tensors, seeds, rank = inputs
         if not self._is_evaluating:
             # The parameters are now tensors of the tracer, which have no hooks.
             self._hooks.attach(self.model)
@@ -125,7 +130,11 @@ class LossStep(nn.Module):
                 return self.plan.repeat(
                     [*inputs, *self._model_tensors().values()], seeds, self.tracker
                 )
-            with NeutralOps(seeds, self._around) as neutral:
+            self.ranks.begin(rank)
+            with (
+                ranks_seen(self.ranks),
+                NeutralOps(seeds, self._around, self.ranks) as neutral,
+            ):
                 return self._results(tensors, neutral)
 
     def _around(self, func: Function) -> Function:
@@ -138,7 +147,7 @@ class LossStep(nn.Module):
             UnrecordableError: if the calls cannot be repeated.
             Exception: any error of the model or of torch.
         """
-        *tensors, seeds = inputs
+        *tensors, seeds, rank = inputs
         # As in a trace, tied parameters are different tensors.
         own = {
             name: torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
@@ -146,8 +155,10 @@ class LossStep(nn.Module):
         }
         operators = operators_of_trace(has_dims(tensors))
         has_grad = torch.set_grad_enabled(not self._is_evaluating)
-        neutral_ops = NeutralOps(seeds, whole_where_different)
-        with tensors_replaced(self, own), operators, has_grad, neutral_ops as neutral:
+        neutral_ops = NeutralOps(seeds, whole_where_different, self.ranks)
+        self.ranks.begin(rank)
+        seen = ranks_seen(self.ranks)
+        with tensors_replaced(self, own), operators, has_grad, seen, neutral_ops as neutral:
             recorder = ForwardRecorder(
                 neutral, self.tracker, [*inputs, *self._model_tensors().values()]
             )
@@ -157,6 +168,8 @@ class LossStep(nn.Module):
                     results = self._results(tensors, neutral)
             finally:
                 self._recorder = None
+        if self.ranks.is_asked:
+            raise UnrecordableError("the model asks for the ranks")
         return recorder.recording(results)
 
     def _model_tensors(self) -> dict[str, Tensor]:

@@ -68,12 +68,13 @@ def read_graph(
     outputs: Sequence[OutputName] = (),
     outside: OutsideTensors | None = None,
 ) -> JointGraph:
-    """Return the joint graph as plain data. ``batch`` are the paths of the batch's tensors, which precede the seeds.
+    """Return the joint graph as plain data.
 
-    ``outputs`` are the names of the graph's outputs after the loss. ``prefix`` is removed from the names of parameters
-    and buffers. ``place`` replaces the line in errors for nodes that the tracer created on its own. A node for the call
-    of a whole block is replaced by the nodes of its block graph in ``plan``. ``outside`` are the tensors of the user's
-    code that are not the model's.
+    ``batch`` are the paths of the batch's tensors, which precede the seeds and the rank. ``outputs`` are the names of
+    the graph's outputs after the loss. ``prefix`` is removed from the names of parameters and buffers. ``place``
+    replaces the line in errors for nodes that the tracer created on its own. A node for the call of a whole block is
+    replaced by the nodes of its block graph in ``plan``. ``outside`` are the tensors of the user's code that are not
+    the model's.
 
     Raises:
         UserError: if the model uses an operator, element type or argument that programs do not have.
@@ -149,6 +150,8 @@ class _Reader:
             kind, name = InputKind.TANGENT, "tangent"
         elif placeholder.position is None or placeholder.position == len(batch):
             kind, name = InputKind.RNG, "rng"
+        elif placeholder.position > len(batch):
+            kind, name = InputKind.RANK, "rank"
         else:
             kind, name = InputKind.BATCH, batch[placeholder.position]
         self._input(placeholder.node, kind, name, placeholder.node.meta["val"])

@@ -10,7 +10,7 @@ from zeroir.errors import InternalError, UserError
 from zeroir.frontend.capture.captured_model import CapturedModel
 from zeroir.frontend.capture.joint_graph import JointGraph
 from zeroir.frontend.capture.module_tensors import TensorInfo
-from zeroir.frontend.lowering.micro_step import SegmentCallsBuilder, output_buffers
+from zeroir.frontend.lowering.micro_step import RANK, SegmentCallsBuilder, output_buffers
 from zeroir.frontend.lowering.parameter_groups import (
     KeptStates,
     declared_groups,
@@ -26,7 +26,7 @@ from zeroir.ir.buffers import Buffer, Region, Role, Space
 from zeroir.ir.contents import DIRECTION, EMA, FlatContent, Micro
 from zeroir.ir.dtypes import DType
 from zeroir.ir.layout import Parameter, layout
-from zeroir.ir.mesh import Axis, Mesh
+from zeroir.ir.mesh import DATA_AXIS, VALUES_COMM, Axis, Communicator, Mesh
 from zeroir.ir.own_coordinates import own_numel
 from zeroir.ir.program import (
     EVALUATE,
@@ -109,9 +109,12 @@ def lower(
         )
         sections.append(Section(name=EVALUATE, body=tuple(builder.ops())))
     all_calls = (*calls, *evaluation_calls)
-    segments = tuple({call.segment.name: call.segment for call in all_calls}.values())
+    segments = tuple(
+        {call.segment.name: call.segment for call in all_calls if not call.is_exchange}.values()
+    )
     return Program(
-        mesh=Mesh(axes=(Axis(name="dp", size=1),)),
+        mesh=Mesh(axes=(Axis(name=DATA_AXIS, size=1),)),
+        comms=_comms(captured),
         flats=flats,
         dims=_dims(captured),
         buffers=(
@@ -137,9 +140,17 @@ def lower(
         scalars=scalar_bindings,
         groups=declared_groups(groups, trainable),
         reports=reports(options, has_evaluation=is_evaluated),
+        rank=RANK if RANK in micro_step.buffers else None,
         options=options.to_pairs(),
         fingerprint=_fingerprint(flats, calls),
     )
+
+
+def _comms(captured: CapturedModel) -> tuple[Communicator, ...]:
+    """The communicator of all ranks, where the model depends on their number."""
+    if captured.ranks is None:
+        return ()
+    return (Communicator(name=VALUES_COMM, axis=DATA_AXIS, ranks=captured.ranks),)
 
 
 def _dims(captured: CapturedModel) -> tuple[Dim, ...]:

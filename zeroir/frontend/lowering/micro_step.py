@@ -13,6 +13,7 @@ from typing import Final
 from zeroir.frontend.capture.captured_model import CapturedEvaluation, CapturedModel
 from zeroir.frontend.capture.joint_graph import InputKind, JointGraph, JointInput, OutputName
 from zeroir.frontend.capture.module_tensors import TensorInfo
+from zeroir.frontend.lowering.exchanges import collectives
 from zeroir.frontend.lowering.segment_calls import (
     BufferSink,
     GradientSink,
@@ -113,15 +114,20 @@ class SegmentCallsBuilder:
                 self._destination(at, sink, kind, saved)
                 for sink, kind in zip(call.sinks, call.segment.output_types(), strict=True)
             )
-            self._ops.append(
-                Compute(
-                    segment=call.segment.name,
-                    arguments=arguments,
-                    destinations=destinations,
-                    unit=call.unit,
-                    stream=COMPUTE,
+            if call.is_exchange:
+                places = [each.view.region for each in arguments]
+                places += [each.view.region for each in destinations]
+                self._ops += collectives(call, places.__getitem__)
+            else:
+                self._ops.append(
+                    Compute(
+                        segment=call.segment.name,
+                        arguments=arguments,
+                        destinations=destinations,
+                        unit=call.unit,
+                        stream=COMPUTE,
+                    )
                 )
-            )
             released = [
                 self._roots[root].name
                 for root in dict.fromkeys(source.root for source in call.sources)
@@ -206,6 +212,9 @@ class SegmentCallsBuilder:
                 return "loss_scale"
             case InputKind.RNG:
                 return "rng"
+            case InputKind.RANK:
+                info = TensorInfo(name=RANK, dtype=DType.I64, shape=(1,))
+                return self._persistent(RANK, info, Role.CONSTANT).name
             case InputKind.BATCH:
                 return f"input.{item.name}"
             case InputKind.BUFFER:
@@ -252,6 +261,9 @@ class SegmentCallsBuilder:
         view = _dense(f"{flat.name}.grad", slot.shape, slot.offset)
         return Destination(view=view, mode=mode, gradient=slot.name)
 
+
+RANK: Final = "rank"
+"""The buffer with the number of each rank, and the name of its value."""
 
 _OUTPUT: Final = {None: "output", Storing.STEP: "stored", Storing.EVALUATION: "evaluation.stored"}
 """The first words of the names of output buffers."""

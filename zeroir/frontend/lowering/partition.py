@@ -4,27 +4,21 @@ Consecutive forward nodes of one unit's call belong together. Nodes between two 
 they use parameters of their own. A backward node belongs to the call of the forward node that it differentiates, or to
 an earlier call if it needs a result that only that one's backward computes: backwards run in the reverse order of
 forwards, so no cycle can arise.
+
+Where the model gathers tensors of all ranks, a call is split: the collectives are parts of their own, between what they
+need and what needs them.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from zeroir.frontend.capture.joint_graph import InputKind, JointGraph, JointNode, ModuleCall
+from zeroir.frontend.lowering.exchanges import split_at_exchanges
+from zeroir.frontend.lowering.unit_call import UnitCall
 from zeroir.frontend.lowering.units import ROOT, ROOT_MID, ROOT_POST, ROOT_PRE, UnitModules
-
-
-@dataclass(slots=True)
-class UnitCall:
-    """One call of a unit. ``label`` names its segments; ``index`` is its call index, from 0."""
-
-    unit: str
-    label: str
-    index: int
-    forward: list[JointNode] = field(default_factory=list)
-    backward: list[JointNode] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -51,7 +45,7 @@ def partition(
     ranges = _merged(_forward_ranges(joint, units), parents, names)
     unit_calls = _unit_calls(ranges, units, parents, names)
     _add_backward(joint, unit_calls)
-    return unit_calls
+    return [part for call in unit_calls for part in split_at_exchanges(call)]
 
 
 def parameter_of(

@@ -61,7 +61,8 @@ Sink = StoredSink | GradientSink | BufferSink | LossSink | OutputSink
 class SegmentCall:
     """A segment with a source for each input and a sink for each output.
 
-    ``unit`` and ``call_index`` identify the call of a unit to which it belongs.
+    ``unit`` and ``call_index`` identify the call of a unit to which it belongs. If it ``is_exchange``, the nodes of the
+    segment are collectives, and the program has ops instead of the call.
     """
 
     segment: Segment
@@ -70,3 +71,4 @@ class SegmentCall:
     is_backward: bool
     sources: tuple[SegmentSource, ...]
     sinks: tuple[Sink, ...]
+    is_exchange: bool = False

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from zeroir.errors import InternalError, UserError
 from zeroir.frontend.capture.joint_graph import Alias, InputKind, JointGraph, JointNode
-from zeroir.frontend.lowering.partition import UnitCall, parameter_of
+from zeroir.frontend.lowering.exchanges import is_exchange
+from zeroir.frontend.lowering.partition import parameter_of
 from zeroir.frontend.lowering.segment_calls import (
     BufferSink,
     GradientSink,
@@ -23,6 +24,7 @@ from zeroir.frontend.lowering.segment_calls import (
     Sink,
     StoredSink,
 )
+from zeroir.frontend.lowering.unit_call import UnitCall
 from zeroir.ir.buffers import contiguous_stride
 from zeroir.ir.segments.segment import Node, NodeArg, Ref, Segment, Symbol, TensorType
 
@@ -35,6 +37,11 @@ class _UnfinishedSegment:
     is_backward: bool
     nodes: list[JointNode]
     sinks: list[tuple[int, Sink]] = field(default_factory=list)
+
+    @property
+    def is_exchange(self) -> bool:
+        """Whether the nodes are collectives, which are apart from all others."""
+        return bool(self.nodes) and is_exchange(self.nodes[0])
 
 
 def cut(
@@ -84,6 +91,7 @@ class _Cutter:
                 self._register(node, at)
 
     def cut(self) -> tuple[SegmentCall, ...]:
+        self._copy_operands()
         self._add_sink(self.joint.loss, LossSink())
         for name, value in self.joint.mutations:
             self._add_sink(value, BufferSink(buffer=name))
@@ -104,12 +112,33 @@ class _Cutter:
             self.parents[result] = node
             self.segment_of[result] = at
 
+    def _place_beside(self, value: int, default: int) -> int:
+        """Return the segment that may compute with a value: its own, or the one after an exchange."""
+        at = self.segment_of.get(value, default)
+        return at + 1 if self.segments[at].is_exchange else at
+
+    def _copy_operands(self) -> None:
+        """Let ranks exchange whole contiguous values that segments compute."""
+        for at, segment in enumerate(self.segments):
+            if not segment.is_exchange:
+                continue
+            for number, node in enumerate(segment.nodes):
+                source = node.args[0]
+                assert isinstance(source, Ref)
+                value = source.index
+                is_root = self.aliases[value].root == value and value in self.segment_of
+                if not (is_root and self.defined(value).is_contiguous):
+                    copy = Ref(self._copied(value, at - 1))
+                    segment.nodes[number] = replace(node, args=(copy, *node.args[1:]))
+
     def _add_sink(self, value: int, sink: Sink) -> None:
         if value not in self.segment_of:
             # The value is an input: copy it where the backward starts, or in the first forward.
             value = self._copied(
                 value, len(self.segments) // 2 if isinstance(sink, GradientSink) else 0
             )
+        elif self.segments[self.segment_of[value]].is_exchange:
+            value = self._copied(value, self._place_beside(value, 0))
         elif (
             isinstance(sink, GradientSink | BufferSink | OutputSink)
             and not self.defined(value).is_contiguous
@@ -126,7 +155,7 @@ class _Cutter:
         )
         if copied is None or copied not in self.segment_of:
             return value
-        return self._copied(copied, self.segment_of[copied])
+        return self._copied(copied, self._place_beside(copied, 0))
 
     def _copied(self, value: int, at: int) -> int:
         layout = (("memory_format", Symbol("contiguous_format")),)
@@ -162,7 +191,7 @@ class _Cutter:
         for name, value in self.joint.gradients:
             contributions: dict[int, list[int]] = {}
             for term in self._contributions(value, uses):
-                at = self.segment_of.get(term, len(self.segments) // 2)
+                at = self._place_beside(term, len(self.segments) // 2)
                 contributions.setdefault(at, []).append(term)
             for at in sorted(contributions):
                 total, *terms = contributions[at]
@@ -210,6 +239,7 @@ class _Cutter:
             is_backward=unfinished.is_backward,
             sources=tuple(builder.sources),
             sinks=tuple(sink for _, sink in sinks),
+            is_exchange=unfinished.is_exchange,
         )
 
     def _live(self, at: int) -> list[JointNode]:

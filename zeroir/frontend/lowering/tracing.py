@@ -20,9 +20,10 @@ from zeroir.frontend.lowering.accumulate import accumulate
 from zeroir.frontend.lowering.loss_weight import LossWeight, loss_weight, may_count_differently
 from zeroir.frontend.lowering.lower import lower as lower_calls
 from zeroir.frontend.lowering.micro_batch_weights import add_micro_batch_weights, weighed_by
-from zeroir.frontend.lowering.partition import UnitCall, partition
+from zeroir.frontend.lowering.partition import partition
 from zeroir.frontend.lowering.segment_calls import SegmentCall
 from zeroir.frontend.lowering.segments import cut
+from zeroir.frontend.lowering.unit_call import UnitCall
 from zeroir.frontend.lowering.units import ROOT, ROOT_PRE, UnitModules, find_units
 from zeroir.frontend.source.source import NOTHING_EARLIER, Earlier, ModelSource
 from zeroir.frontend.watch.stored_tensors import KeptTensors
@@ -67,8 +68,14 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
             shapes=shapes,
             numbers=numbers,
             opaque=options.units.opaque,
+            ranks=options.world_size,
         ),
     )
+    if captured.ranks is not None and options.mesh is not None:
+        raise UserError(
+            f"{captured.joint.place} asks for the number of ranks or gathers tensors of all of them, which is not "
+            "possible on a mesh of two axes: leave --mesh out."
+        )
     units = find_units(captured.module, options.units.modules, captured.opaque)
     notes = [*captured.notes]
     if captured.checkpoints and not options.recompute.units:
@@ -118,7 +125,12 @@ def _weights(
         return BatchWeights(are_used=True), None
     if said == BATCHES:
         return BatchWeights(are_used=False), None
-    weight = loss_weight(captured.joint, captured.example, is_near_1=options.precision.is_fp16)
+    # A loss of tensors of all ranks is no mean over elements of this rank's batch.
+    weight = (
+        None
+        if captured.is_gathering
+        else loss_weight(captured.joint, captured.example, is_near_1=options.precision.is_fp16)
+    )
     if weight is not None:
         are_used = said == ELEMENTS or weight.may_differ
         computed = weight if are_used or weight.may_ever_differ else None
@@ -129,6 +141,8 @@ def _weights(
             "and this one is not: give batches a weight (weight=, or a function weight(batch) in the model file)."
         )
     note: str | None = None
+    if captured.is_gathering:
+        return BatchWeights(are_used=False), None
     if has_dims or may_count_differently(captured.joint, captured.example):
         note = (
             "The mean over the job is that of its batches' losses, however many labels or rows a batch has, because "

@@ -35,9 +35,10 @@ from zeroir.frontend.opaque.structure import (
     common_structure,
     results_taken_apart,
 )
-from zeroir.frontend.source.source import explain
+from zeroir.frontend.source.source import capitalised, explain
 from zeroir.frontend.source.source_lines import line_of_error
 from zeroir.ir.sizes import Size
+from zeroir.torch_ops.ranks import collective_error
 from zeroir.workspace.scratch.allowance import SLACK_BYTES
 
 T = TypeVar("T")
@@ -110,6 +111,10 @@ def found_out(
     except UserError as error:
         raise CannotRunError(eager.path, str(error)) from None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the module's code
+        refusal = collective_error(error)
+        if refusal is not None:
+            text = f"{line_of_error(error) or capitalised(place)} {refusal}."
+            raise CannotRunError(eager.path, text) from None
         sentence = explain(error, line_of_error(error), f"{place} cannot run as it is")
         raise CannotRunError(eager.path, sentence[0].upper() + sentence[1:]) from None
 

@@ -136,6 +136,8 @@ def _bound(program: Program) -> Iterator[tuple[str, str, str]]:
         yield f"output {output.path}", output.buffer, OUTPUT
     for held in program.module_buffers:
         yield f"module buffer {held.name}", held.buffer, MODULE_BUFFER
+    if program.rank is not None:
+        yield "the rank", program.rank, MODULE_BUFFER
     for scalar in program.scalars:
         yield f"the initial value of %{scalar.buffer}", scalar.buffer, INITIAL
 

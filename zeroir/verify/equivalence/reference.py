@@ -65,6 +65,14 @@ def _header(program: Program, reference: Program) -> Iterator[Mismatch]:
                 f"flat {name} has other parameters, places or another dtype than in the logical program",
                 advice=_CHANGE_BOTH,
             )
+    for comm in reference.comms:
+        own = program.comm_by_name.get(comm.name)
+        ranks = program.mesh.world_size if own is None or own.ranks is None else own.ranks
+        if comm.ranks not in (None, ranks):
+            yield Mismatch(
+                f"the program is for {ranks} ranks, but the logical program for {comm.ranks}",
+                advice="Compile the model again for these ranks.",
+            )
     counts = [p.option.get("micro_steps", "1") for p in (program, reference)]
     if counts[0] != counts[1]:
         yield Mismatch(
@@ -268,6 +276,8 @@ def _named_values(
     program: Program, runs: Runs, reference: Program, expected: Runs
 ) -> Iterator[Mismatch]:
     """Compare the loss, and every other scalar that the logical program names."""
+    if program.rank != reference.rank:
+        yield Mismatch("the rank goes to another buffer than in the logical program")
     if program.weight != reference.weight:
         yield Mismatch("the weights of batches go to another buffer than in the logical program")
     if _weighing(program) != _weighing(reference):

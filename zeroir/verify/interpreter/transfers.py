@@ -28,11 +28,14 @@ def collective(run: SectionRun, op: ops.CollectiveOp) -> None:
 
     A gather is an error if its content is already in the destination (Z102).
     """
-    axis = run.program.comm_by_name[op.comm].axis
+    comm = run.program.comm_by_name[op.comm]
+    size = comm.ranks or run.sizes[comm.axis]
     sources = _sources(run, op)
     results = sources
-    if run.sizes[axis] > 1:
-        results = [(pair, _result(run, op, axis, pair, pieces)) for pair, pieces in sources]
+    if size > 1:
+        results = [
+            (pair, _result(run, op, comm.axis, size, pair, pieces)) for pair, pieces in sources
+        ]
         if isinstance(op, ops.Gather) and all(_is_held(run, *result) for result in results):
             where = ", ".join(spell(pair.destination, run.program) for pair in op.pairs)
             run.fail(
@@ -51,16 +54,16 @@ def _is_held(run: SectionRun, pair: ops.Pair, result: PieceList) -> bool:
 
 
 def _result(
-    run: SectionRun, op: ops.CollectiveOp, axis: str, pair: ops.Pair, pieces: PieceList
+    run: SectionRun, op: ops.CollectiveOp, axis: str, size: int, pair: ops.Pair, pieces: PieceList
 ) -> PieceList:
-    """Return the value of a pair's destination, from the pieces of its source, along an axis of more than one rank."""
+    """Return the value of a pair's destination, from the pieces of its source, along an axis of ``size`` ranks."""
 
     def seen(value: Value, rank: int) -> Value:
         return algebra.from_rank(value, axis, rank, run.numbering)
 
     match op:
         case ops.Gather():
-            size, numel = run.sizes[axis], run.memory.numel(pair.source)
+            numel = run.memory.numel(pair.source)
             is_alike = all(seen(v, 0) == v for _, _, v in pieces)
             return spread(pieces, axis, size, numel, numel, None if is_alike else seen)
         case ops.Broadcast():
@@ -78,7 +81,7 @@ def _result(
                 return combined
             numel = run.memory.numel(pair.destination)
             own = Slice(tuple(opened(combined)), 0, ((axis, numel),))
-            return unpack(simplify(own, numel, run.sizes), numel)
+            return unpack(simplify(own, numel, {**run.sizes, axis: size}), numel)
         case _:
             assert_never(op)
 

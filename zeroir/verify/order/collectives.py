@@ -56,8 +56,8 @@ def check_collectives(program: Program, findings: Findings) -> None:
         for line, op in enumerate(section.body):
             if not isinstance(op, ops.Collective):
                 continue
-            axis = program.comm_by_name[op.comm].axis
-            sentence = _misfit(program, op, program.mesh.size(axis))
+            comm = program.comm_by_name[op.comm]
+            sentence = _misfit(program, op, comm.ranks or program.mesh.size(comm.axis))
             if sentence is not None:
                 findings.add("Z201", sentence, section=section, line=line)
 

@@ -9,6 +9,7 @@ from typing import Final
 from zeroir.ir.bounds import AheadBound, LiveBound
 from zeroir.ir.buffers import Buffer, Role
 from zeroir.ir.contents import FlatContent, Micro, WeightContent
+from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import HOST
 from zeroir.ir.optimizers.forms import StateForm, form_of
 from zeroir.ir.program import (
@@ -66,6 +67,14 @@ def _mesh(program: Program) -> Problems:
     for axis in program.mesh.axes:
         if axis.size < 1:
             yield "Z008", f"mesh axis {axis.name} has size {axis.size}"
+    for comm in program.comms:
+        if comm.ranks is None or not program.mesh.has_axis(comm.axis):
+            continue
+        if comm.ranks < 1 or program.mesh.size(comm.axis) != 1:
+            yield (
+                "Z008",
+                f"communicator {comm.name} stands for {comm.ranks} ranks along an axis of more than one",
+            )
     if any(stream.name == HOST for stream in program.streams):
         yield "Z008", "a stream cannot be called host: that is the thread that issues the ops"
 
@@ -174,6 +183,9 @@ def _bindings(program: Program) -> Problems:
     weight = program.buffer_by_name.get(program.weight or "")
     if weight is not None and weight.holds != WeightContent(micro=Micro.CURRENT):
         yield "Z008", f"the weight is bound to %{weight.name}, which rests with another content"
+    rank = program.buffer_by_name.get(program.rank or "")
+    if rank is not None and (rank.dtype, rank.numel) != (DType.I64, 1):
+        yield "Z008", f"the rank, i64[1], is bound to %{rank.name}, {rank.dtype}[{rank.numel}]"
     yield from _weighing(program)
     for binding in program.scalars:
         buffer = program.buffer_by_name.get(binding.buffer)

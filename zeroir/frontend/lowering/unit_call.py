@@ -1,0 +1,18 @@
+"""The nodes of the joint graph that belong to one call of a unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zeroir.frontend.capture.joint_graph import JointNode
+
+
+@dataclass(slots=True)
+class UnitCall:
+    """One call of a unit, or a part of it. ``label`` names its segments; ``index`` is its call index, from 0."""
+
+    unit: str
+    label: str
+    index: int
+    forward: list[JointNode] = field(default_factory=list)
+    backward: list[JointNode] = field(default_factory=list)
