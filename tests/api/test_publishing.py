@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -100,6 +101,36 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     engine.step(BATCH)
 
 
+def test_receivers_that_do_not_come_are_missing_and_may_come_later() -> None:
+    net, received, address = nn.Linear(8, 8), nn.Linear(8, 8), free_address()
+    compiled = zeroir.compile(net, BATCH, loss=lambda net, x: net(x).mean(), evaluate=False)
+    engine = compiled.engine(self_check=False)
+    receiver = zeroir.Receiver(address)
+    assert not receiver.update(received)
+    with pytest.raises(UserError, match="0 of 1 receivers asked for new weights at"):
+        engine.publish(address, timeout=SOON)
+    assert not receiver.update(received)
+    with ThreadPoolExecutor() as threads:
+        update = threads.submit(receiver.update, received, wait=True)
+        with pytest.raises(UserError, match=r"1 of 2 receivers \(process \d+ on .*\) asked"):
+            engine.publish(address, receivers=2, timeout=timedelta(seconds=2))
+        assert engine.publish(address) == 1
+        assert update.result()
+    other = compiled.engine(model=nn.Linear(8, 8), self_check=False)
+    with pytest.raises(UserError, match=f"cannot publish at {address}: .* free port"):
+        other.publish(address)
+    engine.close()
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(received.state_dict()[name], tensor)
+
+
+def free_address() -> str:
+    """Where nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(("name", "world_size"), [("file", 2), ("network", 3)])
@@ -110,9 +141,7 @@ def test_receivers_compute_what_ranks_compute_until_one_of_them_is_killed(
     plan = PLANS[name]
     address = str(tmp_path / "policy.safetensors")
     if plan.receivers is not None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        address = free_address()
 
     def started(role: str, count: int) -> Ranks:
         module = "tests.api.publishing_workers"
