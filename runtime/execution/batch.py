@@ -41,10 +41,10 @@ def shape_of(program: Program, batch: Batch) -> Shape:
         if tensor is None or tensor.dim() != len(binding.shape):
             continue  # inputs_of says so
         for size, number in zip(binding.shape, tensor.shape, strict=True):
-            multiple = size.multiple if isinstance(size, Size) else None
-            if multiple is None:
+            linear = size.linear if isinstance(size, Size) else None
+            if linear is None:
                 continue  # inputs_of compares it
-            dim, value = multiple.dim, multiple.value_of_dim(number)
+            dim, value = linear.dim, linear.value_of_dim(number)
             if value is None:
                 prefix = "" if str(size) == dim.name else f"{size} with "
                 raise BatchError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Callable
@@ -37,6 +38,11 @@ def collection(batch: dict[str, Tensor]) -> ShapesCollection:
         (TOKENS, {"ids": (ROWS, LENGTH), "mask": {0: ROWS, 1: LENGTH}}, TEXT),
         (TOKENS, collection(TOKENS), TEXT),
         (TOKENS, {"ids": {-1: 8 * LENGTH}, "mask": None}, "ids: _, 2<=8*length<=64"),
+        (
+            TOKENS,
+            {"ids": (None, 2 * LENGTH - 1), "mask": (ROWS + 1, LENGTH)},
+            "ids: _, 2*length-1; mask: rows+1<=8, 2<=length<=64",
+        ),
         (torch.zeros(3, 4), (ROWS, 4), "0: rows<=8, 4"),
         ((torch.zeros(2), [torch.zeros(2, 3)]), (None, [(ROWS, Dim.STATIC)]), "1.0: rows<=8, _"),
     ],
@@ -68,7 +74,7 @@ def test_examples_that_differ_make_dims() -> None:
     [
         ({"ids": (Dim("rows"), 4)}, "rows at axis 0 of ids has no largest value"),
         ({"ids": (Dim.AUTO, 4)}, "axis 0 of ids"),
-        ({"ids": (ROWS + 1, 4)}, "axis 0 of ids"),
+        ({"ids": (ROWS - 1, 4)}, "'rows-1<=8' is less than 1 where rows is 1"),
         ({"ids": {5: ROWS}}, "axis 5 of ids"),
         ({"tokens": (ROWS,)}, "tokens"),
         (7, "7 at the top"),
@@ -81,6 +87,27 @@ def test_examples_that_differ_make_dims() -> None:
 def test_shapes_that_fit_no_batch_are_refused(given: object, fact: str) -> None:
     with pytest.raises(UserError, match=re.escape(fact)):
         given_shapes(given, TOKENS)
+
+
+def test_a_size_beside_a_dim_gives_the_bits_of_eager_pytorch() -> None:
+    """As what belongs to each token but the first."""
+
+    def loss(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, scale = batch
+        scaled: Tensor = net(x)[:, 1:].mean(2) * scale
+        return scaled.square().mean()
+
+    net = nn.Linear(4, 4)
+    eager = copy.deepcopy(net)
+    shapes = ((ROWS, LENGTH, 4), (ROWS, LENGTH - 1))
+    batch = torch.ones(3, 5, 4), torch.ones(3, 4)
+    compiled = zeroir.compile(net, batch, loss=loss, shapes=shapes, stage=0, optimizer="sgd", lr=0)
+    engine = compiled.engine(self_check=False)
+    for rows, length in ((2, 2), (8, 64), (5, 7)):
+        batch = torch.randn(rows, length, 4), torch.randn(rows, length - 1)
+        assert engine.step(batch).loss == loss(eager, batch)
+    with pytest.raises(UserError, match="'0' gives length the value 7, and '1' 8"):
+        engine.step((batch[0], torch.ones(5, 7)))
 
 
 def test_an_error_in_the_shapes_of_a_file_names_its_line(tmp_path: Path) -> None:
@@ -115,6 +142,7 @@ def test_an_error_in_the_shapes_of_a_file_names_its_line(tmp_path: Path) -> None
         "ids: f32<=4",
         "ids: élan<=4",
         "ids: -2*rows<=4",
+        "ids: rows+2*rows<=4",
     ],
 )
 def test_texts_that_are_no_shapes_are_refused(text: str) -> None:

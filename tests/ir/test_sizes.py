@@ -96,10 +96,14 @@ def test_sizes_in_shapes() -> None:
     assert isinstance(shrinking, Size)
     assert str(rows * length * 64 - rows) == "length*rows*64-rows"
     assert (rows * length * 32) // (rows * 32) == length
-    assert multiple.multiple == (8, DIMS["length"])
-    values = {number: multiple.multiple.value_of_dim(number) for number in (8, 24, 25, 328)}
+    assert multiple.linear == (8, DIMS["length"], 0)
+    values = {number: multiple.linear.value_of_dim(number) for number in (8, 24, 25, 328)}
     assert values == {8: None, 24: 3, 25: None, 328: None}
-    assert shrinking.multiple is None
+    shorter = rows * 2 - 1
+    assert isinstance(shorter, Size)
+    assert shorter.linear == (2, DIMS["rows"], -1)
+    assert [shorter.linear.value_of_dim(number) for number in (2, 3)] == [None, 2]
+    assert shrinking.linear is None
     assert not grows(shrinking)
     assert parse_size("12", DIMS) == 12
     assert parse_size("rows*", DIMS) is None

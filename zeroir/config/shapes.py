@@ -1,8 +1,8 @@
 """The shapes of a batch that depend on dims, as a text: ``input_ids: batch<=16, length<=8192; labels: batch, length``.
 
 Each tensor of a batch that is named by its path has one item for each of its dimensions: a number, ``_`` for the number
-of the example batch, a dim, or a multiple of one such as ``8*blocks``. A dim's largest value is said once, by ``<=``,
-and its smallest one, 1 otherwise, before it: ``2<=length<=8192``.
+of the example batch, a dim, or a multiple of one plus a number, such as ``8*blocks`` or ``length-1``. A dim's largest
+value is said once, by ``<=``, and its smallest one, 1 otherwise, before it: ``2<=length<=8192``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from zeroir.errors import UserError
 from zeroir.ir.analysis.instances import values_of_dims
 from zeroir.ir.limits import MOST_COUNT
 from zeroir.ir.program import Program
-from zeroir.ir.sizes import RESERVED_NAMES, Dim, Size
+from zeroir.ir.sizes import RESERVED_NAMES, Dim, Linear, Size
 
 BatchShapes = Mapping[str, tuple[int | None, ...]]
 """The sizes of each named tensor by its path; None is the size of the example batch."""
 
 _ITEM: Final = re.compile(
-    r"(?:(?P<minimum>\d{1,9})<=)?(?:(?P<factor>\d{1,9})\*)?(?P<name>[A-Za-z]\w*|_\w+)(?:<=(?P<maximum>\d{1,10}))?",
+    r"(?:(?P<minimum>\d{1,9})<=)?(?:(?P<factor>\d{1,9})\*)?(?P<name>[A-Za-z]\w*|_\w+)(?P<number>[+-]\d{1,9})?"
+    r"(?:<=(?P<maximum>\d{1,10}))?",
     re.ASCII,
 )
 
@@ -50,25 +51,43 @@ def parse_shapes(text: str) -> BatchShapes:
 
 def shapes_text(shapes: BatchShapes) -> str:
     """Return the text of shapes, from which ``parse_shapes`` makes equal ones."""
-    said: set[str] = set()
+    ranges = _places_of_ranges(shapes)
     rows: list[str] = []
     for path, sizes in shapes.items():
         items: list[str] = []
-        for size in sizes:
+        for axis, size in enumerate(sizes):
             if not isinstance(size, Size):
                 items.append("_" if size is None else str(size))
                 continue
-            multiple = size.multiple
-            assert multiple is not None  # nothing else is a shape of a batch
-            factor, dim = multiple
+            factor, dim, number = _linear(size)
             item = dim.name if factor == 1 else f"{factor}*{dim.name}"
-            if dim.name not in said:
-                said.add(dim.name)
+            item += f"{number:+}" if number else ""
+            if ranges[dim.name] == (path, axis):
                 smallest = "" if dim.minimum == 1 else f"{dim.minimum}<="
                 item = f"{smallest}{item}<={dim.maximum}"
             items.append(item)
         rows.append(f"{path}: {', '.join(items)}")
     return "; ".join(rows)
+
+
+def _places_of_ranges(shapes: BatchShapes) -> dict[str, tuple[str, int]]:
+    """Return where the range of each dim is said: at its first size without an added number, if there is one."""
+    places: dict[str, tuple[str, int]] = {}
+    plain: dict[str, tuple[str, int]] = {}
+    for path, sizes in shapes.items():
+        for axis, size in enumerate(sizes):
+            if isinstance(size, Size):
+                _, dim, number = _linear(size)
+                places.setdefault(dim.name, (path, axis))
+                if not number:
+                    plain.setdefault(dim.name, (path, axis))
+    return places | plain
+
+
+def _linear(size: Size) -> Linear:
+    linear = size.linear
+    assert linear is not None  # nothing else is a shape of a batch
+    return linear
 
 
 def parse_values(text: str) -> dict[str, int]:
@@ -143,10 +162,18 @@ def _size(item: str, dims: Mapping[str, Dim]) -> int | None:
     match = _ITEM.fullmatch(item)
     if match is None:
         return int(item)
-    factor = int(match["factor"] or 1)
+    factor, number = int(match["factor"] or 1), int(match["number"] or 0)
     if factor == 0:
         raise UserError(_explained(item, "is 0 times a dim"))
-    return dims[match["name"]].size * factor
+    dim = dims[match["name"]]
+    if factor * dim.minimum + number < 1:
+        raise UserError(
+            _explained(
+                item,
+                f"is less than 1 where {dim.name} is {dim.minimum}: give {dim.name} a larger smallest value",
+            )
+        )
+    return dim.size * factor + number
 
 
 def _explained(text: str, problem: str) -> str:

@@ -139,11 +139,16 @@ class BatchRanges:
         for path, shape in shapes.items():
             own: list[int | str] = []
             for index, size in enumerate(shape):
-                multiple = size.multiple if isinstance(size, Size) else None
-                if multiple is None:
+                linear = size.linear if isinstance(size, Size) else None
+                if linear is None:
                     own.append(example[path][index] if size is None else size)
                     continue
-                factor, dim = multiple
+                factor, dim, number = linear
+                if number:
+                    raise UserError(
+                        f"The shapes have {size} at axis {index} of {path}, but loops of other libraries take dims and "
+                        "multiples of dims alone: give this axis a dim of its own, or pad it."
+                    )
                 dims[dim.name] = SizeRange(
                     least=dim.minimum, most=dim.maximum, seen=dim.maximum, factor=factor
                 )

@@ -113,11 +113,16 @@ class Size(int):
         return frozenset(factor for _, monomial in self.terms for factor, _ in monomial)
 
     @property
-    def multiple(self) -> Multiple | None:
-        """The factor and the dim of a multiple of one dim; None of any other size."""
+    def linear(self) -> Linear | None:
+        """The size as a multiple of one dim and a number; None of any other size."""
         match self.terms:
             case ((factor, ((Dim() as dim, 1),)),):
-                return Multiple(factor, dim)
+                return Linear(factor, dim, 0)
+            case ((factor, ((Dim() as dim, 1),)), (number, ())) | (
+                (number, ()),
+                (factor, ((Dim() as dim, 1),)),
+            ):
+                return Linear(factor, dim, number)
             case _:
                 return None
 
@@ -182,15 +187,16 @@ class Size(int):
         return self.at_bound
 
 
-class Multiple(NamedTuple):
-    """A multiple of one dim, from whose value that of the dim follows."""
+class Linear(NamedTuple):
+    """A multiple of one dim plus a number, from whose value that of the dim follows."""
 
     factor: int
     dim: Dim
+    number: int
 
-    def value_of_dim(self, number: int) -> int | None:
-        """Return the dim's value where the multiple is ``number``; None where it has none in its range."""
-        value, rest = divmod(number, self.factor)
+    def value_of_dim(self, size: int) -> int | None:
+        """Return the dim's value where this is ``size``; None where it has none in its range."""
+        value, rest = divmod(size - self.number, self.factor)
         return value if not rest and self.dim.minimum <= value <= self.dim.maximum else None
 
 

@@ -58,9 +58,9 @@ def _noted(size: int, number: int, where: str, values: dict[Dim, int]) -> int:
         if size != number:
             raise UserError(f"{where} is {size} by the shapes and {number} in the example batch.")
         return size
-    multiple = size.multiple
-    assert multiple is not None  # a user gives no other sizes
-    dim, value = multiple.dim, multiple.value_of_dim(number)
+    linear = size.linear
+    assert linear is not None  # a user gives no other sizes
+    dim, value = linear.dim, linear.value_of_dim(number)
     if value is None:
         raise UserError(
             f"{where} is {number} in the example batch, but should be {size} with {dim.name} from {dim.minimum} to "

@@ -26,7 +26,8 @@ def given_shapes(given: object, batch: Batch, name: str = "the batch") -> BatchS
     equal in all of them share one, from the smallest to the largest of its values there.
 
     In the structure a tuple or list of sizes, a dict from axes to sizes, or None, stands in the place of each tensor.
-    A size is a ``torch.export.Dim`` with a ``max``, a multiple of one, a number, or None for that of the batch.
+    A size is a ``torch.export.Dim`` with a ``max``, a multiple of one plus a number, a number, or None for that of the
+    batch.
 
     Raises:
         UserError: where it is none of these, does not fit the batch, or a dim has no largest value.
@@ -150,14 +151,15 @@ def _size(size: object, where: str, dims: dict[str, Dim]) -> int | None:
         return None
     if isinstance(size, int):
         return size
-    root, factor = size, 1
+    root, factor, number = size, 1, 0
     if hasattr(size, "root") and hasattr(size, "fn"):  # a multiple of a dim, or a sum
         root = size.root
         first, second = size.fn(1), size.fn(2)
-        factor = second - first
-        if first != factor or factor < 1:
+        factor, number = second - first, 2 * first - second
+        if factor < 1:
             raise UserError(
-                f"The shapes have {size} at {where}, but a size is a dim or a multiple of one."
+                f"The shapes have {size} at {where}, but a size grows with its dim: give a dim, or a multiple of one "
+                "plus a number."
             )
     if not isinstance(root, ExportDim):
         raise UserError(
@@ -173,4 +175,4 @@ def _size(size: object, where: str, dims: dict[str, Dim]) -> int | None:
     dim = Dim(name=name, minimum=max(int(root.min), 1), maximum=root.max)
     if dims.setdefault(name, dim) != dim:
         raise UserError(f"The shapes give two ranges to the dim {name}.")
-    return dim.size * factor
+    return dim.size * factor + number

@@ -73,14 +73,14 @@ def _header_problems(program: Program) -> Iterator[str]:
             yield f"%{buffer.name} has a slice for each micro-batch, and its size {buffer.numel} depends on a dim"
     shapes = chain.from_iterable(binding.shape for binding in program.inputs)
     of_inputs = (size for size in shapes if isinstance(size, Size))
-    told = {multiple.dim for size in of_inputs if (multiple := size.multiple) is not None}
+    told = {linear.dim for size in of_inputs if (linear := size.linear) is not None}
     for dim in program.dims:
         if not dim.name.isidentifier() or not dim.name.isascii() or dim.name in RESERVED_NAMES:
             yield f"the dim {dim.name} is no name that a size can have in the text"
         elif not 0 <= dim.minimum < dim.maximum:
             yield f"the dim {dim.name} is from {dim.minimum} to {dim.maximum}"
         elif dim not in told:
-            yield f"no input tells the dim {dim.name}: none has a dimension that is a multiple of it alone"
+            yield f"no input tells the dim {dim.name}: none has a dimension that is a multiple of it plus a number"
 
 
 def _mixed_dims(program: Program, section: Section) -> Iterator[tuple[int, str]]:
