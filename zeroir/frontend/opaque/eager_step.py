@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import compress, count
+from itertools import count
 from typing import Final
 
 import torch
@@ -20,7 +20,12 @@ from zeroir.frontend._torch_private import function_modes
 from zeroir.frontend.capture.loss_and_outputs import loss_of
 from zeroir.frontend.capture.precision import fp32_casts
 from zeroir.frontend.opaque.calls import seeded_as_opaque
-from zeroir.frontend.opaque.eager_forward import OwnTensor, own_tensors, tensors_swapped
+from zeroir.frontend.opaque.eager_forward import (
+    OwnTensor,
+    own_tensors,
+    present_tensors,
+    tensors_swapped,
+)
 from zeroir.frontend.source.source import ModelSource, capitalised
 from zeroir.torch_ops.batches import flatten, with_tensors
 from zeroir.torch_ops.neutral import NeutralOps, neutral_ops
@@ -58,9 +63,9 @@ class EagerLoss:
     def __call__(self, _: nn.Module, batch: object) -> Tensor:
         """Return the loss, in a trace."""
         assert self._traced is not None
-        every, every_tensor = own_tensors(self._traced)
-        is_held = [not self.held.isdisjoint(each.names) for each in every]
-        own, tensors = tuple(compress(every, is_held)), list(compress(every_tensor, is_held))
+        every = own_tensors(self._traced)
+        own = tuple(each for each in every if not self.held.isdisjoint(each.names))
+        tensors = present_tensors(self._traced, own)
         neutral = next(mode for mode in reversed(function_modes()) if isinstance(mode, NeutralOps))
         seeds = [neutral.seed() for _ in range(max(self.sites, 1))]
         inputs = [*tensors, *flatten(batch).tensors.values(), *seeds]
