@@ -141,6 +141,7 @@ def weighted(weights: dict[str, float], module: nn.Module, x: Tensor) -> Tensor:
     return value
 
 
+@pytest.mark.slow
 def test_the_state_of_a_loss_that_is_no_plain_function_counts() -> None:
     called, bound, given = Weighted(), Weighted(), {"loss": 1.0}
     default = {"loss": 1.0}

@@ -99,6 +99,7 @@ def test_kept_programs_are_those_that_are_lowered(
     assert second.specialise(world_size=3).text() == plain.specialise(world_size=3).text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_a_program_of_many_shapes_is_kept(runs: list[str]) -> None:
     texts = [
@@ -156,6 +157,7 @@ def test_whatever_lowering_reads_makes_another_key(folder: Path, runs: list[str]
     assert kept_programs.key_of(program, ()) != kept_programs.key_of(program, (PlanMemory(),))
 
 
+@pytest.mark.slow
 def test_the_code_that_lowers_is_a_part_of_the_key() -> None:
     """Every module that a process imports to lower a program is among the files that are hashed."""
     script = (

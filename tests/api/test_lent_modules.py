@@ -47,6 +47,7 @@ def engine_of(module: nn.Module, batch: object, loss: object, **options: object)
     return compiled.engine(self_check=False)
 
 
+@pytest.mark.slow
 def test_a_module_that_the_optimizer_lacks_is_not_trained() -> None:
     torch.manual_seed(0)
     critic, generator = Critic(), settled()

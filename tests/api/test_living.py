@@ -252,6 +252,7 @@ def test_too_many_states_and_other_layers_are_refused() -> None:
         engine.step(X)
 
 
+@pytest.mark.slow
 def test_programs_compiled_again_ignore_the_same_names() -> None:
     net = net_of()
     compiled = zeroir.compile(net, X, loss=loss, evaluate=False, world_size=1)
@@ -262,6 +263,7 @@ def test_programs_compiled_again_ignore_the_same_names() -> None:
     engine.step(X)
 
 
+@pytest.mark.slow
 def test_the_mode_of_an_evaluation_does_not_matter_when_an_engine_is_made() -> None:
     net = net_of()
     compiled = zeroir.compile(net, X, loss=loss, stage=3)  # for as many ranks as the job has
@@ -307,6 +309,7 @@ def test_engines_of_one_program_do_not_share_what_they_ignore() -> None:
     second.step(X)
 
 
+@pytest.mark.slow
 def test_a_change_of_code_keeps_a_change_of_the_optimizer_and_steps_of_several_batches() -> None:
     net = net_of()
     own = torch.optim.SGD(net.parameters(), lr=0.5)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+import pytest
+
 from tests.support.programs import mlp
 from zeroir.api.compiled import CompiledProgram
 from zeroir.api.search.costs import simulate
@@ -84,6 +86,7 @@ def test_there_is_nothing_to_choose_without_a_decision_or_where_it_is_said() -> 
         assert choose(logical, given, machine()) is None
 
 
+@pytest.mark.slow
 def test_a_choice_is_open_again_when_the_program_is_lowered_again() -> None:
     given = options()
     chosen = replaced(given, speculate=True)

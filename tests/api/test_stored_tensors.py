@@ -255,6 +255,7 @@ def test_what_is_appended_counts_for_each_micro_batch() -> None:
     assert len(net.history) == 4
 
 
+@pytest.mark.slow
 def test_a_full_deque_drops_its_first_items() -> None:
     last: deque[Tensor] = deque(maxlen=2)
     net = Net(lambda _, __, z: last.append(z.mean().detach()))
@@ -269,6 +270,7 @@ def test_a_full_deque_drops_its_first_items() -> None:
     assert len(set(losses)) == 3
 
 
+@pytest.mark.slow
 def test_variables_of_functions_and_globals() -> None:
     latest: Tensor | None = None
 
@@ -307,6 +309,7 @@ def test_what_an_evaluation_stores_is_there_after_it() -> None:
     require_equal(net.log, plain.log)
 
 
+@pytest.mark.slow
 def test_a_batch_of_another_size_stores_what_is_its_own() -> None:
     net = Net(store_items)
     plain = Net(store_items)
@@ -326,10 +329,15 @@ def test_a_batch_of_another_size_stores_what_is_its_own() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"stage": 0},
         {"stage": 2, "precision": "bf16", "evaluate": True},
         {"recompute": "*", "offload": "parameters"},
-        {"stage": 1, "micro_steps": MicroSteps(count=2, order="layer")},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {"stage": 0},
+                {"stage": 1, "micro_steps": MicroSteps(count=2, order="layer")},
+            )
+        ),
     ],
     ids=str,
 )
@@ -351,6 +359,7 @@ def test_kept_activations_under_other_options(options: dict[str, Any]) -> None:
         torch.testing.assert_close(found[name].float(), value, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_groups_of_micro_batches_append_to_no_list() -> None:
     net = Net(lambda net, _, z: net.history.append(z.detach()))
     with pytest.raises(UserError, match=r"appends a tensor to a list .* --order layer"):

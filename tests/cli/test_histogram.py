@@ -99,6 +99,7 @@ def test_a_mean_step_is_that_of_all_draws(
     assert sum(shape.share for shape in mean.shapes) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_ranks_without_differences_do_not_wait() -> None:
     program = compiled(3, 1)
     alone = package.simulate_histogram(program, [{"length": 100, "count": 7}])
@@ -188,6 +189,7 @@ def test_a_table_of_a_spreadsheet_is_a_histogram(
     assert (measured["batches"], measured["shapes"][0]["values"]) == (2, {"rows": 1, "length": 4})
 
 
+@pytest.mark.slow
 def test_a_dim_called_count_has_no_column() -> None:
     count, length = Dim("count", max=8), Dim("length", max=16)
     program = package.compile(Tagger(), batch_of(3, 12), shapes=((count, length), (count, length)))

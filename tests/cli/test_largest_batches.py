@@ -52,6 +52,7 @@ def wide() -> Program:
     return captured({"rows": ROWS, "length": LENGTH})
 
 
+@pytest.mark.slow
 def test_a_narrowed_program_is_that_of_a_capture_for_fewer_sizes(wide: Program) -> None:
     fewer = {"rows": 10, "length": 7}
     assert narrowed_capture(wide, fewer) == captured(fewer)

@@ -121,6 +121,7 @@ def test_sizes_and_numbers_of_the_model_file_count(zeroir: Zeroir, model: Path) 
     assert "_zeroir_model" not in answer.err
 
 
+@pytest.mark.slow
 def test_a_size_of_the_other_side_compiles_once_though_nothing_else_changed(
     zeroir: Zeroir, model: Path
 ) -> None:
@@ -222,6 +223,7 @@ def loss(module, x):
     assert "line.weight and 1 more parameters: trained" in answer.err
 
 
+@pytest.mark.slow
 def test_an_engine_of_a_file_follows_it_too(zeroir: Zeroir, model: Path) -> None:
     model.write_text(MODEL.replace("1.0 + step", "1.0").replace("0.25 * step", "0.0"))
     assert zeroir("compile", model.name, *SGD, "--world-size", "1").exit_code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,17 +23,21 @@ WRITING: dict[str, tuple[list[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRITING)
-@pytest.mark.parametrize(
-    "content",
-    [
-        "import torch\n\n\ndef model():\n    ...\n",
-        '{"weights": 1}',
-        '[project]\nname = "mine"\n',
-        "<!DOCTYPE html>\n<title>mine</title>\n",
-        "digraph mine {}\n",
-    ],
+CONTENTS = (
+    "import torch\n\n\ndef model():\n    ...\n",
+    '{"weights": 1}',
+    '[project]\nname = "mine"\n',
+    "<!DOCTYPE html>\n<title>mine</title>\n",
+    "digraph mine {}\n",
 )
+FILES = [
+    *product(("compile", "simulate", "report", "graph", "profile"), CONTENTS),
+    *zip(("run", "run on ranks", "chrome", "snapshot", "plan"), CONTENTS, strict=True),
+]
+"""Each kind of output with each content, and each other command that writes such a kind once."""
+
+
+@pytest.mark.parametrize(("name", "content"), FILES)
 def test_a_file_of_another_kind_stays(
     zeroir: Zeroir, tmp_path: Path, name: str, content: str
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from tests.runtime.support import begun, initial_flats, parameters_of, random_batches, require_same
 from tests.runtime.workers_cases import weight_of_values
+from tests.support.covering import covering
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
@@ -287,10 +289,10 @@ def test_a_batch_of_weight_zero_counts_nothing(
     require_same(trained.state, other.state)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("is_overlapped", [False, True])
-@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "precision", "is_overlapped", "micro_steps"),
+    covering(product((0, 3), ("fp32", "fp16"), (False, True), (1, 2)), tuple),
+)
 def test_a_step_whose_weights_are_all_zero_changes_nothing(
     stage: int, precision: str, is_overlapped: bool, micro_steps: int
 ) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+from typing import Final
+
 import pytest
 
 from tests.support.captures import ROOT
+from tests.support.covering import covering
 from zeroir.api.checks.check import check_model
 from zeroir.api.compiling import compile_with
 from zeroir.config import make_options
@@ -53,10 +57,24 @@ OPTIONS: tuple[dict[str, object], ...] = (
 )
 
 
+_FACTORS: Final = sorted({key for options in OPTIONS for key in options})
+
+
+def _factors(case: tuple[str, int]) -> tuple[object, ...]:
+    """The groups, and each option by itself."""
+    groups, number = case
+    return groups, *(OPTIONS[number].get(key) for key in _FACTORS)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize(
-    "options", OPTIONS, ids=lambda options: "-".join(map(str, options.values()))
+    ("groups", "options"),
+    [
+        pytest.param(
+            groups, OPTIONS[number], id="-".join(map(str, (groups, *OPTIONS[number].values())))
+        )
+        for groups, number in covering(product(GROUPS, range(len(OPTIONS))), _factors)
+    ],
 )
 def test_it_equals_torch_with_the_same_groups(groups: str, options: dict[str, object]) -> None:
     comparison = check_model(MODEL, make_options({**GROUPS[groups], **options}), steps=4, seed=1)

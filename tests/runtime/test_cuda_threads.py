@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.clocks import Clocks
+from tests.support.covering import covering
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
@@ -146,15 +147,20 @@ def offloaded(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize(
-    ("clip", "speculates"),
-    [(None, False), (1.0, False), (1.0, True)],
-    ids=["beside", "behind", "speculative"],
+    ("stage", "clip", "gradients", "speculates"),
+    covering(
+        (
+            (stage, clip, gradients, speculates)
+            for stage in range(4)
+            for clip, speculates in ((None, False), (1.0, False), (1.0, True))
+            for gradients in (False, True)
+        ),
+        tuple,
+    ),
 )
-@pytest.mark.parametrize("stage", range(4))
 def test_the_issuing_thread_waits_for_no_update_of_the_host(
-    stage: int, clip: float | None, gradients: bool, *, speculates: bool
+    stage: int, clip: float | None, gradients: bool, speculates: bool
 ) -> None:
     """The whole backward is issued while the host has updated nothing; then all ops run in the program's order."""
     program = offloaded(stage, clip=clip, gradients=gradients, speculates=speculates)

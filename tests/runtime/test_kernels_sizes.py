@@ -192,6 +192,7 @@ def tensor_of(kind: TensorType) -> Tensor:
     return tensor.as_strided(kind.shape, kind.stride)
 
 
+@pytest.mark.slow
 def test_the_graph_of_a_segment_is_right_for_every_shape() -> None:
     """Each segment of a program, by the graph alone, beside eager kernels for the smallest and the largest shape."""
     program = zeroir.compile(any_length.__file__, stage=3, world_size=1).program

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from tests.support.edits import with_body
+from tests.support.examples import IS_THOROUGH
 from tests.support.lowering import codes
 from tests.support.mutate_pages import OF_CODE
 from tests.support.subjects import subject
@@ -24,11 +25,14 @@ PAGED = ("paged", "stage 3, paged", "stage 1, paged, overlapped")
 KINDS = [(code, kind) for code, mutations in OF_CODE.items() for kind in mutations]
 
 
+SEEDS = range(6 if IS_THOROUGH else 3)
+
+
 @pytest.mark.parametrize(("code", "kind"), KINDS)
 @pytest.mark.parametrize("name", PAGED)
 def test_a_damage_to_a_page_breaks_its_law(name: str, code: str, kind: str) -> None:
     made = subject(name)
-    damaged = [OF_CODE[code][kind](made.scheduled, Random(seed)) for seed in range(6)]
+    damaged = [OF_CODE[code][kind](made.scheduled, Random(seed)) for seed in SEEDS]
     mutants = [mutant for mutant in damaged if mutant is not None]
     if name == "paged" and not mutants:
         return  # Its slots are allocated once, so no page waits for a release.
