@@ -146,19 +146,19 @@ def offloaded(
     )
 
 
+UPDATES: list[tuple[int, float | None, bool, bool]] = [
+    (stage, clip, gradients, speculates)
+    for stage in range(4)
+    for clip, speculates in ((None, False), (1.0, False), (1.0, True))
+    for gradients in (False, True)
+]
+
+
+SOME_UPDATES = covering(UPDATES, lambda case: case)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "clip", "gradients", "speculates"),
-    covering(
-        (
-            (stage, clip, gradients, speculates)
-            for stage in range(4)
-            for clip, speculates in ((None, False), (1.0, False), (1.0, True))
-            for gradients in (False, True)
-        ),
-        tuple,
-    ),
-)
+@pytest.mark.parametrize(("stage", "clip", "gradients", "speculates"), SOME_UPDATES)
 def test_the_issuing_thread_waits_for_no_update_of_the_host(
     stage: int, clip: float | None, gradients: bool, speculates: bool
 ) -> None:
