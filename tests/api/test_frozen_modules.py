@@ -100,6 +100,44 @@ def test_a_frozen_module_changes_as_the_script_says() -> None:
     assert found > 0
 
 
+class Pair(nn.Module):
+    """A network and its target, as parts of one module; running statistics of the target are its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = (
+            nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)) for _ in range(2)
+        )
+        self.target.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = (self.online(x) - self.target(x + 0.1)).square().mean()
+        return loss
+
+
+def test_a_frozen_part_of_the_model_follows_another_part() -> None:
+    plain, pair = Pair(), Pair()
+    engine = zeroir.compile(pair, X, lr=0.1).engine(self_check=False)
+    engine.step(X)
+    before = engine.state_dict()
+    engine.update_frozen("target", source="online", ema=0.25)
+    after = engine.state_dict()
+    for name, value in before.items():
+        expected = value
+        if name in ("target.0.weight", "target.0.bias", "target.1.weight", "target.1.bias"):
+            expected = value.lerp(before[name.replace("target", "online")], 0.75)
+        assert torch.equal(after[name], expected), name
+    engine.update_frozen("target", source="online", buffers=True)
+    copied = engine.state_dict()
+    for name in plain.online.state_dict():
+        assert torch.equal(copied[f"target.{name}"], copied[f"online.{name}"]), name
+    engine.load_state_dict(before)
+    assert torch.equal(
+        engine.state_dict()["target.1.running_mean"], before["target.1.running_mean"]
+    )
+    engine.close()
+
+
 def test_averages_in_16_bits_are_those_of_the_program() -> None:
     engine = compiled(Scaled(), Scaled(), precision="bf16", ema=0.5).engine(self_check=False)
     engine.step(X)

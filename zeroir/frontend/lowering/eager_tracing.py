@@ -46,10 +46,11 @@ def trace_eagerly(
     precision = options.precision
     drawn = sum(buffer.numel for buffer in present.buffers if buffer.role is Role.RNG)
     sites = drawn // present.interleaved
-    held = {*present.parameter_by_name, *(each.name for each in present.module_buffers), *others}
+    names = (*(each.name for each in present.module_buffers), *others)
+    held = {name: slot.name for name, (_, slot) in present.parameter_by_name.items()}
     loss = EagerLoss(
         source,
-        frozenset(held),
+        held | {name: name for name in names},
         sites,
         tuple(opaque_modules(present.segments)),
         compute_dtype(precision.dtype),

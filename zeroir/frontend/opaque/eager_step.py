@@ -6,9 +6,9 @@ forward keeps what autograd saves until the backward, so the code runs once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Final
 
@@ -41,13 +41,14 @@ _NUMBERS: Final = count()
 class EagerLoss:
     """A loss function that calls the step of ``source`` as one operator; ``build`` makes the module that is traced.
 
-    ``held`` names the tensors of the model whose values an engine has; others are where the user's code left them.
+    ``held`` maps each name of the tensors of the model whose values an engine has to the first name of the tensor;
+    others are where the user's code left them.
     ``sites`` is the number of random operators of the step. ``opaque`` are the modules whose random numbers depend on
     one seed, and ``keep_fp32`` patterns of those that keep FP32 in a program of the dtype ``precision``.
     """
 
     source: ModelSource
-    held: frozenset[str]
+    held: Mapping[str, str]
     sites: int
     opaque: tuple[str, ...]
     precision: torch.dtype
@@ -63,8 +64,14 @@ class EagerLoss:
     def __call__(self, _: nn.Module, batch: object) -> Tensor:
         """Return the loss, in a trace."""
         assert self._traced is not None
-        every = own_tensors(self._traced)
-        own = tuple(each for each in every if not self.held.isdisjoint(each.names))
+        # In a trace each name of a tied parameter has a tensor of its own.
+        by_name: dict[str, OwnTensor] = {}
+        for each in own_tensors(self._traced):
+            name = next((self.held[n] for n in each.names if n in self.held), None)
+            if name is not None:
+                known = by_name.get(name, replace(each, names=()))
+                by_name[name] = replace(each, names=(*known.names, *each.names))
+        own = tuple(by_name.values())
         tensors = present_tensors(self._traced, own)
         neutral = next(mode for mode in reversed(function_modes()) if isinstance(mode, NeutralOps))
         seeds = [neutral.seed() for _ in range(max(self.sites, 1))]
