@@ -85,6 +85,16 @@ def test_it_chooses_frozen_layers_alone() -> None:
     assert own(torch.ones(2, 8)).dtype == torch.float32
 
 
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+def test_no_fused_kernel_of_torch_reads_the_bytes() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval().requires_grad_(False)
+    x = torch.randn(2, 5, 16)
+    expected = encoder(x)
+    zeroir.quantize_frozen(encoder, "int8")
+    assert torch.allclose(encoder(x), expected, atol=0.1)
+
+
 def test_what_has_no_code_is_refused() -> None:
     layer = nn.Linear(8, 8).requires_grad_(False)
     with pytest.raises(UserError, match="cannot be quantised as 'int3': take one of nf4, "):

@@ -92,6 +92,12 @@ def quantize_frozen(
         layer.weight_format = weights
         layer.weight = nn.Parameter(codes, requires_grad=False)
         layer.weight_scales = nn.Parameter(scales, requires_grad=False)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and {*module.children()} & {
+            *chosen.values()
+        }:
+            # Torch's fused kernel for it would read the bytes as weights; without this number it calls the layers.
+            module.activation_relu_or_gelu = 0
     return model
 
 

@@ -82,7 +82,9 @@ def train(weights: WeightFormat, folder: Path) -> None:
     frozen = {name: p.clone() for name, p in plain.named_parameters() if not p.requires_grad}
 
     def engine_of(seed: int) -> zeroir.Engine:
-        net = zeroir.quantize_frozen(Net(seed), weights)
+        # The values are those of rank 0.
+        with torch.device("cpu" if rank == 0 else "meta"):
+            net = zeroir.quantize_frozen(Net(seed), weights)
         compiled = zeroir.compile(
             net, batch_of(0, 0), optimizer=sgd(net), stage=3, world_size=world_size
         )
