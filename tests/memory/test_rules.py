@@ -15,11 +15,14 @@ from zeroir.ir.segments.views import view_stride
 from zeroir.torch_ops.types import IR_DTYPE, TORCH_DTYPE
 from zeroir.workspace.promotion import Operand, common_dtype, promoted
 
+PROMOTED = [dtype for dtype in DType if dtype is not DType.F8_E4M3]
+"""Torch refuses operands of several dtypes among which are floats of 8 bits."""
+
 NUMBERS = {DType.BOOL: True, DType.I64: 2, DType.F64: 0.5}
 
 
 def test_two_dtypes_are_promoted_as_torch_does() -> None:
-    for a, b in itertools.product(DType, repeat=2):
+    for a, b in itertools.product(PROMOTED, repeat=2):
         expected = torch.promote_types(TORCH_DTYPE[a], TORCH_DTYPE[b])
         assert promoted(a, b) is IR_DTYPE[expected], (a, b)
 
@@ -27,7 +30,7 @@ def test_two_dtypes_are_promoted_as_torch_does() -> None:
 def operands() -> st.SearchStrategy[Operand]:
     tensors = st.builds(
         lambda dtype, rank: TensorType(dtype=dtype, shape=(2,) * rank, stride=(1,) * rank),
-        st.sampled_from(list(DType)),
+        st.sampled_from(PROMOTED),
         st.integers(0, 1),
     )
     return tensors | st.sampled_from(sorted(NUMBERS))
