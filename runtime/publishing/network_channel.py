@@ -68,6 +68,7 @@ class NetworkOutlet:
 
     def __init__(self, place: HostAndPort) -> None:
         self._place = place
+        self._receivers, self._timeout = 1, _POLL
         self._version = self._number = 0
         self._is_open = False
         self._group: GlooGroup | None = None
@@ -198,8 +199,12 @@ class NetworkInlet:
 
     @contextmanager
     def newer(self, version: int) -> Iterator[StoredWeights | None]:
+        number = self._opened_number()
+        if number is None:
+            yield None
+            return
         with self._explained(version):
-            joined = self._joined(version)
+            joined = self._joined(number, version)
         if joined is None:
             yield None
             return
@@ -245,14 +250,23 @@ class NetworkInlet:
             self._seen = 0
         return self._store
 
-    def _joined(self, version: int) -> _Membership | None:
-        """Join the version that is open now, and wait until it begins; None where none does with this receiver."""
+    def _opened_number(self) -> int | None:
+        """Return the number of a version that waits for receivers and has not seen this one; None without any."""
         store = self._connected()
-        if store is None or not store.check([_OPEN]):
+        try:
+            if store is None or not store.check([_OPEN]):
+                return None
+            number = int(store.get(_OPEN))
+            is_open = number != self._seen and not store.check([f"{number}/go"])
+        except RuntimeError:
+            self._store = None  # Rank 0 has ended; another one may come.
             return None
-        number = int(store.get(_OPEN))
-        if number == self._seen or store.check([f"{number}/go"]):
-            return None
+        return number if is_open else None
+
+    def _joined(self, number: int, version: int) -> _Membership | None:
+        """Join a version, and wait until it begins; None where it does so without this receiver, or never."""
+        store = self._store
+        assert store is not None
         self._seen = number
         member = store.add(f"{number}/joined", 1)
         name = f"process {os.getpid()} on {socket.gethostname()}"
@@ -265,19 +279,29 @@ class NetworkInlet:
 
     def _receive(self, descriptor: int, joined: _Membership) -> None:
         """Receive a version into a file."""
-        store, number = self._store, joined.number
+        store, number, size_bytes = self._store, joined.number, sum(joined.chunks)
         assert store is not None
         try:
-            os.posix_fallocate(descriptor, 0, sum(joined.chunks))
-            memory = torch.frombuffer(mmap(descriptor, sum(joined.chunks)), dtype=torch.uint8)
+            _allocate(descriptor, size_bytes)
+            memory = torch.frombuffer(mmap(descriptor, size_bytes), dtype=torch.uint8)
             group = _group(store, joined, self._place, self._timeout)
             for chunk in torch.split(memory, list(joined.chunks)):
                 group.broadcast(chunk)
             group.agree()
-        except (RuntimeError, OSError):
+        except (RuntimeError, OSError, UserError):
             with suppress(RuntimeError):
                 store.set(f"{number}/left/{joined.member}", "")
             raise
+
+
+def _allocate(descriptor: int, size_bytes: int) -> None:
+    try:
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    except OSError as error:
+        raise UserError(
+            f"New weights need {size_bytes:,} bytes of this host's memory while they come ({error.strerror}): free "
+            "memory, or publish at a path."
+        ) from error
 
 
 def _store(place: HostAndPort, *, is_host: bool = False) -> KeyValueStore:

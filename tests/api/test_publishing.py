@@ -120,6 +120,7 @@ def test_receivers_that_do_not_come_are_missing_and_may_come_later() -> None:
     with pytest.raises(UserError, match=f"cannot publish at {address}: .* free port"):
         other.publish(address)
     engine.close()
+    assert not receiver.update(received)
     for name, tensor in net.state_dict().items():
         assert torch.equal(received.state_dict()[name], tensor)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tests.runtime.constructors import Mlp
 from tests.runtime.support import lowered, random_batches, require_parameters
 from tests.support.programs import mlp
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.publishing.receiver import Receiver
 
 pytestmark = pytest.mark.gpu
 
@@ -48,4 +51,18 @@ def test_loans_see_the_steps_before_them(device: torch.device) -> None:
         expected = {name: value.cpu() for name, value in engine.full_parameters().items()}
         with torch.cuda.stream(NEW_STREAM(device)), engine.gathered() as gathered:
             require_parameters(gathered.cpu(), "", expected, torch.bfloat16)
+    engine.close()
+
+
+def test_weights_go_from_the_device_to_a_module_on_it(device: torch.device, tmp_path: Path) -> None:
+    engine = Engine(lowered(mlp(precision="bf16"), 3, 1), device=device)
+    engine.initialise(Mlp())
+    received = Mlp().to(device, torch.bfloat16)
+    receiver = Receiver(tmp_path / "mlp.safetensors")
+    for (batch,) in (step[0] for step in random_batches(2, 1)):
+        engine.step(batch)
+        engine.publish(tmp_path / "mlp.safetensors")
+        assert receiver.update(received)
+        expected = {name: value.cpu() for name, value in engine.full_parameters().items()}
+        require_parameters(copy.deepcopy(received).cpu(), "", expected, torch.bfloat16)
     engine.close()
