@@ -46,6 +46,7 @@ from zeroir.report.costs import format_seconds
 from zeroir.report.names import format_bytes
 
 if TYPE_CHECKING:
+    from zeroir.frontend.source.module_source import FrozenModules
     from zeroir.frontend.source.source import LossFunction, Model, ModelSource, WeightFunction
     from zeroir.torch_ops.batches import Batch
 
@@ -110,6 +111,7 @@ def plan(
     batch: Batch = None,
     loss: LossFunction | None = None,
     weight: WeightFunction | None = None,
+    frozen: FrozenModules | None = None,
     memory: str | None = None,
     at: Mapping[str, int] | str | None = None,
     histogram: Histogram | None = None,
@@ -120,18 +122,18 @@ def plan(
 ) -> Plan:
     """Find the options of ``zeroir.compile`` with the shortest step of a model on a machine, within its memory.
 
-    ``model``, ``batch``, ``loss``, ``weight``, ``config`` and the keywords are those of ``zeroir.compile``. ``memory``
-    is the memory of a rank's device, such as ``80GB``; the default is that of the machine. Given options are kept, and
-    the search chooses the others that affect speed and memory. If sizes depend on dims, the largest batches fit, and
-    steps are those of batches in which dims have the values ``at``, such as ``{"length": 2048}``; others have their
-    largest. With a ``histogram``, as ``zeroir.simulate_histogram`` takes it, steps are those of batches of its mean
-    sizes, and the plan has the mean step, too. With ``largest_batch``, the dims are narrowed to the largest batches
-    that fit, and the plan is for these.
+    ``model``, ``batch``, ``loss``, ``weight``, ``frozen``, ``config`` and the keywords are those of ``zeroir.compile``.
+    ``memory`` is the memory of a rank's device, such as ``80GB``; the default is that of the machine. Given options are
+    kept, and the search chooses the others that affect speed and memory. If sizes depend on dims, the largest batches
+    fit, and steps are those of batches in which dims have the values ``at``, such as ``{"length": 2048}``; others have
+    their largest. With a ``histogram``, as ``zeroir.simulate_histogram`` takes it, steps are those of batches of its
+    mean sizes, and the plan has the mean step, too. With ``largest_batch``, the dims are narrowed to the largest
+    batches that fit, and the plan is for these.
 
     Raises:
         UserError: if the model, the machine or an option is wrong, or if nothing fits.
     """
-    source = cache(lambda: given_source(model, batch, loss, weight))
+    source = cache(lambda: given_source(model, batch, loss, weight, frozen))
     options = with_shapes_text(options, source)
     optimizer = options.get("optimizer")
     if is_torchs(optimizer):
