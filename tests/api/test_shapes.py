@@ -189,16 +189,34 @@ def _fixed(x: Tensor) -> Tensor:
     return x + torch.zeros(3, 4)
 
 
-@pytest.mark.parametrize(
-    ("decide", "fact"),
-    [
-        (_halved, "rows - (((rows + 1)//2)) = 1"),
-        (_fixed, "rows = 3"),
-    ],
-)
-def test_code_that_sizes_decide_is_named(decide: Callable[[Tensor], Tensor], fact: str) -> None:
-    with pytest.raises(UserError, match=rf"test_shapes\.py:\d+ .*{re.escape(fact)}"):
+def _counted(x: Tensor) -> Tensor:
+    return x * [0.0, 1.0, 2.0, 3.0, 4.0][int(x.shape[0])]
+
+
+@pytest.mark.parametrize("decide", [_fixed, _counted])
+def test_code_for_one_size_alone_is_named(decide: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(UserError, match=r"test_shapes\.py:\d+ .*rows = 3"):
         zeroir.compile(Mean(decide), torch.zeros(3, 4), shapes=(ROWS, 4))
+
+
+def _third(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[0] == 3 else x
+
+
+@pytest.mark.filterwarnings("ignore:.*lets the sizes of the batch decide")
+@pytest.mark.parametrize(("decide", "least"), [(_third, 4), (_halved, 1)])
+def test_sizes_of_the_example_that_are_treated_apart_have_a_program_of_their_own(
+    decide: Callable[[Tensor], Tensor], least: int
+) -> None:
+    compiled = zeroir.compile(Mean(decide), torch.zeros(3, 4), shapes=(ROWS, 4))
+    assert [(dim.minimum, dim.maximum) for dim in compiled.program.dims] == [(least, 8)]
+    engine = compiled.engine()
+    for rows in (3, 5, 3, 2):
+        batch = torch.full((rows, 4), float(rows))
+        with torch.no_grad(), engine.gathered() as module:
+            loss = module(batch).item()
+        assert engine.step(batch).loss == loss
+    engine.close()
 
 
 def _spread(x: Tensor) -> Tensor:

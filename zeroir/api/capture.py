@@ -5,14 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeroir.artifact import Artifact
 from zeroir.config import CompileOptions
-from zeroir.config.shapes import shapes_text
-from zeroir.errors import ModelWarning, UserError
+from zeroir.config.shapes import parse_shapes, shapes_text
+from zeroir.errors import ModelWarning, ShapesError, UserError
+from zeroir.ir.sizes import Size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,8 +49,58 @@ def capture(model: str | Path, options: CompileOptions) -> Captured:
     return capture_source(file_source(model), options)
 
 
-def capture_source(source: ModelSource, options: CompileOptions) -> Captured:
-    """Trace a source."""
+def capture_source(
+    source: ModelSource, options: CompileOptions, *, takes_example: bool = False
+) -> Captured:
+    """Trace a source.
+
+    Where the code treats the sizes of the example batch apart from those beside them, the program is for the latter,
+    unless it has to take the example.
+    """
+    try:
+        return _captured(source, options)
+    except ShapesError as error:
+        beside = None if takes_example else _source_beside(source, options, error.dims)
+        if beside is None:
+            raise
+        try:
+            return _captured(beside, options)
+        except UserError:
+            raise error from None
+
+
+def _source_beside(
+    source: ModelSource, options: CompileOptions, names: frozenset[str]
+) -> ModelSource | None:
+    """Return the source with an example batch in which dims of these names have other values; None if none has."""
+    import torch
+
+    from zeroir.api.checks.drawn_batches import with_sizes
+    from zeroir.torch_ops.batches import flatten
+
+    if options.shapes is None:
+        return None
+    shapes = parse_shapes(options.shapes)
+    example = source.batch()
+    tensors = flatten(example).tensors
+    present: dict[str, int] = {}
+    beside: dict[str, int] = {}
+    for path, shape in shapes.items():
+        for size, number in zip(shape, tensors[path].shape, strict=True):
+            linear = size.linear if isinstance(size, Size) else None
+            value = None if linear is None else linear.value_of_dim(number)
+            if linear is not None and value is not None:
+                dim = linear.dim
+                present[dim.name] = value
+                beside[dim.name] = value + 1 if value < dim.maximum else value - 1
+    other = present | {name: beside[name] for name in names & beside.keys()}
+    if other == present or min(other.values()) < 1:
+        return None
+    batch = with_sizes(example, shapes, other, torch.Generator().manual_seed(0))
+    return replace(source, batch=lambda: batch)
+
+
+def _captured(source: ModelSource, options: CompileOptions) -> Captured:
     import torch
 
     from zeroir import __version__

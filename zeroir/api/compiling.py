@@ -114,10 +114,17 @@ def compile_with(model: str | Path, options: CompileOptions) -> CompiledProgram:
 
 
 def compile_source(
-    source: ModelSource, options: CompileOptions, config: ConfigRecord | None = None
+    source: ModelSource,
+    options: CompileOptions,
+    config: ConfigRecord | None = None,
+    *,
+    takes_example: bool = False,
 ) -> CompiledProgram:
-    """Compile a source with validated options; ``config`` is the file that they come from, if any."""
-    captured = capture_source(source, options)
+    """Compile a source with validated options; ``config`` is the file that they come from, if any.
+
+    The program takes batches of the example's sizes if it has to, or if these are not treated apart from all others.
+    """
+    captured = capture_source(source, options, takes_example=takes_example)
     artifact = replace(captured.artifact, config=config)
     try:
         # The model itself sets options, too, such as the units to recompute.
@@ -147,7 +154,7 @@ def compile_again(
     source = replace(source, earlier=earlier)
     if batch is not None:
         source = replace(source, batch=lambda: batch)
-    return compile_source(source, options, config)
+    return compile_source(source, options, config, takes_example=batch is not None)
 
 
 def _require_every_size(logical: Program, problem: str) -> None:

@@ -12,7 +12,9 @@ from typing import cast
 
 import torch
 from torch import SymInt
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
 from torch._subclasses._fake_tensor_utils import _CacheKeyState, _SymIntOutputStub
 from torch._subclasses.fake_tensor import (
     FakeTensor,
@@ -26,6 +28,7 @@ from torch.types import IntLikeType
 
 from zeroir.frontend._torch_dim_nodes import DimNode, PolynomialEnv
 from zeroir.ir.size_bounds import lowest
+from zeroir.torch_ops.interpolation import resized_shape
 
 
 class DimTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call] # a function of torch without types
@@ -43,7 +46,18 @@ class DimTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call] # a functi
             strides = self._strides_of_view(x, shape)
             if strides is not None:
                 return _view(self, x, shape, strides, x.storage_offset())
-        return super()._dispatch_impl(func, types, args, kwargs)
+        shape_of_image = resized_shape(func, args)
+        if shape_of_image is not None:
+            # Torch has no kernels for some of these operators that take such sizes.
+            image = cast("FakeTensor", args[0])
+            made_like = {"dtype": image.dtype, "device": image.device, "pin_memory": False}
+            layout = {"memory_format": suggest_memory_format(image)}
+            func, args, kwargs = (
+                torch.ops.aten.empty.memory_format, (shape_of_image,), made_like | layout,
+            )  # fmt: skip
+        # Torch finds the results of some operators with others, which take no such sizes without their parts in Python.
+        with enable_python_dispatcher():
+            return super()._dispatch_impl(func, types, args, kwargs)
 
     def _strides_of_view(
         self, x: FakeTensor, shape: Sequence[IntLikeType]

@@ -38,7 +38,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
-from torch.nn import functional
 from torch.nn.modules import module as nn_module
 from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -47,6 +46,7 @@ from zeroir.frontend._torch_dim_nodes import sizes_as_nodes
 from zeroir.frontend._torch_dim_views import DimTensorMode
 from zeroir.frontend._torch_hooks import GradientHook, gradient_hooks
 from zeroir.frontend.capture.storage_views import rewrite_storage_views
+from zeroir.torch_ops.interpolation import interpolate
 
 Function = Callable[..., object]
 DATA_DEPENDENT: tuple[type[Exception], ...] = (
@@ -229,13 +229,12 @@ def operator_context() -> tuple[object, ...]:
     )
 
 
-_DECOMPOSED_DIFFERENTLY: tuple[Function, ...] = (functional.interpolate, functional.upsample)
-"""Functions whose decomposition in Python does not give the bits of the operator."""
+_whole: Function = interpolate
 
 
 def whole_where_different(func: Function) -> Function:
-    """Return a function that calls ``func``, as a whole operator if its decomposition would give other bits."""
-    if all(func is not other for other in _DECOMPOSED_DIFFERENTLY):
+    """Return a function that calls ``func``, as a whole operator if its decomposition gives other bits."""
+    if func is not _whole:
         return func
 
     def call(*args: object, **kwargs: object) -> object:

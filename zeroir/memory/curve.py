@@ -1,7 +1,7 @@
 """The live bytes over a section when ops take effect in program order, by role, and their peak.
 
-This is the step in program order. ``zeroir.memory.footprint`` computes what must fit: streams that no wait orders may
-make more live at once.
+Sizes that depend on dims count at the bound. This is the step in program order. ``zeroir.memory.footprint`` computes
+what must fit: streams that no wait orders may make more live at once.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def live_bytes(
     def change(name: str, at: int, sign: int) -> None:
         buffer = names[name]
         if buffer.space is space:
-            changes.setdefault(buffer.role, [0] * count)[at] += sign * buffer.size_bytes
+            changes.setdefault(buffer.role, [0] * count)[at] += sign * int(buffer.size_bytes)
 
     entered = set(section.entry.live)
     for buffer in program.buffers:
@@ -68,7 +68,7 @@ def live_bytes(
             change(name, at, 1)
         for name in effect.frees:
             change(name, at, -1)
-        workspace[at] = scratch_bytes(program, op, kernels=kernels, space=space)
+        workspace[at] = int(scratch_bytes(program, op, kernels=kernels, space=space))
     curves = {role: list(accumulate(changes[role])) for role in Role if role in changes}
     return LiveBytes(
         section=section.name,

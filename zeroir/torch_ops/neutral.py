@@ -28,6 +28,7 @@ from zeroir.torch_ops.devices import on_one_device
 from zeroir.torch_ops.dropout import dropout
 from zeroir.torch_ops.followed_numbers import has_followed, on_tensors, with_values
 from zeroir.torch_ops.grouped import grouped_mm
+from zeroir.torch_ops.interpolation import interpolate
 from zeroir.torch_ops.layouts import (
     LAYOUT_SENSITIVE,
     called_with_settled,
@@ -154,6 +155,8 @@ class NeutralOps(TorchFunctionMode):
             F.batch_norm: batch_normed,
             torch.batch_norm: in_order_of_torch(batch_normed),
             F.instance_norm: instance_normed,
+            F.interpolate: interpolate,
+            F.upsample: interpolate,
             torch.instance_norm: in_order_of_torch(instance_normed),
             F.grouped_mm: partial(_grouped_mm, F.grouped_mm),
             torch._grouped_mm: partial(_grouped_mm, torch._grouped_mm),

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from zeroir.config.shapes import BatchShapes
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
 from zeroir.ir.sizes import Size
@@ -47,18 +48,25 @@ def drawn_sizes(program: Program, rank: int, seed: int) -> Iterator[Sizes]:
 def batch_of_sizes(
     program: Program, example: Batch, sizes: Sizes, generator: torch.Generator
 ) -> Batch:
-    """Return the example batch with other sizes.
+    """Return the example batch with other sizes of a program, as ``with_sizes`` does."""
+    shapes = {binding.path: binding.shape for binding in program.inputs}
+    return with_sizes(example, shapes, sizes, generator)
+
+
+def with_sizes(
+    example: Batch, shapes: BatchShapes, sizes: Sizes, generator: torch.Generator
+) -> Batch:
+    """Return the example batch with other sizes, where its tensors have these shapes by path.
 
     Raises:
         UserError: if the example has no element to repeat.
     """
-    shapes = {binding.path: binding.shape for binding in program.inputs}
     paths = iter(flatten(example).tensors)
     begins: dict[tuple[Size, int], int] = {}
 
     def resized(tensor: Tensor) -> Tensor:
         path = next(paths)
-        for axis, size in enumerate(shapes[path]):
+        for axis, size in enumerate(shapes.get(path, ())):
             if not isinstance(size, Size):
                 continue
             present = tensor.shape[axis]
