@@ -75,6 +75,15 @@ def lowered(**values: object) -> str:
     return print_program(lower(program, options, is_kept=True).proof.program)
 
 
+def test_a_program_with_the_weights_of_another_module_is_not_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_programs, "MOST_CONSTANTS_BYTES", 100)
+    for outside in (torch.ones(25), torch.ones(26)):
+        zeroir.compile(Net(), BATCH, loss=lambda net, batch, x=outside: net(*batch) + x.sum())
+    assert len(list(folder.iterdir())) == 1
+
+
 def compiled(values: dict[str, object]) -> CompiledProgram:
     model = ROOT / "examples" / "gpt.py"
     return compile_with(str(model), make_options(values))

@@ -36,6 +36,12 @@ SWITCH: Final = "ZEROIR_KEEP_PROGRAMS"
 MOST_BYTES: Final = 1 << 30
 """The size of all kept programs together; those that were used longest ago are removed first."""
 
+MOST_CONSTANTS_BYTES: Final = 64 << 20
+"""A program with more bytes of constants, such as the weights of a module outside the model, is not kept.
+
+Other values make another program, and a file has them twice.
+"""
+
 _FORMAT: Final = 1
 _OWN_NAME: Final = re.compile(r"[0-9a-f]{64}\.zir|\.[0-9a-f]{64}\.zir\.[0-9a-f]+\.tmp")
 _STALE_S: Final = 3600
@@ -65,7 +71,8 @@ def proved(program: Program, passes: Sequence[Pass], prove: Callable[[], Proof])
         UserError: if the switch is neither on nor off.
     """
     folder = cache_folder() / "programs" if _is_on() else None
-    if folder is None:
+    constants = (binding.data or b"" for binding in program.module_buffers)
+    if folder is None or sum(map(len, constants)) > MOST_CONSTANTS_BYTES:
         return prove()
     path = folder / f"{key_of(program, passes)}.zir"
     proof = _found(path, program)
