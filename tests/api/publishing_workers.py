@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zeroir
-from tests.runtime.support import join
+from tests.runtime.support import join, require_same
 from zeroir.checkpoint.local_storage import LocalOutput
 from zeroir.config.precision import FloatName
 from zeroir.errors import UserError
@@ -107,6 +107,12 @@ def train(plan: Plan, address: str, folder: Path) -> None:
         engine.step(IDS + rank)
         expected = engine.evaluate(IDS).outputs
         assert isinstance(expected, Tensor)
+        if number == 1:
+            with engine.gathered() as whole, engine.gathered(units="model.layers.1") as lent:
+                own, same = (each.get_submodule("model.layers.1") for each in (lent, whole))
+                require_same(own.state_dict(), same.state_dict())
+                with pytest.raises(UserError, match=r"is of unit root\.pre, which"):
+                    lent(IDS)
         if rank == 0:
             save_file({"scores": expected}, folder / f"trained-{number}.safetensors")
             if number == plan.trainer_killed_in:
