@@ -3,8 +3,9 @@
 Each model has a tiny configuration. Its batches have 1 to 4 rows, and 2 to 24 words or, where eager PyTorch takes
 them, images of several heights and widths. It is trained at stage 3 on 2 ranks, each with batches of its own sizes,
 and losses and parameters are compared bit for bit. Where its code decides by a size, an engine of one rank is
-compared, which compiles several programs. A model that is refused is trained on batches of one shape. Models that
-eager PyTorch cannot train are left out. Each model has a process of its own, for a limited time.
+compared, which compiles several programs. A model that is refused is trained on batches of one shape, and if it is
+still refused, the code of the whole model runs as it is. Models that eager PyTorch cannot train are left out. Each
+model has a process of its own, for a limited time.
 
     python -m tools.survey_models                   every model
     python -m tools.survey_models image             the models of a kind: causal, masked, seq2seq, …
@@ -61,6 +62,7 @@ VERDICTS: Mapping[str, str] = {
     "all sizes": "for all sizes",
     "several programs": "in several programs",
     "one size": "for one",
+    "as a whole": "with --opaque root",
     "different": "other bits",
     "refused": "refused",
     "left out": "left out",
@@ -151,8 +153,14 @@ def _verdict_on_one_shape(
     try:
         difference = _difference(kind, name, form, folder, varies=False)
     except ZeroirError as error:
-        return "refused", _said(error, folder)
-    return _judged(difference, verdict, reason)
+        refusal = _said(error, folder)
+    else:
+        return _judged(difference, verdict, reason)
+    try:
+        difference = _difference(kind, name, form, folder, varies=False, opaque="root")
+    except ZeroirError:
+        return "refused", refusal
+    return _judged(difference, "as a whole", refusal)
 
 
 def _judged(difference: str | None, verdict: str, reason: str) -> Verdict:
@@ -199,11 +207,24 @@ def _difference_of_an_engine(kind: str, name: str, form: BatchForm) -> str | Non
     return None
 
 
-def _difference(kind: str, name: str, form: BatchForm, folder: Path, *, varies: bool) -> str | None:
+def _difference(
+    kind: str,
+    name: str,
+    form: BatchForm,
+    folder: Path,
+    *,
+    varies: bool,
+    opaque: str | None = None,
+) -> str | None:
     """The first difference between a trained model and eager replicas; None where there is none."""
     path = folder / f"{kind}_{name.replace('-', '_')}{'' if varies else '_static'}.py"
     path.write_text(MODEL_FILE.format(kind=kind, name=name, form=form, varies=varies))
-    given: dict[str, object] = {"stage": 3, "world_size": 2, "evaluate": False}
+    given: dict[str, object] = {
+        "stage": 3,
+        "world_size": 2,
+        "evaluate": False,
+        "opaque": opaque,
+    }
     options = make_options({**given, "shapes": form.shapes} if varies else given)
     comparison = check_model(str(path), options, steps=2, seed=0)
     return None if comparison.is_equal else str(comparison.differences[0])

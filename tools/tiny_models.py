@@ -70,7 +70,12 @@ OF_ONE_TYPE: dict[str, dict[str, object]] = {
     "longcat_flash": {"head_dim": 4},
     "mamba2": {"num_heads": 4},
     "nemotron": {"num_key_value_heads": 2},
-    "reformer": {"attn_layers": ["local", "local"], "axial_pos_embds": False},
+    "reformer": {
+        "attn_layers": ["local", "local"],
+        "axial_pos_embds": False,
+        # Its backward calls the layers again.
+        "local_attention_probs_dropout_prob": 0.0,
+    },
     "zamba2": {
         "layers_block_type": ["linear_attention", "hybrid"],
         "hybrid_layer_ids": [1],

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -505,3 +505,60 @@ def test_what_no_trace_holds_runs_as_it_is_and_objects_stay_outside() -> None:
         assert torch.equal(parameter, plain.get_parameter(name)), name
     with pytest.raises(UserError, match=r"The module odd, .* returns a tuple_iterator, but only"):
         zeroir.compile(AroundOdd(reads=True), batch)
+
+
+class CallsAgain(torch.autograd.Function):
+    """Keeps no activations: its backward calls the layer again, and adds the gradients of its parameters itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:  # noqa: ANN401 - torch's
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            y: Tensor = layer(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[object, ...]:  # noqa: ANN401 - torch's
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            torch.autograd.backward(ctx.layer(x), gradient)
+        return x.grad, None
+
+
+class Reversible(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.kind = sys.platform
+        self.layer = nn.Sequential(nn.Linear(4, 4), nn.Dropout(dropout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = CallsAgain.apply(x, self.layer)  # type: ignore[no-untyped-call]
+        return y if self.kind == sys.platform else x
+
+
+def test_gradients_that_the_code_adds_up_itself_count() -> None:
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        y: Tensor = module(batch).square().mean()
+        return y
+
+    torch.manual_seed(0)
+    batch = torch.randn(3, 4)
+    module = nn.Sequential(nn.Linear(4, 4), Reversible(), nn.Linear(4, 1))
+    with pytest.raises(UserError, match=r"test_opaque.py:\d+ cannot be traced: it calls backward"):
+        zeroir.compile(module, batch, loss=loss)
+    plain = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    chosen = partial(zeroir.compile, loss=loss, optimizer="sgd", lr=0.5, world_size=1)
+    engine = chosen(module, batch, units=zeroir.Units(opaque="1")).engine()
+    for _ in range(3):
+        expected = loss(plain, batch)
+        optimizer.zero_grad()
+        expected.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        assert engine.step(batch).loss == expected.item()
+    engine.close()
+    draws = nn.Sequential(nn.Linear(4, 4), Reversible(dropout=0.5))
+    with pytest.raises(UserError, match=r"The module 1, .* draws random numbers in its backward"):
+        chosen(draws, batch, units=zeroir.Units(opaque="1"))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -78,7 +82,7 @@ def _with_reuse(
 ) -> tuple[JointGraph, tuple[str, ...]] | None:
     """Return the same as ``graph_of_step``, but trace equal blocks once; None if that is impossible or no faster."""
     try:
-        with tracing_conditions(step.checkpointing):
+        with tracing_conditions(step.checkpointing), _gradients_only_returned():
             with tracer_settings(mode):
                 recording = step.record(inputs)
             plan = step.plan = make_plan(recording, mode, fewest_equal_calls)
@@ -111,7 +115,7 @@ def _traced(
     paths: Sequence[str],
 ) -> TracedGraph:
     try:
-        with tracing_conditions(step.checkpointing):
+        with tracing_conditions(step.checkpointing), _gradients_only_returned():
             return joint_graph(mode, step, inputs)
     except ZeroirError:
         raise
@@ -160,6 +164,24 @@ def _traced(
         raise UserError(
             source.explain(error, f"{capitalised(source.names.loss)} cannot be traced")
         ) from None
+
+
+@contextmanager
+def _gradients_only_returned() -> Iterator[None]:
+    """Within the block, refuse code that calls backward() itself, as reversible layers do: a trace loses its sums."""
+    plain, thread = torch.autograd.backward, threading.get_ident()
+
+    def refused(*args: object, **kwargs: object) -> None:
+        if threading.get_ident() != thread:  # code of an opaque module, which runs once
+            plain(*args, **kwargs)  # type: ignore[arg-type]
+            return
+        raise UntracedCallError(
+            "it calls backward(), and gradients that the code adds up itself are not part of a program; use "
+            "torch.autograd.grad, or name the module whose forward does so: --opaque PATTERN"
+        )
+
+    with mock.patch.object(torch.autograd, "backward", refused):
+        yield
 
 
 def _depends_on_values(

@@ -28,6 +28,7 @@ from zeroir.frontend.opaque.eager_forward import (
     ResultType,
     Returned,
     SeededOps,
+    gradients_of,
     own_tensors,
     present_tensors,
 )
@@ -36,7 +37,6 @@ from zeroir.frontend.opaque.found_out import (
     OpaqueModule,
     WhatItReturns,
     found_out,
-    gradients_of,
     name_in_sentences,
 )
 from zeroir.frontend.opaque.structure import Structure, results_taken_apart, taken_apart
@@ -156,7 +156,7 @@ class CapturedCall:
         def gradients_at(returned: Returned) -> list[Tensor]:
             results = self._results(returned, inputs, sizes)
             differentiated = [results[number] for number in self.differentiated]
-            return gradients_of(returned, differentiated, gradients, self.trained)
+            return gradients_of(returned.leaves, differentiated, gradients, self.trained)
 
         before = self._earlier.pop(seed, None)
         if before is None:

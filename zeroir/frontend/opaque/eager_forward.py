@@ -40,16 +40,30 @@ class ResultType(NamedTuple):
 
 
 class SeededOps(NeutralOps):
-    """The mode for one opaque call: each dropout and random operator has a seed that depends on the call's."""
+    """The mode for one opaque call: each dropout and random operator has a seed that depends on the call's.
+
+    Once it ``is_backward``, none may be drawn. ``place`` begins the sentence that says so.
+    """
 
     is_traced = False
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, place: str = "") -> None:
         super().__init__(torch.empty(0, dtype=torch.int64))
-        self._seed_of_call = seed
+        self._seed_of_call, self._place = seed, place
+        self.is_backward = False
 
     def seed(self) -> Tensor:
-        """Return the seed of the next dropout or random operator, i64[1]."""
+        """Return the seed of the next dropout or random operator, i64[1].
+
+        Raises:
+            UserError: in the backward.
+        """
+        if self.is_backward:
+            place = self._place
+            raise UserError(
+                f"{place} draws random numbers in its backward, which would be others than those of its forward: set "
+                "its dropout to 0."
+            )
         self.sites += 1
         return torch.tensor([seed_of_site(self._seed_of_call, self.sites)])
 
@@ -137,8 +151,9 @@ class EagerForward:
             present = stack.enter_context(tensors_swapped(module, self.own, used[:count]))
             stack.enter_context(tracing_conditions())
             stack.enter_context(torch.autocast("cpu", dtype=dtype, enabled=enabled))
-            stack.enter_context(SeededOps(seed))
+            ops = stack.enter_context(SeededOps(seed, self.place))
             values = forward(*args, **kwargs)
+            ops.is_backward = True
             after = [*present(), *used[count:]]
             changed = {
                 number: value
@@ -197,6 +212,34 @@ def _place(module: nn.Module, name: str) -> tuple[dict[str, Tensor], str]:
     owner = module.get_submodule(path)
     spaces: tuple[dict[str, Tensor], ...] = (owner._parameters, owner._buffers)  # type: ignore[assignment]
     return next((space for space in spaces if key in space), vars(owner)), key
+
+
+def gradients_of(
+    leaves: Sequence[Tensor],
+    results: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    trained: Sequence[int],
+) -> list[Tensor]:
+    """Return the gradients of the leaves at the positions ``trained``, from those of results; zeros where none is."""
+    pairs = [
+        (result, gradient)
+        for result, gradient in zip(results, gradients, strict=True)
+        if result.requires_grad
+    ]
+    wanted = [leaves[number] for number in trained]
+    made: Sequence[Tensor | None] = [None] * len(wanted)
+    if pairs:
+        outputs, given = zip(*pairs, strict=True)
+        made = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
+    return [_gradient(leaf, gradient) for leaf, gradient in zip(wanted, made, strict=True)]
+
+
+def _gradient(leaf: Tensor, gradient: Tensor | None) -> Tensor:
+    """Return the gradient in the leaf's layout, with what the code itself has accumulated, as reversible layers do."""
+    own, value = leaf.grad, leaf.detach()
+    if own is not None:
+        gradient = own if gradient is None else own + gradient
+    return torch.zeros_like(value) if gradient is None else torch.empty_like(value).copy_(gradient)
 
 
 def own_tensors(module: nn.Module) -> tuple[OwnTensor, ...]:

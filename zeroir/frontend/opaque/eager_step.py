@@ -22,6 +22,7 @@ from zeroir.frontend.capture.precision import fp32_casts
 from zeroir.frontend.opaque.calls import seeded_as_opaque
 from zeroir.frontend.opaque.eager_forward import (
     OwnTensor,
+    gradients_of,
     own_tensors,
     present_tensors,
     tensors_swapped,
@@ -156,20 +157,13 @@ class EagerStep:
     ) -> list[Tensor]:
         """Return the gradients of the trained parameters."""
         loss, leaves = self._graphs.pop(seed)
-        wanted = [leaves[number] for number in self.trained]
         with (
             torch.inference_mode(mode=False),
             torch.enable_grad(),
             self._within(leaves),
             self._failures("failed in the backward"),
         ):
-            made: Sequence[Tensor | None] = torch.autograd.grad(
-                loss, wanted, list(gradients), allow_unused=True
-            )
-        return [
-            torch.zeros_like(x) if gradient is None else torch.empty_like(x).copy_(gradient)
-            for gradient, x in zip(made, (x.detach() for x in wanted), strict=True)
-        ]
+            return gradients_of(leaves, [loss], gradients, self.trained)
 
     @contextmanager
     def _failures(self, how: str) -> Iterator[None]:

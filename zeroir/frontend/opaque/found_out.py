@@ -26,6 +26,7 @@ from zeroir.frontend.opaque.eager_forward import (
     OwnTensor,
     ResultType,
     Returned,
+    gradients_of,
 )
 from zeroir.frontend.opaque.fitted_sizes import Point, at_point, fitted, points_of
 from zeroir.frontend.opaque.held_memory import HeldMemory
@@ -289,7 +290,8 @@ class _Trial:
 
         def backward(returned: Returned) -> None:
             _, tensors = results_taken_apart(returned.values, self.eager.place)
-            gradients_of(returned, tensors, [torch.ones_like(x) for x in tensors], self.trained)
+            ones = [torch.ones_like(x) for x in tensors]
+            gradients_of(returned.leaves, tensors, ones, self.trained)
 
         def held(trained: tuple[int, ...] | None, use: Callable[[Returned], None]) -> int:
             memory = HeldMemory()
@@ -299,31 +301,10 @@ class _Trial:
         try:
             forward_bytes = held(None, lambda _: None)
             return forward_bytes, held(self.trained, backward) if self.trained else 0
+        except UserError:
+            raise
         except Exception:  # noqa: BLE001 - any error of the module's code
             return None
-
-
-def gradients_of(
-    returned: Returned,
-    results: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    trained: Sequence[int],
-) -> list[Tensor]:
-    """Return the gradients of the trained inputs, from those of results; zeros for an input without one."""
-    pairs = [
-        (result, gradient)
-        for result, gradient in zip(results, gradients, strict=True)
-        if result.requires_grad
-    ]
-    wanted = [returned.leaves[number] for number in trained]
-    made: Sequence[Tensor | None] = [None] * len(wanted)
-    if pairs:
-        outputs, given = zip(*pairs, strict=True)
-        made = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
-    return [
-        torch.zeros_like(x) if gradient is None else torch.empty_like(x).copy_(gradient)
-        for gradient, x in zip(made, (x.detach() for x in wanted), strict=True)
-    ]
 
 
 def _tried(run: Callable[[int], T], argument: int) -> T | Exception:

@@ -132,7 +132,8 @@ class CodeState:
         """
         ids = frozenset(map(id, followed))
         while True:
-            mentioned = code.size
+            codes = (code,) if live is None else (code, live.code)
+            mentioned = [each.size for each in codes]
             state = cls(
                 code,
                 numbers=numbers,
@@ -142,7 +143,7 @@ class CodeState:
             )
             state._walk(model)
             # Objects that it met may have methods that mention more.
-            if code.size == mentioned:
+            if [each.size for each in codes] == mentioned:
                 return state
 
     def _walk(self, model: nn.Module | None) -> None:
