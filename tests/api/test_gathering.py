@@ -116,6 +116,10 @@ def of_own_rank(x: Tensor) -> Tensor:
     return parts[dist.get_rank()]
 
 
+def up_to_its_place(x: Tensor) -> Tensor:
+    return x[: 1 + dist.get_rank()]
+
+
 def of_another_size(x: Tensor) -> Tensor:
     parts = [torch.zeros_like(x[1:]) for _ in range(2)]
     dist.all_gather(parts, x)
@@ -131,6 +135,7 @@ def of_another_size(x: Tensor) -> Tensor:
         (telling, r"calls torch\.distributed\.all_gather_object, but a program has"),
         (deciding, r"decides by the rank \(rank == 0\), while a program is the same on every"),
         (of_own_rank, r"decides by the rank \(rank\), while a program is the same on every rank"),
+        (up_to_its_place, r"makes a tensor whose shape depends on the rank"),
         (of_another_size, r"gathers torch\.float32\[4, 2\] into torch\.float32\[3, 2\]"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -208,6 +208,8 @@ class NeutralOps(TorchFunctionMode):
             on_numbers = on_tensors(func, args, named_args)
             if on_numbers is not None:
                 return self._wrapped(on_numbers)()
+            if isinstance(self._ranks, TracedRanks) and self._ranks.is_placing(func, args):
+                return self._wrapped(self._ranks.placed)(func, args, named_args)
             if getattr(func, "__module__", "") == F.__name__ and func not in self._own:
                 return self._inside(call, args, named_args)
             return self.__torch_function__(func, types, with_values(args), with_values(named_args))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar, cast
 from unittest import mock
 
 import torch
@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from zeroir.errors import InternalError
 from zeroir.torch_ops.define import define, differentiate, fake
+from zeroir.torch_ops.devices import on_one_device
 from zeroir.torch_ops.followed_numbers import FollowedNumber, FollowedNumbers
 
 Function = Callable[..., object]
@@ -168,6 +169,36 @@ class TracedRanks:
         values = torch.tensor(table, dtype=torch.float64)
         return torch.index_select(values, 0, self._rank).reshape(())
 
+    def is_placing(self, function: Function, arguments: object) -> bool:
+        """Return whether a function takes or makes elements at places that depend on the rank."""
+        return function in _PLACING and any(
+            isinstance(leaf, FollowedNumber) and leaf.numbers is self._numbers
+            for leaf in _leaves(arguments)
+        )
+
+    def placed(
+        self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Tensor | None:
+        """Return what such a function returns: that of all ranks, of which each selects its own."""
+        results: list[Tensor] = []
+        for rank in range(self.size):
+            self._numbers.values["rank"] = rank
+            own = _plain(args)
+            self._numbers.values["rank"] = 0
+            if function is Tensor.__setitem__:
+                results.append(own[0].clone())
+                results[-1][own[1]] = own[2]
+            else:
+                results.append(cast("Tensor", on_one_device(function)(*own, **kwargs)))
+        if len({(x.shape, x.dtype) for x in results}) > 1:
+            raise CollectiveError("makes a tensor whose shape depends on the rank")
+        assert self._rank is not None
+        selected = torch.index_select(torch.stack(results), 0, self._rank)[0]
+        if function is Tensor.__setitem__:
+            args[0].copy_(selected)
+            return None
+        return selected
+
     # Code such as `features[rank] = own` puts a tensor at the rank's place of a list. In a trace the list is one
     # element longer for a moment, and that is where the tensor goes. Then each element becomes the tensor on the rank
     # whose place it is. Until that is known, new tensors stand for the elements.
@@ -208,6 +239,38 @@ class TracedRanks:
             return arguments
         settled: Arguments = pytree.tree_map_only(Tensor, lambda x: after.get(id(x), x), arguments)
         return settled
+
+
+_PLACING: Final[frozenset[object]] = frozenset(
+    (
+        *(torch.arange, torch.full, torch.narrow, torch.roll, torch.select),
+        *(Tensor.__getitem__, Tensor.__setitem__, Tensor.narrow, Tensor.roll, Tensor.select),
+    )
+)
+
+
+def _leaves(arguments: object) -> Iterator[object]:
+    match arguments:
+        case tuple() | list():
+            for each in arguments:
+                yield from _leaves(each)
+        case slice():
+            yield from (arguments.start, arguments.stop, arguments.step)
+        case _:
+            yield arguments
+
+
+def _plain(arguments: Any) -> Any:  # noqa: ANN401 - of any function
+    """Return arguments with the present values of numbers."""
+    match arguments:
+        case FollowedNumber():
+            return arguments.compute()
+        case tuple() | list():
+            return type(arguments)(map(_plain, arguments))
+        case slice():
+            return slice(*map(_plain, (arguments.start, arguments.stop, arguments.step)))
+        case _:
+            return arguments
 
 
 class _Put:

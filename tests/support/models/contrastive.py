@@ -64,8 +64,9 @@ def loss(towers: Towers, batch: Batch) -> Tensor:
     """The mean over rows of both directions, and of those with the same label."""
     x, y, label = batch
     features, others = towers(x, y)
-    place = torch.arange(len(x)) + len(x) * dist.get_rank()
-    labels = torch.empty(dist.get_world_size() * len(x), dtype=label.dtype)
+    start, count = len(x) * dist.get_rank(), dist.get_world_size() * len(x)
+    place = torch.arange(start, start + len(x))
+    labels = torch.empty(count, dtype=label.dtype)
     dist.all_gather_into_tensor(labels, label)
     world = dist.group.WORLD
     assert world is not None
@@ -73,6 +74,9 @@ def loss(towers: Towers, batch: Batch) -> Tensor:
     to_all = features @ with_own_gradient(others).T
     clip = F.cross_entropy(5 * to_all.float(), place)
     clip = clip + F.cross_entropy(5 * (others @ of_all.T).float(), place)
-    alike = (label[:, None] == labels).float()
+    apart = torch.zeros(dist.get_world_size(), *others.shape, dtype=others.dtype)
+    apart[dist.get_rank()] = others
+    clip = clip + (apart.flatten(0, 1) * with_own_gradient(others)).float().mean()
+    alike = (labels[start : start + len(x), None] == labels).float()
     loss: Tensor = clip - 0.1 * (to_all.log_softmax(-1) * alike).mean()
     return loss

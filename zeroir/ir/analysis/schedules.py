@@ -2,7 +2,8 @@
 
 Two programs with the same schedule may run at the same time, each on some of the ranks. No rank waits for ever, because
 all start the same collectives in the same order. And the values are right: what a rank gathers comes from parameters,
-which have the same places in both programs; what ranks reduce goes by the same ops to the same elements of gradients
+which have the same places in both programs, or is what the model's code gathers, from equal sizes in the same order, as
+in eager PyTorch; what ranks reduce goes by the same ops to the same elements of gradients
 and other sums. By the proof of each program these get the contributions of all ranks, so in both programs the
 contributions to one gradient are at the same place of a collective.
 """
