@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 from torch.export import Dim
 
 import zeroir
-from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from tests.runtime.support import Ranks, require_success
 from tests.support.captures import ROOT
 from tests.support.lowering import codes
 from zeroir.api.checks.check import check_model
@@ -33,9 +33,7 @@ CONTRASTIVE = str(ROOT / "tests" / "support" / "models" / "contrastive.py")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_it_trains_as_under_ddp(world_size: int, tmp_path: Path) -> None:
-    ranks = Ranks(
-        world_size, tmp_path, module="tests.api.gathering_workers", sources=COMPILING_SOURCES
-    )
+    ranks = Ranks(world_size, tmp_path, module="tests.api.gathering_workers")
     require_success(ranks.wait(timeout_s=300.0))
 
 

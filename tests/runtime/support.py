@@ -36,8 +36,6 @@ ROOT = Path(__file__).parents[2]
 Source = Callable[[], Zygote]
 SOURCES: tuple[Source, ...] = (compiling_zygote, *((second_zygote,) if IS_THOROUGH else ()))
 """What ranks are forked from."""
-COMPILING_SOURCES: tuple[Source, ...] = SOURCES
-"""The same, also for ranks that trace models."""
 
 
 def segment(inputs: str, *lines: str) -> Segment:
