@@ -74,7 +74,7 @@ class AllReduceGradients(Pass):
             if comm.ranks not in (None, self.dp):
                 raise UserError(
                     f"The model asks for the number of ranks or gathers values of all of them, and was compiled for "
-                    f"{comm.ranks}: compile it again for {self.dp}."
+                    f"{comm.ranks}: compile it again for {self.dp}. A mesh of two axes is not possible."
                 )
         program = replace(
             resize(program, Axis(name=AXIS, size=self.dp)),

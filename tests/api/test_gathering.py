@@ -20,6 +20,7 @@ from tests.support.captures import ROOT
 from tests.support.lowering import codes
 from zeroir.api.checks.check import check_model
 from zeroir.api.compiled import CompiledProgram
+from zeroir.api.search.search_space import regions
 from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.ir import ops
@@ -180,6 +181,13 @@ def test_a_program_is_for_the_ranks_that_it_gathers_of() -> None:
         )
     other = verify(replace(made.program, mesh=made.logical.mesh), made.logical)
     assert "Z201" in codes(other)
+
+
+def test_a_plan_keeps_to_one_axis() -> None:
+    options = {"stage": 1, "world_size": 4}
+    for use, meshes in ((gathered, 1), (torch.abs, 2)):
+        made = zeroir.compile(Line(), torch.ones(4, 3), loss=loss_with(use), world_size=4)
+        assert len(regions(make_options(options), made.logical)) == meshes
 
 
 def test_one_rank_gathers_from_itself() -> None:

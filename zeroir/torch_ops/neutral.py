@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from zeroir.torch_ops._torch_distributed import collective, is_collective
 from zeroir.torch_ops.attention import attention
 from zeroir.torch_ops.conditions import tracing_conditions
 from zeroir.torch_ops.ctc import reduced_ctc_loss
@@ -41,7 +42,7 @@ from zeroir.torch_ops.layouts import (
 from zeroir.torch_ops.norm_functions import batch_normed, in_order_of_torch, instance_normed
 from zeroir.torch_ops.purity import foreign_operator, pure_call
 from zeroir.torch_ops.random_numbers import SeededRandomOps
-from zeroir.torch_ops.ranks import Ranks, TracedRanks, collective, is_collective
+from zeroir.torch_ops.ranks import Ranks, TracedRanks
 from zeroir.torch_ops.recurrent import (
     RecurrentStep,
     gru_step,

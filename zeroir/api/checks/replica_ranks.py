@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zeroir.errors import UserError
 from zeroir.runtime.memory.tensors import accumulation_dtype
-from zeroir.torch_ops.ranks import ranks_seen
+from zeroir.torch_ops._torch_distributed import ranks_seen
 
 T = TypeVar("T")
 

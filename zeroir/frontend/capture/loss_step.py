@@ -31,9 +31,10 @@ from zeroir.frontend.lowering.units import find_units
 from zeroir.frontend.source.source import ModelSource, capitalised
 from zeroir.frontend.watch.stored_tensors import StoredObject, StorePlace, stored_values
 from zeroir.ir.reports import Storing
+from zeroir.torch_ops._torch_distributed import ranks_seen
 from zeroir.torch_ops.batches import with_tensors
 from zeroir.torch_ops.neutral import NeutralOps
-from zeroir.torch_ops.ranks import TracedRanks, ranks_seen
+from zeroir.torch_ops.ranks import TracedRanks
 
 
 class LossStep(nn.Module):
