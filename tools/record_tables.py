@@ -201,6 +201,7 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     },
     "models": _rows,
     "models refused": _models_that_are("one size"),
+    "models whole": _models_that_are("as a whole"),
     "models decided": _models_that_are("several programs"),
     "models different": _models_that_are("different"),
     "causal-models": _rows,

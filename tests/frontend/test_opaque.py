@@ -562,3 +562,22 @@ def test_gradients_that_the_code_adds_up_itself_count() -> None:
     draws = nn.Sequential(nn.Linear(4, 4), Reversible(dropout=0.5))
     with pytest.raises(UserError, match=r"The module 1, .* draws random numbers in its backward"):
         chosen(draws, batch, units=zeroir.Units(opaque="1"))
+
+
+def test_where_values_decide_how_many_rows_a_module_gets_the_one_around_it_runs_as_it_is() -> None:
+    class Picks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Branch()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = x + self.inner(x[x.sum(-1) > 0]).sum()
+            return y
+
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        y: Tensor = module(batch).square().mean()
+        return y
+
+    model = nn.Sequential(nn.Linear(8, 8), Picks())
+    program = compiled(model, torch.ones(3, 8), loss=loss, shapes="0: 2<=rows<=6, _").program
+    assert opaque_modules(program.segments).keys() == {"1"}

@@ -39,7 +39,12 @@ from zeroir.frontend.opaque.found_out import (
     found_out,
     name_in_sentences,
 )
-from zeroir.frontend.opaque.structure import Structure, results_taken_apart, taken_apart
+from zeroir.frontend.opaque.structure import (
+    CannotRunError,
+    Structure,
+    results_taken_apart,
+    taken_apart,
+)
 from zeroir.frontend.source.source import ModelSource, capitalised
 from zeroir.frontend.source.source_lines import line_of_forward
 from zeroir.torch_ops.neutral import NeutralOps
@@ -114,11 +119,12 @@ class CapturedCall:
         """Return the results."""
 
         def laid_out(returned: Returned) -> list[Tensor]:
-            results = self._results(returned, inputs, sizes)
-            return [
-                kind.empty(tuple(x.shape), x.device).copy_(x)
-                for x, kind in zip(results, self.results, strict=True)
-            ]
+            with torch._C.DisableTorchFunction():  # these calls are not the module's
+                results = self._results(returned, inputs, sizes)
+                return [
+                    kind.empty(tuple(x.shape), x.device).copy_(x)
+                    for x, kind in zip(results, self.results, strict=True)
+                ]
 
         if not self.trained:
             return self._run(inputs, seed, sizes, None, laid_out)
@@ -154,7 +160,8 @@ class CapturedCall:
         """Return the gradients of the trained inputs."""
 
         def gradients_at(returned: Returned) -> list[Tensor]:
-            results = self._results(returned, inputs, sizes)
+            with torch._C.DisableTorchFunction():
+                results = self._results(returned, inputs, sizes)
             differentiated = [results[number] for number in self.differentiated]
             return gradients_of(returned.leaves, differentiated, gradients, self.trained)
 
@@ -266,8 +273,9 @@ class OpaqueModules:
             types = [InputType(tuple(map(size_of, x.shape)), x.dtype) for x in inputs]
             polynomials = tuple(map(size_of, sizes))
         except NoPolynomialError as error:
-            raise UserError(
-                f"{place} is called with a size that is no polynomial of dims, {error}: give that dimension one size."
+            raise CannotRunError(
+                path,
+                f"{place} is called with a size that is no polynomial of dims, {error}: give that dimension one size.",
             ) from None
         eager = EagerForward(
             path=path,

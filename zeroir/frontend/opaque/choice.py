@@ -99,7 +99,8 @@ class OpaqueChoice:
         covering = next((p for p in self._paths if path and f"{path}.".startswith(f"{p}.")), None)
         if isinstance(error, CannotRunError):
             alike = (why for n, why in self.reasons.items() if self._is_alike(n, error.path))
-            reason = f"{next(alike, '')} It cannot run as it is either: {error}".strip()
+            first = next(alike, "")
+            reason = f"{first} It cannot run as it is either: {error}" if first else reason
         if isinstance(error, CannotRunError) or covering is not None:
             path = self._around(covering or path)
         if not path:

@@ -155,11 +155,12 @@ class EagerForward:
             values = forward(*args, **kwargs)
             ops.is_backward = True
             after = [*present(), *used[count:]]
-            changed = {
-                number: value
-                for number, (value, version) in enumerate(zip(after, versions, strict=True))
-                if value is not used[number] or value._version != version
-            }
+            with torch._C.DisableTorchFunction():  # these calls are not the module's
+                changed = {
+                    number: value
+                    for number, (value, version) in enumerate(zip(after, versions, strict=True))
+                    if value is not used[number] or value._version != version
+                }
             unexpected = sorted(changed.keys() - may_change)
             if unexpected:
                 place = self.place
