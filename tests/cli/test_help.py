@@ -53,6 +53,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 """
 
 
+@pytest.mark.slow
 def test_bash_completes_commands_options_and_their_values(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

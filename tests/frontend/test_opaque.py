@@ -339,6 +339,7 @@ def test_its_sizes_are_polynomials_of_dims() -> None:
         zeroir.compile(Around(is_rounded=True), torch.ones(3, 5, 4), shapes=dims)
 
 
+@pytest.mark.slow
 def test_its_memory_is_planned_and_measured() -> None:
     class Holds(nn.Module):
         """Holds much only where a value is large."""

@@ -1,17 +1,12 @@
-"""The parsed text of files, once a process: parsing the product takes seconds."""
+"""The parsed text of files."""
 
 from __future__ import annotations
 
 import ast
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 
 
-def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """Return the nodes of a file, as ``ast.walk`` yields them."""
-    return _nodes(path.resolve())
-
-
-@cache
-def _nodes(path: Path) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(ast.parse(path.read_text("utf-8"))))
+def nodes(path: Path) -> Iterator[ast.AST]:
+    """Yield the nodes of a file; millions of them that stay would slow down each collection of garbage."""
+    return ast.walk(ast.parse(path.read_text("utf-8")))
