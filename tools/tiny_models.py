@@ -93,7 +93,7 @@ ABSENT = frozenset(("head_dim", "n_routed_experts", "n_shared_experts", "num_exp
 LIST_OF_HEADS = frozenset(("num_heads", "num_attention_heads"))
 """Where the numbers of heads are a list, the widths of the stages have to fit it."""
 
-ROWS, LENGTHS, PATCHES = (1, 4), (2, 24), (2, 4)
+ROWS, LENGTHS, PATCHES = (1, 4), (2, 24), (2, 5)
 """The smallest and the largest numbers of rows and words, and of patches of a height or a width."""
 
 _NO_LABEL, _MASK, _FIRST_WORD = -100, 3, 4
