@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from zeroir.torch_ops.attention import attend, attend_backward
-from zeroir.torch_ops.batch_norm import normalise, normalise_backward
-from zeroir.torch_ops.dropout import drop_with
 from zeroir.torch_ops.random_numbers import draw_with
+from zeroir.torch_ops.replaced.attention import attend, attend_backward
+from zeroir.torch_ops.replaced.batch_norm import normalise, normalise_backward
+from zeroir.torch_ops.replaced.dropout import drop_with
 from zeroir.torch_ops.strided import scatter_by_index, strided_view_by_index
 
 

@@ -87,7 +87,7 @@ def test_the_scripts_own_optimizer_and_its_scheduler_drive_the_program() -> None
             {"params": net[:2].parameters(), "lr": 0.1},
             {"params": net[3].parameters()},
         ]
-        return torch.optim.AdamW(groups, lr=0.01)
+        return torch.optim.AdamW(groups, lr=0.01, fused=True)
 
     net, plain = net_of(), net_of()
     own, of_plain = optimizer_of(net), optimizer_of(plain)

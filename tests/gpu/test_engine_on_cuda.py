@@ -28,7 +28,7 @@ from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.torch_ops import attention, attention_backward, dropout
-from zeroir.torch_ops.attention import _math_backward, _math_forward
+from zeroir.torch_ops.replaced.attention import _math_backward, _math_forward
 
 pytestmark = pytest.mark.gpu
 

@@ -16,11 +16,11 @@ from torch.nn.attention import SDPBackend
 
 from tests.support.examples import examples
 from zeroir.torch_ops import attention, attention_backward, dropout, neutral_ops
-from zeroir.torch_ops.attention import _math_backward, _math_forward
-from zeroir.torch_ops.ctc import ctc_loss
+from zeroir.torch_ops.replaced.attention import _math_backward, _math_forward
+from zeroir.torch_ops.replaced.ctc import ctc_loss
 
 # The package's name for it is the operator.
-attention_module = sys.modules["zeroir.torch_ops.attention"]
+attention_module = sys.modules["zeroir.torch_ops.replaced.attention"]
 NO_SEEDS = torch.empty(0, dtype=torch.int64)
 
 

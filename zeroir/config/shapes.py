@@ -15,7 +15,7 @@ from zeroir.errors import UserError
 from zeroir.ir.analysis.instances import values_of_dims
 from zeroir.ir.limits import MOST_COUNT
 from zeroir.ir.program import Program
-from zeroir.ir.sizes import RESERVED_NAMES, Dim, Linear, Size
+from zeroir.ir.sizes import RESERVED_NAMES, Dim, LinearSize, Size
 
 BatchShapes = Mapping[str, tuple[int | None, ...]]
 """The sizes of each named tensor by its path; None is the size of the example batch."""
@@ -84,7 +84,7 @@ def _places_of_ranges(shapes: BatchShapes) -> dict[str, tuple[str, int]]:
     return places | plain
 
 
-def _linear(size: Size) -> Linear:
+def _linear(size: Size) -> LinearSize:
     linear = size.linear
     assert linear is not None  # nothing else is a shape of a batch
     return linear

@@ -28,7 +28,7 @@ from torch.types import IntLikeType
 
 from zeroir.frontend._torch_dim_nodes import DimNode, PolynomialEnv
 from zeroir.ir.size_bounds import lowest
-from zeroir.torch_ops.interpolation import resized_shape
+from zeroir.torch_ops.replaced.interpolation import resized_shape
 
 
 class DimTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call] # a function of torch without types

@@ -46,7 +46,7 @@ from zeroir.frontend._torch_dim_nodes import sizes_as_nodes
 from zeroir.frontend._torch_dim_views import DimTensorMode
 from zeroir.frontend._torch_hooks import GradientHook, gradient_hooks
 from zeroir.frontend.capture.storage_views import rewrite_storage_views
-from zeroir.torch_ops.interpolation import interpolate
+from zeroir.torch_ops.replaced.interpolation import interpolate
 
 Function = Callable[..., object]
 DATA_DEPENDENT: tuple[type[Exception], ...] = (

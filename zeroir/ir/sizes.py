@@ -113,16 +113,16 @@ class Size(int):
         return frozenset(factor for _, monomial in self.terms for factor, _ in monomial)
 
     @property
-    def linear(self) -> Linear | None:
+    def linear(self) -> LinearSize | None:
         """The size as a multiple of one dim and a number; None of any other size."""
         match self.terms:
             case ((factor, ((Dim() as dim, 1),)),):
-                return Linear(factor, dim, 0)
+                return LinearSize(factor, dim, 0)
             case ((factor, ((Dim() as dim, 1),)), (number, ())) | (
                 (number, ()),
                 (factor, ((Dim() as dim, 1),)),
             ):
-                return Linear(factor, dim, number)
+                return LinearSize(factor, dim, number)
             case _:
                 return None
 
@@ -187,7 +187,7 @@ class Size(int):
         return self.at_bound
 
 
-class Linear(NamedTuple):
+class LinearSize(NamedTuple):
     """A multiple of one dim plus a number, from whose value that of the dim follows."""
 
     factor: int

@@ -29,7 +29,7 @@ class OpaqueCode(TypedDict):
     measured_backward_bytes: int | None
 
 
-class KnownModule(Protocol):
+class DescribedModule(Protocol):
     """An opaque module by its name, why it cannot be traced, and the bytes of its forward and backward if measured."""
 
     @property
@@ -42,7 +42,7 @@ class KnownModule(Protocol):
     def backward_bytes(self) -> int | None: ...
 
 
-KnownModules = Mapping[str, KnownModule]
+KnownModules = Mapping[str, DescribedModule]
 """By the word that opaque calls name a module by."""
 
 

@@ -6,15 +6,15 @@ The frontend traces them into segments and the runtime executes them. Importing 
 and ``strided``.
 """
 
-from zeroir.torch_ops.attention import attention, attention_backward
-from zeroir.torch_ops.batch_norm import batch_norm, batch_norm_backward
-from zeroir.torch_ops.ctc import ctc_loss, ctc_loss_backward
-from zeroir.torch_ops.dropout import dropout
-from zeroir.torch_ops.grouped import grouped_mm
 from zeroir.torch_ops.neutral import NeutralOps, neutral_ops
 from zeroir.torch_ops.opaque import opaque, opaque_backward
 from zeroir.torch_ops.out_variants import addmm_out, bmm_out, embedding_gradient, mm_out, store
 from zeroir.torch_ops.random_numbers import uniform
+from zeroir.torch_ops.replaced.attention import attention, attention_backward
+from zeroir.torch_ops.replaced.batch_norm import batch_norm, batch_norm_backward
+from zeroir.torch_ops.replaced.ctc import ctc_loss, ctc_loss_backward
+from zeroir.torch_ops.replaced.dropout import dropout
+from zeroir.torch_ops.replaced.grouped import grouped_mm
 from zeroir.torch_ops.strided import strided, strided_scatter
 
 __all__ = [

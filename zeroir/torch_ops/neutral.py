@@ -22,14 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from zeroir.torch_ops._torch_distributed import collective, is_collective
-from zeroir.torch_ops.attention import attention
 from zeroir.torch_ops.conditions import tracing_conditions
-from zeroir.torch_ops.ctc import reduced_ctc_loss
 from zeroir.torch_ops.devices import on_one_device
-from zeroir.torch_ops.dropout import dropout
 from zeroir.torch_ops.followed_numbers import has_followed, on_tensors, with_values
-from zeroir.torch_ops.grouped import grouped_mm
-from zeroir.torch_ops.interpolation import interpolate
 from zeroir.torch_ops.layouts import (
     LAYOUT_SENSITIVE,
     called_with_settled,
@@ -39,11 +34,20 @@ from zeroir.torch_ops.layouts import (
     padded,
     stacks_of,
 )
-from zeroir.torch_ops.norm_functions import batch_normed, in_order_of_torch, instance_normed
 from zeroir.torch_ops.purity import foreign_operator, pure_call
 from zeroir.torch_ops.random_numbers import SeededRandomOps
 from zeroir.torch_ops.ranks import Ranks, TracedRanks
-from zeroir.torch_ops.recurrent import (
+from zeroir.torch_ops.replaced.attention import attention
+from zeroir.torch_ops.replaced.ctc import reduced_ctc_loss
+from zeroir.torch_ops.replaced.dropout import dropout
+from zeroir.torch_ops.replaced.grouped import grouped_mm
+from zeroir.torch_ops.replaced.interpolation import interpolate
+from zeroir.torch_ops.replaced.norm_functions import (
+    batch_normed,
+    in_order_of_torch,
+    instance_normed,
+)
+from zeroir.torch_ops.replaced.recurrent import (
     RecurrentStep,
     gru_step,
     lstm_step,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroir.torch_ops.define import define, fake
-from zeroir.torch_ops.dropout import hashed
+from zeroir.torch_ops.replaced.dropout import hashed
 
 aten = torch.ops.aten
 

@@ -120,7 +120,7 @@ def found_out(
         raise CannotRunError(eager.path, sentence[0].upper() + sentence[1:]) from None
 
 
-class _TensorType(NamedTuple):
+class _KindOfResult(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -131,11 +131,11 @@ class _TensorType(NamedTuple):
         return tuple(sorted(range(len(self.stride)), key=lambda axis: -self.stride[axis]))
 
 
-class _Found(NamedTuple):
+class _Results(NamedTuple):
     """What a module returned at one point, and the positions of the inputs that it changed."""
 
     structure: Structure
-    tensors: list[_TensorType]
+    tensors: list[_KindOfResult]
     changed: frozenset[int]
 
 
@@ -164,7 +164,7 @@ class _Trial:
             for dim in size.dims
         }
         points = points_of(dims)
-        found: list[tuple[Point, _Found]] = []
+        found: list[tuple[Point, _Results]] = []
         for point in points:
             try:
                 found.append((point, self._at(point)))
@@ -205,7 +205,7 @@ class _Trial:
         shape, dtype = self.inputs[number]
         return ResultType(tuple(range(len(shape))), dtype, number in self.trained)
 
-    def _at(self, point: Point) -> _Found:
+    def _at(self, point: Point) -> _Results:
         """Return what the module returns where dims have these values.
 
         Raises:
@@ -214,11 +214,11 @@ class _Trial:
         own = enumerate(self.eager.own)
         every = frozenset(range(len(self.inputs))) - {i for i, each in own if each.is_parameter}
 
-        def taken(returned: Returned) -> _Found:
+        def taken(returned: Returned) -> _Results:
             structure, tensors = results_taken_apart(returned.values, self.eager.place)
-            return _Found(structure, [_type_of(x) for x in tensors], frozenset(returned.changed))
+            return _Results(structure, [_type_of(x) for x in tensors], frozenset(returned.changed))
 
-        def run_on(integer: int) -> _Found:
+        def run_on(integer: int) -> _Results:
             self._integer = integer
             return self._run(point, self.trained, every, taken)
 
@@ -279,7 +279,7 @@ class _Trial:
         ]
 
     def _workspaces(
-        self, point: Point, found: _Found, may_change: Set[int]
+        self, point: Point, found: _Results, may_change: Set[int]
     ) -> tuple[int, int] | None:
         """Return the bytes that forward and backward hold; None where the module's code fails in the backward."""
         shapes = [(each.shape, each.dtype) for each in self.inputs]
@@ -316,12 +316,12 @@ def _tried(run: Callable[[int], T], argument: int) -> T | Exception:
         return error
 
 
-def _type_of(x: Tensor) -> _TensorType:
+def _type_of(x: Tensor) -> _KindOfResult:
     stride = torch.empty_like(x, device="meta").stride()
-    return _TensorType(tuple(x.shape), stride, x.dtype, x.requires_grad)
+    return _KindOfResult(tuple(x.shape), stride, x.dtype, x.requires_grad)
 
 
-def _alike(found: Sequence[Sequence[_TensorType]], place: str) -> list[_TensorType]:
+def _alike(found: Sequence[Sequence[_KindOfResult]], place: str) -> list[_KindOfResult]:
     """Return the types of several results, which differ in sizes alone.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The temporary tensors of ``torch_ops.attention`` around the attention kernel."""
+"""The temporary tensors of ``torch_ops.replaced.attention`` around the attention kernel."""
 
 from __future__ import annotations
 

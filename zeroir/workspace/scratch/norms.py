@@ -81,7 +81,7 @@ def _is_channels_last(x: TensorType) -> bool:
 
 
 def dropout_bytes(node: Node, types: Types) -> int:
-    """Return the bytes of ``torch_ops.dropout``: two 64-bit integers per element, then the product in three parts."""
+    """Return the bytes of ``torch_ops.replaced.dropout``: two i64 per element, then the product in three parts."""
     x = tensor_of(node.args[0], types)
     number = converted_bytes([DType.F64], x.dtype)
     most = max(16 * x.numel + 8, x.numel + 3 * x.size_bytes + number)

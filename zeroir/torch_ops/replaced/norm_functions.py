@@ -11,8 +11,8 @@ from typing import cast
 
 from torch import Tensor
 
-from zeroir.torch_ops.batch_norm import batch_norm
 from zeroir.torch_ops.layouts import settled_operand, settled_result
+from zeroir.torch_ops.replaced.batch_norm import batch_norm
 from zeroir.torch_ops.types import widened
 
 
