@@ -248,3 +248,31 @@ def test_ranks_compile_together(zeroir: Zeroir, model: Path) -> None:
     # At the first step the ranks have batches of both sides already.
     assert made.stderr.count("was compiled in") == 2, made.stderr
     assert made.stderr.count("compiled again") == 1, made.stderr
+
+
+def test_values_of_the_environment_at_the_import_of_the_file_count(
+    zeroir: Zeroir, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = MODEL.replace("import torch\n", "import os\nimport torch\n", 1)
+    text = text.replace("BETA = 0.0", 'GAIN = float(os.environ.get("GAIN", "1"))\nBETA = 0.0')
+    text = text.replace("1.0 + step", "1.0").replace("0.25 * step", "0.0")
+    model.write_text(text.replace("+ BETA", "* GAIN"))
+    assert zeroir("compile", model.name, *SGD, "--world-size", "1").exit_code == 0
+    monkeypatch.setenv("GAIN", "3")
+    answer = zeroir(*RUN)
+    assert printed_losses(answer.out) == eager_losses(model, 1)
+    assert "GAIN, which model.py:21 reads, is 3.0 now, but was 1.0" in answer.err
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_rank_that_is_read_at_the_import_of_the_file_is_refused(
+    zeroir: Zeroir, model: Path
+) -> None:
+    text = MODEL.replace("import torch\n", "import os\nimport torch\n", 1)
+    model.write_text(text.replace("BETA = 0.0", 'BETA = float(os.environ.get("RANK", "0"))'))
+    assert zeroir("compile", model.name, *SGD, "--world-size", "2").exit_code == 0
+    made = run_forked("zeroir", [*RUN, "--nproc", "2"], model.parent, {"OMP_NUM_THREADS": "1"})
+    assert made.returncode == 2
+    assert "BETA, which model.py:20 reads" in made.stderr
+    assert "Traceback" not in made.stderr

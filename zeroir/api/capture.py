@@ -117,6 +117,7 @@ def _captured(source: ModelSource, options: CompileOptions) -> Captured:
         model_factory="" if file is None else file.factory,
         model_sha256="" if file is None else file.sha256,
         model_imports=None if file is None else tuple(sorted(file.imports.items())),
+        model_values=tuple(sorted(traced.values.items())),
         torch_version=torch.__version__,
         zeroir_version=__version__,
         offload_folder=options.offload.folder,

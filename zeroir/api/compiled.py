@@ -368,7 +368,7 @@ class CompiledProgram:
                 apply_precision, precision=precision.dtype, keep_fp32=precision.keep_fp32
             ),
         )
-        compiled = self
+        compiled, code = self, None
         if watch is None:
             # Names in a model file refer to the module that was built last.
             if compile_again:
@@ -385,6 +385,8 @@ class CompiledProgram:
                 watch = Watch.of(source, opaque=opaque_modules(self.program.segments))
             watch.ignore(ignored)
         watch.remember()
+        if code is not None:
+            code.follow_from(self.artifact, engine.job)
         again = partial(compiled_after_change, compiled, engine, watch)
         engine.follow(
             watch,

@@ -53,8 +53,10 @@ class Artifact:
     ``model_factory`` name the source of the parameters' initial values, and ``model_sha256`` is the hash of that file.
     Where a module in hand or a function was compiled, there is no file: ``model_path`` is its name in words, and
     ``model_factory`` and ``model_sha256`` are empty. ``model_imports`` are the user's modules that the file imports, as
-    pairs of name and SHA-256; None in files without them. ``config`` is the configuration file of the compilation.
-    ``offload_folder`` is the folder on the disk that a run uses for what is offloaded there, unless it names another.
+    pairs of name and SHA-256; None in files without them. ``model_values`` are the numbers and texts that the file's
+    code read when it was traced, as pairs of name and ``repr``. ``config`` is the configuration file of the
+    compilation. ``offload_folder`` is the folder on the disk that a run uses for what is offloaded there, unless it
+    names another.
     """
 
     logical: Program
@@ -63,6 +65,7 @@ class Artifact:
     model_factory: str = "model"
     model_sha256: str
     model_imports: tuple[tuple[str, str], ...] | None = None
+    model_values: tuple[tuple[str, str], ...] = ()
     torch_version: str
     zeroir_version: str
     config: ConfigRecord | None = None

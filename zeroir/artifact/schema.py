@@ -31,7 +31,7 @@ from zeroir.ir.limits import LONGEST_TEXT, obeyed_character
 from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import NodeArg, Ref, Symbol
 
-SCHEMA_VERSION: Final = (3, 6)
+SCHEMA_VERSION: Final = (3, 7)
 """(major, minor). A minor version adds fields with defaults, or classes; a major one changes what files mean."""
 
 _MAX_DEPTH: Final = 64

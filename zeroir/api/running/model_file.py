@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from zeroir.api.model_of_program import change_of
 from zeroir.api.running.signatures import left_out
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from zeroir.artifact import Artifact
     from zeroir.frontend.source.source import ModelSource
     from zeroir.frontend.watch.watch import Watch
+    from zeroir.runtime.comm.job import Job
 
 
 class CodeOfFile(NamedTuple):
@@ -27,6 +29,22 @@ class CodeOfFile(NamedTuple):
     watch: Watch
     source: ModelSource | None = None
     narrowings: tuple[str, ...] = ()
+
+    def follow_from(self, artifact: Artifact, job: Job) -> None:
+        """Let the first step find what the file's code reads otherwise than when the program was compiled, on any rank.
+
+        Such is a variable of the environment, or the rank. All ranks call this together.
+        """
+        from zeroir.runtime.comm.job import exchanged_texts
+
+        if self.source is None:
+            return
+        values = dict(artifact.model_values)
+        texts = [json.dumps(sorted(self.watch.differing(values)))]
+        if not job.is_alone:
+            texts = exchanged_texts(texts[0], job.device)
+        names = {name for text in texts for name in cast("list[str]", json.loads(text))}
+        self.watch.compiled_from({name: values[name] for name in sorted(names)})
 
 
 def code_of(compiled: Compiled, source: ModelSource, rank: int) -> CodeOfFile:

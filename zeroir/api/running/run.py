@@ -86,8 +86,7 @@ def run_program(
                     timeout=timeout,
                     cuda_graphs=options.cuda_graphs,
                     self_check=options.self_check,
-                    # Otherwise no code of the file runs between steps.
-                    compile_again=bool(source.batches or source.eval_batches),
+                    compile_again=True,
                 )
                 if watch is not None:
                     watch.tell = engine.position

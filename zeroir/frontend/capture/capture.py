@@ -220,6 +220,8 @@ def _captured(
         at_the_end.callback(state.restore_exactly)
         # A step has hooks of its own.
         outside = CodeState.of(None, reached)
+        is_file = source.file is not None
+        values = CodeState.of(model, reached).plain_values if is_file else {}
         own = tensor_ids(model) | (tensor_ids(source.model()) if source.is_in_hand else frozenset())
         standing = at_the_end.enter_context(
             stand_ins(outside.modules, own, are_constants=source.has_optimizer)
@@ -348,6 +350,7 @@ def _captured(
         narrowings=narrowings,
         evaluation=evaluation,
         numbers=numbers,
+        values=values,
         kept=kept,
         opaque=opaque_paths,
         ranks=ranks if step.ranks.is_asked else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -47,7 +47,7 @@ class CapturedModel:
     ``notes`` are sentences on effects of the model's code that a program does not have. ``narrowings`` say which lines
     let sizes decide, so that dims are narrowed. ``opaque`` names the modules whose code runs as it is.
     ``ranks`` is the number of ranks, where the model depends on it, and ``is_gathering`` whether it gathers tensors of
-    all.
+    all. ``values`` are the plain values that the code of a model file reads, as ``CodeState.plain_values`` has them.
     """
 
     joint: JointGraph
@@ -68,6 +68,7 @@ class CapturedModel:
     opaque: frozenset[str] = frozenset()
     ranks: int | None = None
     is_gathering: bool = False
+    values: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def outside(self) -> dict[str, Tensor]:

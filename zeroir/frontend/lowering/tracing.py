@@ -38,7 +38,8 @@ class TracedModel:
 
     ``outside`` are the tensors of the user's code, outside the model, by the names of their constants, and ``numbers``
     the numbers that the program follows; ``kept`` are the places where the code stores tensors. ``narrowings`` say
-    which lines of code let sizes decide, so that dims are narrowed.
+    which lines of code let sizes decide, so that dims are narrowed. ``values`` are those that the code of a model file
+    reads.
     """
 
     program: Program
@@ -47,6 +48,7 @@ class TracedModel:
     numbers: FollowedNumbers | None
     kept: KeptTensors
     narrowings: tuple[str, ...]
+    values: Mapping[str, str]
 
 
 def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
@@ -94,6 +96,7 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
         numbers=captured.numbers,
         kept=captured.kept,
         narrowings=captured.narrowings,
+        values=captured.values,
     )
 
 

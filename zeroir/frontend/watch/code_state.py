@@ -56,6 +56,9 @@ _NAMESPACES: Final = (SimpleNamespace, argparse.Namespace)
 _OF_ENVIRONMENT: Final = frozenset(("environ", "getenv"))
 """The attributes of ``os`` by which code reads the environment."""
 
+_PLAIN_VALUES: Final = (bool, int, float, str, type(None))
+_LONGEST_PLAIN_VALUE: Final = 200
+
 HOOK: Final = "hook"
 """The first element of the leaves of hooks."""
 
@@ -145,6 +148,16 @@ class CodeState:
             # Objects that it met may have methods that mention more.
             if [each.size for each in codes] == mentioned:
                 return state
+
+    @property
+    def plain_values(self) -> dict[str, str]:
+        """The numbers, texts and Nones by their names, as ``repr`` writes them, where that is short."""
+        return {
+            name: text
+            for name, (kind, *rest) in self.leaves.items()
+            for text in rest
+            if kind in _PLAIN_VALUES and isinstance(text, str) and len(text) <= _LONGEST_PLAIN_VALUE
+        }
 
     def _walk(self, model: nn.Module | None) -> None:
         if model is not None:

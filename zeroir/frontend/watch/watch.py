@@ -99,6 +99,22 @@ class Watch:
         now.leaves |= modes
         self._state, self._evaluated = now, None
 
+    def differing(self, values: Mapping[str, str]) -> frozenset[str]:
+        """Return the names whose present values are others than these, as ``CodeState.plain_values`` has them."""
+        present = self._state.plain_values
+        return frozenset(n for n, text in values.items() if present.get(n, text) != text)
+
+    def compiled_from(self, values: Mapping[str, str]) -> None:
+        """Take these values, by name, for those that the program was compiled from, so that a step finds the change.
+
+        One that is the present value differs on another rank.
+        """
+        leaves = self._state.leaves
+        for name, text in values.items():
+            kind, present, *_ = leaves[name]
+            leaves[name] = (kind, text if present != text else f"{text} on all ranks")
+            self._state.quick.is_doubtful = True
+
     @property
     def appends(self) -> bool:
         """Whether the code appends tensors to a list."""
