@@ -129,10 +129,9 @@ class EagerReplicas:
         ]
         parts: list[list[Mapping[str, Tensor]]] = []
         for micro_step in range(self._options.micro_steps.count):
-            gradients: list[Mapping[str, Tensor]] = []
             computed = self._on_each(
                 partial(
-                    self._forward,
+                    self._micro_step,
                     replica,
                     batches[rank][micro_step],
                     micro_step,
@@ -141,12 +140,10 @@ class EagerReplicas:
                 )
                 for rank, replica in enumerate(self.replicas)
             )
-            for rank, (replica, loss) in enumerate(zip(self.replicas, computed, strict=True)):
+            for rank, (loss, _) in enumerate(computed):
                 weight = weights[rank][micro_step]
                 losses[rank] = losses[rank] + (loss * weight if weight else 0.0)
-                gradients.append(dict(self._gradients(replica)))
-                replica.zero_grad(set_to_none=True)
-            parts.append(gradients)
+            parts.append([gradients for _, gradients in computed])
         own_weights = [_sum(list(own)) for own in weights]
         total = float(self._over_ranks(own_weights))
         if total:  # without data, everything stays as it is
@@ -219,14 +216,17 @@ class EagerReplicas:
         shape = self._shapes[name]
         return self.masters[name][: shape.numel()].view(shape)
 
-    def _forward(
+    def _micro_step(
         self, replica: nn.Module, batch: Batch, micro_step: int, rank: int, weight: Tensor
-    ) -> Tensor:
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the loss and the gradients of a batch; replicas may be one module, which keeps no gradients."""
         inputs = with_floats_cast(batch, compute_dtype(self._options.precision.dtype))
         with self._neutral_ops(self._seeds(self._step, micro_step, rank)):
             loss = loss_of(self._source, replica, inputs).float()
             torch.autograd.backward(loss, self._scale * weight)
-        return loss.detach()
+        gradients = dict(self._gradients(replica))
+        replica.zero_grad(set_to_none=True)
+        return loss.detach(), gradients
 
     def _reduce(self, partial: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Tensor]:
         """Sum over ranks and micro-steps in the order of the stage."""
