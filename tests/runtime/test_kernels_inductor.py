@@ -34,6 +34,7 @@ from tests.runtime.support import (
 from tests.support.lockstep import run_lockstep
 from tests.support.models import operators
 from tests.support.programs import mlp
+from tests.support.zygote import second_zygote
 from zeroir.api.model_of_program import load_model
 from zeroir.api.running.engines import kernel_backend
 from zeroir.artifact.cache_folder import cache_folder
@@ -253,7 +254,9 @@ def test_two_ranks_share_the_work_which_others_need_not_do_again(
     A process that comes later uses the entries that they leave as they are, and imports no compiler either.
     """
     assert not written(ranks_cache)
-    ranks = Ranks(2, tmp_path, "kernels", environment={"ZEROIR_CACHE_DIR": str(ranks_cache)})
+    # The ranks come of a process that has not imported the compiler.
+    environment = {"ZEROIR_CACHE_DIR": str(ranks_cache)}
+    ranks = Ranks(2, tmp_path, "kernels", environment=environment, sources=(second_zygote,))
     require_success(ranks.wait(timeout_s=800))
     for rank in range(2):
         found = json.loads((tmp_path / f"kernels.{rank}.json").read_text())
