@@ -60,6 +60,7 @@ bench: setup  ## measure everything on docs/performance.md anew, on an idle mach
 	$(BIN)/python -m tools.bench_peers techniques --record docs/records/techniques.json
 	$(BIN)/python -m tools.bench_engine --record docs/records/engine.json
 	$(BIN)/python -m tools.bench_compile --record docs/records/compile.json
+	$(BIN)/python -m tools.bench_shapes --record docs/records/shapes.json
 	$(BIN)/python -m tools.bench_first_step --record docs/records/first-step.json
 	$(BIN)/python -m tools.bench_predict --record docs/records/predict.json
 	$(BIN)/python -m tools.bench_checkpoint --record docs/records/bench-checkpoint.json

@@ -182,6 +182,7 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "bench-gpu": _on_gpu,
     "engine": _rows,
     "compile": _rows,
+    "shapes": _rows,
     "first-step": _rows,
     "predict": _rows,
     "mutants": _rows,
