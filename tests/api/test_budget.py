@@ -124,7 +124,7 @@ def test_a_model_without_blocks_has_none_to_compute_again(tmp_path: Path) -> Non
     model = tmp_path / "model.py"
     model.write_text(ONE_UNIT)
     with pytest.raises(UserError, match=r"^Z301 (.|\n)*No other options fit: the closest, --"):
-        zeroir.compile(model, stage=3, world_size=4, memory_budget="20kB")
+        zeroir.compile(model, stage=3, world_size=4, offload=zeroir.Offload(memory_budget="20kB"))
 
 
 def test_every_proposal_is_accepted() -> None:

@@ -83,7 +83,7 @@ def test_the_plan_as_json_is_that_of_the_program_that_it_writes(
     assert zeroir("verify", path).exit_code == 0
     written = package.load(path)
     assert to_jsonable_python(written.options.flat) == planned["options"]
-    assert written.options.memory_budget == "1000000"
+    assert written.options.offload.memory_budget == "1000000"
     for name in ("stage", "recompute", "unshard", "select_saved"):
         assert planned["options"][name] == chosen["settings"][name]
 

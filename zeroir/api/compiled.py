@@ -473,7 +473,7 @@ def with_proof(
         path=path,
         speculation=lowered.speculation,
     )
-    if requested.memory_budget is not None or machine is not None:
+    if requested.offload.memory_budget is not None or machine is not None:
         compiled = require_valid(with_report(compiled, machine=machine))
     warn_of_idle_offload(compiled.program, compiled.options)
     return compiled

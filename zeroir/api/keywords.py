@@ -63,7 +63,6 @@ class CompileKeywords(TypedDict, total=False):
     ema: float | None
     prefetch: int | Prefetch
     communication: Communication
-    memory_budget: str | None
     recompute: str | Sequence[str] | Recompute
     unshard: str | Sequence[str] | Unshard
     offload: str | Sequence[str] | Offload

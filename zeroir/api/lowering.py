@@ -70,8 +70,8 @@ def verified(
 
         scheduled = with_measured_workspaces(artifact.scheduled, machine)
         artifact = replace(artifact, scheduled=scheduled)
-    if budget_bytes is None and options.memory_budget is not None:
-        budget_bytes = parse_bytes(options.memory_budget)
+    if budget_bytes is None and options.offload.memory_budget is not None:
+        budget_bytes = parse_bytes(options.offload.memory_budget)
     report = verify_program(
         artifact.scheduled, reference=artifact.logical, budget_bytes=budget_bytes
     )

@@ -206,7 +206,11 @@ def verify(
                 f"No workspaces were measured on '{machine}': name a file that `zeroir profile` wrote."
             )
     compiled = load_unverified(program, budget_bytes=budget_bytes, machine=measured_machine)
-    if measured_machine is not None and budget is None and compiled.options.memory_budget is None:
+    if (
+        measured_machine is not None
+        and budget is None
+        and compiled.options.offload.memory_budget is None
+    ):
         raise UserError("--machine has an effect only with a budget: give one with --budget.")
     report = compiled.report
     if as_json:

@@ -70,7 +70,7 @@ def plan(
     source = cache(lambda: file_source(model))
     chosen = resolved(config, options, source)
     print_notes(chosen)
-    if memory is not None and chosen.options.memory_budget is not None:
+    if memory is not None and chosen.options.offload.memory_budget is not None:
         raise UserError(
             "--memory and --memory-budget have the same meaning here; leave one of them out."
         )

@@ -33,7 +33,8 @@ class Offload(OptionObject):
     of the units of which something is offloaded, and ``fraction`` is the share of the optimizer's elements.
     ``host_cache`` is memory of the host that keeps a part of what would be on disk. ``speculate`` begins the host's
     update before clipping or loss scaling has decided about it. ``page_optimizer`` is the device memory for pages of
-    the optimizer's states, of ``page_bytes`` each.
+    the optimizer's states, of ``page_bytes`` each. ``memory_budget`` is the device memory in which the program has to
+    fit, whatever is offloaded.
     """
 
     what: Annotated[
@@ -112,6 +113,14 @@ class Offload(OptionObject):
             is_of_estimate=True,
         ),
     ] = PAGE_BYTES
+    memory_budget: Annotated[
+        OptionalAmount,
+        Option(
+            group="Memory",
+            help="Device memory of a rank, such as 80GB: a program that needs more is refused (Z301). "
+            "[default: no budget]",
+        ),
+    ] = None
     speculate: Annotated[
         bool | None,
         Option(

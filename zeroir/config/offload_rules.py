@@ -98,7 +98,7 @@ def _speculation_problem(options: CompileOptions) -> str | None:
 
 
 def _adaptive_problem(options: CompileOptions) -> str | None:
-    if options.memory_budget is None:
+    if options.offload.memory_budget is None:
         return (
             f"--offload {ADAPTIVE} needs --memory-budget, which says how much stays on the device"
         )

@@ -10,7 +10,6 @@ from zeroir.config.communication import Communication, Prefetch, Unshard
 from zeroir.config.field_types import (
     Groups,
     MeshText,
-    OptionalAmount,
     ScheduleText,
     ShapesText,
 )
@@ -113,14 +112,6 @@ class CompileOptions(OptionObject):
     ] = None
     prefetch: Prefetch = Prefetch()
     communication: Communication = Communication()
-    memory_budget: Annotated[
-        OptionalAmount,
-        Option(
-            group="Memory",
-            help="Device memory of a rank, such as 80GB: a program that needs more is refused (Z301). "
-            "[default: no budget]",
-        ),
-    ] = None
     recompute: Recompute = Recompute()
     unshard: Unshard = Unshard()
     offload: Offload = Offload()

@@ -54,10 +54,12 @@ def settled(
     """
     if ADAPTIVE not in options.offload.what:
         return options
-    if options.memory_budget is None:
+    if options.offload.memory_budget is None:
         raise InternalError("Options without a memory budget ask for adaptive offloading.")
     plain = replaced(options, offload=(), offload_to=HOST, host_cache=None)
-    measurer = CandidateMeasurer(logical, plain, parse_bytes(options.memory_budget), machine)
+    measurer = CandidateMeasurer(
+        logical, plain, parse_bytes(options.offload.memory_budget), machine
+    )
     units = movable_units(logical)
 
     def placed(settings: Mapping[str, Value]) -> Mapping[str, Value]:

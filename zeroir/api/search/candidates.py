@@ -106,7 +106,7 @@ class CandidateMeasurer:
         if settings.get("prefetch") == EARLY:
             # Only the budget then determines how early.
             del values["prefetch"]
-            values["prefetch_budget"] = self._base.memory_budget
+            values["prefetch_budget"] = self._base.offload.memory_budget
         offloaded = settings.get("offload")
         if isinstance(offloaded, tuple) and set(offloaded).isdisjoint(KEPT_ON_DISK):
             values["offload_to"] = HOST

@@ -177,7 +177,7 @@ def plan_with(
         )
     options = _without_adaptive(resolved.options)
     machine = machine if isinstance(machine, Machine) else load_machine(machine)
-    amount = memory or options.memory_budget
+    amount = memory or options.offload.memory_budget
     budget_bytes = int(machine.memory.size_bytes.value) if amount is None else parse_bytes(amount)
     source = make_source()
     captured = capture_source(source, options)
