@@ -6,19 +6,38 @@ import pytest
 
 pytest.importorskip("transformers")
 
+ONE_ROW = pytest.mark.xfail(
+    strict=False,
+    reason="with one row a sum over strided elements may differ in the last bit on some processors",
+)
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model", ["causal/llama", "causal/mamba2", "masked/bert", "seq2seq/t5", "image/resnet"]
+    "model",
+    [
+        "causal/llama",
+        pytest.param("causal/mamba2", marks=ONE_ROW),
+        "masked/bert",
+        pytest.param("seq2seq/t5", marks=ONE_ROW),
+        "image/resnet",
+    ],
 )
-def test_a_model_of_transformers_takes_batches_of_any_shape(
+def test_a_model_of_transformers_takes_batches_of_any_shape(model: str, tmp_path: Path) -> None:
+    from tools.survey_models import survey
+
+    kind, name = model.split("/")
+    assert survey(kind, name, tmp_path) == ("all sizes", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["causal/mamba2", "seq2seq/t5"])
+def test_a_model_of_transformers_takes_batches_of_two_rows_and_more(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tools import tiny_models
     from tools.survey_models import survey
 
-    # With one row the last bit may depend on the processor (docs/shapes.md, "Limits").
-    smallest = tiny_models.SMALLEST._replace(rows=2)
-    monkeypatch.setattr(tiny_models, "SMALLEST", smallest)
+    monkeypatch.setattr(tiny_models, "SMALLEST", tiny_models.SMALLEST._replace(rows=2))
     kind, name = model.split("/")
     assert survey(kind, name, tmp_path) == ("all sizes", "")
