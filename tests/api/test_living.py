@@ -143,7 +143,7 @@ def changes(draw: st.DrawFn) -> list[int]:
 
 @pytest.mark.slow
 @given(seed=st.integers(0, 1000), drawn=changes())
-@examples(60)
+@examples(200)
 def test_no_change_makes_a_silent_difference_from_eager(seed: int, drawn: list[int]) -> None:
     with living_net.restored():
         require_no_silent_difference(seed, drawn, compile_again=False)

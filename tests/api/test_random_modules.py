@@ -55,7 +55,7 @@ def require_nothing_ignored(features: list[str], drawn: list[int], *, compile_ag
 
 @pytest.mark.slow
 @given(features=features_of, drawn=changed)
-@examples(100)
+@examples(200)
 def test_no_change_is_ignored_where_programs_are_fixed(
     features: list[str], drawn: list[int]
 ) -> None:

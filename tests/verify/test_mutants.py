@@ -79,10 +79,10 @@ def check_mutants(case: Case, mutants: Mutants, schedule_seeds: range) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@settings(SETTINGS, max_examples=100)
+@settings(SETTINGS, max_examples=200)
 @given(case=ANY_CASE, mutants=MUTANTS)
 def test_many_mutants_that_differ_are_rejected(case: Case, mutants: Mutants) -> None:
-    check_mutants(case, mutants, range(2))
+    check_mutants(case, mutants, range(4))
 
 
 @examples(40, suppress_health_check=CHECKS)
@@ -115,12 +115,12 @@ def test_a_mutant_of_a_written_schedule_that_differs_is_rejected(
 
 
 @pytest.mark.slow
-@settings(SETTINGS, max_examples=400)
+@settings(SETTINGS, max_examples=1000)
 @given(name=st.sampled_from(NAMES), kind=KINDS, seed=SEEDS)
 def test_many_mutants_of_all_programs_that_differ_are_rejected(
     name: str, kind: str, seed: int
 ) -> None:
-    check_subject(name, kind, seed, range(2))
+    check_subject(name, kind, seed, range(3))
 
 
 @pytest.mark.parametrize("kind", sorted(MUTATIONS))
