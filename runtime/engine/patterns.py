@@ -16,7 +16,8 @@ def matching(names: Sequence[str], patterns: Sequence[str], kind: str) -> list[s
     """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
+            others = " and others" if len(names) > 3 else ""
             raise UserError(
-                f"No {kind} has a name like {pattern}; there are {', '.join(names[:3])} and others."
+                f"No {kind} has a name like {pattern}; there are {', '.join(names[:3])}{others}."
             )
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]

@@ -32,6 +32,8 @@ class FileOutlet:
         self._output: LocalOutput | None = None
         self._lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0, thread_local=False)
         try:
+            # The lock would make the folder of a mistyped path.
+            path.parent.stat()
             self._lock.acquire()
         except Timeout as error:
             raise UserError(

@@ -160,5 +160,7 @@ def test_a_program_from_a_file_takes_frozen_modules_beside_the_model(tmp_path: P
     engine.close()
     with pytest.raises(UserError, match="pass that as model=, too"):
         program.engine(frozen=teacher)
+    with pytest.raises(UserError, match="frozen= is 'teacher', but should be a module"):
+        zeroir.compile(student, X, frozen="teacher")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="no effect on a model file"):
         zeroir.compile("model.py", frozen=teacher)

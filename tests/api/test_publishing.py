@@ -98,6 +98,9 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
         engine.publish(tmp_path)
     with pytest.raises(UserError, match=r"cannot be written"):
         engine.publish(path / "net.safetensors")
+    with pytest.raises(UserError, match=r"its folder is not there"):
+        engine.publish(tmp_path / "missing" / "net.safetensors")
+    assert not (tmp_path / "missing").exists()
     engine.step(BATCH)
 
 

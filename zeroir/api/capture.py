@@ -13,7 +13,7 @@ from zeroir.artifact import Artifact
 from zeroir.config import CompileOptions
 from zeroir.config.shapes import parse_shapes, shapes_text
 from zeroir.errors import ModelWarning, ShapesError, UserError
-from zeroir.ir.sizes import Size
+from zeroir.ir.sizes import Dim
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,6 +76,7 @@ def _source_beside(
     import torch
 
     from zeroir.api.checks.drawn_batches import with_sizes
+    from zeroir.frontend.capture.shapes import dim_env
     from zeroir.torch_ops.batches import flatten
 
     if options.shapes is None:
@@ -83,21 +84,20 @@ def _source_beside(
     shapes = parse_shapes(options.shapes)
     example = source.batch()
     tensors = flatten(example).tensors
-    present: dict[str, int] = {}
-    beside: dict[str, int] = {}
-    for path, shape in shapes.items():
-        for size, number in zip(shape, tensors[path].shape, strict=True):
-            linear = size.linear if isinstance(size, Size) else None
-            value = None if linear is None else linear.value_of_dim(number)
-            if linear is not None and value is not None:
-                dim = linear.dim
-                present[dim.name] = value
-                beside[dim.name] = value + 1 if value < dim.maximum else value - 1
-    other = present | {name: beside[name] for name in names & beside.keys()}
-    if other == present or min(other.values()) < 1:
+    env, _ = dim_env(shapes, {path: tuple(x.shape) for path, x in tensors.items()})
+    present = {} if env is None else env.examples
+    if names.isdisjoint(dim.name for dim in present):
         return None
+    other = {
+        dim.name: _beside(value, dim) if dim.name in names else value
+        for dim, value in present.items()
+    }
     batch = with_sizes(example, shapes, other, torch.Generator().manual_seed(0))
     return replace(source, batch=lambda: batch)
+
+
+def _beside(value: int, dim: Dim) -> int:
+    return value + 1 if value < dim.maximum else value - 1
 
 
 def _captured(source: ModelSource, options: CompileOptions) -> Captured:

@@ -132,6 +132,11 @@ def _with_frozen(module: nn.Module, frozen: FrozenModules) -> nn.Module:
     Raises:
         UserError: if one has a name that cannot be its own, is no module, or shares a tensor with the model.
     """
+    if not isinstance(frozen, nn.Module | Mapping):
+        raise UserError(
+            f"frozen= is {frozen!r:.60}, but should be a module, or a dict of modules by name, such as "
+            '{"teacher": teacher}.'
+        )
     named = {NAME_OF_ONE: frozen} if isinstance(frozen, nn.Module) else dict(frozen)
     own = {id(tensor): name for name, tensor in _named_tensors(module)}
     for name, each in named.items():
