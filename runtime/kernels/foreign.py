@@ -19,7 +19,7 @@ from zeroir.ir.segments.allowlist import OPAQUE_OPS, is_allowed
 from zeroir.ir.segments.operators import Operator
 from zeroir.ir.segments.segment import Node, Segment
 from zeroir.runtime.kernels.calls import operator
-from zeroir.runtime.memory.operator_workspaces import device_of, measured
+from zeroir.runtime.memory.operator_workspaces import device_of, is_profiled, measured
 from zeroir.torch_ops.purity import breach, schema_text
 from zeroir.torch_ops.types import TORCH_DTYPE
 
@@ -127,7 +127,7 @@ def _second_call(
     node: Node, call: Callable[[], object], operands: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], str | None]:
     """Return the results of a second call, and the problem where it needs more memory than the program declares."""
-    if node.workspace_bytes is None or torch._C._autograd._profiler_enabled():
+    if node.workspace_bytes is None or is_profiled():
         return _tensors(call()), None
     returned, taken_bytes = measured(call, device_of(operands, {}))
     if taken_bytes <= node.workspace_bytes:

@@ -12,7 +12,7 @@ from torch import Tensor
 from zeroir.errors import ModelWarning
 from zeroir.ir.segments.allowlist import OPAQUE_OPS
 from zeroir.ir.segments.segment import Node, Segment
-from zeroir.runtime.memory.operator_workspaces import measured
+from zeroir.runtime.memory.operator_workspaces import is_profiled, measured
 from zeroir.torch_ops.opaque import note_bytes, observe_next, opaque_call
 from zeroir.workspace.scratch.allowance import allowance_bytes
 
@@ -42,7 +42,7 @@ def _compared(
     call: Callable[[], list[Tensor]], *, node: Node, device: torch.device, planned_bytes: int
 ) -> list[Tensor]:
     """Return the results of a call, after a warning where it holds more than planned."""
-    if torch._C._autograd._profiler_enabled():
+    if is_profiled():
         return call()
     results, taken_bytes = measured(call, device)
     word, is_backward = str(node.args[-1]), node.op == OPAQUE_OPS[1]

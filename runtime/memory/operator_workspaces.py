@@ -30,6 +30,11 @@ def measure_workspace(op: ForeignOperator, *args: object, **kwargs: object) -> i
         return measured(lambda: function(*args, **kwargs), device_of(args, kwargs))[1]
 
 
+def is_profiled() -> bool:
+    """Return whether a profiler of the user's runs, beside which ``measured`` cannot."""
+    return torch._C._autograd._profiler_enabled()
+
+
 def measured(call: Callable[[], T], device: torch.device) -> tuple[T, int]:
     """Return the result of a call, and the most bytes that it held at once minus those of its results' elements."""
     results: list[T] = []
