@@ -243,7 +243,7 @@ def refusals() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "weight of nothing", partial(tracing, Net(), weight=lambda: 1.0)
     yield "other module", partial(tracing, Net(), loss=lambda m, b: m(*b) + OTHER(*b).mean())
     net = Net()
-    for frozen in ({"layer": OTHER}, {"a.b": OTHER}, {"other": 3}, {"other": net.layer}):
+    for frozen in ("other", {"layer": OTHER}, {"a.b": OTHER}, {"other": 3}, {"other": net.layer}):
         yield f"frozen {frozen!r:.20}", partial(tracing, net, frozen=frozen)
     yield "frozen beside a factory", partial(tracing, Net, frozen=OTHER)
     for outputs in OUTPUTS:
