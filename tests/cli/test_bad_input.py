@@ -105,8 +105,10 @@ def test_an_output_that_cannot_be_is_refused_before_any_work(
         (["show", "a.zir", "b.zir"], ["one argument too many: 'b.zir'"]),
         (["compile", "model.py", "--stage"], ["--stage needs a value"]),
         (["export", "checkpoints"], ["-o is missing"]),
-        (["estimate", "--params", "7e9", "--at", "length=4"], ["--seq and --batch are its sizes"]),
-        (["estimate", "a.zir", "--at=length=4"], ["An estimate knows no program", "simulate"]),
+        (
+            ["estimate", "--params", "7e9", "--at", "seq=4"],
+            ["--layers, --hidden, --heads and --seq"],
+        ),
         (["estimate", "--parameters", "7e9"], ["Unknown option: --parameters; --params"]),
         (["run", "a.zir", "--lr", "0.1"], ["--lr is an option of `zeroir compile`"]),
         (["run", "a.zir", "--step", "1"], ["Unknown option: --step. Did you mean --steps?"]),

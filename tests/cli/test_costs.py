@@ -138,6 +138,24 @@ def test_an_estimate_as_json_is_the_apis(zeroir: Zeroir) -> None:
         assert word in text
 
 
+def test_an_estimate_for_other_sizes_of_batches(zeroir: Zeroir, tmp_path: Path) -> None:
+    rows = tmp_path / "lengths.csv"
+    rows.write_text("seq,batch,count\n128,4,30\n1024,4,60\n2048,2,10\n")
+    shape = ["--layers", "32", "--hidden", "4096", "--heads", "32", "--seq", "2048"]
+    command = ["estimate", "--params", "7e9", "--world-size", "64", *shape, "--batch", "4"]
+    at = zeroir(*command, "--at", "seq=512").out
+    assert "seq 512, batch 4" in at
+    assert "waiting" not in at
+    answer = zeroir(*command, "--offload", "activations", "--histogram", rows)
+    for words in ("100 of 3 shapes", "28.6% of a step", "3,021", "8,192", "copied for them"):
+        assert words in answer.out
+    found = zeroir(*command, "--histogram", rows, "--json").json["batches"]
+    same = package.estimate(
+        7e9, world_size=64, layers=32, hidden=4096, heads=32, seq=2048, batch=4, histogram=rows
+    )
+    assert found == json.loads(json.dumps(estimate_json(same)))["batches"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

@@ -344,11 +344,6 @@ def _explain_usage(error: CycloptsError) -> str:
     if (explained := _explain_options(error.__cause__)) is not None:
         return shortened_words(explained)
     command = " ".join(["zeroir", *(error.command_chain or ())])
-    if any(_is_of_program(command, token) for token in _unknown_options(error)):
-        return (
-            "An estimate knows no program: --seq and --batch are its sizes. For a program with dims, "
-            "`zeroir simulate`, `report`, `profile` and `plan` take --at. See `zeroir estimate --help`."
-        )
     match error:
         case UnusedCliTokensError(unused_tokens=[first, *_]):
             sentence = f"There is one argument too many: '{first}'."
@@ -386,11 +381,6 @@ def _unknown_options(error: CycloptsError) -> list[str]:
             return [token for token in error.unused_tokens or () if token.startswith("-")]
         case _:
             return []
-
-
-def _is_of_program(command: str, option: str) -> bool:
-    """Whether an option gives the sizes of a program's batches, to an estimate without a program."""
-    return command == "zeroir estimate" and option.partition("=")[0] in ("--at", "--shapes")
 
 
 def _is_of_compile(command: str, option: str) -> bool:

@@ -100,16 +100,28 @@ def simulate(
 def estimate(
     *,
     options: Annotated[EstimateParameters, Parameter(name="*")],
+    at: Annotated[
+        str | None,
+        Parameter(
+            help="Sizes of a step's batches, such as seq=512,batch=4; --seq and --batch are the largest."
+        ),
+    ] = None,
+    histogram: Annotated[
+        Path | None,
+        Parameter(
+            help="How often batches have which sizes: a CSV file with the columns seq, batch and count."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Estimate memory, communication and activations of training at every ZeRO stage, without a model.
 
     Example: zeroir estimate --params 7.5e9 --world-size 64
     """
-    from zeroir.cost.estimate import estimate as estimate_with
+    from zeroir.api.search.costs import estimate_with_options
     from zeroir.report.costs import estimate_json, render_estimate
 
-    figures = estimate_with(make_estimate_options(options.given))
+    figures = estimate_with_options(make_estimate_options(options.given), at, histogram)
     if as_json:
         print_json(estimate_json(figures))
     else:

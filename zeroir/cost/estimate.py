@@ -7,6 +7,7 @@ an estimate is for the time before that.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -94,14 +95,38 @@ class Activations:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchesEstimate:
+    """Figures of a step whose ranks draw the sizes of their batches for themselves.
+
+    ``tokens``, ``activations_bytes`` and ``flops`` are the means of a rank, the others with ``largest`` those of the
+    largest batch. ``flops`` are the operations of products with parameters and of attention. ``wait_share`` is the
+    part of a step that a rank waits for the slowest one, on average, if time is in proportion to ``flops``. ``moved``
+    are the mean bytes that a rank copies in a step, by stage.
+    """
+
+    batches: int
+    shapes: int
+    sizes: Mapping[str, int] | None
+    tokens: float
+    largest_tokens: int
+    activations_bytes: float
+    largest_activations_bytes: int
+    flops: float
+    largest_flops: int
+    wait_share: float
+    moved: tuple[MovedBytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """The estimate for the options, stage by stage."""
+    """The estimate for the options, stage by stage; ``batches`` is that of other sizes of batches, if asked for."""
 
     options: EstimateOptions
     optimizer_bytes_per_parameter: float
     full_gradient_bytes: int
     activations: Activations | None
     stages: tuple[StageEstimate, ...]
+    batches: BatchesEstimate | None = None
 
 
 def activation_bytes(options: EstimateOptions) -> Activations | None:

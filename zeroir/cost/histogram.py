@@ -25,9 +25,10 @@ from zeroir.cost.simulate import simulate
 from zeroir.cost.tasks import require_micro_steps
 from zeroir.errors import UserError
 from zeroir.ir import ops
-from zeroir.ir.analysis.instances import instance, largest, values_of_dims
+from zeroir.ir.analysis.instances import instance, largest, values_within
 from zeroir.ir.limits import MOST_COUNT
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, Program
+from zeroir.ir.sizes import Dim
 from zeroir.memory.footprint import footprint
 
 COUNT: Final = "count"
@@ -73,13 +74,13 @@ class MeanStep:
     peak_bytes: int
 
 
-def read_histogram(path: Path, program: Program) -> Mapping[Shape, int]:
+def read_histogram(path: Path, dims: Sequence[Dim]) -> Mapping[Shape, int]:
     """Return how often each shape occurs, from a CSV file with a column for each dim and a column ``count``.
 
     Dims without a column have their largest value; without ``count`` each row is one batch.
 
     Raises:
-        UserError: if there is no such file, or a row is not a shape of the program.
+        UserError: if there is no such file, or a row is not a shape of these dims.
     """
     try:
         # Spreadsheets write a mark at the beginning of a file in UTF-8.
@@ -97,18 +98,18 @@ def read_histogram(path: Path, program: Program) -> Mapping[Shape, int]:
         raise UserError(
             f"'{path}' should have a line of distinct names of dims, such as length,rows,count, and lines of numbers."
         )
-    return histogram_of(program, rows)
+    return histogram_of(dims, rows)
 
 
 def histogram_of(
-    program: Program, rows: Iterable[tuple[str, Mapping[str, object]]]
+    dims: Sequence[Dim], rows: Iterable[tuple[str, Mapping[str, object]]]
 ) -> Mapping[Shape, int]:
     """Return how often each shape occurs; each row has its name in messages, values of dims and a count.
 
     Raises:
-        UserError: if a row is not a shape of the program, or the program has a dim called ``count``.
+        UserError: if a row is not a shape of these dims, or one of them is called ``count``.
     """
-    if any(dim.name == COUNT for dim in program.dims):
+    if any(dim.name == COUNT for dim in dims):
         raise UserError(
             f"The program has a dim '{COUNT}', which is the name of another column of a histogram: compile it with "
             "another name for this dim."
@@ -118,7 +119,7 @@ def histogram_of(
         numbers = {column: _number(name, column, text) for column, text in row.items()}
         count = numbers.pop(COUNT, 1)
         try:
-            values = values_of_dims(program, numbers)
+            values = values_within(dims, numbers)
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
         if not 1 <= count <= MOST_COUNT:

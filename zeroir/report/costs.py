@@ -12,6 +12,7 @@ from rich.table import Table
 from zeroir.config.shapes import values_text
 from zeroir.cost.estimate import (
     Activations,
+    BatchesEstimate,
     Estimate,
     StageEstimate,
 )
@@ -26,7 +27,7 @@ from zeroir.cost.wires import Wire
 from zeroir.ir import ops
 from zeroir.ir.mesh import Executor
 from zeroir.ir.program import Program
-from zeroir.report.names import counted, format_bytes
+from zeroir.report.names import counted, format_bytes, format_flops
 from zeroir.report.tables import Lines, columns_table, facts_table
 
 _SHOWN_ITEMS = 8
@@ -246,7 +247,35 @@ def render_estimate(estimate: Estimate) -> RenderableType:
     tables.append(_communication_table(estimate))
     if estimate.activations is not None:
         tables.append(_activations_grid(estimate.activations))
+    if estimate.batches is not None:
+        tables += _batches_tables(estimate.batches)
     return _printed(tables)
+
+
+def _batches_tables(batches: BatchesEstimate) -> list[Table]:
+    """Return tables about batches of other sizes than the largest, and what a rank copies for them."""
+    grid = facts_table()
+    sizes = f"{batches.batches:,} of {counted(batches.shapes, 'shape')}"
+    grid.add_row("", "")
+    grid.add_row("batches", sizes if batches.sizes is None else values_text(batches.sizes))
+    if batches.shapes > 1:
+        grid.add_row("waiting", f"{batches.wait_share:.1%} of a step, a rank for slower ones")
+    figures = ["mean", "largest"]
+    table = columns_table("what", *figures, figures=figures, title="a step of a rank")
+    table.add_row("tokens", f"{batches.tokens:,.0f}", f"{batches.largest_tokens:,}")
+    stored = (round(batches.activations_bytes), batches.largest_activations_bytes)
+    table.add_row("activations", *map(format_bytes, stored))
+    table.add_row("products", *map(format_flops, (round(batches.flops), batches.largest_flops)))
+    tables = [grid, table]
+    if not any(moved.to_host + moved.to_device for moved in batches.moved):
+        return tables
+    is_disk = any(moved.load + moved.store for moved in batches.moved)
+    figures = ["to host", "to device", *["loaded", "stored"] * is_disk]
+    table = columns_table("stage", *figures, figures=figures, title="copied for them in a step")
+    for stage, moved in enumerate(batches.moved):
+        row = [moved.to_host, moved.to_device, *[moved.load, moved.store] * is_disk]
+        table.add_row(str(stage), *map(format_bytes, row))
+    return [*tables, table]
 
 
 def _states_table(estimate: Estimate) -> Table:
@@ -346,6 +375,7 @@ def estimate_json(estimate: Estimate) -> dict[str, object]:
             }
             for stage in estimate.stages
         ],
+        "batches": None if estimate.batches is None else asdict(estimate.batches),
     }
 
 

@@ -10,15 +10,19 @@ from typing import Unpack, cast
 from zeroir.api.compiled import CompiledProgram
 from zeroir.api.compiling import load_program
 from zeroir.api.keywords import EstimateKeywords, flat_values
-from zeroir.config.shapes import values_given
+from zeroir.api.search.histogram import BATCHES, Histogram, counts_within, require_no_sizes
+from zeroir.config.shapes import parse_values, values_given
 from zeroir.cost.estimate import Estimate
 from zeroir.cost.estimate import estimate as estimate_with
+from zeroir.cost.estimate_batches import dims_of, estimate_batches
 from zeroir.cost.estimate_options import EstimateOptions, make_estimate_options
 from zeroir.cost.machine import Machine, load_machine
 from zeroir.cost.measured_workspaces import with_measured_workspaces
 from zeroir.cost.simulate import Simulation, simulate_evaluation
 from zeroir.cost.simulate import simulate as simulate_program
+from zeroir.errors import UserError
 from zeroir.ir import ops
+from zeroir.ir.analysis.instances import values_within
 from zeroir.memory.footprint import footprint
 
 
@@ -65,13 +69,46 @@ def simulate(
     )
 
 
-def estimate(params: float, **options: Unpack[EstimateKeywords]) -> Estimate:
+def estimate(
+    params: float,
+    *,
+    at: Mapping[str, int] | str | None = None,
+    histogram: Histogram | None = None,
+    **options: Unpack[EstimateKeywords],
+) -> Estimate:
     """Estimate the memory and communication of training ``params`` parameters, at every stage.
 
-    The keywords are the fields of ``EstimateOptions``.
+    The other keywords are the fields of ``EstimateOptions``. ``seq`` and ``batch`` are the sizes of the largest batch;
+    a step's batches have those of ``at``, such as ``{"seq": 512}``, or of a histogram, which is a CSV file with the
+    columns ``seq``, ``batch`` and ``count``, or a sequence of such rows. Sizes that are not named are the largest.
 
     Raises:
-        UserError: if an option is wrong.
+        UserError: if an option is wrong, or a size is larger than the largest.
     """
     given = flat_values(cast("Mapping[str, object]", options), EstimateOptions)
-    return estimate_with(make_estimate_options({"params": params, **given}))
+    return estimate_with_options(make_estimate_options({"params": params, **given}), at, histogram)
+
+
+def estimate_with_options(
+    values: EstimateOptions,
+    at: Mapping[str, int] | str | None = None,
+    histogram: Histogram | None = None,
+) -> Estimate:
+    """Return the estimate of these options, and that of a step's batches where they are given.
+
+    Raises:
+        UserError: as ``estimate``.
+    """
+    if at is None and histogram is None:
+        return estimate_with(values)
+    require_no_sizes(histogram, at)
+    dims = dims_of(values)
+    if histogram is None:
+        sizes = parse_values(at) if isinstance(at, str) else at or {}
+        return estimate_batches(values, {tuple(values_within(dims, sizes).values()): 1})
+    if histogram == BATCHES:
+        raise UserError(
+            "An estimate knows no model file whose batches could be measured: give a CSV file with the columns seq, "
+            "batch and count."
+        )
+    return estimate_batches(values, counts_within(dims, histogram))

@@ -17,6 +17,7 @@ from zeroir.errors import UserError
 if TYPE_CHECKING:
     from zeroir.frontend.source.source import ModelSource
     from zeroir.ir.program import Program
+    from zeroir.ir.sizes import Dim
 
 BATCHES: Final = "batches"
 """The histogram that is measured from ``batches()`` of the model file."""
@@ -96,10 +97,19 @@ def counts_of(
     _require_dims(program)
     if histogram == BATCHES:
         return _measured(program, source, model)
+    return counts_within(program.dims, histogram)
+
+
+def counts_within(dims: Sequence[Dim], histogram: Histogram) -> Mapping[Shape, int]:
+    """Return how often each shape of these dims occurs in a CSV file or in rows.
+
+    Raises:
+        UserError: if the file or a row is wrong, or there is none.
+    """
     if isinstance(histogram, str | Path):
-        return read_histogram(Path(histogram), program)
+        return read_histogram(Path(histogram), dims)
     rows = ((f"Row {number}", row) for number, row in enumerate(histogram, 1))
-    counts = histogram_of(program, rows)
+    counts = histogram_of(dims, rows)
     if not counts:
         raise UserError("The histogram has no rows: give at least one.")
     return counts

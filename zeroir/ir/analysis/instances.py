@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import cache, partial
 from typing import Final, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -73,22 +73,31 @@ def values_of_dims(program: Program, given: Mapping[str, int]) -> dict[str, int]
     Raises:
         UserError: where the program has no such dim, or was not compiled for that value.
     """
-    values = largest(program)
-    if given and not values:
+    if given and not program.dims:
         raise UserError(
             "The program has no dims, so it is for batches of one shape: compile it with --shapes for others."
         )
+    return values_within(program.dims, given)
+
+
+def values_within(dims: Sequence[Dim], given: Mapping[str, int]) -> dict[str, int]:
+    """Return the value of each of these dims where some are given; the others have their largest.
+
+    Raises:
+        UserError: where there is no such dim, or its range does not have that value.
+    """
+    values = {dim.name: dim.maximum for dim in dims}
     for name, value in given.items():
         if name not in values:
-            dims = ", ".join(f"{d.name} from {d.minimum} to {d.maximum}" for d in program.dims)
-            raise UserError(f"The program has no dim '{name}'; it has {dims}.")
+            known = ", ".join(f"{dim.name} from {dim.minimum} to {dim.maximum}" for dim in dims)
+            raise UserError(f"There is no dim '{name}'; there is {known}.")
         if type(value) is not int:
             raise UserError(f"{name} is {value!r:.80}, but should be a whole number.")
         values[name] = value
-    for dim in program.dims:
+    for dim in dims:
         if not dim.minimum <= values[dim.name] <= dim.maximum:
             raise UserError(
-                f"{dim.name} is {values[dim.name]}, but the program was compiled for {dim.minimum} to {dim.maximum}."
+                f"{dim.name} is {values[dim.name]}, but should be from {dim.minimum} to {dim.maximum}."
             )
     return values
 
