@@ -35,13 +35,12 @@ from zeroir.ir.bounds import (
     BehindBound,
     BoundKind,
     LiveBound,
-    bounded_buffers,
-    groups,
 )
 from zeroir.ir.mesh import HOST
 from zeroir.ir.ops import Alloc, Op, Release, Wait
 from zeroir.ir.program import Program, Section
 from zeroir.passes.common import rewrite
+from zeroir.passes.common.bounded_buffers import bounded_buffers, groups
 from zeroir.passes.common.conflicts import Touch, touches
 
 

@@ -13,7 +13,9 @@ import networkx
 
 from tests.support.sources import nodes
 from tests.support.subjects import subject
+from tests.verify.test_dims import SECTION
 from zeroir.artifact import load
+from zeroir.ir.text import parse
 from zeroir.verify import verify
 from zeroir.verify.report import Report
 
@@ -80,7 +82,6 @@ DEFINITIONS = {
     "zeroir.ir.eight_bit_states": "how many elements share a scale",
     "zeroir.ir.fields": "which names a record declares and refers to",
     "zeroir.ir.limits": "how large a program may be",
-    "zeroir.ir.analysis.micro_batches": "which micro-batch of a group an op works on",
     "zeroir.ir.mesh": "how many ranks an axis has",
     "zeroir.ir.segments.operators": "which operators of libraries a segment may call",
     "zeroir.ir.ops": "which ops there are",
@@ -166,7 +167,7 @@ def test_a_proof_calls_nothing_else_that_passes_or_engine_have_derived() -> None
     )
     programs = [(made.scheduled, made.logical) for made in map(subject, names)]
     stored = load(next((ROOT / "tests/data").glob("schema_*.zir")))
-    programs.append((stored.scheduled, stored.logical))
+    programs += [(stored.scheduled, stored.logical), (parse(SECTION), parse(SECTION))]
     functions: dict[str, set[str]] = {}
     for program, reference in programs:
         # Copies have not computed any of their properties yet.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.subjects import CASES, WRITTEN, subject
-from zeroir.ir.bounds import bounded_buffers, groups
+from zeroir.passes.common.bounded_buffers import bounded_buffers, groups
 from zeroir.verify.order.bounded_buffers import groups_of_releases, kinds_of_buffers
 
 

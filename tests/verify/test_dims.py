@@ -15,6 +15,7 @@ from torch import Tensor
 from examples import any_length
 from tests.support.models import any_size
 from tests.support.mutate_slices import SLICE_MUTATIONS
+from tests.support.subjects import subject
 from zeroir.api.compiling import compile_model
 from zeroir.artifact.schema import SchemaError, pack, unpack
 from zeroir.config.steps import MicroSteps
@@ -26,6 +27,7 @@ from zeroir.ir.analysis.instances import (
     sizes_in,
     with_integers,
 )
+from zeroir.ir.analysis.micro_batches import micro_batches_of_ops
 from zeroir.ir.program import Program
 from zeroir.ir.sizes import Size
 from zeroir.ir.text import ParseError, parse, print_program
@@ -33,6 +35,7 @@ from zeroir.runtime.execution.batch import inputs_of, shape_of
 from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.runtime.kernels.declared import misdeclared
 from zeroir.verify import verify
+from zeroir.verify.equivalence.slices import micro_batches_of_lines
 
 OPTIONS: dict[str, dict[str, object]] = {
     "stage 3": {"stage": 3},
@@ -202,6 +205,29 @@ def test_an_op_has_the_dims_of_one_micro_batch(old: str, new: str, sentence: str
     found = [finding.sentence for finding in report.findings if finding.code == "Z203"]
     assert bool(found) == (sentence is not None), found
     assert all(sentence is not None and sentence in each for each in found), found
+
+
+def assert_same_micro_batches(program: Program) -> None:
+    for section in program.sections:
+        assert micro_batches_of_lines(program, section) == [
+            set(of_op) for of_op in micro_batches_of_ops(program, section)
+        ]
+
+
+@pytest.mark.parametrize("name", ["stage 3", "stage 3, unit by unit", "carried", "crossing"])
+def test_verifier_and_engine_find_the_same_micro_batches(name: str) -> None:
+    assert_same_micro_batches(subject(name).scheduled)
+
+
+@pytest.mark.slow
+def test_verifier_and_engine_find_the_same_micro_batches_where_sizes_depend_on_dims() -> None:
+    program, _ = compiled("unit by unit")
+    assert_same_micro_batches(program)
+    for seed in range(40):
+        for mutation in SLICE_MUTATIONS.values():
+            damaged = mutation(program, Random(seed))
+            if damaged is not None:
+                assert_same_micro_batches(damaged)
 
 
 def trained(program: Program) -> dict[str, Tensor]:

@@ -10,15 +10,20 @@ import pytest
 from tests.support.lowering import codes
 from tests.support.schedules import Case
 from tests.support.subjects import subject
+from tests.verify.test_dims import SECTION
+from zeroir.ir.analysis import micro_batches
 from zeroir.ir.analysis.held_elements import held_by_all
-from zeroir.ir.bounds import BoundKind, bounded_buffers
+from zeroir.ir.analysis.micro_batches import micro_batches_of_ops
+from zeroir.ir.bounds import BoundKind
 from zeroir.ir.buffers import Buffer, Region, Role
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.mesh import Mesh
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import Node, NodeArg, Ref
+from zeroir.ir.text import parse
 from zeroir.passes.common import order, storages
+from zeroir.passes.common.bounded_buffers import bounded_buffers
 from zeroir.passes.common.definitions import dropout_applied
 from zeroir.passes.common.order import derive_waits, without_waits
 from zeroir.passes.communication import order_by_layer
@@ -61,6 +66,22 @@ def test_a_pass_that_forgets_to_slice_the_weights(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(order_by_layer, "is_sliced", of_inputs)
     assert codes(apply(OrderByLayer(micro_batches=2, whole_step=True), logical), logical)
+
+
+@pytest.mark.parametrize("fault", ["no slices", "one micro-batch"])
+def test_an_engine_that_mistakes_the_micro_batch_of_an_op(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = SECTION.replace("%x[16:length+16] -> %b", "%x[16:length+16] -> %a")
+    if fault == "no slices":
+        monkeypatch.setattr(micro_batches, "is_sliced", lambda *_: False)
+    else:
+        monkeypatch.setattr(micro_batches, "_slices", lambda *_: (0,))
+    program = parse(wrong)
+    (section,) = program.sections
+    assert all(len(each) < 2 for each in micro_batches_of_ops(program, section))
+    assert codes(program) == {"Z203"}
+    assert codes(parse(SECTION)) == set()
 
 
 def test_a_pass_that_takes_parts_of_a_state_for_the_same_elements(

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
 
-from zeroir.ir.bounds import BoundKind, bounded_buffers
+from zeroir.ir import ops
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.program import Program
 from zeroir.memory.lifetimes import Lifetimes
 from zeroir.memory.most_live import most_live
 from zeroir.memory.placement import rounded
-
-_ON_DEVICE: Final = frozenset({BoundKind.DEVICE_STAGING, BoundKind.PAGES})
 
 
 def staging_bytes(program: Program) -> Mapping[Space, int]:
@@ -22,15 +19,17 @@ def staging_bytes(program: Program) -> Mapping[Space, int]:
     of that role, because only ops of the host use them. Each counts as many bytes as in the block of temporary buffers.
     Spaces without staging are omitted.
     """
-    kinds = bounded_buffers(program.buffers, program.ops())
-    names: dict[Space, set[str]] = {
-        Space.DEVICE: {name for name, kind in kinds.items() if kind in _ON_DEVICE},
-        Space.HOST: {
-            buffer.name
-            for buffer in program.buffers
-            if buffer.role is Role.STAGING and buffer.space is Space.HOST
-        },
-    }
+    transfers = [op for op in program.ops() if isinstance(op, ops.Transfer)]
+    moved = {region.buffer for op in transfers for region in (op.source, op.destination)}
+    names: dict[Space, set[str]] = {Space.DEVICE: set(), Space.HOST: set()}
+    for buffer in program.buffers:
+        match buffer.space, buffer.role:
+            case (Space.HOST, Role.STAGING) | (Space.DEVICE, Role.PAGE):
+                names[buffer.space].add(buffer.name)
+            case Space.DEVICE, Role.STAGING if buffer.name in moved:
+                names[Space.DEVICE].add(buffer.name)
+            case _:
+                pass
     if not any(names.values()):
         return {}
     lifetimes = Lifetimes.of(program)

@@ -15,12 +15,12 @@ from zeroir.ir.analysis.instances import (
     sizes_in_segment,
     sizes_of_values,
 )
-from zeroir.ir.analysis.micro_batches import is_sliced, micro_batches_of_ops
 from zeroir.ir.buffers import Region, Role
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, Program, Section
 from zeroir.ir.size_bounds import grows, lowest
 from zeroir.ir.sizes import RESERVED_NAMES, Size
 from zeroir.verify.context import Findings, spell, title
+from zeroir.verify.equivalence.slices import is_sliced, micro_batches_of_lines
 
 
 def check_dims(program: Program, findings: Findings) -> None:
@@ -86,7 +86,7 @@ def _header_problems(program: Program) -> Iterator[str]:
 def _mixed_dims(program: Program, section: Section) -> Iterator[tuple[int, str]]:
     """Yield the lines of ops whose dims are not those of one micro-batch, and why."""
     count = program.interleaved if section.name in (MICRO_STEP, LAST_MICRO_STEP) else 1
-    for line, of_op in enumerate(micro_batches_of_ops(program, section)):
+    for line, of_op in enumerate(micro_batches_of_lines(program, section)):
         op = section.body[line]
         if len(of_op) == 1 and max(of_op) < count:
             continue
