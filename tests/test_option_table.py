@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from zeroir.cli.option_groups import RUN_ROWS, RunParameters, arguments_of
-from zeroir.cli.option_groups import _parameters as parameters_of
+from zeroir.cli.option_groups import RUN_ROWS, RunParameters, arguments_of, parameters_of
 from zeroir.config import CompileOptions, make_options, options_from_pairs
 from zeroir.config.table import FlatOptions, Option, OptionObject
 from zeroir.errors import InternalError, UserError

@@ -23,10 +23,10 @@ from zeroir.api.search.adaptive import (
     settled,
 )
 from zeroir.api.search.candidates import Candidate, CandidateMeasurer
-from zeroir.api.search.search_space import Value
 from zeroir.artifact import Artifact, save
 from zeroir.config import CompileOptions, make_options, replaced
 from zeroir.config.offload_places import OFFLOADED
+from zeroir.config.searched import Value
 from zeroir.cost.machine import load_machine
 from zeroir.cost.search import SearchOutcome
 from zeroir.ir.byte_sizes import parse_bytes

@@ -18,7 +18,7 @@ from zeroir.api.keywords import CompileKeywords
 from zeroir.api.search.plan import Planner
 from zeroir.api.search.search_space import (
     Dimension,
-    Value,
+    leaner_settings,
     regions,
     unit_ranges,
     with_offload,
@@ -27,6 +27,8 @@ from zeroir.api.search.search_space import (
 from zeroir.api.search.unit_classes import UnitClass, to_unshard, unit_classes
 from zeroir.config import CompileOptions, make_options
 from zeroir.config.communication import Communication
+from zeroir.config.offload_places import OFFLOADED
+from zeroir.config.searched import Value
 from zeroir.cost.machine import Machine
 from zeroir.cost.search import Point, SearchOutcome, search
 from zeroir.cost.simulate import simulate
@@ -312,6 +314,36 @@ def test_what_is_set_is_kept_and_the_rest_is_chosen() -> None:
         ("blocks.0",),
         ("*",),
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "determined"),
+    [
+        ({}, set()),
+        ({"micro_steps": 4, "accumulate_locally": True}, {"live_gradients"}),
+        ({"prefetch_bytes": 1000}, {"prefetch"}),
+        ({"prefetch_budget": "1GB"}, {"prefetch"}),
+    ],
+)
+def test_what_another_option_determines_is_not_chosen(
+    given: dict[str, object], determined: set[str]
+) -> None:
+    logical = mlp(blocks=2, micro_steps=cast("int", given.get("micro_steps", 1)))
+    options = make_options({"world_size": 4, **given})
+    found = Planner(logical, options, BOUND_BY_NETWORK, LOOSE)
+    for region in found.regions:
+        assert determined.isdisjoint(dimension.name for dimension in region.dimensions)
+        for start in region.family.starts:
+            assert found.measurer.options(region.settings(start)).stage == region.stage
+    for settings in leaner_settings(options, logical, lambda: OFFLOADED):
+        assert determined.isdisjoint(settings)
+        found.measurer.options(settings)  # which refuses what has no effect
+
+
+def test_the_axes_of_the_search_have_places_of_their_own() -> None:
+    searched = (row.option.searched for row in CompileOptions.rows().values())
+    places = [axis.axis for axis in searched if axis is not None and axis.axis is not None]
+    assert len(places) == len(set(places)) > 0
 
 
 def test_a_plan_may_gather_as_early_as_memory_allows() -> None:

@@ -13,9 +13,18 @@ from zeroir.config.options import CompileOptions
 from zeroir.config.table import FlatOptions, OptionRow, text_of
 from zeroir.cost.estimate_options import ESTIMATE_ROWS
 
-__all__ = ["EstimateParameters", "Options", "RunParameters", "arguments_of", "group"]
+__all__ = [
+    "EstimateParameters",
+    "Options",
+    "PlanParameters",
+    "RunParameters",
+    "arguments_of",
+    "group",
+    "parameters_of",
+]
 
-_AS_COMPILED: Final = " [default: as compiled]"
+_AS_COMPILED: Final = "as compiled"
+_CHOSEN: Final = "chosen"
 
 
 _GROUPS: Final[dict[tuple[str, str], Group]] = {}
@@ -26,12 +35,17 @@ def group(command: str, title: str) -> Group:
     return _GROUPS.setdefault((command, title), Group.create_ordered(title))
 
 
-def _parameters(command: str, rows: Iterable[OptionRow]) -> type[FlatOptions]:
+def parameters_of(command: str, rows: Iterable[OptionRow]) -> type[FlatOptions]:
     """A class of options with a parameter of the command line for each."""
     is_of_run = command == "run"
     fields: dict[str, Any] = {}
     for row in rows:
         kind, field = row.flat_field
+        default = None
+        if is_of_run and row.name in LOWERING_ROWS:
+            default = _AS_COMPILED
+        elif command == "plan" and row.option.searched is not None:
+            default = _CHOSEN
         parameter = Parameter(
             name=row.option.flag,
             # A switch of a run that is off by default has no opposite.
@@ -41,8 +55,9 @@ def _parameters(command: str, rows: Iterable[OptionRow]) -> type[FlatOptions]:
             parameter = Parameter.combine(
                 parameter, Parameter(group=group(command, row.option.group))
             )
-        if is_of_run and row.name in LOWERING_ROWS:
-            field.description = row.option.help.partition(" [default:")[0] + _AS_COMPILED
+        if default is not None:
+            field.description = f"{row.option.help.partition(' [default:')[0]} [default: {default}]"
+            parameter = Parameter.combine(parameter, Parameter(show_default=False))
         field.metadata = [*field.metadata, parameter]
         fields[row.name] = (kind, field)
     return create_model(f"{command.title()}Parameters", __base__=FlatOptions, **fields)
@@ -53,12 +68,14 @@ RUN_ROWS: Final[Mapping[str, OptionRow]] = {**RunOptions.rows(), **LOWERING_ROWS
 
 if TYPE_CHECKING:
     Options = FlatOptions
+    PlanParameters = FlatOptions
     RunParameters = FlatOptions
     EstimateParameters = FlatOptions
 else:
-    Options = _parameters("compile", CompileOptions.rows().values())
-    RunParameters = _parameters("run", RUN_ROWS.values())
-    EstimateParameters = _parameters("estimate", ESTIMATE_ROWS.values())
+    Options = parameters_of("compile", CompileOptions.rows().values())
+    PlanParameters = parameters_of("plan", CompileOptions.rows().values())
+    RunParameters = parameters_of("run", RUN_ROWS.values())
+    EstimateParameters = parameters_of("estimate", ESTIMATE_ROWS.values())
 
 
 def arguments_of(given: Mapping[str, object], rows: Mapping[str, OptionRow]) -> list[str]:

@@ -17,8 +17,9 @@ from zeroir.cli.arguments import (
     Model,
     SizesHistogram,
 )
-from zeroir.cli.compiling import CompileOptions, Config, print_notes, resolved
+from zeroir.cli.compiling import Config, print_notes, resolved
 from zeroir.cli.console import out, print_json, progress
+from zeroir.cli.option_groups import PlanParameters
 from zeroir.errors import UserError
 
 
@@ -45,7 +46,7 @@ def plan(
         Parameter(name=["-o", "--output"], help="The program file to write. [default: none]"),
     ] = None,
     config: Config = None,
-    options: CompileOptions = None,
+    options: Annotated[PlanParameters | None, Parameter(name="*")] = None,
     most_tried: Annotated[
         int, Parameter(validator=InCounts, help="Largest number of choices to try.")
     ] = 500,
@@ -56,8 +57,7 @@ def plan(
 ) -> int:
     """Choose the options with the shortest step of a model on a machine, within its memory.
 
-    These are chosen unless given, whatever the defaults below: --stage, --mesh, --bucket,
-    --prefetch, --unshard, --recompute, --live-gradients, --select-saved.
+    Options below with the default "chosen" are chosen unless given.
 
     Example: zeroir plan examples/gpt.py --machine dgx-h100 --world-size 64 --memory 80GB -o gpt.zir
     """

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import Field
 
 from zeroir.config.field_types import Names, OptionalAmount
+from zeroir.config.searched import Searched
 from zeroir.config.table import Option, OptionObject
 from zeroir.ir.byte_sizes import parse_bytes
 from zeroir.ir.limits import MOST_BYTES, MOST_COUNT
 
 _GROUP = "Communication"
+
+EARLY: Final = "early"
+"""The choice of ``prefetch`` that gathers as early as memory allows."""
 
 
 class Prefetch(OptionObject):
@@ -29,6 +33,7 @@ class Prefetch(OptionObject):
             group=_GROUP,
             help="Number of units that parameters are gathered ahead of their use (stage 3).",
             least_stage=3,
+            searched=Searched(axis=5, values=(0, 1, 2, 3, 4, EARLY), fast=2, lean=0, off=0),
         ),
     ] = 1
     most_bytes: Annotated[
@@ -74,6 +79,7 @@ class Unshard(OptionObject):
             help="Units whose parameters are kept from forward to backward instead of gathered twice: names or "
             "patterns; * means all repeated units (stage 3).",
             least_stage=3,
+            searched=Searched(axis=6, fast=-1, lean=0),
         ),
     ] = ()
     most_bytes: Annotated[
@@ -103,6 +109,14 @@ class Communication(OptionObject):
         Option(
             group=_GROUP,
             help="Merge neighbouring collectives up to this number of bytes; 0 merges none.",
+            searched=Searched(
+                axis=3,
+                values=(0, 25_000_000, 100_000_000, 400_000_000),
+                fast=2,
+                lean=0,
+                off=0,
+                words="buckets of {bytes}",
+            ),
         ),
     ] = 0
     bucket_gathers: Annotated[
@@ -135,5 +149,6 @@ class Communication(OptionObject):
             group="Memory",
             help="Largest number of units whose full gradients exist at once (stages 2, 3).",
             least_stage=2,
+            searched=Searched(axis=4, values=(1, 2, 3, 4), fast=-1, lean=0),
         ),
     ] = 2

@@ -8,8 +8,10 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from zeroir.config.field_types import Amount, Names, OptionalAmount
 from zeroir.config.offload_places import (
+    DISK,
     HOST,
     KEPT_ON_DISK,
+    OFFLOAD_SETS,
     PAGE_BYTES,
     are_places,
     disk_folders,
@@ -19,6 +21,7 @@ from zeroir.config.offload_places import (
     pairs_as_text,
     place_of,
 )
+from zeroir.config.searched import Searched
 from zeroir.config.table import Option, OptionObject
 from zeroir.ir.byte_sizes import parse_bytes
 
@@ -46,6 +49,7 @@ class Offload(OptionObject):
             help="What is kept outside device memory and copied there and back: optimizer, gradients, parameters, "
             "activations, separated by commas; or adaptive: what exceeds --memory-budget and no more.",
             is_of_run=True,
+            searched=Searched(values=OFFLOAD_SETS, is_last_resort=True, words="offload {value}"),
             is_of_estimate=True,
         ),
     ] = ()
@@ -59,6 +63,7 @@ class Offload(OptionObject):
             help="Where it is kept: host (memory of the CPU), or disk:FOLDER, with host memory as the cache of the "
             "disk; gradients stay in host memory. Or a place for each kind: optimizer=disk:FOLDER,parameters=host.",
             is_of_run=True,
+            searched=Searched(values=(HOST, DISK), is_last_resort=True, off=HOST),
             is_of_estimate=True,
         ),
     ] = HOST
@@ -70,6 +75,7 @@ class Offload(OptionObject):
             help="Units of which something is offloaded: names or patterns; * means all repeated units. A pattern such "
             "as activations:blocks.* is for one kind. [default: every unit]",
             is_of_run=True,
+            searched=Searched(is_last_resort=True),
         ),
     ] = ()
     fraction: Annotated[
@@ -100,6 +106,7 @@ class Offload(OptionObject):
             help="Device memory for pages of the optimizer's states, such as 2GiB; the other pages wait in host "
             "memory, and the update runs page by page. [default: no pages]",
             is_of_run=True,
+            searched=Searched(is_last_resort=True, words="pages of the optimizer in {value}"),
             is_of_estimate=True,
         ),
     ] = None

@@ -22,6 +22,19 @@ ADAPTIVE: Final = "adaptive"
 OFFLOADED: Final = (OPTIMIZER, GRADIENTS, PARAMETERS, ACTIVATIONS)
 """What can be kept outside device memory, in the order in which options list it."""
 
+OFFLOAD_SETS: Final = (
+    (),
+    (ACTIVATIONS,),
+    (OPTIMIZER, GRADIENTS),
+    (OPTIMIZER, GRADIENTS, ACTIVATIONS),
+    (OPTIMIZER, GRADIENTS, PARAMETERS),
+    OFFLOADED,
+)
+"""The useful sets of these, the largest last.
+
+States and gradients are offloaded together, and parameters only with them: they are copied most for their bytes.
+"""
+
 KEPT_ON_DISK: Final = (OPTIMIZER, PARAMETERS, ACTIVATIONS)
 """What a disk can keep; gradients, which the update reads at once, stay in host memory."""
 

@@ -20,6 +20,7 @@ from zeroir.config.offload import Offload
 from zeroir.config.offload_places import OPTIMIZER, without_folders
 from zeroir.config.optimizer import OptimizerOptions
 from zeroir.config.precision import Precision
+from zeroir.config.searched import Searched
 from zeroir.config.steps import Evaluate, MicroSteps, Recompute
 from zeroir.config.table import Option, OptionObject, text_of
 from zeroir.config.units import Units
@@ -43,6 +44,7 @@ class CompileOptions(OptionObject):
         Option(
             group=_SHARDING,
             help="ZeRO stage: 0 shards nothing, 1 the optimizer, 2 the gradients too, 3 the parameters too.",
+            searched=Searched(values=(0, 1, 2, 3), words="stage {value}"),
         ),
     ] = 3
     mesh: Annotated[
@@ -51,6 +53,7 @@ class CompileOptions(OptionObject):
             group=_SHARDING,
             help="Hybrid sharding, such as replicate=2,shard=4: groups of 4 ranks hold all shards, and gradients are "
             "also summed over the 2 groups. [default: one group]",
+            searched=Searched(words="{value}"),
         ),
     ] = None
     world_size: Annotated[

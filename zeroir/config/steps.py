@@ -6,7 +6,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from zeroir.config.field_types import STEP, Names, Order
+from zeroir.config.field_types import LAYER, STEP, Names, Order
+from zeroir.config.searched import Searched
 from zeroir.config.table import Option, OptionObject
 from zeroir.ir.limits import MOST_COUNT
 
@@ -43,6 +44,14 @@ class MicroSteps(OptionObject):
             "step (layer), so that its parameters are gathered or copied to the device once for them, and activations "
             "of all are kept. layer=4: in groups of 4 micro-batches.",
             is_of_run=True,
+            searched=Searched(
+                axis=7,
+                # The program's length grows with the groups.
+                values=(STEP, f"{LAYER}=2", f"{LAYER}=4", f"{LAYER}=8"),
+                fast=-1,
+                lean=0,
+                off=STEP,
+            ),
         ),
     ] = STEP
     accumulate_locally: Annotated[
@@ -113,6 +122,7 @@ class Recompute(OptionObject):
             group="Memory",
             help="Units whose forward is recomputed before their backward instead of saving its values (activation "
             "checkpointing): names or patterns; * means all repeated units.",
+            searched=Searched(axis=2),
         ),
     ] = ()
     select_saved: Annotated[
@@ -120,5 +130,6 @@ class Recompute(OptionObject):
         Option(
             group="Memory",
             help="Save the fewest bytes for the backward, and recompute cheap values there.",
+            searched=Searched(axis=1, values=(False, True)),
         ),
     ] = True

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
+from zeroir.config.searched import Searched
 from zeroir.errors import InternalError, UserError
 
 
@@ -29,7 +30,7 @@ class Option:
     not say enough, and ``flag`` its form there, where the name is none. Below ``least_stage`` it has no effect.
     ``is_of_run`` and ``is_of_estimate`` say that ``zeroir run`` and ``zeroir estimate`` take it, too, and
     ``is_of_one_rank`` that the ranks of a job may differ in it. A group of parameters may set what ``is_of_group``.
-    ``separator`` stands between the items of a list.
+    ``separator`` stands between the items of a list, and ``searched`` says what `zeroir plan` chooses from.
     """
 
     help: str
@@ -42,6 +43,7 @@ class Option:
     is_of_one_rank: bool = False
     is_of_group: bool = False
     separator: str = ","
+    searched: Searched | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,17 @@ class OptionRow:
     def default(self) -> object:
         """The value where none is given."""
         return self.field.default
+
+    @property
+    def searched(self) -> Searched:
+        """What `zeroir plan` chooses the option from.
+
+        Raises:
+            InternalError: if it does not choose it.
+        """
+        if self.option.searched is None:
+            raise InternalError(f"No search chooses {self.flag}.")
+        return self.option.searched
 
 
 class OptionObject(BaseModel):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from zeroir.api.search.candidates import Candidate, CandidateMeasurer
-from zeroir.api.search.search_space import Value, unit_ranges
+from zeroir.api.search.search_space import unit_ranges
 from zeroir.config import CompileOptions, changed, replaced
 from zeroir.config.offload_places import (
     ACTIVATIONS,
@@ -24,6 +24,7 @@ from zeroir.config.offload_places import (
     OPTIMIZER,
     PARAMETERS,
 )
+from zeroir.config.searched import Value
 from zeroir.cost.machine import Machine
 from zeroir.cost.search import SearchOutcome
 from zeroir.errors import InternalError, UserError

@@ -11,9 +11,10 @@ from typing import Final
 
 from zeroir.api.search.adaptive import possible_kinds
 from zeroir.api.search.candidates import Candidate, CandidateMeasurer
-from zeroir.api.search.search_space import Value, leaner_settings
+from zeroir.api.search.search_space import leaner_settings
 from zeroir.config import CompileOptions
 from zeroir.config.offload_places import OFFLOADED
+from zeroir.config.searched import Value
 from zeroir.cost.machine import Machine
 from zeroir.ir.program import Program
 from zeroir.report.costs import format_seconds

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
-from zeroir.api.search.search_space import EARLY, Value
 from zeroir.config import CompileOptions, make_options, replaced
+from zeroir.config.communication import EARLY
 from zeroir.config.offload_places import HOST, KEPT_ON_DISK
+from zeroir.config.searched import Value
 from zeroir.cost.bounds import compute_bound_s, wire_bound_s
 from zeroir.cost.machine import Machine
 from zeroir.cost.measured_workspaces import with_measured_workspaces

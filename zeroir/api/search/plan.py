@@ -23,7 +23,6 @@ from zeroir.api.search.histogram import Histogram, counts_of, mean_sizes
 from zeroir.api.search.largest_batches import LargestBatches, largest_batches
 from zeroir.api.search.search_space import (
     SearchRegion,
-    Value,
     page_amount,
     regions,
     with_disk,
@@ -32,8 +31,8 @@ from zeroir.api.search.search_space import (
     words,
 )
 from zeroir.config import CompileOptions, make_options
-from zeroir.config.field_types import STEP
-from zeroir.config.offload_places import ADAPTIVE, HOST, OFFLOADED, PAGE_BYTES
+from zeroir.config.offload_places import ADAPTIVE, OFFLOADED, PAGE_BYTES
+from zeroir.config.searched import Value
 from zeroir.config.shapes import values_given
 from zeroir.cost.histogram import MeanStep, Shape, mean_step
 from zeroir.cost.machine import Machine, load_machine
@@ -53,8 +52,10 @@ if TYPE_CHECKING:
 MOST_TRIED: Final = 500
 """The default limit of the choices that a search tries."""
 
-_OFFLOAD_OPTIONS: Final = frozenset(
-    {"offload", "offload_to", "host_cache", "offload_units", "offload_fraction", "page_optimizer"}
+_LAST_RESORTS: Final = tuple(
+    name
+    for name, row in CompileOptions.rows().items()
+    if row.option.searched is not None and row.option.searched.is_last_resort
 )
 """If one of these is given, the search keeps it, and chooses no other."""
 
@@ -265,8 +266,8 @@ class Planner:
         self.measurer = CandidateMeasurer(logical, options, budget_bytes, machine, at)
         self._wire_ns: dict[int, int] = {}
         self._candidates: dict[tuple[int, Point], Candidate] = {}
-        self._measured: dict[Identity, tuple[Candidate, SearchOutcome]] = {}
-        self._is_offload_free = not (options.given.keys() & _OFFLOAD_OPTIONS)
+        self._measured: dict[CompileOptions, tuple[Candidate, SearchOutcome]] = {}
+        self._is_offload_free = options.given.keys().isdisjoint(_LAST_RESORTS)
         self._movable = movable_units(logical)
         self._world_size = options.world_size
         self._state_bytes = sum(b.size_bytes for b in logical.buffers if b.role is Role.STATE)
@@ -339,18 +340,10 @@ class Planner:
 
     def _measure(self, settings: Mapping[str, Value]) -> tuple[Candidate, SearchOutcome]:
         """Measure a choice; one that offloads nothing is the same as one that does not mention it."""
-        defaults = ((), HOST, STEP)
-        has_effect = {
-            name: value
-            for name, value in settings.items()
-            if value not in defaults and (name, value) != ("page_optimizer", None)
-        }
-        if "offload" not in has_effect:
-            has_effect.pop("offload_to", None)
-        identity = _identity(has_effect)
-        if identity not in self._measured:
-            self._measured[identity] = self.measurer.measure(settings)
-        candidate, outcome = self._measured[identity]
+        options = self.measurer.options(settings)
+        if options not in self._measured:
+            self._measured[options] = self.measurer.measure(settings)
+        candidate, outcome = self._measured[options]
         return replace(candidate, settings=settings), outcome
 
     def _with_less_offload(self, chosen: Candidate) -> Candidate:
@@ -402,7 +395,7 @@ class Planner:
         """Lower a choice of a region, measure it, and simulate it."""
         settings = self.regions[number].settings(point)
         self._candidates[number, point], evaluation = self._measure(settings)
-        for name in ("offload", "offload_to", "page_optimizer"):
+        for name in _LAST_RESORTS:
             values = self.regions[number].values(name)
             if values and settings.get(name, values[-1]) != values[-1]:
                 evaluation = replace(evaluation, is_hopeless=False)

@@ -6,22 +6,26 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
-from typing import Final, assert_never
+from typing import Final, assert_never, cast
 
-from zeroir.api.search.unit_classes import repeated_units, to_recompute, to_unshard, unit_classes
+from zeroir.api.search.unit_classes import (
+    UnitClass,
+    repeated_units,
+    to_recompute,
+    to_unshard,
+    unit_classes,
+)
 from zeroir.config import CompileOptions, has_effect, replaced
-from zeroir.config.field_types import LAYER, STEP
+from zeroir.config.field_types import LAYER
 from zeroir.config.meshes import parse_mesh
 from zeroir.config.offload_places import (
-    ACTIVATIONS,
-    DISK,
-    GRADIENTS,
-    HOST,
-    OFFLOADED,
+    OFFLOAD_SETS,
     OPTIMIZER,
     PAGE_BYTES,
     PARAMETERS,
 )
+from zeroir.config.searched import Searched, Value
+from zeroir.config.table import OptionRow
 from zeroir.cost.search import Family, Point
 from zeroir.errors import UserError
 from zeroir.ir.byte_sizes import parse_bytes
@@ -31,21 +35,16 @@ from zeroir.passes.common.units import ALL_REPEATED
 from zeroir.passes.communication.order_by_layer import OrderByLayer
 from zeroir.report.names import format_bytes
 
-Value = int | bool | str | tuple[str, ...] | None
-
-EARLY: Final = "early"
-"""The value of ``prefetch`` for gathers as early as memory allows."""
-
-_PREFETCH: Final = (0, 1, 2, 3, 4, EARLY)
-_LIVE_GRADIENTS: Final = (1, 2, 3, 4)
 _MOST_TIMES: Final = 64
 """The largest factor by which a proposal raises the number of ranks."""
-_INTERLEAVED: Final = (2, 4, 8)
-"""Sizes of groups of micro-batches that run unit by unit; the program's length grows with them."""
 PAGE_SLOTS: Final = 3
 """The fewest pages on the device: one is copied in and one out while a third is updated."""
 
-_BUCKET_BYTES: Final = (0, 25_000_000, 100_000_000, 400_000_000)
+_UNITS: Final[Mapping[str, Callable[[Sequence[UnitClass]], tuple[tuple[str, ...], ...]]]] = {
+    "recompute": to_recompute,
+    "unshard": to_unshard,
+}
+"""The units by kind, in the best order to name them in an option."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +112,7 @@ class SearchRegion:
     mesh: str | None
     units: tuple[str, ...]
     dimensions: tuple[Dimension | UnitCounts, ...]
-    orders: tuple[str, ...] = ()
+    orders: tuple[Value, ...] = ()
 
     @property
     def size(self) -> int:
@@ -186,23 +185,21 @@ class SearchRegion:
         return Family(sizes=tuple(sizes), starts=tuple(starts))
 
 
+def _dimension(name: str, values: Sequence[Value]) -> Dimension:
+    """Return an option as a dimension of these of its values; the fastest may be missing at their end."""
+    row = CompileOptions.rows()[name]
+    return Dimension(
+        name=name,
+        values=tuple(values),
+        fast=range(len(values))[min(row.searched.fast, len(values) - 1)],
+        usual=values.index(cast("Value", row.default)),
+        lean=range(len(values))[row.searched.lean],
+    )
+
+
 def with_offload(regions: Sequence[SearchRegion], kinds: Sequence[str]) -> tuple[SearchRegion, ...]:
     """Add every useful set of these kinds to offload to the choices."""
-    states = tuple(kind for kind in (OPTIMIZER, GRADIENTS) if kind in kinds)
-    activations = tuple(kind for kind in (ACTIVATIONS,) if kind in kinds)
-    parameters = tuple(kind for kind in (PARAMETERS,) if kind in kinds)
-    sets = dict.fromkeys(
-        tuple(kind for kind in OFFLOADED if kind in chosen)
-        for chosen in (
-            (),
-            activations,
-            states,
-            states + activations,
-            states + parameters,
-            states + activations + parameters,
-        )
-    )
-    dimension = Dimension(name="offload", values=tuple(sets), fast=0, usual=0, lean=len(sets) - 1)
+    offload = _dimension("offload", _offload_sets(kinds))
     has_orders = PARAMETERS in kinds
     return tuple(
         replace(
@@ -210,39 +207,36 @@ def with_offload(regions: Sequence[SearchRegion], kinds: Sequence[str]) -> tuple
             dimensions=(
                 *region.dimensions,
                 *(_order(region.orders) if has_orders and not region.values("order") else ()),
-                dimension,
+                offload,
             ),
         )
         for region in regions
     )
 
 
-def _order(orders: tuple[str, ...]) -> tuple[Dimension, ...]:
+def _order(orders: tuple[Value, ...]) -> tuple[Dimension, ...]:
     """Return the dimension of the order of micro-batches if there is a choice: larger groups communicate less."""
-    if len(orders) < 2:
-        return ()
-    return (Dimension(name="order", values=orders, fast=len(orders) - 1, usual=0, lean=0),)
+    return (_dimension("order", orders),) if len(orders) > 1 else ()
 
 
-def _orders(options: CompileOptions, logical: Program) -> tuple[str, ...]:
-    """Return the orders of micro-batches to choose from, the largest groups last; one if there is no choice."""
+def _orders(options: CompileOptions, logical: Program) -> tuple[Value, ...]:
+    """Return the orders of micro-batches to choose from, the largest groups last."""
+    step, *groups = CompileOptions.rows()["order"].searched.values
     if "order" in options.given:
         return ()
-    count = options.micro_steps.count
-    groups = [group for group in _INTERLEAVED if count % group == 0]
     try:
         OrderByLayer(micro_batches=2)(logical)
     except UserError:
-        groups = []
-    if options.micro_steps.accumulate_locally:
-        groups = [group for group in groups if group != count]
-    return (STEP, *(LAYER if group == count else f"{LAYER}={group}" for group in groups))
+        return (step,)
+    possible = [group for group in groups if has_effect(replaced(options, order=group))]
+    whole = f"{LAYER}={options.micro_steps.count}"
+    return (step, *(LAYER if group == whole else group for group in possible))
 
 
 def with_disk(regions: Sequence[SearchRegion]) -> tuple[SearchRegion, ...]:
     """Add the disk to the choices as a place of what is offloaded."""
-    dimension = Dimension(name="offload_to", values=(HOST, DISK), fast=0, usual=0, lean=1)
-    return tuple(replace(region, dimensions=(*region.dimensions, dimension)) for region in regions)
+    place = _dimension("offload_to", CompileOptions.rows()["offload_to"].searched.values)
+    return tuple(replace(region, dimensions=(*region.dimensions, place)) for region in regions)
 
 
 def with_pages(
@@ -260,11 +254,8 @@ def with_pages(
             return region
         shares = (pages * quarters // 4 for quarters in (3, 2, 1))
         amounts = dict.fromkeys((*(n for n in shares if n > PAGE_SLOTS), PAGE_SLOTS))
-        values = (None, *map(page_amount, amounts))
-        dimension = Dimension(
-            name="page_optimizer", values=values, fast=0, usual=0, lean=len(values) - 1
-        )
-        return replace(region, dimensions=(*region.dimensions, dimension))
+        resident = _dimension("page_optimizer", (None, *map(page_amount, amounts)))
+        return replace(region, dimensions=(*region.dimensions, resident))
 
     return tuple(map(paged, regions))
 
@@ -275,47 +266,29 @@ def page_amount(pages: int) -> str:
 
 
 def _offload_sets(kinds: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the useful sets of these kinds, the largest last.
-
-    States and gradients are offloaded together, and parameters only with them: they are copied most for their bytes.
-    """
-    states = (OPTIMIZER, GRADIENTS)
-    sets = (
-        (ACTIVATIONS,),
-        states,
-        (*states, ACTIVATIONS),
-        (*states, PARAMETERS),
-        (*states, ACTIVATIONS, PARAMETERS),
-    )
-    possible = (tuple(k for k in OFFLOADED if k in chosen and k in kinds) for chosen in sets)
-    return tuple(filter(None, dict.fromkeys(possible)))
+    """Return the useful sets of these kinds, none first and the largest last."""
+    possible = (tuple(kind for kind in chosen if kind in kinds) for chosen in OFFLOAD_SETS)
+    return tuple(dict.fromkeys(possible))
 
 
 def words(settings: Mapping[str, Value]) -> str:
     """Return a choice in short: ``stage 3, prefetch 2``; options that are off are left out."""
+    rows = CompileOptions.rows()
     said: list[str] = []
     for name, value in settings.items():
-        match name, value:
-            case "stage", _:
-                said.append(f"stage {value}")
-            case "mesh", str():
-                said.append(value)
-            case "bucket", int() if value:
-                said.append(f"buckets of {format_bytes(value)}")
-            case _, ():
-                pass
-            case ("offload_to", "host") | ("order", "step"):
-                pass
-            case "page_optimizer", str():
-                said.append(f"pages of the optimizer in {value}")
-            case "offload", tuple():
-                said.append(f"offload {', '.join(value)}")
-            case _, tuple():
+        searched = rows[name].option.searched or Searched()
+        if value in (None, ()) or value == searched.off:
+            continue
+        if searched.words is not None:
+            amount = format_bytes(value) if isinstance(value, int) else ""
+            shown = ", ".join(value) if isinstance(value, tuple) else value
+            said.append(searched.words.format(value=shown, bytes=amount))
+            continue
+        match value:
+            case tuple():
                 said.append(f"{name} {unit_ranges(value)}")
-            case _, bool():
+            case bool():
                 said.append(f"{'' if value else 'no-'}{name.replace('_', '-')}")
-            case _, None | 0:
-                pass
             case _:
                 said.append(f"{name.replace('_', ' ')} {value}")
     return ", ".join(said)
@@ -346,9 +319,12 @@ def unit_ranges(units: Iterable[str]) -> str:
 def regions(options: CompileOptions, logical: Program) -> tuple[SearchRegion, ...]:
     """Return all choices that keep the given options, at the stages at which these have an effect."""
     is_set = options.given
+    all_stages = CompileOptions.rows()["stage"].searched.values
     stages = [
         stage
-        for stage in ((options.stage,) if "stage" in is_set else (0, 1, 2, 3))
+        for stage in (
+            (options.stage,) if "stage" in is_set else cast("tuple[int, ...]", all_stages)
+        )
         if has_effect(replaced(options, stage=stage))
     ]
     units = repeated_units(logical)
@@ -357,26 +333,12 @@ def regions(options: CompileOptions, logical: Program) -> tuple[SearchRegion, ..
     for stage in stages:
         is_of_one_axis = "mesh" in is_set or VALUES_COMM in logical.comm_by_name
         meshes = [options.mesh] if is_of_one_axis else _meshes(stage, options.world_size)
-        dimensions = tuple(
-            dimension
-            for dimension in (
-                *_dimensions(stage, logical),
-                # Below stage 2 it only affects how often parameters are copied from host memory.
-                *(_order(orders) if stage >= 2 or PARAMETERS in options.offload.what else ()),
-            )
-            if dimension.name not in is_set
-            and not (dimension.name == "prefetch" and _is_prefetch_set(options))
-        )
+        dimensions = tuple(_dimensions(replaced(options, stage=stage), is_set, orders, logical))
         made += [
             SearchRegion(stage=stage, mesh=mesh, units=units, dimensions=dimensions, orders=orders)
             for mesh in meshes
         ]
     return tuple(made)
-
-
-def _is_prefetch_set(options: CompileOptions) -> bool:
-    """Return whether an option other than ``prefetch`` determines how early parameters are gathered."""
-    return options.prefetch.memory is not None or options.prefetch.most_bytes is not None
 
 
 def leaner_settings(
@@ -390,39 +352,42 @@ def leaner_settings(
     come those that expose or add communication: no prefetch, stage 3; then the recomputation of every unit, and then
     offloading. More ranks come last.
     """
+
+    def leanest_of(name: str) -> dict[str, Value]:
+        """Return the option with its leanest value; empty if it has that, or another option determines it."""
+        axis = CompileOptions.rows()[name].searched
+        value = axis.values[axis.lean]
+        is_possible = has_effect(replaced(options, stage=3, **{name: value}))
+        return {name: value} if is_possible and options.value(name) != value else {}
+
     stage = options.stage
-    lean: dict[str, Value] = {}
-    if not options.recompute.select_saved:
-        lean["select_saved"] = True
+    lean = leanest_of("select_saved")
+    if lean:
         yield dict(lean)
-    if stage >= 2 and options.communication.live_gradients > 1:
-        yield {**lean, "live_gradients": 1}
+    live = leanest_of("live_gradients")
+    if stage >= 2 and live:
+        yield {**lean, **live}
     for higher in range(stage + 1, 3):
         yield {**lean, "stage": higher}
     if stage < 2:
-        yield {**lean, "stage": 2, "live_gradients": 1}
+        yield {**lean, "stage": 2, **live}
     if stage < 3:
         yield {**lean, "stage": 3}
-    leanest = {**lean, **({"stage": 3} if stage < 3 else {})}
-    if options.communication.live_gradients > 1:
-        leanest["live_gradients"] = 1
-    # A budget of its own determines how early parameters are gathered, for any distance.
-    if options.prefetch.units and not _is_prefetch_set(options):
-        if stage == 3:
-            yield {**lean, "prefetch": 0}
-        leanest["prefetch"] = 0
-    if options.micro_steps.order != STEP:
-        yield {**lean, "order": STEP}
-        leanest["order"] = STEP
+    leanest = {**lean, **({"stage": 3} if stage < 3 else {}), **live}
+    for name in ("prefetch", "order"):
+        late = leanest_of(name)
+        if late and stage >= CompileOptions.rows()[name].option.least_stage:
+            yield {**lean, **late}
+        leanest |= late
     if leanest:
         yield dict(leanest)
     if repeated_units(logical) and not options.recompute.units:
-        yield {**lean, "recompute": (ALL_REPEATED,)}
-        leanest["recompute"] = (ALL_REPEATED,)
+        again: Mapping[str, Value] = {"recompute": (ALL_REPEATED,)}
+        yield {**lean, **again}
+        leanest |= again
         yield dict(leanest)
     if not options.offload.what:
-        sets = _offload_sets(kinds())
-        for offloaded in sets:
+        for offloaded in (sets := _offload_sets(kinds())[1:]):
             yield {**lean, "offload": offloaded}
         if sets:
             leanest["offload"] = sets[-1]
@@ -446,26 +411,40 @@ def _meshes(stage: int, world_size: int) -> list[str | None]:
     return meshes
 
 
-def _dimensions(stage: int, logical: Program) -> Sequence[Dimension | UnitCounts]:
-    """Return the options to choose at a stage."""
+def _dimensions(
+    options: CompileOptions,
+    is_set: Collection[str],
+    orders: tuple[Value, ...],
+    logical: Program,
+) -> Iterator[Dimension | UnitCounts]:
+    """Yield the options to choose at the stage of these, in the order of the axes of the search."""
     kinds = unit_classes(logical)
-    # Buckets beyond the size of the model have the same effect.
+    for axis, row in _axes():
+        name = row.name
+        if name in is_set or options.stage < row.option.least_stage:
+            continue
+        if name == "order":
+            # Below stage 2 it only affects how often parameters are copied from host memory.
+            if options.stage >= 2 or PARAMETERS in options.offload.what:
+                yield from _order(orders)
+        elif name in _UNITS:
+            yield UnitCounts(name=name, kinds=_UNITS[name](kinds), is_fast=axis.fast != 0)
+        elif has_effect(replaced(options, **{name: axis.values[axis.fast]})):
+            # Another option may determine it, such as a budget how early parameters are gathered.
+            yield _dimension(name, _worth(name, axis.values, logical))
+
+
+def _axes() -> list[tuple[Searched, OptionRow]]:
+    """Return the options that are axes from the beginning, in order."""
+    of_search = [(row.option.searched, row) for row in CompileOptions.rows().values()]
+    axes = [(axis.axis, axis, row) for axis, row in of_search if axis and axis.axis is not None]
+    return [(axis, row) for _, axis, row in sorted(axes, key=lambda each: each[0])]
+
+
+def _worth(name: str, values: tuple[Value, ...], logical: Program) -> tuple[Value, ...]:
+    """Return the values that differ in their effect: buckets beyond the size of the model all have the same."""
+    if name != "bucket":
+        return values
     whole_bytes = 4 * logical.parameters_numel
-    sizes = tuple(
-        size
-        for at, size in enumerate(_BUCKET_BYTES)
-        if not at or _BUCKET_BYTES[at - 1] < whole_bytes
-    )
-    saved = Dimension(name="select_saved", values=(False, True), fast=0, usual=1, lean=1)
-    again = UnitCounts(name="recompute", kinds=to_recompute(kinds), is_fast=False)
-    bucket = Dimension(name="bucket", values=sizes, fast=min(2, len(sizes) - 1), usual=0, lean=0)
-    live = Dimension(name="live_gradients", values=_LIVE_GRADIENTS, fast=3, usual=1, lean=0)
-    ahead = Dimension(name="prefetch", values=_PREFETCH, fast=2, usual=1, lean=0)
-    whole = UnitCounts(name="unshard", kinds=to_unshard(kinds), is_fast=True)
-    return (
-        saved,
-        again,
-        bucket,
-        *((live,) if stage >= 2 else ()),
-        *((ahead, whole) if stage == 3 else ()),
-    )
+    sizes = cast("tuple[int, ...]", values)
+    return tuple(s for at, s in enumerate(sizes) if not at or sizes[at - 1] < whole_bytes)
