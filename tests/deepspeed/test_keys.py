@@ -427,6 +427,13 @@ def test_a_block_of_another_precision_is_one_line() -> None:
             {"stage": 3, "allgather_bucket_size": 5},
             "zero_optimization.allgather_bucket_size: no meaning at stage 3, as in DeepSpeed.",
         ),
+        (
+            {"stage": 0, "allgather_bucket_size": 5, "stage3_prefetch_bucket_size": 5},
+            (
+                "zero_optimization.allgather_bucket_size, zero_optimization.stage3_prefetch_bucket_size: no meaning at "
+                "stage 0, as in DeepSpeed."
+            ),
+        ),
     ],
 )
 def test_a_key_without_effect_beside_others_is_one_line(

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field
 from zeroir.deepspeed.json_types import BLOCK, Count, Free, Whole
 from zeroir.deepspeed.offload_blocks import OffloadOptimizerBlock, OffloadParamBlock
 from zeroir.deepspeed.treatment import (
+    becomes,
     differs_from,
     honoured,
     is_enabled,
@@ -21,6 +22,7 @@ from zeroir.deepspeed.treatment import (
     is_given,
     meaningless,
     refused,
+    unless_zero,
 )
 from zeroir.ir.optimizers.catalogue import OF_DEEPSPEED
 
@@ -82,12 +84,14 @@ class FP16(JsonBlock):
         float, Field(ge=0), honoured("0: dynamic; else `loss_scale`, a static scale")
     ] = 0.0
     initial_scale_power: Annotated[
-        Whole, Field(le=120), honoured("`initial_loss_scale`, 2 to this power")
+        Whole,
+        Field(le=120),
+        becomes("initial_loss_scale", ", 2 to this power", lambda power: 2.0**power),
     ] = 16
-    loss_scale_window: Annotated[Count, honoured("`loss_scale_window`")] = 1000
-    hysteresis: Annotated[Count, honoured("`loss_scale_hysteresis`")] = 2
-    consecutive_hysteresis: Annotated[bool, honoured("`loss_scale_consecutive_hysteresis`")] = False
-    min_loss_scale: Annotated[float, Field(gt=0), honoured("`minimum_loss_scale`")] = 1.0
+    loss_scale_window: Annotated[Count, becomes("loss_scale_window")] = 1000
+    hysteresis: Annotated[Count, becomes("loss_scale_hysteresis")] = 2
+    consecutive_hysteresis: Annotated[bool, becomes("loss_scale_consecutive_hysteresis")] = False
+    min_loss_scale: Annotated[float, Field(gt=0), becomes("minimum_loss_scale")] = 1.0
     fp16_master_weights_and_grads: Annotated[
         bool, refused("master weights, and the gradients that the update reads, are FP32 in zeroir")
     ] = False
@@ -126,7 +130,12 @@ class ZeroOptimization(JsonBlock):
         ),
     ] = True
     reduce_bucket_size: Annotated[
-        Whole, honoured("`bucket`: gradients, converted from elements to bytes of their dtype")
+        Whole,
+        becomes(
+            "bucket",
+            ": gradients, converted from elements to bytes of their dtype",
+            is_of_elements=True,
+        ),
     ] = 500_000_000
     use_multi_rank_bucket_allreduce: Annotated[bool, _COMMUNICATION] = True
     allgather_partitions: Annotated[
@@ -134,7 +143,12 @@ class ZeroOptimization(JsonBlock):
     ] = True
     allgather_bucket_size: Annotated[
         Whole,
-        honoured("`bucket_gathers` at stages 1 and 2: updated parameters, converted likewise"),
+        becomes(
+            "bucket_gathers",
+            " at stages 1 and 2: updated parameters, converted likewise",
+            is_of_elements=True,
+            stages=(1, 2),
+        ),
     ] = 500_000_000
     overlap_comm: Annotated[
         bool | None,
@@ -157,15 +171,23 @@ class ZeroOptimization(JsonBlock):
     ] = None
     cpu_offload_use_pin_memory: Annotated[bool | None, _PINNED] = None
     stage3_prefetch_bucket_size: Annotated[
-        Whole, honoured("`prefetch_bytes` at stage 3, converted likewise; 0 is `prefetch` 0")
+        Whole,
+        honoured("`prefetch_bytes` at stage 3, converted likewise; 0 is `prefetch` 0", stages=(3,)),
     ] = 50_000_000
     stage3_param_persistence_threshold: Annotated[Whole, _KEPT] = 100_000
     stage3_model_persistence_threshold: Annotated[Whole, _KEPT] = 2**62
     stage3_max_live_parameters: Annotated[
-        Whole, honoured("an upper bound of `prefetch_bytes` at stage 3")
+        Whole, honoured("an upper bound of `prefetch_bytes` at stage 3", stages=(3,))
     ] = 1_000_000_000
     stage3_max_reuse_distance: Annotated[
-        Whole, honoured("`unshard_bytes` at stage 3, converted likewise")
+        Whole,
+        becomes(
+            "unshard_bytes",
+            " at stage 3, converted likewise",
+            unless_zero,
+            is_of_elements=True,
+            stages=(3,),
+        ),
     ] = 1_000_000_000
     stage3_gather_16bit_weights_on_model_save: Annotated[
         bool, meaningless("engine.full_parameters() and engine.gathered() gather the weights")
@@ -197,7 +219,8 @@ class ZeroOptimization(JsonBlock):
         Free | None, refused("zeroir has no quantised communication", is_given)
     ] = None
     mics_shard_size: Annotated[
-        int, honoured("`mesh`: groups of this number of ranks hold all shards (stage 3)")
+        int,
+        honoured("`mesh`: groups of this number of ranks hold all shards (stage 3)", stages=(3,)),
     ] = -1
     mics_hierarchical_params_gather: Annotated[bool, _COMMUNICATION] = False
     memory_efficient_linear: Annotated[
@@ -310,7 +333,9 @@ class DeepSpeedConfiguration(JsonBlock):
     bf16: Annotated[BF16, honoured("see below")] = BF16()
     bfloat16: Annotated[BF16 | None, honoured("the old name of `bf16`")] = None
     gradient_clipping: Annotated[
-        float, Field(ge=0), honoured("`clip`; 0 turns clipping off, and absent it is 1.0")
+        float,
+        Field(ge=0),
+        becomes("clip", "; 0 turns clipping off, and absent it is 1.0", unless_zero),
     ] = 1.0
     zero_optimization: Annotated[
         ZeroOptimization | bool, honoured("see below; true is stage 1, and absent it is stage 0")

@@ -6,17 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from pydantic import BaseModel
+
 from zeroir.deepspeed.batch_sizes import resolve_batch_sizes
 from zeroir.deepspeed.model import FP16, ZeroOptimization
 from zeroir.deepspeed.optimizers import translate_optimizer
 from zeroir.deepspeed.read import Reading, read
 from zeroir.deepspeed.translate_offload import translate_offload
+from zeroir.deepspeed.treatment import in_bytes, treatment_of
 from zeroir.errors import UserError
-from zeroir.ir.limits import MOST_BYTES
 from zeroir.schedules import DEEPSPEED_SCHEDULES, make_schedule
 
 _ELEMENT_BYTES: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
 _DEFAULT: Final = "DeepSpeed's default"
+_ZERO: Final = "zero_optimization."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +96,35 @@ class _Translator:
         origin = key if is_there else _DEFAULT
         self.origins[option] = f'{key} "auto"' if key in self.reading.automatic else origin
 
+    def plain(
+        self, block: BaseModel, place: str, stage: int, *, is_default_kept: bool, but: str = ""
+    ) -> None:
+        """Set the options that keys of a block become by themselves, except that of one key.
+
+        With ``is_default_kept`` an absent key leaves zeroir's default, otherwise it has DeepSpeed's.
+        """
+        for name, field in type(block).model_fields.items():
+            treatment = treatment_of(field)
+            is_left_out = name == but or (is_default_kept and not self.is_given(place + name))
+            if treatment.option is None or stage not in treatment.stages or is_left_out:
+                continue
+            value = getattr(block, name)
+            if treatment.is_of_elements:
+                value = in_bytes(value, self.itemsize_bytes)
+            if treatment.convert is not None:
+                value = treatment.convert(value)
+            if value is not None:
+                self.set(treatment.option, value, place + name)
+
+    def is_given(self, key: str) -> bool:
+        """Return whether a key has a value."""
+        return key in self.reading.given
+
+    @property
+    def itemsize_bytes(self) -> int:
+        """The bytes of a parameter or gradient."""
+        return _ELEMENT_BYTES[self.reading.precision]
+
     @property
     def optimizer_params(self) -> Mapping[str, object]:
         block = self.reading.configuration.optimizer
@@ -125,15 +157,11 @@ class _Translator:
         if block.loss_scale or "loss_scale" in self.given:
             self.set("loss_scale", block.loss_scale, "fp16.loss_scale")
             return
-        self.set("initial_loss_scale", 2.0**block.initial_scale_power, "fp16.initial_scale_power")
-        self.set("loss_scale_window", block.loss_scale_window, "fp16.loss_scale_window")
-        self.set("loss_scale_hysteresis", block.hysteresis, "fp16.hysteresis")
-        if block.hysteresis > 1:
-            key = "fp16.consecutive_hysteresis"
-            self.set("loss_scale_consecutive_hysteresis", block.consecutive_hysteresis, key)
-        elif block.consecutive_hysteresis:
-            self.notes.append("fp16.consecutive_hysteresis: no meaning with fp16.hysteresis 1.")
-        self.set("minimum_loss_scale", block.min_loss_scale, "fp16.min_loss_scale")
+        is_one = block.hysteresis == 1
+        consecutive = "consecutive_hysteresis"
+        self.plain(block, "fp16.", 0, is_default_kept=False, but=consecutive if is_one else "")
+        if is_one and block.consecutive_hysteresis:
+            self.notes.append(f"fp16.{consecutive}: no meaning with fp16.hysteresis 1.")
 
     def stage_and_mesh(self, world_size: int) -> int:
         """Translate ``zero_optimization.stage``, and MiCS's groups of ranks, and return the stage."""
@@ -154,23 +182,20 @@ class _Translator:
     def communication(self, stage: int) -> None:
         """Translate bucket sizes, prefetching and overlap."""
         zero = self.zero
-        self.bucket("bucket", "reduce_bucket_size", zero.reduce_bucket_size)
-        if 1 <= stage <= 2:
-            self.bucket("bucket_gathers", "allgather_bucket_size", zero.allgather_bucket_size)
-        elif self.is_given("allgather_bucket_size"):
-            self.notes.append(
-                f"zero_optimization.allgather_bucket_size: no meaning at stage {stage}, as in DeepSpeed."
-            )
+        self.plain(zero, _ZERO, stage, is_default_kept=True)
         if stage and "bucket" in self.options and "bucket_gathers" not in self.options:
-            self.set("bucket_gathers", 0, "zero_optimization.reduce_bucket_size")
+            self.set("bucket_gathers", 0, f"{_ZERO}reduce_bucket_size")
         if zero.overlap_comm is False:
-            self.set("overlap_update", False, "zero_optimization.overlap_comm")
+            self.set("overlap_update", False, f"{_ZERO}overlap_comm")
         if stage == 3:
             self.parameters()
-            return
-        names = [name for name in _STAGE_3_KEYS if self.is_given(name)]
-        if names:
-            keys = ", ".join(f"zero_optimization.{name}" for name in names)
+        others = [
+            key
+            for name, field in type(zero).model_fields.items()
+            if self.is_given(key := _ZERO + name) and stage not in treatment_of(field).stages
+        ]
+        if others:
+            keys = ", ".join(others)
             self.notes.append(f"{keys}: no meaning at stage {stage}, as in DeepSpeed.")
 
     def offload(self, stage: int) -> None:
@@ -184,47 +209,27 @@ class _Translator:
         if block is not None and "max_in_cpu" in block.model_fields_set:
             key = "zero_optimization.offload_param.max_in_cpu"
             if stage == 3 and block.device == "nvme":
-                cache_bytes = block.max_in_cpu * _ELEMENT_BYTES[self.reading.precision]
-                self.set("host_cache", f"{min(cache_bytes, MOST_BYTES)}B", key)
+                self.set("host_cache", f"{in_bytes(block.max_in_cpu, self.itemsize_bytes)}B", key)
             else:
                 self.notes.append(f"{key}: no meaning without parameters on a disk.")
         self.notes.extend(translation.notes)
 
-    def bucket(self, option: str, name: str, numel: int) -> None:
-        """Translate a limit in elements to one in bytes; an absent key leaves zeroir's default."""
-        if self.is_given(name):
-            size = _ELEMENT_BYTES[self.reading.precision]
-            self.set(option, min(numel * size, MOST_BYTES), f"zero_optimization.{name}")
-
     def parameters(self) -> None:
-        """Translate the limits of what stage 3 prefetches and keeps."""
-        zero, size = self.zero, _ELEMENT_BYTES[self.reading.precision]
-        prefetch, most = "stage3_prefetch_bucket_size", "stage3_max_live_parameters"
-        ahead = {"prefetch", "prefetch_budget", "prefetch_bytes"} & self.given.keys()
-        if zero.overlap_comm is False and not ahead:
-            self.set("prefetch", 0, "zero_optimization.overlap_comm")
-            names = [
-                f"zero_optimization.{name}" for name in (prefetch, most) if self.is_given(name)
-            ]
-            if names:
-                self.notes.append(f"{', '.join(names)}: no meaning with overlap_comm false.")
-        elif (self.is_given(prefetch) or self.is_given(most)) and not ahead:
+        """Translate the limits of what stage 3 prefetches."""
+        zero = self.zero
+        prefetch, most = f"{_ZERO}stage3_prefetch_bucket_size", f"{_ZERO}stage3_max_live_parameters"
+        given = [key for key in (prefetch, most) if self.is_given(key)]
+        if {"prefetch", "prefetch_budget", "prefetch_bytes"} & self.given.keys():
+            return
+        if zero.overlap_comm is False:
+            self.set("prefetch", 0, f"{_ZERO}overlap_comm")
+            if given:
+                self.notes.append(f"{', '.join(given)}: no meaning with overlap_comm false.")
+        elif given:
             numel = min(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
             key = prefetch if numel == zero.stage3_prefetch_bucket_size else most
-            option, value = (
-                ("prefetch_bytes", min(numel * size, MOST_BYTES)) if numel else ("prefetch", 0)
-            )
-            self.set(option, value, f"zero_optimization.{key}")
-        if self.is_given("stage3_max_reuse_distance") and zero.stage3_max_reuse_distance:
-            self.set(
-                "unshard_bytes",
-                min(zero.stage3_max_reuse_distance * size, MOST_BYTES),
-                "zero_optimization.stage3_max_reuse_distance",
-            )
-
-    def is_given(self, name: str) -> bool:
-        """Return whether a key of ``zero_optimization`` has a value."""
-        return f"zero_optimization.{name}" in self.reading.given
+            option = "prefetch_bytes" if numel else "prefetch"
+            self.set(option, in_bytes(numel, self.itemsize_bytes), key)
 
     def optimizer(self) -> None:
         """Translate ``optimizer`` and ``gradient_clipping``."""
@@ -236,9 +241,7 @@ class _Translator:
             for option, (value, key) in translation.options.items():
                 self.set(option, value, key)
             self.notes.extend(_grouped(translation.notes))
-        clip = self.reading.configuration.gradient_clipping
-        if clip:
-            self.set("clip", clip, "gradient_clipping")
+        self.plain(self.reading.configuration, "", 0, is_default_kept=False)
 
     def schedule(self) -> None:
         """Translate ``scheduler``."""
@@ -298,11 +301,3 @@ class _Translator:
             key = "train_batch_size"
         self.set("micro_steps", sizes.accumulation, key)
         return sizes.micro
-
-
-_STAGE_3_KEYS: Final = (
-    "stage3_prefetch_bucket_size",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "mics_shard_size",
-)

@@ -1,12 +1,25 @@
-"""The treatment of a key of DeepSpeed's configuration: an annotation of its field."""
+"""The treatment of a key of DeepSpeed's configuration: an annotation of its field.
+
+A key that becomes one option, whatever the others say, declares it; ``translate.py`` has the rules of the rest.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from pydantic.fields import FieldInfo
+
+from zeroir.ir.limits import MOST_BYTES
+
+_ALL_STAGES: Final = (0, 1, 2, 3)
+
+
+def in_bytes(numel: int, itemsize_bytes: int) -> int:
+    """Return the bytes of a number of elements."""
+    return min(numel * itemsize_bytes, MOST_BYTES)
 
 
 class Kind(StrEnum):
@@ -19,11 +32,19 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """A kind and its reason. ``asks`` tells whether a value of a refused key has any effect in DeepSpeed."""
+    """A kind and its reason. ``asks`` tells whether a value of a refused key has any effect in DeepSpeed.
+
+    The key has a meaning at ``stages``. Where it becomes one ``option`` by itself, ``convert`` makes the value, or None
+    where it sets no option, of a number of elements from their bytes.
+    """
 
     kind: Kind
     reason: str
     asks: Callable[[object], bool] = bool
+    stages: tuple[int, ...] = _ALL_STAGES
+    option: str | None = None
+    convert: Callable[[float], object] | None = None
+    is_of_elements: bool = False
 
 
 def treatment_of(field: FieldInfo) -> Treatment:
@@ -31,9 +52,33 @@ def treatment_of(field: FieldInfo) -> Treatment:
     return next(item for item in field.metadata if isinstance(item, Treatment))
 
 
-def honoured(reason: str) -> Treatment:
+def honoured(reason: str, stages: tuple[int, ...] = _ALL_STAGES) -> Treatment:
     """Make the treatment of a key that sets an option; ``reason`` names it."""
-    return Treatment(kind=Kind.HONOURED, reason=reason)
+    return Treatment(kind=Kind.HONOURED, reason=reason, stages=stages)
+
+
+def becomes(
+    option: str,
+    how: str = "",
+    convert: Callable[[float], object] | None = None,
+    *,
+    is_of_elements: bool = False,
+    stages: tuple[int, ...] = _ALL_STAGES,
+) -> Treatment:
+    """Make the treatment of a key that becomes one option by itself; ``how`` goes on behind its name."""
+    return Treatment(
+        kind=Kind.HONOURED,
+        reason=f"`{option}`{how}",
+        stages=stages,
+        option=option,
+        convert=convert,
+        is_of_elements=is_of_elements,
+    )
+
+
+def unless_zero(value: float) -> object:
+    """Return a key's value; 0 sets no option."""
+    return value or None
 
 
 def meaningless(reason: str) -> Treatment:
