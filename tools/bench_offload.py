@@ -34,10 +34,10 @@ from zeroir.cost.durations import Durations
 from zeroir.cost.machine import load_machine
 from zeroir.ir import ops
 from zeroir.ir.analysis.traffic import transfer_bytes
+from zeroir.ir.byte_sizes import format_bytes
 from zeroir.ir.mesh import COMPUTE, Executor
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
-from zeroir.report.names import format_bytes
 from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.execution.host_profile import measure_host
 

@@ -17,9 +17,9 @@ from zeroir.api import CompiledProgram
 from zeroir.cost.machine import Machine, load_machine
 from zeroir.cost.simulate import Simulation
 from zeroir.ir.buffers import Space
+from zeroir.ir.byte_sizes import format_bytes
 from zeroir.memory.footprint import footprint
 from zeroir.memory.states import snapshot_bytes
-from zeroir.report.names import format_bytes
 
 PAPERS = Path(__file__).parents[1] / "tests" / "data" / "offload_papers.json"
 HEAD = [

@@ -24,111 +24,78 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+# What type checkers and editors read; ``_HOMES`` says the same to Python.
 if TYPE_CHECKING:
-    from zeroir import optim
-    from zeroir.api import CompiledProgram
-    from zeroir.api import compile_model as compile  # noqa: A004
-    from zeroir.api import load_program as load
-    from zeroir.api.search.costs import estimate, simulate
-    from zeroir.api.search.histogram import simulate_histogram
-    from zeroir.api.search.plan import plan
-    from zeroir.config import CompileOptions
-    from zeroir.config.communication import Communication, Prefetch, Unshard
-    from zeroir.config.loss_scale import LossScale
-    from zeroir.config.offload import Offload
-    from zeroir.config.precision import Precision
-    from zeroir.config.steps import Evaluate, MicroSteps, Recompute
-    from zeroir.config.units import Units
-    from zeroir.errors import InternalError, UserError
-    from zeroir.integrations.accelerate import prepare
-    from zeroir.integrations.hugging_face import ZeroirTrainer
-    from zeroir.integrations.lightning import ZeroirStrategy
-    from zeroir.quantize import quantize_frozen
-    from zeroir.runtime.checkpoint.background import PendingSave
-    from zeroir.runtime.checkpoint.loading import LoadedState
-    from zeroir.runtime.data.loader import ResumableLoader
-    from zeroir.runtime.engine.engine import Engine
-    from zeroir.runtime.engine.results import Evaluation, StepResult
-    from zeroir.runtime.memory.operator_workspaces import measure_workspace
-    from zeroir.runtime.publishing.receiver import Receiver
-    from zeroir.torch_ops.foreign_workspaces import register_workspace
+    from zeroir import optim as optim
+    from zeroir.api import CompiledProgram as CompiledProgram
+    from zeroir.api import compile_model, load_program
+    from zeroir.api.search.costs import estimate as estimate
+    from zeroir.api.search.costs import simulate as simulate
+    from zeroir.api.search.histogram import simulate_histogram as simulate_histogram
+    from zeroir.api.search.plan import plan as plan
+    from zeroir.config import CompileOptions as CompileOptions
+    from zeroir.config.communication import Communication as Communication
+    from zeroir.config.communication import Prefetch as Prefetch
+    from zeroir.config.communication import Unshard as Unshard
+    from zeroir.config.loss_scale import LossScale as LossScale
+    from zeroir.config.offload import Offload as Offload
+    from zeroir.config.precision import Precision as Precision
+    from zeroir.config.steps import Evaluate as Evaluate
+    from zeroir.config.steps import MicroSteps as MicroSteps
+    from zeroir.config.steps import Recompute as Recompute
+    from zeroir.config.units import Units as Units
+    from zeroir.errors import InternalError as InternalError
+    from zeroir.errors import UserError as UserError
+    from zeroir.integrations.accelerate import prepare as prepare
+    from zeroir.integrations.hugging_face import ZeroirTrainer as ZeroirTrainer
+    from zeroir.integrations.lightning import ZeroirStrategy as ZeroirStrategy
+    from zeroir.quantize import quantize_frozen as quantize_frozen
+    from zeroir.runtime.checkpoint.background import PendingSave as PendingSave
+    from zeroir.runtime.checkpoint.loading import LoadedState as LoadedState
+    from zeroir.runtime.data.loader import ResumableLoader as ResumableLoader
+    from zeroir.runtime.engine.engine import Engine as Engine
+    from zeroir.runtime.engine.results import Evaluation as Evaluation
+    from zeroir.runtime.engine.results import StepResult as StepResult
+    from zeroir.runtime.memory.operator_workspaces import measure_workspace as measure_workspace
+    from zeroir.runtime.publishing.receiver import Receiver as Receiver
+    from zeroir.torch_ops.foreign_workspaces import register_workspace as register_workspace
 
-__all__ = [
-    "Communication",
-    "CompileOptions",
-    "CompiledProgram",
-    "Engine",
-    "Evaluate",
-    "Evaluation",
-    "InternalError",
-    "LoadedState",
-    "LossScale",
-    "MicroSteps",
-    "Offload",
-    "PendingSave",
-    "Precision",
-    "Prefetch",
-    "Receiver",
-    "Recompute",
-    "ResumableLoader",
-    "StepResult",
-    "Units",
-    "Unshard",
-    "UserError",
-    "ZeroirStrategy",
-    "ZeroirTrainer",
-    "compile",
-    "estimate",
-    "load",
-    "measure_workspace",
-    "optim",
-    "plan",
-    "prepare",
-    "quantize_frozen",
-    "register_workspace",
-    "simulate",
-    "simulate_histogram",
-]
+    compile = compile_model  # noqa: A001
+    load = load_program
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Communication": ("zeroir.config.communication", "Communication"),
-    "LossScale": ("zeroir.config.loss_scale", "LossScale"),
-    "MicroSteps": ("zeroir.config.steps", "MicroSteps"),
-    "Offload": ("zeroir.config.offload", "Offload"),
-    "Precision": ("zeroir.config.precision", "Precision"),
-    "Prefetch": ("zeroir.config.communication", "Prefetch"),
-    "Evaluate": ("zeroir.config.steps", "Evaluate"),
-    "Recompute": ("zeroir.config.steps", "Recompute"),
-    "Units": ("zeroir.config.units", "Units"),
-    "Unshard": ("zeroir.config.communication", "Unshard"),
-    "CompileOptions": ("zeroir.config", "CompileOptions"),
-    "CompiledProgram": ("zeroir.api", "CompiledProgram"),
-    "Engine": ("zeroir.runtime.engine.engine", "Engine"),
-    "Evaluation": ("zeroir.runtime.engine.results", "Evaluation"),
-    "InternalError": ("zeroir.errors", "InternalError"),
-    "LoadedState": ("zeroir.runtime.checkpoint.loading", "LoadedState"),
-    "PendingSave": ("zeroir.runtime.checkpoint.background", "PendingSave"),
-    "Receiver": ("zeroir.runtime.publishing.receiver", "Receiver"),
-    "ResumableLoader": ("zeroir.runtime.data.loader", "ResumableLoader"),
-    "StepResult": ("zeroir.runtime.engine.results", "StepResult"),
-    "UserError": ("zeroir.errors", "UserError"),
-    "ZeroirStrategy": ("zeroir.integrations.lightning", "ZeroirStrategy"),
-    "ZeroirTrainer": ("zeroir.integrations.hugging_face", "ZeroirTrainer"),
-    "compile": ("zeroir.api", "compile_model"),
-    "estimate": ("zeroir.api.search.costs", "estimate"),
-    "load": ("zeroir.api", "load_program"),
-    "measure_workspace": ("zeroir.runtime.memory.operator_workspaces", "measure_workspace"),
-    "plan": ("zeroir.api.search.plan", "plan"),
-    "prepare": ("zeroir.integrations.accelerate", "prepare"),
-    "quantize_frozen": ("zeroir.quantize", "quantize_frozen"),
-    "register_workspace": ("zeroir.torch_ops.foreign_workspaces", "register_workspace"),
-    "simulate": ("zeroir.api.search.costs", "simulate"),
-    "simulate_histogram": ("zeroir.api.search.histogram", "simulate_histogram"),
+_PUBLIC = {
+    "zeroir.api": ("CompiledProgram", "compile", "load"),
+    "zeroir.api.search.costs": ("estimate", "simulate"),
+    "zeroir.api.search.histogram": ("simulate_histogram",),
+    "zeroir.api.search.plan": ("plan",),
+    "zeroir.config": ("CompileOptions",),
+    "zeroir.config.communication": ("Communication", "Prefetch", "Unshard"),
+    "zeroir.config.loss_scale": ("LossScale",),
+    "zeroir.config.offload": ("Offload",),
+    "zeroir.config.precision": ("Precision",),
+    "zeroir.config.steps": ("Evaluate", "MicroSteps", "Recompute"),
+    "zeroir.config.units": ("Units",),
+    "zeroir.errors": ("InternalError", "UserError"),
+    "zeroir.integrations.accelerate": ("prepare",),
+    "zeroir.integrations.hugging_face": ("ZeroirTrainer",),
+    "zeroir.integrations.lightning": ("ZeroirStrategy",),
+    "zeroir.optim": ("optim",),
+    "zeroir.quantize": ("quantize_frozen",),
+    "zeroir.runtime.checkpoint.background": ("PendingSave",),
+    "zeroir.runtime.checkpoint.loading": ("LoadedState",),
+    "zeroir.runtime.data.loader": ("ResumableLoader",),
+    "zeroir.runtime.engine.engine": ("Engine",),
+    "zeroir.runtime.engine.results": ("Evaluation", "StepResult"),
+    "zeroir.runtime.memory.operator_workspaces": ("measure_workspace",),
+    "zeroir.runtime.publishing.receiver": ("Receiver",),
+    "zeroir.torch_ops.foreign_workspaces": ("register_workspace",),
 }
+"""The public names, by the module that is imported when one of them is first used."""
 
-
+_HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
+_NAMES_THERE = {"compile": "compile_model", "load": "load_program"}
 _EXTRAS = {
     "ZeroirStrategy": "lightning",
     "ZeroirTrainer": "huggingface",
@@ -136,14 +103,11 @@ _EXTRAS = {
 }
 
 
-def __getattr__(name: str) -> object:
-    if name == "optim":
-        return import_module("zeroir.optim")
+def _loaded(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'zeroir' has no attribute '{name}'")
-    module, attribute = _HOMES[name]
     try:
-        value: object = getattr(import_module(module), attribute)
+        module = import_module(_HOMES[name])
     except ModuleNotFoundError as error:
         if name not in _EXTRAS:
             raise
@@ -151,9 +115,15 @@ def __getattr__(name: str) -> object:
             f"zeroir.{name} needs {error.name}, which is not installed: pip install 'zeroir[{_EXTRAS[name]}]'.",
             name=error.name,
         ) from error
+    value: object = module if name == "optim" else getattr(module, _NAMES_THERE.get(name, name))
     globals()[name] = value
     return value
 
 
+if not TYPE_CHECKING:  # Type checkers know the names above, and would take any other for one, too.
+    __all__ = list(_HOMES)
+    __getattr__ = _loaded
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOMES})

@@ -22,6 +22,8 @@ from zeroir.errors import CheckpointWarning, GraphWarning, UserError
 from zeroir.ir.program import Program
 from zeroir.ir.reports import Storing
 from zeroir.ir.spans import Span
+from zeroir.ir.text.html import facts_html
+from zeroir.memory.curve import peak_text
 from zeroir.runtime.checkpoint.background import PendingSave
 from zeroir.runtime.checkpoint.checkpointer import Checkpointer, Running
 from zeroir.runtime.checkpoint.loading import LoadedState
@@ -126,8 +128,23 @@ class Engine:
             warnings.warn(f"{no_graphs}: ops are issued one by one.", GraphWarning, stacklevel=2)
 
     def __repr__(self) -> str:
-        where = f"rank {self.rank} of {self.world_size} on {self.device}"
-        return f"<{type(self).__name__} of {where} after step {self.step_count}: {self.program.outline}>"
+        memory = peak_text(self.program)
+        return f"<{type(self).__name__} of {self._place}: {self.program.outline}; {memory}>"
+
+    def _repr_html_(self) -> str:
+        """Return the same facts, as a notebook shows them."""
+        facts = {
+            "engine": self._place,
+            "program": self.program.outline,
+            "memory": peak_text(self.program),
+        }
+        return facts_html(facts.items())
+
+    @property
+    def _place(self) -> str:
+        return (
+            f"rank {self.rank} of {self.world_size} on {self.device} after step {self.step_count}"
+        )
 
     @property
     def rank(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import itertools
 import os
@@ -15,6 +16,7 @@ import pytest
 from pydantic import BaseModel
 
 import zeroir
+from tests.support.sources import nodes
 from zeroir.api.keywords import KEYWORDS, CompileKeywords, EstimateKeywords, flat_values
 from zeroir.config import CompileOptions, make_options
 from zeroir.cost.estimate_options import EstimateOptions
@@ -53,6 +55,7 @@ WRONG = (
     ('zeroir.plan("model.py", stage=None)', "arg-type"),
     ("zeroir.estimate(7.5e9, stage=3)", "call-arg"),
     ("zeroir.estimate(7.5e9, offload=3)", "arg-type"),
+    ('zeroir.compiled("model.py")', "attr-defined"),
 )
 
 
@@ -163,10 +166,33 @@ def test_a_name_whose_package_is_not_installed_says_what_to_install(
 
 def test_the_public_names_are_there() -> None:
     assert {"Engine", "Evaluation", "StepResult", "CompiledProgram", "CompileOptions"} <= set(
-        zeroir.__all__
+        vars(zeroir)["__all__"]
     )
     for name in sorted(
-        {*zeroir.__all__} - {"ZeroirStrategy", "ZeroirTrainer", "prepare"}
+        {*vars(zeroir)["__all__"]} - {"ZeroirStrategy", "ZeroirTrainer", "prepare"}
     ):  # They need further packages.
         home = zeroir.optim.__name__ if name == "optim" else getattr(zeroir, name).__module__
         assert home.startswith("zeroir.")
+
+
+def test_type_checkers_and_python_find_the_same_public_names() -> None:
+    (block,) = (
+        node
+        for node in nodes(ROOT / "zeroir/__init__.py")
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name)
+    )
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    renamed = {
+        ast.unparse(node.value): ast.unparse(node.targets[0])
+        for node in block.body
+        if isinstance(node, ast.Assign)
+    }
+    found = {
+        renamed.get(name.name, name.asname): f"{node.module}.{name.name}"
+        for node in imports
+        for name in node.names
+    }
+    names = {**zeroir._HOMES, "optim": "zeroir"}
+    assert found == {
+        name: f"{home}.{zeroir._NAMES_THERE.get(name, name)}" for name, home in names.items()
+    }

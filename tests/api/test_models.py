@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -18,7 +19,9 @@ from zeroir.api.running.engines import lowered_again_note
 from zeroir.artifact import Artifact
 from zeroir.config import make_options
 from zeroir.errors import UserError
+from zeroir.memory.curve import peak_text
 from zeroir.passes.pipelines import lower
+from zeroir.report.render import render_text, summary_html
 from zeroir.runtime.engine.engine import Engine
 
 SOURCE = b"# a model\n"
@@ -116,6 +119,23 @@ def test_lowering_anew_is_said_in_a_line(program: Path) -> None:
     assert lowered_again_note(other.program, 3) == "Compiled for 1 rank, lowered again for 3."
 
 
+def cells(html: str) -> dict[str, str]:
+    """The facts of a table for notebooks."""
+    rows = ElementTree.fromstring(html).findall("tr")
+    return {str(name.text): str(fact.text) for name, fact in rows}
+
+
+def test_a_notebook_shows_what_show_begins_with(program: Path) -> None:
+    compiled = load_program(program)
+    weight = "of a batch is the number of labels < 3 & > 0"
+    facts = cells(summary_html({**compiled.summary(), "weight": weight}))
+    shown = render_text(compiled.summary(), compiled.program)
+    for name, fact in cells(compiled._repr_html_()).items():
+        assert re.search(rf"^{name} +{re.escape(fact)}$", shown, re.M)
+        assert name == "weight" or facts[name] == fact
+    assert facts["weight"] == weight
+
+
 def test_a_program_says_in_a_line_what_it_is(program: Path) -> None:
     compiled: CompiledProgram = load_program(program)
     sections = {section.name: len(section.body) for section in compiled.program.sections}
@@ -131,8 +151,14 @@ def test_a_program_says_in_a_line_what_it_is(program: Path) -> None:
     assert repr(named) == f"<Program 0123456789ab: {outline}>"
     engine = Engine(compiled.specialise(world_size=1).program)
     try:
-        assert repr(engine) == (
-            f"<Engine of rank 0 of 1 on cpu after step 0: {engine.program.outline}>"
-        )
+        memory = peak_text(engine.program)
+        assert re.fullmatch(r"peak buffers \d+\.\d kB per rank", memory)
+        outline = engine.program.outline
+        assert repr(engine) == (f"<Engine of rank 0 of 1 on cpu after step 0: {outline}; {memory}>")
+        assert cells(engine._repr_html_()) == {
+            "engine": "rank 0 of 1 on cpu after step 0",
+            "program": outline,
+            "memory": memory,
+        }
     finally:
         engine.close()

@@ -33,10 +33,10 @@ from zeroir.cost.machine import Machine
 from zeroir.cost.search import Point, SearchOutcome, search
 from zeroir.cost.simulate import simulate
 from zeroir.errors import UserError
+from zeroir.ir.byte_sizes import format_bytes
 from zeroir.ir.program import Program
 from zeroir.memory.footprint import footprint
 from zeroir.passes.pipelines import for_options
-from zeroir.report.names import format_bytes
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
 MODELS = Path(__file__).parents[1] / "support" / "models"

@@ -21,9 +21,9 @@ def private_names(source: str) -> Iterator[str]:
             case ast.ImportFrom(module=str() as module) if module.startswith("zeroir."):
                 yield module
             case ast.ImportFrom(module="zeroir"):
-                yield from (n.name for n in node.names if n.name not in zeroir.__all__)
+                yield from (n.name for n in node.names if n.name not in vars(zeroir)["__all__"])
             case ast.Attribute(value=ast.Name(id="zeroir"), attr=name):
-                if name not in zeroir.__all__:
+                if name not in vars(zeroir)["__all__"]:
                     yield f"zeroir.{name}"
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroir.errors import UserError
-from zeroir.ir.byte_sizes import parse_bytes
-from zeroir.report.names import counted, format_bytes, format_flops, shortened
+from zeroir.ir.byte_sizes import format_bytes, parse_bytes
+from zeroir.report.names import counted, format_flops, shortened
 
 
 @given(count=st.integers(0, 9 * 10**14))

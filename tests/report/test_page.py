@@ -16,12 +16,12 @@ from tests.support.programs import mlp
 from zeroir.cost.tasks import step_sections
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
+from zeroir.ir.byte_sizes import format_bytes
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.memory.curve import peak
 from zeroir.passes.memory.recompute import Recompute
 from zeroir.report.diff import aligned_ops
-from zeroir.report.names import format_bytes
 from zeroir.report.page.charts import KIND_COLOURS, ROLE_COLOURS
 from zeroir.report.page.facts import ShownKind, memory_curve, step_ops, unit_facts
 from zeroir.report.page.html import report_html

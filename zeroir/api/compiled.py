@@ -20,16 +20,10 @@ from zeroir.config import CompileOptions, changed, for_world_size
 from zeroir.config.shapes import values_given
 from zeroir.errors import UserError
 from zeroir.ir.analysis.instances import instance
-from zeroir.ir.program import (
-    EVALUATE,
-    MICRO_STEP,
-    STEP_SECTIONS,
-    Program,
-    why_not_evaluate,
-)
+from zeroir.ir.program import EVALUATE, MICRO_STEP, Program, why_not_evaluate
 from zeroir.ir.text import print_program, print_section
-from zeroir.memory.curve import peak
-from zeroir.report.names import counted, format_bytes, shortened
+from zeroir.memory.curve import peak_text
+from zeroir.report.names import counted, shortened
 from zeroir.report.opaque_code import KnownModules, has_opaque_code
 from zeroir.report.summary import Summary, summarise
 from zeroir.verify import Report, VerificationError
@@ -118,11 +112,16 @@ class CompiledProgram:
         return print_section(self.program.section_by_name[section], self.program)
 
     def __repr__(self) -> str:
-        peak_bytes = peak(self.program, sections=STEP_SECTIONS).total_bytes
         return (
             f"<CompiledProgram of {self.artifact.model_path}: {self.program.outline}; "
-            f"peak buffers {format_bytes(peak_bytes)} per rank; text() is the whole program>"
+            f"{peak_text(self.program)}; text() is the whole program>"
         )
+
+    def _repr_html_(self) -> str:
+        """Return the facts that ``zeroir show`` begins with, as a notebook shows them."""
+        from zeroir.report.render import summary_html
+
+        return summary_html(self.summary())
 
     def __str__(self) -> str:
         from zeroir.report.config import config_text

@@ -72,9 +72,9 @@ def profile(
     from zeroir.artifact.outputs import MACHINE, require_writable
     from zeroir.config.shapes import values_given, values_text
     from zeroir.cost.histogram import mean_step
+    from zeroir.ir.byte_sizes import format_bytes
     from zeroir.report.costs import format_seconds
     from zeroir.report.mean_step import mean_text
-    from zeroir.report.names import format_bytes
 
     is_rank = is_rank_of_job(nproc)
     if not is_rank or os.environ["RANK"] == "0":

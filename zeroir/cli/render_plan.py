@@ -13,9 +13,10 @@ from zeroir.api.search.largest_batches import LargestBatches
 from zeroir.api.search.plan import Plan
 from zeroir.api.search.search_space import words
 from zeroir.config.shapes import values_text
+from zeroir.ir.byte_sizes import format_bytes
 from zeroir.report.costs import format_seconds, measured_counts
 from zeroir.report.mean_step import mean_text
-from zeroir.report.names import counted, format_bytes
+from zeroir.report.names import counted
 from zeroir.report.tables import Lines, columns_table, facts_table
 
 _SHOWN: int = 12

@@ -42,7 +42,7 @@ from zeroir.convert.imported import (
 )
 from zeroir.convert.torch_files import METADATA
 from zeroir.errors import UserError
-from zeroir.report.names import format_bytes
+from zeroir.ir.byte_sizes import format_bytes
 
 BUFFER: Final = "buffer"
 """The suffix of a module buffer's tensor name, where parameters have a quantity."""

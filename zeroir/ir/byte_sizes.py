@@ -29,3 +29,20 @@ def parse_bytes(text: str) -> int:
             f"'{text}' is more memory than any machine has; write it as 80GB or 512MiB."
         )
     return amount
+
+
+def format_bytes(count: int) -> str:
+    """Format bytes in the decimal units that are usual for GPU memory and links: ``436.2 MB``."""
+    return scaled(count, "B")
+
+
+def scaled(count: int, unit: str) -> str:
+    """Format an amount with the prefix of its unit: ``436.2 M`` and the unit."""
+    if abs(count) < 1000:
+        return f"{count} {unit}"
+    size = float(count)
+    for prefix in "kMGT":
+        size /= 1000
+        if abs(size) < 999.95:
+            return f"{size:.1f} {prefix}{unit}"
+    return f"{size:.1f} T{unit}"

@@ -12,7 +12,8 @@ from itertools import accumulate
 
 from zeroir.ir.analysis.effects import effects
 from zeroir.ir.buffers import Role, Space
-from zeroir.ir.program import SECTION_NAMES, Program, Section
+from zeroir.ir.byte_sizes import format_bytes
+from zeroir.ir.program import SECTION_NAMES, STEP_SECTIONS, Program, Section
 from zeroir.workspace.op_scratch import scratch_bytes
 
 
@@ -114,6 +115,13 @@ def peak(
             by_size = sorted(role_bytes.items(), key=lambda item: (-item[1], item[0]))
             fullest = Peak(section=section.name, index=at - 1, role_bytes=dict(by_size))
     return fullest
+
+
+def peak_text(program: Program) -> str:
+    """Return the peak of a step in words: ``peak buffers 3.2 GB per rank``."""
+    return (
+        f"peak buffers {format_bytes(peak(program, sections=STEP_SECTIONS).total_bytes)} per rank"
+    )
 
 
 def _sums(columns: Iterable[Sequence[int]], count: int) -> list[int]:

@@ -18,7 +18,8 @@ from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES
 from zeroir.checkpoint.storage import join
 from zeroir.checkpoint.storages import open_storage
 from zeroir.errors import UserError
-from zeroir.report.names import counted, format_bytes, shortened
+from zeroir.ir.byte_sizes import format_bytes
+from zeroir.report.names import counted, shortened
 from zeroir.report.tables import Lines, columns_table, facts_table
 
 _SHOWN_OPTIONS = ("stage", "precision")

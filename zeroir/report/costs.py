@@ -25,9 +25,10 @@ from zeroir.cost.estimate_options import (
 from zeroir.cost.simulate import ClassResult, Measured, PathItem, Simulation
 from zeroir.cost.wires import Wire
 from zeroir.ir import ops
+from zeroir.ir.byte_sizes import format_bytes
 from zeroir.ir.mesh import Executor
 from zeroir.ir.program import Program
-from zeroir.report.names import counted, format_bytes, format_flops
+from zeroir.report.names import counted, format_flops
 from zeroir.report.tables import Lines, columns_table, facts_table
 
 _SHOWN_ITEMS = 8

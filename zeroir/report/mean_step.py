@@ -7,8 +7,9 @@ from typing import Final
 from rich.console import Group, RenderableType
 
 from zeroir.cost.histogram import MeanStep
+from zeroir.ir.byte_sizes import format_bytes
 from zeroir.report.costs import format_seconds
-from zeroir.report.names import counted, format_bytes
+from zeroir.report.names import counted
 from zeroir.report.tables import Lines, columns_table, facts_table
 
 _SHOWN: Final = 10

@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-
-def format_bytes(count: int) -> str:
-    """Format bytes in the decimal units that are usual for GPU memory and links: ``436.2 MB``."""
-    return _scaled(count, "B")
+from zeroir.ir.byte_sizes import scaled
 
 
 def format_flops(count: int) -> str:
     """Format floating-point operations: ``436.2 MFLOP``."""
-    return _scaled(count, "FLOP")
-
-
-def _scaled(count: int, unit: str) -> str:
-    if abs(count) < 1000:
-        return f"{count} {unit}"
-    size = float(count)
-    for prefix in "kMGT":
-        size /= 1000
-        if abs(size) < 999.95:
-            return f"{size:.1f} {prefix}{unit}"
-    return f"{size:.1f} T{unit}"
+    return scaled(count, "FLOP")
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol, TypedDict
 
+from zeroir.ir.byte_sizes import format_bytes
 from zeroir.ir.ops import Compute
 from zeroir.ir.program import Program
 from zeroir.ir.segments.allowlist import OPAQUE_OPS
 from zeroir.ir.segments.segment import Node, Segment
-from zeroir.report.names import format_bytes, shortened
+from zeroir.report.names import shortened
 from zeroir.workspace.scratch.allowance import allowance_bytes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from io import StringIO
 from typing import TYPE_CHECKING
@@ -13,8 +13,10 @@ from rich.text import Text
 
 from zeroir.ir.analysis.traffic import COLLECTIVE_KEYS, on_the_wire
 from zeroir.ir.buffers import Space
+from zeroir.ir.byte_sizes import format_bytes
 from zeroir.ir.program import Program, Section
-from zeroir.report.names import counted, format_bytes, format_flops, shortened
+from zeroir.ir.text.html import facts_html
+from zeroir.report.names import counted, format_flops, shortened
 from zeroir.report.opaque_code import lines_of
 from zeroir.report.schedule import Fold, Row, fold, schedule
 from zeroir.report.summary import Summary, TemporaryBytes, counted_step
@@ -49,6 +51,18 @@ def render_text(summary: Summary, program: Program) -> str:
 
 def render_summary(summary: Summary) -> RenderableType:
     """Render the options, the memory and the communication of the program."""
+    grid = facts_table()
+    for name, fact in _facts(summary):
+        grid.add_row(name, fact)
+    return Lines(table=grid, is_foldable=True)
+
+
+def summary_html(summary: Summary) -> str:
+    """Render the same as a table of a notebook."""
+    return facts_html((name, str(fact)) for name, fact in _facts(summary))
+
+
+def _facts(summary: Summary) -> Iterator[tuple[str, str | Text]]:
     mesh = " ".join(f"{name}={size}" for name, size in summary["mesh"].items())
     units = summary["units"]
     states = summary["model_state_bytes_per_rank"]
@@ -57,71 +71,65 @@ def render_summary(summary: Summary) -> RenderableType:
     traffic = on_the_wire(summary["collective_bytes"])
     broken = [code for code, verdict in summary["laws"].items() if verdict != PROVED]
     laws = f"{len(summary['laws'])} proved" if not broken else f"broken: {', '.join(broken)}"
-    grid = facts_table()
-    grid.add_row("program", f"stage {summary['stage']}, {summary['precision']}, mesh {mesh}")
-    grid.add_row(
+    yield "program", f"stage {summary['stage']}, {summary['precision']}, mesh {mesh}"
+    yield (
         "parameters",
         f"{summary['parameters_numel']:,} in {counted(len(units), 'unit')}: {' '.join(shortened(units))}",
     )
     if summary["dims"]:
         ranges = [f"{name} {low} to {high}" for name, (low, high) in summary["dims"].items()]
-        grid.add_row("batches", f"of any {', '.join(ranges)}; figures are for the largest")
+        yield "batches", f"of any {', '.join(ranges)}; figures are for the largest"
     if summary["weight"] is not None:
-        grid.add_row("weight", summary["weight"])
+        yield "weight", summary["weight"]
     if summary["stored_bytes"]:
         stored = [f"{path} {format_bytes(size)}" for path, size in summary["stored_bytes"].items()]
-        grid.add_row(
-            "stored", Text(f"{', '.join(shortened(stored))} per batch, by the model's code")
-        )
+        yield "stored", Text(f"{', '.join(shortened(stored))} per batch, by the model's code")
     for code in summary["opaque"]:
-        grid.add_row("runs as it is", Text("\n".join(lines_of(code))))
+        yield "runs as it is", Text("\n".join(lines_of(code)))
     if summary["opaque"]:
         around = {unit for code in summary["opaque"] for unit in code["units"]}
         traced = [unit for unit in units if unit not in around]
-        grid.add_row("traced", " ".join(shortened(traced)) or "no unit as a whole")
-    grid.add_row("segments", f"{summary['distinct_segments']} distinct")
-    grid.add_row(
+        yield "traced", " ".join(shortened(traced)) or "no unit as a whole"
+    yield "segments", f"{summary['distinct_segments']} distinct"
+    yield (
         "sections",
         ", ".join(f"{name} ({counted(ops, 'op')})" for name, ops in summary["sections"].items()),
     )
-    grid.add_row("model states", f"{_amounts(states)} per rank")
-    grid.add_row("peak buffers", f"{_amounts(peak)} per rank")
+    yield "model states", f"{_amounts(states)} per rank"
+    yield "peak buffers", f"{_amounts(peak)} per rank"
     if temporary["live"]:
-        grid.add_row(
-            "temporary", f"one block of {format_bytes(temporary['block'])}, {_gap(temporary)}"
-        )
+        yield "temporary", f"one block of {format_bytes(temporary['block'])}, {_gap(temporary)}"
     per_step = f"per {counted_step(summary)}"
-    grid.add_row("on the wire", f"{_amounts(traffic)} {per_step}")
+    yield "on the wire", f"{_amounts(traffic)} {per_step}"
     for axis, own in summary["collective_bytes_by_axis"].items():
         if len(summary["mesh"]) > 1:
-            grid.add_row(f"… over {axis}", f"{_amounts(on_the_wire(own))} {per_step}")
+            yield f"… over {axis}", f"{_amounts(on_the_wire(own))} {per_step}"
     if any(summary["transfer_bytes"].values()):
         for space, outside in summary["outside_bytes_per_rank"].items():
             if outside["resting"] or outside["block"]:
                 kept = {**outside["resting"], "temporary": outside["block"]}
                 pinned = ", pinned beside a GPU" if space == Space.HOST else ""
-                grid.add_row(f"on the {space}", f"{_amounts(kept)} per rank{pinned}")
+                yield f"on the {space}", f"{_amounts(kept)} per rank{pinned}"
         if summary["staging_bytes_per_rank"]:
-            grid.add_row(
+            yield (
                 "staging",
                 f"{_amounts(summary['staging_bytes_per_rank'])} per rank, at most at once",
             )
-        grid.add_row("transfers", f"{_amounts(summary['transfer_bytes'])} per rank, {per_step}")
+        yield "transfers", f"{_amounts(summary['transfer_bytes'])} per rank, {per_step}"
     evaluation = summary["evaluation"]
     if evaluation is not None:
         most = sum(evaluation["peak_bytes_per_rank"].values())
         sent = sum(on_the_wire(evaluation["collective_bytes"]).values())
-        grid.add_row(
+        yield (
             "evaluation",
             f"peak buffers {format_bytes(most)} per rank, {format_bytes(sent)} on the wire",
         )
     if summary["snapshot_bytes_per_rank"]:
         size = format_bytes(summary["snapshot_bytes_per_rank"])
-        grid.add_row("saving", f"{size} of the host's memory per rank, from the first save on")
+        yield "saving", f"{size} of the host's memory per rank, from the first save on"
     if summary["bounds"]:
-        grid.add_row("bounds", ", ".join(summary["bounds"]))
-    grid.add_row("laws", Text(laws, style="red" if broken else "green"))
-    return Lines(table=grid, is_foldable=True)
+        yield "bounds", ", ".join(summary["bounds"])
+    yield "laws", Text(laws, style="red" if broken else "green")
 
 
 def _gap(temporary: TemporaryBytes) -> str:

@@ -15,10 +15,10 @@ from zeroir.ir import ops
 from zeroir.ir.analysis.effects import effects
 from zeroir.ir.analysis.labels import labels
 from zeroir.ir.analysis.traffic import payload_bytes
+from zeroir.ir.byte_sizes import format_bytes
 from zeroir.ir.mesh import HOST
 from zeroir.ir.program import OpPosition, Program
 from zeroir.ir.spans import Span
-from zeroir.report.names import format_bytes
 
 Event = Mapping[str, object]
 

@@ -10,10 +10,11 @@ from typing import Final
 
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Role, Space
+from zeroir.ir.byte_sizes import format_bytes
 from zeroir.ir.program import Program
 from zeroir.memory.footprint import footprint
 from zeroir.memory.states import snapshot_bytes
-from zeroir.report.names import counted, format_bytes
+from zeroir.report.names import counted
 
 _LIMITS: Final = (
     Path("/sys/fs/cgroup/memory.max"),

@@ -15,7 +15,7 @@ from zeroir.api.running.run_options import RunOptions
 from zeroir.api.sentences import say, warnings_as_sentences
 from zeroir.config import changed
 from zeroir.errors import UserError
-from zeroir.report.names import format_bytes
+from zeroir.ir.byte_sizes import format_bytes
 
 if TYPE_CHECKING:
     from zeroir.frontend.source.source import ModelSource

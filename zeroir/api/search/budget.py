@@ -16,9 +16,9 @@ from zeroir.config import CompileOptions
 from zeroir.config.offload_places import OFFLOADED
 from zeroir.config.searched import Value
 from zeroir.cost.machine import Machine
+from zeroir.ir.byte_sizes import format_bytes
 from zeroir.ir.program import Program
 from zeroir.report.costs import format_seconds
-from zeroir.report.names import format_bytes
 
 _MOST_PROPOSED: Final = 3
 

@@ -9,9 +9,9 @@ from zeroir.config.offload_places import ACTIVATIONS, GRADIENTS, OPTIMIZER
 from zeroir.errors import OffloadWarning
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role, Space
+from zeroir.ir.byte_sizes import format_bytes
 from zeroir.ir.program import Program
 from zeroir.ir.update_ops import ParameterStep
-from zeroir.report.names import format_bytes
 
 
 def warn_of_idle_offload(program: Program, options: CompileOptions) -> None:

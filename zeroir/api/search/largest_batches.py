@@ -15,9 +15,9 @@ from typing import Final
 from zeroir.config.shapes import parse_shapes, shapes_text
 from zeroir.errors import UserError
 from zeroir.ir.analysis.instances import narrowed, narrowed_size
+from zeroir.ir.byte_sizes import format_bytes
 from zeroir.ir.program import Program
 from zeroir.ir.sizes import Size
-from zeroir.report.names import format_bytes
 from zeroir.workspace.segments import corrected
 
 _HALVINGS: Final = 3

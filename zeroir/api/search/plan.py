@@ -39,10 +39,9 @@ from zeroir.cost.machine import Machine, load_machine
 from zeroir.cost.search import Found, Point, SearchOutcome, search
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Role
-from zeroir.ir.byte_sizes import parse_bytes
+from zeroir.ir.byte_sizes import format_bytes, parse_bytes
 from zeroir.ir.program import Program
 from zeroir.report.costs import format_seconds
-from zeroir.report.names import format_bytes
 
 if TYPE_CHECKING:
     from zeroir.frontend.source.module_source import FrozenModules

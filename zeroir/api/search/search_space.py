@@ -28,12 +28,11 @@ from zeroir.config.searched import Searched, Value
 from zeroir.config.table import OptionRow
 from zeroir.cost.search import Family, Point
 from zeroir.errors import UserError
-from zeroir.ir.byte_sizes import parse_bytes
+from zeroir.ir.byte_sizes import format_bytes, parse_bytes
 from zeroir.ir.mesh import REPLICATE_AXIS, SHARD_AXIS, VALUES_COMM
 from zeroir.ir.program import Program
 from zeroir.passes.common.units import ALL_REPEATED
 from zeroir.passes.communication.order_by_layer import OrderByLayer
-from zeroir.report.names import format_bytes
 
 _MOST_TIMES: Final = 64
 """The largest factor by which a proposal raises the number of ranks."""

@@ -13,10 +13,10 @@ from zeroir.api.search.candidates import CandidateMeasurer
 from zeroir.config import CompileOptions
 from zeroir.cost.machine import Machine, load_machine
 from zeroir.ir import ops
+from zeroir.ir.byte_sizes import format_bytes
 from zeroir.ir.limits import MOST_BYTES
 from zeroir.ir.program import Program
 from zeroir.report.costs import format_seconds
-from zeroir.report.names import format_bytes
 
 DEFAULT_MACHINE: Final = "dgx-h100"
 """The default machine for simulated steps."""

@@ -8,8 +8,8 @@ from html import escape
 from importlib import resources
 from typing import Final
 
+from zeroir.ir.byte_sizes import format_bytes
 from zeroir.report.measured import MeasuredStep
-from zeroir.report.names import format_bytes
 from zeroir.report.page import charts, tables
 from zeroir.report.page.data import MOST_RANKS, lanes_of, page_data
 from zeroir.report.page.sides import ReportedProgram, Side, sides

@@ -10,10 +10,11 @@ from html import escape
 from typing import Final
 
 from zeroir.ir.analysis.traffic import on_the_wire
+from zeroir.ir.byte_sizes import format_bytes
 from zeroir.report.costs import wire_label
 from zeroir.report.diff import diff, summary
 from zeroir.report.measured import MeasuredStep
-from zeroir.report.names import counted, format_bytes, format_flops
+from zeroir.report.names import counted, format_flops
 from zeroir.report.page.facts import unit_facts
 from zeroir.report.page.sides import LETTERS, Side
 from zeroir.report.summary import counted_step
