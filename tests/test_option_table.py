@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 import pytest
@@ -10,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from zeroir.cli.option_groups import RUN_ROWS, RunParameters, arguments_of, parameters_of
+from zeroir.api.search.profile_options import ProfileOptions
+from zeroir.cli.option_groups import (
+    RUN_ROWS,
+    ProfileParameters,
+    RunParameters,
+    arguments_of,
+    parameters_of,
+)
 from zeroir.config import CompileOptions, make_options, options_from_pairs
 from zeroir.config.table import FlatOptions, Option, OptionObject
 from zeroir.errors import InternalError, UserError
@@ -137,6 +145,24 @@ def test_ranks_read_the_options_that_the_launcher_was_given(values: dict[str, ob
         name: value for name, value in values.items() if value is not False or name == "self_check"
     }
     assert read_by(RunParameters, arguments_of(values, RUN_ROWS)) == values
+
+
+_PROFILE_VALUES = {
+    "machine": st.just("dgx-2"),
+    "disk": st.just(Path("folder with blanks")),
+    "rounds": st.integers(1, 9),
+    "seed": st.integers(0, 9),
+    "model": st.just("there.py"),
+    "allow_model_change": st.just(True),
+    "kernels": st.sampled_from(["eager", "inductor"]),
+    "as_json": st.just(True),
+}
+
+
+@given(st.fixed_dictionaries({}, optional=_PROFILE_VALUES))
+def test_ranks_of_a_profile_read_its_options(values: dict[str, object]) -> None:
+    assert _PROFILE_VALUES.keys() == ProfileOptions.rows().keys()
+    assert read_by(ProfileParameters, arguments_of(values, ProfileOptions.rows())) == values
 
 
 @given(

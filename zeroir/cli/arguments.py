@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -22,7 +22,6 @@ AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print one J
 InCounts = Number(gte=1, lte=MOST_COUNT)
 InSeeds = Number(gte=-(2**63), lt=2**63)
 """The seeds that every function of torch accepts."""
-Seed = Annotated[int, Parameter(validator=InSeeds, help="Seed of weights, data and dropout.")]
 At = Annotated[
     str | None,
     Parameter(
@@ -44,15 +43,6 @@ Ranks = Annotated[
         help="Start this many local ranks with torchrun.",
     ),
 ]
-MovedModel = Annotated[
-    str | None,
-    Parameter(
-        help="The model file, if it has moved, or was compiled from an absolute path or one that leads upwards."
-    ),
-]
-AllowModelChange = Annotated[
-    bool, Parameter(negative=(), help="Run even if the model file changed since compilation.")
-]
 Machine = Annotated[
     str,
     Parameter(
@@ -61,9 +51,3 @@ Machine = Annotated[
     ),
 ]
 DEFAULT_MACHINE: Final = "dgx-h100"
-Kernels = Annotated[
-    Literal["eager", "inductor"],
-    Parameter(
-        help="The kernels of segments: torch's operators one by one, or code compiled once and kept on disk."
-    ),
-]

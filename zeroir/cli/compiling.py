@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from zeroir.api.config_file import DEFAULT_FILE, ResolvedOptions, resolve_options
-from zeroir.cli.arguments import AsJson, InCounts, InSeeds, Kernels, Model
+from zeroir.cli.arguments import AsJson, InCounts, InSeeds, Model
 from zeroir.cli.console import err, out, print_json, progress
-from zeroir.cli.option_groups import Options
+from zeroir.cli.option_groups import Kernels, Options
 from zeroir.config.model_spec import ModelSpec
 from zeroir.config.offload_places import ADAPTIVE
 from zeroir.config.table import FlatOptions

@@ -11,17 +11,15 @@ from cyclopts import Parameter
 
 from zeroir.cli.arguments import (
     DEFAULT_MACHINE,
-    AllowModelChange,
     AsJson,
     At,
     InCounts,
     Machine,
-    MovedModel,
     ProgramFile,
     SizesHistogram,
 )
 from zeroir.cli.console import err, out, print_json
-from zeroir.cli.option_groups import EstimateParameters
+from zeroir.cli.option_groups import AllowModelChange, EstimateParameters, MovedModel
 from zeroir.cost.estimate_options import make_estimate_options
 from zeroir.errors import UserError
 

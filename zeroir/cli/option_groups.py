@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from cyclopts import Group, Parameter
 from pydantic import create_model
 
 from zeroir.api.running.run_options import LOWERING_ROWS, RunOptions
+from zeroir.api.search.profile_options import ProfileOptions
 from zeroir.config.options import CompileOptions
 from zeroir.config.table import FlatOptions, OptionRow, text_of
 from zeroir.cost.estimate_options import ESTIMATE_ROWS
 
 __all__ = [
+    "AllowModelChange",
     "EstimateParameters",
+    "Kernels",
+    "MovedModel",
     "Options",
     "PlanParameters",
+    "ProfileParameters",
     "RunParameters",
     "arguments_of",
     "group",
@@ -37,21 +42,21 @@ def group(command: str, title: str) -> Group:
 
 def parameters_of(command: str, rows: Iterable[OptionRow]) -> type[FlatOptions]:
     """A class of options with a parameter of the command line for each."""
-    is_of_run = command == "run"
+    has_defaults_off = command in ("run", "profile")
     fields: dict[str, Any] = {}
     for row in rows:
         kind, field = row.flat_field
         default = None
-        if is_of_run and row.name in LOWERING_ROWS:
+        if command == "run" and row.name in LOWERING_ROWS:
             default = _AS_COMPILED
         elif command == "plan" and row.option.searched is not None:
             default = _CHOSEN
         parameter = Parameter(
             name=row.option.flag,
-            # A switch of a run that is off by default has no opposite.
-            negative=() if is_of_run and row.default is False else None,
+            # A switch of a job that is off by default has no opposite.
+            negative=() if has_defaults_off and row.default is False else None,
         )
-        if row.option.group:
+        if row.option.group and command != "profile":
             parameter = Parameter.combine(
                 parameter, Parameter(group=group(command, row.option.group))
             )
@@ -70,12 +75,25 @@ if TYPE_CHECKING:
     Options = FlatOptions
     PlanParameters = FlatOptions
     RunParameters = FlatOptions
+    ProfileParameters = FlatOptions
     EstimateParameters = FlatOptions
 else:
     Options = parameters_of("compile", CompileOptions.rows().values())
     PlanParameters = parameters_of("plan", CompileOptions.rows().values())
     RunParameters = parameters_of("run", RUN_ROWS.values())
+    ProfileParameters = parameters_of("profile", ProfileOptions.rows().values())
     EstimateParameters = parameters_of("estimate", ESTIMATE_ROWS.values())
+
+
+def _as_in_run(name: str) -> Parameter:
+    """An option of a run as an argument of another command."""
+    row = RUN_ROWS[name]
+    return Parameter(help=row.option.help, negative=() if row.default is False else None)
+
+
+MovedModel = Annotated[str | None, _as_in_run("model")]
+AllowModelChange = Annotated[bool, _as_in_run("allow_model_change")]
+Kernels = Annotated[Literal["eager", "inductor"], _as_in_run("kernels")]
 
 
 def arguments_of(given: Mapping[str, object], rows: Mapping[str, OptionRow]) -> list[str]:

@@ -11,18 +11,13 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from zeroir.cli.arguments import (
-    AllowModelChange,
-    AsJson,
     At,
-    InCounts,
-    Kernels,
-    MovedModel,
     ProgramFile,
     Ranks,
-    Seed,
     SizesHistogram,
 )
 from zeroir.cli.console import out, print_json
+from zeroir.cli.option_groups import ProfileParameters, arguments_of
 from zeroir.errors import UserError
 
 
@@ -34,26 +29,9 @@ def profile(
         Path, Parameter(name=["-o", "--output"], help="The machine file to write (.toml).")
     ],
     nproc: Ranks = None,
-    machine: Annotated[
-        str, Parameter(help="The machine that gives the figures that are not measured.")
-    ] = "cpu-local",
     at: At = None,
     histogram: SizesHistogram = None,
-    disk: Annotated[
-        Path | None,
-        Parameter(help="Measure the disk of this folder, too. [default: no disk is measured]"),
-    ] = None,
-    rounds: Annotated[
-        int,
-        Parameter(
-            validator=InCounts, help="Number of rounds; each times some steps and records one."
-        ),
-    ] = 20,
-    seed: Seed = 0,
-    model: MovedModel = None,
-    allow_model_change: AllowModelChange = False,
-    kernels: Kernels = "eager",
-    as_json: AsJson = False,
+    options: Annotated[ProfileParameters | None, Parameter(name="*")] = None,
 ) -> int:
     """Measure the segments, collectives and other ops of a program on all ranks, and write a machine file.
 
@@ -69,6 +47,7 @@ def profile(
         require_no_sizes,
     )
     from zeroir.api.search.profile import profile_program
+    from zeroir.api.search.profile_options import ProfileOptions
     from zeroir.artifact.outputs import MACHINE, require_writable
     from zeroir.config.shapes import values_given, values_text
     from zeroir.cost.histogram import mean_step
@@ -76,13 +55,15 @@ def profile(
     from zeroir.report.costs import format_seconds
     from zeroir.report.mean_step import mean_text
 
+    given = {} if options is None else options.given
+    made = ProfileOptions.from_flat(given)
     is_rank = is_rank_of_job(nproc)
     if not is_rank or os.environ["RANK"] == "0":
         require_writable(output, MACHINE)
         if output.suffix != ".toml":
             raise UserError(f"The name of a machine file must end in .toml, unlike '{output}'.")
-    if disk is not None and not disk.is_dir():
-        raise UserError(f"'{disk}' is no folder: name one on the disk that is to be measured.")
+    if made.disk is not None and not made.disk.is_dir():
+        raise UserError(f"'{made.disk}' is no folder: name one on the disk that is to be measured.")
     require_no_sizes(histogram, at)
     sizes: Mapping[str, int] | str | None = at
     counted = None
@@ -92,42 +73,25 @@ def profile(
         counts = counts_for(
             compiled,
             histogram,
-            model if is_measured else None,
-            allow_model_change=allow_model_change and is_measured,
+            made.model if is_measured else None,
+            allow_model_change=made.allow_model_change and is_measured,
         )
         counted = compiled.program, counts
         sizes = mean_sizes(*counted)
     if at is not None and not is_rank:
         values_given(artifact.load(program).scheduled, at)
     if nproc is not None and not is_rank:
-        arguments = ["profile", str(program), "--output", str(output), "--machine", machine]
-        arguments += ["--rounds", str(rounds), "--seed", str(seed), "--kernels", kernels]
-        arguments += [] if model is None else ["--model", model]
-        arguments += [] if disk is None else ["--disk", str(disk)]
-        if histogram is not None:
-            arguments += ["--histogram", histogram]
-        elif at is not None:
-            arguments += ["--at", at]
-        arguments += ["--allow-model-change"] if allow_model_change else []
-        return launch(nproc, [*arguments, *(["--json"] if as_json else [])])
-    result = profile_program(
-        program,
-        output=output,
-        machine=machine,
-        rounds=rounds,
-        seed=seed,
-        model=model,
-        allow_model_change=allow_model_change,
-        kernels=kernels,
-        disk_folder=disk,
-        at=sizes,
-    )
+        arguments = ["profile", str(program), "--output", str(output)]
+        arguments += [] if histogram is None else ["--histogram", histogram]
+        arguments += [] if at is None else ["--at", at]
+        return launch(nproc, [*arguments, *arguments_of(given, ProfileOptions.rows())])
+    result = profile_program(program, output, made, sizes)
     if result is None:
         return 0
     mean = None
     if counted is not None:
         mean = mean_step(counted[0], result.machine, counted[1])
-    if as_json:
+    if made.as_json:
         print_json({**result.to_json(), **({} if mean is None else {"mean": asdict(mean)})})
         return 0
     if result.at:

@@ -26,7 +26,7 @@ def run(
             "Python prints, warnings and errors, unless the model file configures logging]",
         ),
     ] = None,
-    options: Annotated[RunParameters | None, Parameter(name="*", show_default=False)] = None,
+    options: Annotated[RunParameters | None, Parameter(name="*")] = None,
 ) -> int:
     """Train a compiled program under torchrun: over NCCL on GPUs, over gloo or shared memory on CPUs.
 

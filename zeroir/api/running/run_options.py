@@ -8,6 +8,14 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
 
+from zeroir.api.running.shared_options import (
+    JOB,
+    TRAINING,
+    AllowModelChange,
+    Kernels,
+    MovedModel,
+    Seed,
+)
 from zeroir.config.options import CompileOptions
 from zeroir.config.table import Option, OptionObject
 from zeroir.errors import UserError
@@ -26,10 +34,8 @@ TENSORBOARDS: Final = ("tensorboard", "tensorboardX")
 
 _EVAL_LOSS: Final = "eval_loss"
 
-_TRAINING: Final = "Training"
 _CHECKPOINTS: Final = "Checkpoints"
 _REPORTS: Final = "Reports"
-_JOB: Final = "Job and kernels"
 
 LOWERING_ROWS: Final = {
     name: row for name, row in CompileOptions.rows().items() if row.option.is_of_run
@@ -82,26 +88,22 @@ class RunOptions(OptionObject):
         int,
         Field(ge=1, le=MOST_COUNT),
         Option(
-            group=_TRAINING,
-            help="Training steps, those before a resumed checkpoint included. [default: 100]",
+            group=TRAINING,
+            help="Training steps, those before a resumed checkpoint included.",
         ),
     ] = 100
-    seed: Annotated[
-        int,
-        Field(ge=-(2**63), lt=2**63),
-        Option(group=_TRAINING, help="Seed of weights, data and dropout. [default: 0]"),
-    ] = 0
+    seed: Seed = 0
     check_finite: Annotated[
         bool,
         Option(
-            group=_TRAINING,
+            group=TRAINING,
             help="Look at all gradients before each update, and name the first parameter whose gradient is not finite.",
         ),
     ] = False
     skip_other_sizes: Annotated[
         bool,
         Option(
-            group=_TRAINING,
+            group=TRAINING,
             help="Leave out batches of sizes that the program does not take, instead of ending the job; each rank then "
             "takes its next one.",
         ),
@@ -110,7 +112,7 @@ class RunOptions(OptionObject):
         int | None,
         Field(ge=1, le=MOST_COUNT),
         Option(
-            group=_TRAINING,
+            group=TRAINING,
             help="Number of steps between two evaluations on the model file's eval_batches(). [default: none]",
         ),
     ] = None
@@ -119,14 +121,13 @@ class RunOptions(OptionObject):
         str,
         Option(
             group=_CHECKPOINTS,
-            help="Go on from a checkpoint: its path, 'auto' for the newest whole one of --save, or 'none'. "
-            "[default: auto]",
+            help="Go on from a checkpoint: its path, 'auto' for the newest whole one of --save, or 'none'.",
         ),
     ] = AUTO
     log_every: Annotated[
         int,
         Field(ge=1, le=MOST_COUNT),
-        Option(group=_REPORTS, help="Number of steps between two printed losses. [default: 10]"),
+        Option(group=_REPORTS, help="Number of steps between two printed losses."),
     ] = 10
     log: Annotated[
         Path | None,
@@ -168,49 +169,28 @@ class RunOptions(OptionObject):
             is_of_one_rank=True,
         ),
     ] = False
-    model: Annotated[
-        str | None,
-        Option(
-            group=_JOB,
-            help="The model file, if it has moved, or was compiled from an absolute path or one that leads upwards.",
-            is_of_one_rank=True,
-        ),
-    ] = None
-    allow_model_change: Annotated[
-        bool,
-        Option(
-            group=_JOB,
-            help="Run even if the model file changed since compilation.",
-            is_of_one_rank=True,
-        ),
-    ] = False
-    kernels: Annotated[
-        Literal["eager", "inductor"],
-        Option(
-            group=_JOB,
-            help="The kernels of segments: torch's operators one by one, or code compiled once and kept on disk. "
-            "[default: eager]",
-        ),
-    ] = "eager"
+    model: MovedModel = None
+    allow_model_change: AllowModelChange = False
+    kernels: Kernels = "eager"
     timeout_s: Annotated[
         int,
         Field(ge=SHORTEST_TIMEOUT_S, le=LONGEST_TIMEOUT_S),
         Option(
             name="timeout",
-            group=_JOB,
+            group=JOB,
             help="Seconds to wait in a collective for a rank that is alive; after a fifth, at most 60, without a sign "
-            f"of life from a rank the job ends. [default: {TIMEOUT_S}]",
+            "of life from a rank the job ends.",
         ),
     ] = TIMEOUT_S
     cuda_graphs: Annotated[
         bool,
-        Option(group=_JOB, help="On a GPU, launch whole sections as CUDA graphs if possible."),
+        Option(group=JOB, help="On a GPU, launch whole sections as CUDA graphs if possible."),
     ] = False
     self_check: Annotated[
         bool,
         Option(
-            group=_JOB,
-            help="Compare each distinct kernel with its operators, on random numbers, before training. [default: yes]",
+            group=JOB,
+            help="Compare each distinct kernel with its operators, on random numbers, before training.",
         ),
     ] = True
 

@@ -14,6 +14,7 @@ from zeroir.api.model_of_program import load_model
 from zeroir.api.running.agreement import require_same_model
 from zeroir.api.running.engines import open_data
 from zeroir.api.running.job import joined_job, watched_job
+from zeroir.api.search.profile_options import ProfileOptions
 from zeroir.api.sentences import warnings_as_sentences
 from zeroir.artifact.outputs import MACHINE, write_whole
 from zeroir.config.shapes import values_given
@@ -66,21 +67,14 @@ class Profile:
 
 def profile_program(
     path: Path,
-    *,
     output: Path,
-    machine: str,
-    rounds: int,
-    seed: int,
-    model: str | None,
-    allow_model_change: bool,
-    kernels: str,
-    disk_folder: Path | None = None,
+    options: ProfileOptions,
     at: Mapping[str, int] | str | None = None,
 ) -> Profile | None:
     """Profile as the rank that torchrun made this process, or alone; rank 0 writes the machine and returns the profile.
 
-    The disk of ``disk_folder`` is measured if given. Properties that are not measured, such as the size of memory, are
-    those of ``machine``. Batches have the sizes ``at``, such as ``length=2048``; other dims have their largest.
+    Properties that are not measured, such as the size of memory, are those of the machine of the ``options``. Batches
+    have the sizes ``at``, such as ``length=2048``; other dims have their largest.
 
     In a job of several ranks a failure ends the process, as in ``run_program``.
 
@@ -88,11 +82,14 @@ def profile_program(
         UserError: in a job of one rank, or before the job is joined.
     """
     with watched_job() as watch:
-        base = load_machine(machine)
+        base = load_machine(options.machine)
         compiled = load_program(path)
         values = values_given(compiled.program, at)
         source = load_model(
-            compiled.artifact, compiled.path, model=model, allow_model_change=allow_model_change
+            compiled.artifact,
+            compiled.path,
+            model=options.model,
+            allow_model_change=options.allow_model_change,
         )
         with joined_job(watch) as job_rank:
             from zeroir.runtime.data.sized_batches import sized
@@ -103,17 +100,17 @@ def profile_program(
             require_same_model(job_rank, source)
             compiled = compiled.specialise(world_size=job_rank.world_size)
             with warnings_as_sentences():
-                engine = compiled.open_engine(source, job_rank, seed, kernels)
-            data = open_data(source, job_rank, seed)
+                engine = compiled.open_engine(source, job_rank, options.seed, options.kernels)
+            data = open_data(source, job_rank, options.seed)
             recording = record(
                 engine,
                 lambda step: sized(compiled.program, values, data.take(step)),
-                rounds=rounds,
+                rounds=options.rounds,
             )
             host = _averaged(measure_host(job_rank.device, partial(_meet, engine)), engine)
             disk = None
-            if disk_folder is not None:
-                rates = measure_disk(disk_folder, job_rank.rank, partial(_meet, engine))
+            if options.disk is not None:
+                rates = measure_disk(options.disk, job_rank.rank, partial(_meet, engine))
                 disk = _averaged(rates, engine)
             engine.close()
             if recording is None:
@@ -144,7 +141,7 @@ def profile_program(
             write_whole(output, to_toml(measured).encode(), MACHINE)
     return Profile(
         machine=measured,
-        rounds=rounds,
+        rounds=options.rounds,
         step_s=recording.step_s,
         noise=recording.noise,
         predicted_s=predicted_s,
