@@ -32,7 +32,7 @@ OPTIONS = ROOT / "zeroir" / "config"
 """Its objects have the names of the ops and passes that obey them, such as ``zeroir.Prefetch``."""
 
 
-def _modules() -> list[Path]:
+def modules() -> list[Path]:
     """Every Python file of the trees, without those below the links in ``zeroir``."""
     return [
         file
@@ -53,7 +53,7 @@ def _duplicates(modules: list[Path]) -> dict[str, list[str]]:
 
 
 def test_class_names_are_unique() -> None:
-    duplicates = _duplicates([module for module in _modules() if module.parent != OPTIONS])
+    duplicates = _duplicates([module for module in modules() if module.parent != OPTIONS])
     report = [f"{name}: {', '.join(files)}" for name, files in sorted(duplicates.items())]
     assert not report, "\n".join(report)
 
@@ -61,14 +61,14 @@ def test_class_names_are_unique() -> None:
 def test_a_second_class_of_one_name_is_found(tmp_path: Path) -> None:
     for module, line in (("one", "class Ground: ..."), ("two", "class _Ground: ...")):
         (tmp_path / f"{module}.py").write_text(f"{line}\n")
-    modules = sorted(tmp_path.iterdir())
-    assert _duplicates(modules) == {"Ground": [str(module) for module in modules]}
+    found = sorted(tmp_path.iterdir())
+    assert _duplicates(found) == {"Ground": [str(module) for module in found]}
 
 
 def test_modules_are_named_after_what_they_hold() -> None:
     metaphors = {
         str(module.relative_to(ROOT))
-        for module in _modules()
+        for module in modules()
         if METAPHORS & {module.stem.lstrip("_"), module.parent.name}
     }
     assert not metaphors, sorted(metaphors)
