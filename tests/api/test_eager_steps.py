@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import profile, record_function
 
 import zeroir
 from tests.api.eager_workers import trained
 from tests.runtime.support import Ranks, require_success
 from zeroir.errors import UserError
+from zeroir.report.opaque_code import has_opaque_code
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -103,4 +105,33 @@ def test_an_engine_without_a_module_has_no_eager_steps() -> None:
     engine = zeroir.compile(Net, X).engine(self_check=False)
     with pytest.raises(UserError, match="made from a file or a function"), engine.eager():
         engine.step(X)
+    engine.close()
+
+
+class Ranged(nn.Module):
+    """A layer within a range of a profiler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with record_function("of the layer"):
+            y: Tensor = self.line(x)
+        return y
+
+
+def test_ranges_of_a_profiler_count_in_eager_steps_alone() -> None:
+    def loss(module: nn.Module, x: Tensor) -> Tensor:
+        with record_function("of the loss"):
+            y: Tensor = module(x).square().mean()
+        return y
+
+    compiled = zeroir.compile(nn.Sequential(Ranged()), X, loss=loss)
+    assert not has_opaque_code(compiled.program)
+    engine = compiled.engine(self_check=False)
+    engine.step(X)
+    with engine.eager(), profile() as profiled:
+        engine.step(X)
+    assert {"of the layer", "of the loss"} <= {event.key for event in profiled.key_averages()}
     engine.close()

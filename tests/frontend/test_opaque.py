@@ -61,7 +61,7 @@ def test_what_decides_equals_eager_replicas(options: dict[str, object]) -> None:
     comparison = check_model(str(FILE), make_options(options), steps=4, seed=0)
     assert comparison.is_equal, comparison.differences
     assert re.search(
-        r"\nRuns as it is: branches.0, branches.1: .*deciding_modules.py:\d+ uses the values",
+        r"\nTraced: root.pre.\nRuns as it is: branches.0, branches.1: .*deciding_modules.py:\d+ uses the values",
         str(comparison),
     )
 

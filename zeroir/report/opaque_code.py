@@ -66,6 +66,12 @@ def opaque_code(program: Program, known: KnownModules) -> list[OpaqueCode]:
     return [_code(reason, calls, known) for reason, calls in nodes.items()]
 
 
+def traced_units(units: Iterable[str], code: Iterable[OpaqueCode]) -> list[str]:
+    """Return those of the units that compute no code as it is."""
+    around = {unit for each in code for unit in each["units"]}
+    return [unit for unit in units if unit not in around]
+
+
 def _code(reason: str, calls: list[tuple[str, Segment, Node]], known: KnownModules) -> OpaqueCode:
     planned = dict.fromkeys(OPAQUE_OPS, 0)
     names: dict[str, None] = {}

@@ -17,7 +17,7 @@ from zeroir.ir.byte_sizes import format_bytes
 from zeroir.ir.program import Program, Section
 from zeroir.ir.text.html import facts_html
 from zeroir.report.names import counted, format_flops, shortened
-from zeroir.report.opaque_code import lines_of
+from zeroir.report.opaque_code import lines_of, traced_units
 from zeroir.report.schedule import Fold, Row, fold, schedule
 from zeroir.report.summary import Summary, TemporaryBytes, counted_step
 from zeroir.report.tables import UNBOUNDED_WIDTH, Lines, columns_table, facts_table
@@ -87,8 +87,7 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str | Text]]:
     for code in summary["opaque"]:
         yield "runs as it is", Text("\n".join(lines_of(code)))
     if summary["opaque"]:
-        around = {unit for code in summary["opaque"] for unit in code["units"]}
-        traced = [unit for unit in units if unit not in around]
+        traced = traced_units(units, summary["opaque"])
         yield "traced", " ".join(shortened(traced)) or "no unit as a whole"
     yield "segments", f"{summary['distinct_segments']} distinct"
     yield (

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,8 @@ from zeroir.api.compiled import CompiledProgram
 from zeroir.api.compiling import compile_with
 from zeroir.config import CompileOptions
 from zeroir.errors import UserError
-from zeroir.report.names import counted
+from zeroir.report.names import counted, shortened
+from zeroir.report.opaque_code import OpaqueCode, traced_units
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,8 +63,8 @@ class Comparison:
 
     ``tolerance`` is relative to the largest element; 0 means bitwise equality. ``norm_tolerance`` is that of the norm
     of a step's gradients, None if they are not clipped or their norms not compared. ``drawn`` are the different values
-    of ``dims`` that batches were made for; there are none where the model's own batches were compared. ``opaque`` names
-    the modules whose code the program runs as it is, with the reason, which is empty where the user chose it.
+    of ``dims`` that batches were made for; there are none where the model's own batches were compared. ``units`` are
+    those of the program, and ``opaque`` the modules whose code it runs as it is.
     """
 
     model: str
@@ -79,7 +80,8 @@ class Comparison:
     norm_tolerance: float | None = None
     dims: tuple[str, ...] = ()
     drawn: tuple[tuple[int, ...], ...] = ()
-    opaque: Mapping[str, str] = field(default_factory=dict)
+    units: tuple[str, ...] = ()
+    opaque: tuple[OpaqueCode, ...] = ()
 
     @property
     def is_equal(self) -> bool:
@@ -109,19 +111,24 @@ class Comparison:
         return "\n".join(lines) + self._lines()
 
     def _lines(self) -> str:
-        """Return the lines on sizes that were drawn and on code that runs as it is, after the others."""
-        modules: dict[str, list[str]] = {}
-        for path, reason in self.opaque.items():
-            modules.setdefault(reason or "it was chosen.", []).append(path or "the model itself")
-        lines = [f"\nRuns as it is: {', '.join(names)}: {why}" for why, names in modules.items()]
-        return self._drawn_line() + "".join(lines)
+        """Return the lines on sizes that were drawn and on the units, after the others."""
+        traced = traced_units(self.units, self.opaque)
+        units = f"Traced: {' '.join(shortened(traced)) or 'no unit as a whole'}."
+        return "\n".join(["", *self._drawn_lines(), units, *map(_line_of, self.opaque)])
 
-    def _drawn_line(self) -> str:
+    def _drawn_lines(self) -> list[str]:
         if not self.drawn:
-            return ""
+            return []
         shown = [" × ".join(map(str, sizes)) for sizes in self.drawn[:8]]
         shown += [] if len(self.drawn) <= 8 else [f"{len(self.drawn) - 8} more"]
-        return f"\nDrawn sizes of {' × '.join(self.dims)}: {', '.join(shown)}."
+        return [f"Drawn sizes of {' × '.join(self.dims)}: {', '.join(shown)}."]
+
+
+def _line_of(code: OpaqueCode) -> str:
+    modules, units = code["modules"], code["units"]
+    names = ", ".join(name or "the model itself" for name in modules)
+    around = "" if modules == units else f" in {' '.join(shortened(units))}"
+    return f"Runs as it is: {names}{around}: {code['reason'] or 'it was chosen.'}"
 
 
 def check_model(
@@ -278,8 +285,6 @@ def _compared_with(
                 differences += _compare_tensors(
                     steps, what, ours[binding.buffer], wanted, tolerance, may_be_infinite=True
                 )
-    from zeroir.torch_ops.opaque import opaque_modules
-
     return Comparison(
         model=model,
         stage=options.stage,
@@ -294,7 +299,8 @@ def _compared_with(
         dims=tuple(dim.name for dim in program.dims) if draws else (),
         drawn=tuple(dict.fromkeys(drawn)),
         norm_tolerance=None if options.clip is None or not is_exact else _NORM_ROUNDING,
-        opaque=opaque_modules(program.segments),
+        units=compiled.units,
+        opaque=tuple(compiled.summary()["opaque"]),
     )
 
 

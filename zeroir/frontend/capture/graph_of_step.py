@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import record_function
 
 from zeroir.errors import InternalError, UserError, ZeroirError
 from zeroir.frontend._torch_private import (
@@ -82,7 +83,7 @@ def _with_reuse(
 ) -> tuple[JointGraph, tuple[str, ...]] | None:
     """Return the same as ``graph_of_step``, but trace equal blocks once; None if that is impossible or no faster."""
     try:
-        with tracing_conditions(step.checkpointing), _gradients_only_returned():
+        with tracing_conditions(step.checkpointing), _gradients_only_returned(), _no_ranges():
             with tracer_settings(mode):
                 recording = step.record(inputs)
             plan = step.plan = make_plan(recording, mode, fewest_equal_calls)
@@ -115,7 +116,7 @@ def _traced(
     paths: Sequence[str],
 ) -> TracedGraph:
     try:
-        with tracing_conditions(step.checkpointing), _gradients_only_returned():
+        with tracing_conditions(step.checkpointing), _gradients_only_returned(), _no_ranges():
             return joint_graph(mode, step, inputs)
     except ZeroirError:
         raise
@@ -182,6 +183,20 @@ def _gradients_only_returned() -> Iterator[None]:
 
     with mock.patch.object(torch.autograd, "backward", refused):
         yield
+
+
+@contextmanager
+def _no_ranges() -> Iterator[None]:
+    """Within the block, let the ranges of a profiler do nothing: their operators have no tensors."""
+    with (
+        mock.patch.object(record_function, "__enter__", _begun),
+        mock.patch.object(record_function, "__exit__", return_value=None),
+    ):
+        yield
+
+
+def _begun(range_: record_function) -> record_function:
+    return range_
 
 
 def _depends_on_values(

@@ -168,9 +168,10 @@ class _Reader:
         if tensor.requires_grad:
             raise UserError(
                 f"{self._place(node)} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient and is no "
-                f"parameter of the model: {MAKE_PART_OF_MODEL}. A loss function or hook uses the module that it is "
-                "given. Another module counts as it is, untrained, if it has requires_grad_(False), or if the "
-                "optimizer is an instance over the parameters that are trained."
+                "parameter of the model. A second module may have an engine of its own (then both optimizers are "
+                'instances), be sharded and untrained (frozen={"critic": critic}), or stay in the closure with '
+                "requires_grad_(False). What this engine trains must be the model's, and a loss function or hook uses "
+                f"the module that it is given: {MAKE_PART_OF_MODEL}."
             )
         dense = tensor.detach().contiguous()
         data = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
