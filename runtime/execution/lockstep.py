@@ -177,10 +177,6 @@ class Lockstep:
         """Copy the state of each rank to snapshots, as ``StepExecutor.save_state`` does."""
         return self._executor.save_state()
 
-    def loss_scales(self) -> list[float]:
-        """Return the loss scale of the next step on each rank, 1 where the program has none."""
-        return self._executor.loss_scale()
-
     def buffers(self, rank: int) -> Mapping[str, Tensor]:
         """Return the persistent buffers of one rank except its snapshots; only those on disk are copied."""
         memory = self._memories[rank]

@@ -108,11 +108,6 @@ def peak_bytes(events: Iterable[AllocatorEvent]) -> int:
     return most
 
 
-def left_bytes(events: Iterable[AllocatorEvent]) -> int:
-    """Return the bytes that these events allocate and do not free."""
-    return sum(event.size_bytes for event in events)
-
-
 def by_range(
     events: Iterable[AllocatorEvent], names: Iterable[str]
 ) -> Mapping[str, Sequence[AllocatorEvent]]:

@@ -1,4 +1,7 @@
-"""The model of the checkpoints in ``tests/data/deepspeed_checkpoints``: what its parameters are, and its data."""
+"""The model of the checkpoints in ``tests/data/deepspeed_checkpoints``: what its parameters are, and its data.
+
+``tools/record_deepspeed_checkpoints.py`` trains it with DeepSpeed and writes them.
+"""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from tests.gpu.support import (
     rounded_bytes,
 )
 from tests.runtime.support import initial_flats, lowered
+from tests.support.fake_world import join_fake_world
 from tests.support.programs import mlp
 from tools.peers import gpu_gpt
 from zeroir.config import FloatName, make_options
@@ -36,7 +37,6 @@ from zeroir.ir.buffers import Space
 from zeroir.ir.program import EVALUATE, Program
 from zeroir.memory.footprint import footprint
 from zeroir.memory.states import MODEL_STATE_ROLES, model_state_bytes
-from zeroir.runtime.comm.fake import join_fake_world
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.memory.rank_memory import RankMemory

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.memory.library import library_calls, without_scratch
+from tests.support.allocations import left_bytes
 from zeroir.ir import ops
 from zeroir.ir.analysis.labels import labels
 from zeroir.ir.ops import Algorithm
@@ -27,13 +28,7 @@ from zeroir.runtime.execution.executor import StepExecutor
 from zeroir.runtime.execution.handlers import LocalRanks
 from zeroir.runtime.execution.streams import ThreadStreams
 from zeroir.runtime.kernels.eager import EagerKernels
-from zeroir.runtime.memory.allocations import (
-    AllocatorEvent,
-    allocations,
-    by_range,
-    left_bytes,
-    peak_bytes,
-)
+from zeroir.runtime.memory.allocations import AllocatorEvent, allocations, by_range, peak_bytes
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.state import state
 from zeroir.runtime.state.initial import initialise

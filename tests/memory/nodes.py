@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from tests.memory.library import library_calls, without_scratch
+from tests.support.allocations import left_bytes
 from zeroir.ir.buffers import span_numel
 from zeroir.ir.ops import Mode
 from zeroir.ir.segments.bindings import Binding
 from zeroir.ir.segments.segment import Node, NodeArg, Ref, Segment, TensorType
 from zeroir.runtime.kernels.calls import operator
 from zeroir.runtime.kernels.eager import compile_eager
-from zeroir.runtime.memory.allocations import allocations, by_range, left_bytes, peak_bytes
+from zeroir.runtime.memory.allocations import allocations, by_range, peak_bytes
 from zeroir.torch_ops.types import IR_DTYPE, TORCH_DTYPE
 
 CPU = torch.device("cpu")

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from tests.memory.library import without_scratch
-from zeroir.runtime.memory.allocations import allocations, left_bytes, peak_bytes
+from tests.support.allocations import left_bytes
+from zeroir.runtime.memory.allocations import allocations, peak_bytes
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,6 +14,7 @@ import torch
 
 from tests.memory.judge import judge
 from tests.runtime.support import initial_flats, random_batches
+from tests.support.allocations import left_bytes
 from tests.support.lowering import applied
 from tests.support.offloads import OFFLOADS
 from tests.support.pipelines import for_stage
@@ -25,7 +26,7 @@ from zeroir.memory.states import snapshot_bytes
 from zeroir.passes.memory.plan_memory import PlanMemory
 from zeroir.passes.memory.save_state import SaveState
 from zeroir.runtime.disk.scratch_file import PAGE_BYTES
-from zeroir.runtime.memory.allocations import AllocatorEvent, allocations, by_range, left_bytes
+from zeroir.runtime.memory.allocations import AllocatorEvent, allocations, by_range
 from zeroir.runtime.memory.rank_memory import RankMemory, allocation_range
 from zeroir.workspace.op_scratch import scratch_space
 from zeroir.workspace.segments import declared

@@ -16,7 +16,7 @@ from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir.ops import Alloc, Op, Release, Wait
 from zeroir.ir.program import Pending, Program, Section, State
-from zeroir.report.diff import diff, normalised_lines, summary
+from zeroir.report.diff import _blocks, _without_noise, diff, summary
 
 
 def changed_lines(text: str) -> list[str]:
@@ -117,7 +117,13 @@ def test_hunks_name_their_section() -> None:
 @pytest.mark.parametrize("context", [0, 3])
 def test_the_diff_turns_the_old_text_into_the_new(old: Program, new: Program, context: int) -> None:
     text = diff(old, new, context=context)
-    assert patched(normalised_lines(old, new), text) == normalised_lines(new, old)
+    old, new = _without_noise(old, new)
+    assert patched(lines_of(old, new), text) == lines_of(new, old)
+
+
+def lines_of(program: Program, compared: Program) -> list[str]:
+    """The lines of a program that are compared with those of the other one."""
+    return [line for lines in _blocks(program, compared).values() for line in lines]
 
 
 def patched(lines: list[str], text: str) -> list[str]:

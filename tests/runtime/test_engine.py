@@ -284,7 +284,7 @@ def test_a_cuda_device_without_an_index_is_the_current_one(monkeypatch: pytest.M
 FAKE = """
 from tests.runtime.support import begun, lowered, random_batches
 from tests.support.programs import mlp
-from zeroir.runtime.comm.fake import join_fake_world
+from tests.support.fake_world import join_fake_world
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine.engine import Engine
 

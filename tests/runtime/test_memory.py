@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.support.allocations import left_bytes
 from tests.support.lowering import applied
 from tests.support.offloads import OFFLOADS
 from tests.support.pipelines import for_stage
@@ -28,7 +29,7 @@ from zeroir.passes.offload.offload_parameters import OffloadParameters
 from zeroir.passes.offload.page_optimizer import PageOptimizer
 from zeroir.runtime.execution.host_profile import measure_host
 from zeroir.runtime.execution.lockstep import Lockstep
-from zeroir.runtime.memory.allocations import allocations, by_range, left_bytes, peak_bytes
+from zeroir.runtime.memory.allocations import allocations, by_range, peak_bytes
 from zeroir.runtime.memory.rank_memory import RankMemory
 
 

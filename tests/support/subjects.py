@@ -20,6 +20,7 @@ from zeroir.api.compiling import compile_with
 from zeroir.config import make_options
 from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir.program import EVALUATE, SAVE, Program
+from zeroir.ir.reports import Quantity
 from zeroir.passes.communication.order_by_layer import OrderByLayer
 from zeroir.passes.manager import apply
 from zeroir.passes.memory.plan_memory import PlanMemory
@@ -188,7 +189,9 @@ class Subject:
             for group in lockstep.optimizer.param_groups:
                 group["lr"] *= 0.5
             found += _stepped(lockstep, batches, is_apart=number % 2 == 1)
-            found.append(torch.tensor(lockstep.loss_scales()))
+            if (scale := program.report_of.get(Quantity.LOSS_SCALE)) is not None:
+                ranks = range(program.mesh.world_size)
+                found += [lockstep.buffers(rank)[scale.buffer].clone() for rank in ranks]
             found += _contents(saved)
             # Copies may be under way during the next step.
             saved = lockstep.save_state() if SAVE in program.section_by_name else []

@@ -17,7 +17,7 @@ from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program, Stat
 from zeroir.passes.manager import apply
 from zeroir.passes.memory.plan_memory import PlanMemory
 from zeroir.passes.memory.save_state import SaveState
-from zeroir.verify import LAWS, PROVED, VerificationError, check, verify, verify_job
+from zeroir.verify import LAWS, PROVED, VerificationError, check, verify
 
 ZERO3 = Case(stage=3, precision="bf16", clip=1.0)
 ZERO2 = Case(stage=2, precision="bf16", micro_steps=2)
@@ -140,39 +140,6 @@ def test_what_an_update_uses_is_in_one_space(kind: type[Op]) -> None:
     sentences = [finding.sentence for finding in report.findings if finding.code == "Z006"]
     name = ops.op_name(kind)
     assert any(s.startswith(name) and f"%{read}" in s and "host memory" in s for s in sentences)
-
-
-def test_jobs_must_issue_the_same_collectives() -> None:
-    program = ZERO3.scheduled
-    other = dropped(LAST_MICRO_STEP, ops.ReduceScatter)(program)
-    assert verify_job([program, program]).is_valid
-    assert verify_job([]).is_valid
-    assert codes(verify_job([program, other])) == {"Z201"}
-    assert codes(verify_job([program, ZERO2.scheduled])) == {"Z201"}
-    options = {**program.option, "micro_steps": "3"}
-    report = verify_job([program, replace(program, options=tuple(options.items()))])
-    (finding,) = report.findings
-    assert finding.sentence == "program 1 takes 3 micro-steps a step, program 0 takes 1"
-
-
-def test_a_prefetch_meets_an_all_gather_and_nothing_else() -> None:
-    program = ZERO3.scheduled
-    section = program.section_by_name[LAST_MICRO_STEP]
-    (line, gather), *_ = (
-        (line, op) for line, op in enumerate(section.body) if isinstance(op, ops.AllGather)
-    )
-    fields = {name: getattr(gather, name) for name in ("pairs", "comm", "stream", "event")}
-
-    def with_op(op: Op) -> Program:
-        body = (*section.body[:line], op, *section.body[line + 1 :])
-        sections = (replace(s, body=body) if s is section else s for s in program.sections)
-        return replace(program, sections=tuple(sections))
-
-    assert verify_job([program, with_op(ops.Prefetch(**fields))]).is_valid
-    report = verify_job([program, with_op(ops.Broadcast(**fields, root=0))])
-    sentence = report.findings[0].sentence
-    assert "is all_gather on gather" in sentence
-    assert "and broadcast on gather" in sentence
 
 
 def test_a_micro_step_that_leaves_something_out_is_compared_with_the_last() -> None:

@@ -113,7 +113,7 @@ def _timed_event() -> torch.cuda.Event:
 def join(task: MeasurementTask) -> None:
     """Become a rank of the group that the task names."""
     if task.group == "fake":
-        from zeroir.runtime.comm.fake import join_fake_world
+        from tests.support.fake_world import join_fake_world
 
         join_fake_world(task.rank, task.world_size)
         return

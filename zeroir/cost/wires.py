@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, assert_never
+from typing import assert_never
 
 from zeroir.cost.machine import Machine
 from zeroir.ir import ops
@@ -38,9 +38,6 @@ class Wire(StrEnum):
 
 HostTransferOp = ops.ToHost | ops.ToDevice | ops.Load | ops.Store
 """The transfers that cross a link of the host."""
-
-HOST_WIRES: Final = (Wire.TO_DEVICE, Wire.TO_HOST, Wire.DISK_READ, Wire.DISK_WRITE)
-"""The links of transfers, by which their bytes are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -136,12 +136,6 @@ def _span(start: int, length: int) -> str:
     return str(first) if length == 1 else f"{first},{length}"
 
 
-def normalised_lines(program: Program, compared: Program) -> list[str]:
-    """Return the lines of ``program`` that :func:`diff` compares with those of ``compared``."""
-    program, compared = _without_noise(program, compared)
-    return [line for lines in _blocks(program, compared).values() for line in lines]
-
-
 def _without_noise(old: Program, new: Program) -> tuple[Program, Program]:
     """Return both programs without the placement of their buffers, unless nothing else differs."""
     bare = unplanned(old), unplanned(new)

@@ -125,11 +125,6 @@ def run_in(model: nn.Module, words: Iterable[str]) -> None:
         _CALLS[word] = opaque_call(word).on(model)
 
 
-def forget_calls() -> None:
-    """Forget all calls, as a process that captured no model."""
-    _CALLS.clear()
-
-
 def planned_bytes(op: str, word: str) -> int | None:
     """Return the bytes that are planned for a call of the operator beside its operands and results, if known."""
     workspaces = opaque_call(word).workspaces

@@ -38,7 +38,7 @@ from zeroir.verify.laws import CODES, LAWS, Law, Stage
 from zeroir.verify.order.arenas import check_arenas
 from zeroir.verify.order.bounds import check_bounds
 from zeroir.verify.order.budget import check_budget
-from zeroir.verify.order.collectives import check_collectives, compare_jobs
+from zeroir.verify.order.collectives import check_collectives
 from zeroir.verify.order.races import check_ordering
 from zeroir.verify.report import PROVED, Finding, Report, VerificationError
 from zeroir.verify.structure.declarations import check_declarations
@@ -58,7 +58,6 @@ __all__ = [
     "check",
     "verify",
     "verify_at_largest",
-    "verify_job",
 ]
 
 _STRUCTURE_CHECKS = (check_limits, check_dims, check_declarations, check_structure, check_snapshots)
@@ -164,15 +163,6 @@ def check(
     report = verify(program, reference, budget_bytes)
     if not report.is_valid:
         raise VerificationError(report)
-
-
-def verify_job(programs: Sequence[Program]) -> Report:
-    """Verify that programs that run as one job, one per rank, issue the same collectives (Z201)."""
-    if not programs:
-        return Report()
-    findings = Findings(programs[0])
-    compare_jobs(programs, findings)
-    return Report(findings=tuple(findings.items), asked=("Z201",))
 
 
 def _asked(
