@@ -40,12 +40,13 @@ def first_step_seconds(path: Path) -> float:
     import zeroir
     from zeroir.api.model_of_program import load_model
     from zeroir.runtime.engine.engine import Engine
+    from zeroir.runtime.engine.opened_program import EngineSettings
     from zeroir.runtime.kernels.choice import KernelBackend
 
     compiled = zeroir.load(path)
     model = load_model(compiled.artifact, compiled.path)
     start = time.perf_counter()
-    engine = Engine(compiled.program, kernels=KernelBackend.INDUCTOR)
+    engine = Engine(compiled.program, EngineSettings(kernels=KernelBackend.INDUCTOR))
     engine.initialise(model.model, 0)
     engine.step(model.batch())
     return time.perf_counter() - start

@@ -148,13 +148,16 @@ def start(arguments: list[str]) -> str:
 def time_steps(path: Path, steps: int, kernels: str) -> None:
     """As a rank: the median of the seconds of a step, printed by rank 0."""
     from zeroir.api.model_of_program import load_model
-    from zeroir.api.running.engines import open_data
+    from zeroir.api.running.engines import kernel_backend, open_data
     from zeroir.runtime.distributed import rendezvous
+    from zeroir.runtime.engine.opened_program import EngineSettings
 
     compiled = zeroir.load(path)
     place = rendezvous.join_job()
     model_file = load_model(compiled.artifact, compiled.path)
-    engine = compiled.open_engine(model_file, place, 0, kernels)
+    engine = compiled.open_engine(
+        model_file, place, EngineSettings(kernels=kernel_backend(kernels))
+    )
     data = open_data(model_file, place, 0)
     seconds: list[float] = []
     for step in range(WARM_UP + steps):

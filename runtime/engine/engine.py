@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -27,7 +26,7 @@ from zeroir.memory.curve import peak_text
 from zeroir.runtime.checkpoint.background import PendingSave
 from zeroir.runtime.checkpoint.checkpointer import Checkpointer, Running
 from zeroir.runtime.checkpoint.loading import LoadedState
-from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, Job
+from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Job
 from zeroir.runtime.distributed.rank_position import RankPosition
 from zeroir.runtime.engine.accumulation import Accumulation, MicroStepResult
 from zeroir.runtime.engine.anomaly_detection import AnomalyDetection
@@ -45,13 +44,11 @@ from zeroir.runtime.engine.signatures import Signatures
 from zeroir.runtime.engine.values import ModelValues
 from zeroir.runtime.engine.watched_modules import WatchedModules
 from zeroir.runtime.execution.batch import inputs_of
-from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.memory.malloc import return_freed_memory
 from zeroir.runtime.state.gathered_module import DeepCopy
 from zeroir.runtime.state.gradients import gradient_norms, gradients
 from zeroir.runtime.state.module_values import Factory, StateSource
 from zeroir.runtime.training.lr_schedule import Scheduler
-from zeroir.runtime.training.micro_batch_weights import WeightFunction
 from zeroir.runtime.training.not_finite import BadParameter, first_bad_parameter
 from zeroir.torch_ops.batches import Batch
 
@@ -67,12 +64,8 @@ class Engine:
     """One rank of a program on this process's device.
 
     The default process group must exist (``rendezvous.join_job``), unless the program is for one rank or the backend is
-    ``fake``. All ranks construct their engines and call their methods together, in the same order. With ``cuda_graphs``
-    sections are launched as CUDA graphs where possible (``cuda_graphs``). With ``self_check`` every distinct kernel is
-    first compared with its operators (``self_check``). ``weight`` returns the weight of a batch where the program takes
-    weights. ``accumulating`` compiles the program for steps of several batches; the engine switches to it at the first
-    such step. Buffers on disk are in an unnamed file in ``disk_folder``, by default in the folder for temporary files;
-    nothing remains of it when the process ends.
+    ``fake``. All ranks construct their engines and call their methods together, in the same order. ``accumulating``
+    compiles the program for steps of several batches; the engine switches to it at the first such step.
 
     Raises:
         UserError: where the programs of two ranks differ, the world size of the job is not the program's, or the result
@@ -82,29 +75,12 @@ class Engine:
     def __init__(
         self,
         program: Program,
+        settings: EngineSettings = EngineSettings(),  # noqa: B008 - it is frozen
         *,
-        backend: Backend | None = None,
         device: torch.device | None = None,
-        kernels: KernelBackend = KernelBackend.EAGER,
-        seed: int = 0,
-        timeout: timedelta = DEFAULT_TIMEOUT,
-        cuda_graphs: bool = False,
-        self_check: bool = False,
-        weight: WeightFunction | None = None,
         accumulating: Callable[[], Program] | None = None,
-        disk_folder: str | os.PathLike[str] | None = None,
     ) -> None:
         self.device = _with_index(device or torch.device("cpu"))
-        settings = EngineSettings(
-            backend=backend,
-            kernels=kernels,
-            seed=seed,
-            timeout=timeout,
-            cuda_graphs=cuda_graphs,
-            self_check=self_check,
-            weight=weight,
-            disk_folder=None if disk_folder is None else Path(disk_folder),
-        )
         running = CompiledAgain(program=program, code=None, accumulating=accumulating)
         if self.device.type == "cpu":
             return_freed_memory()
@@ -122,8 +98,8 @@ class Engine:
         self._last_result: StepResult | None = None
         self.fit: Fit | None = None
         """Called before batches are checked, if it is set."""
-        self._checkpoints = Checkpointer(self.job, timeout)
-        no_graphs = reason_without_graphs(program, self.device) if cuda_graphs else None
+        self._checkpoints = Checkpointer(self.job, settings.timeout)
+        no_graphs = reason_without_graphs(program, self.device) if settings.cuda_graphs else None
         if no_graphs is not None and self.rank == 0:
             warnings.warn(f"{no_graphs}: ops are issued one by one.", GraphWarning, stacklevel=2)
 

@@ -14,7 +14,7 @@ import torch
 from zeroir.errors import ZeroirError
 from zeroir.ir.program import Program
 from zeroir.ir.sizes import maximum, minimum
-from zeroir.runtime.comm.job import Backend, Job
+from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, Job
 from zeroir.runtime.eight_bit.compiled_rounding import open_rounding
 from zeroir.runtime.execution.anomalies import Anomalies
 from zeroir.runtime.execution.batch import Shape
@@ -34,18 +34,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The arguments of an engine that do not depend on its program.
+    """What an engine is told that does not depend on its program.
 
-    ``disk_folder`` is the folder of buffers on disk.
+    With ``cuda_graphs`` sections are launched as CUDA graphs where possible. With ``self_check`` every distinct kernel
+    is first compared with its operators. ``weight`` returns the weight of a batch where the program takes weights.
+    Buffers on disk are in an unnamed file in ``disk_folder``, by default in the folder for temporary files; nothing
+    remains of it when the process ends.
     """
 
-    backend: Backend | None
-    kernels: KernelBackend
-    seed: int
-    timeout: timedelta
-    cuda_graphs: bool
-    self_check: bool
-    weight: WeightFunction | None
+    backend: Backend | None = None
+    kernels: KernelBackend = KernelBackend.EAGER
+    seed: int = 0
+    timeout: timedelta = DEFAULT_TIMEOUT
+    cuda_graphs: bool = False
+    self_check: bool = False
+    weight: WeightFunction | None = None
     disk_folder: Path | None = None
 
 

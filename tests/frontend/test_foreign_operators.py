@@ -23,6 +23,7 @@ from zeroir.ir.segments.operators import Operator, declaration_problem
 from zeroir.ir.segments.segment import Node, Ref, Segment, TensorType
 from zeroir.ir.text import parse, print_program
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.execution.handlers import LocalRanks
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.kernels.foreign import require_registered
@@ -301,7 +302,7 @@ def test_the_self_check_finds_an_operator_that_does_otherwise(
     program = with_nodes(compiled.program, lying)
     operators = (*program.operators, *declarations([op]))
     with pytest.raises(UserError, match=f"The operator {op}.* {sentence}"):
-        Engine(replace(program, operators=operators), self_check=True)
+        Engine(replace(program, operators=operators), EngineSettings(self_check=True))
 
 
 def test_training_equals_eager_replicas() -> None:

@@ -12,6 +12,7 @@ from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.passes.memory.save_state import SaveState
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +24,7 @@ def test_training_goes_on_beside_a_save_and_after_a_load(
 ) -> None:
     program = applied(lowered(mlp(dim=40, precision=precision, clip=0.5), 3, 1), (SaveState(),))
     batches = [step[0][0] for step in random_batches(12, 1)]
-    engine = Engine(program, device=device, cuda_graphs=cuda_graphs)
+    engine = Engine(program, EngineSettings(cuda_graphs=cuda_graphs), device=device)
     engine.initialise_flats(initial_flats(program))
     for batch in batches[:6]:
         engine.step(batch)
@@ -34,7 +35,7 @@ def test_training_goes_on_beside_a_save_and_after_a_load(
     engine.save(tmp_path / "after")
     after = {key: values.cpu() for key, values in engine.full_state().items()}
 
-    again = Engine(program, device=device, cuda_graphs=cuda_graphs)
+    again = Engine(program, EngineSettings(cuda_graphs=cuda_graphs), device=device)
     for _ in range(2):  # The second time over the contents and the graphs of a run.
         again.load(tmp_path / "saved")
         for key, values in again.full_state().items():

@@ -25,6 +25,7 @@ from zeroir.ir.analysis.labels import labels
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.torch_ops import attention, attention_backward, dropout
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", range(4))
 def test_the_example_follows_the_cpu(device: torch.device, stage: int, precision: str) -> None:
-    engine = Engine(example(stage, 1, precision), device=device, seed=SEED)
+    engine = Engine(example(stage, 1, precision), EngineSettings(seed=SEED), device=device)
     engine.initialise(example_file().model, SEED)
     found = losses_of(engine, example_batches())
     engine.close()
@@ -69,7 +70,7 @@ def test_one_nccl_rank_follows_the_reference(
     program = lowered(logical, stage, 1)
     batches = random_batches(10, 1)
     expected = run_lockstep(program, initial=initial_flats(logical), inputs=batches)
-    engine = Engine(program, backend=Backend.NCCL, device=device)
+    engine = Engine(program, EngineSettings(backend=Backend.NCCL), device=device)
     engine.initialise_flats(initial_flats(logical))
     found = losses_of(engine, [batch for ((batch,),) in batches])
     engine.close()
@@ -109,7 +110,9 @@ def test_an_overflow_on_the_device_skips_the_step(device: torch.device) -> None:
 def test_inductor_follows_the_eager_kernels(device: torch.device) -> None:
     found = []
     for kernels in KernelBackend:
-        engine = Engine(example(3, 1, "bf16"), device=device, kernels=kernels, seed=SEED)
+        engine = Engine(
+            example(3, 1, "bf16"), EngineSettings(kernels=kernels, seed=SEED), device=device
+        )
         engine.initialise(example_file().model, SEED)
         found.append(losses_of(engine, example_batches()))
         engine.close()
@@ -118,7 +121,7 @@ def test_inductor_follows_the_eager_kernels(device: torch.device) -> None:
 
 def test_profiles_name_every_op_on_every_stream(device: torch.device) -> None:
     program = example(3, 1, "fp32")
-    engine = Engine(program, device=device, seed=SEED)
+    engine = Engine(program, EngineSettings(seed=SEED), device=device)
     engine.initialise(example_file().model, SEED)
     first, second = example_batches(2)
     engine.step(first)
@@ -139,7 +142,7 @@ def test_profiles_name_every_op_on_every_stream(device: torch.device) -> None:
 
 def test_a_step_waits_for_the_device_nowhere(device: torch.device) -> None:
     """Only whoever reads a loss waits; torch itself raises on a call that synchronises."""
-    engine = Engine(example(3, 1, "fp16"), device=device, seed=SEED)
+    engine = Engine(example(3, 1, "fp16"), EngineSettings(seed=SEED), device=device)
     engine.initialise(example_file().model, SEED)
     first, second = ((x.to(device), y.to(device)) for x, y in example_batches(2))
     engine.step(first)
@@ -217,7 +220,7 @@ def test_evaluations_equal_the_reference(device: torch.device, stage: int) -> No
         expected.append(float(lockstep.evaluate([batch])[0].loss))
         lockstep.step([[batch]])
     for cuda_graphs in (False, True):
-        engine = Engine(program, device=device, seed=SEED, cuda_graphs=cuda_graphs)
+        engine = Engine(program, EngineSettings(seed=SEED, cuda_graphs=cuda_graphs), device=device)
         engine.initialise(example_file().model, SEED)
         found: list[float] = []
         for batch in batches:

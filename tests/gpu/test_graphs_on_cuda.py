@@ -24,6 +24,7 @@ from zeroir.errors import GraphWarning
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.execution.cuda_graphs import WARM_UP
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.torch_ops.batches import Batch
@@ -42,7 +43,9 @@ def opened(
     kernels: KernelBackend = KernelBackend.EAGER,
 ) -> Engine:
     engine = Engine(
-        program, device=device, backend=backend, kernels=kernels, seed=SEED, cuda_graphs=cuda_graphs
+        program,
+        EngineSettings(backend=backend, kernels=kernels, seed=SEED, cuda_graphs=cuda_graphs),
+        device=device,
     )
     engine.initialise_flats(initial_flats(program))
     return engine
@@ -155,7 +158,7 @@ def test_the_example_runs_as_graphs(device: torch.device, stage: int) -> None:
     program = example(stage, 1, "bf16")
     losses = []
     for cuda_graphs in (False, True):
-        engine = Engine(program, device=device, seed=SEED, cuda_graphs=cuda_graphs)
+        engine = Engine(program, EngineSettings(seed=SEED, cuda_graphs=cuda_graphs), device=device)
         engine.initialise(example_file().model, SEED)
         losses.append(losses_of(engine, example_batches()))
         if cuda_graphs:

@@ -19,6 +19,7 @@ from tests.gpu.support import (
 from tests.runtime.support import initial_flats, lowered
 from tests.support.programs import mlp
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.kernels.choice import KernelBackend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -33,7 +34,9 @@ def test_the_example_agrees_with_eager_kernels(
     found: list[torch.Tensor] = []
     kept: list[dict[str, int]] = []
     for kernels in (KernelBackend.EAGER, KernelBackend.INDUCTOR, KernelBackend.INDUCTOR):
-        engine = Engine(example(3, 1, precision), device=device, kernels=kernels, seed=SEED)
+        engine = Engine(
+            example(3, 1, precision), EngineSettings(kernels=kernels, seed=SEED), device=device
+        )
         engine.initialise(example_file().model, SEED)
         found.append(losses_of(engine, example_batches()))
         engine.close()
@@ -50,7 +53,9 @@ def test_every_kernel_passes_its_check_before_training(
     device: torch.device, kernels: KernelBackend, precision: str
 ) -> None:
     program = example(3, 1, precision)
-    Engine(program, device=device, kernels=kernels, seed=SEED, self_check=True).close()
+    Engine(
+        program, EngineSettings(kernels=kernels, seed=SEED, self_check=True), device=device
+    ).close()
 
 
 def test_compiled_kernels_wait_for_the_device_nowhere(
@@ -58,7 +63,7 @@ def test_compiled_kernels_wait_for_the_device_nowhere(
 ) -> None:
     monkeypatch.setenv("ZEROIR_CACHE_DIR", str(tmp_path))
     program = lowered(mlp(), 3, 1)
-    engine = Engine(program, device=device, kernels=KernelBackend.INDUCTOR)
+    engine = Engine(program, EngineSettings(kernels=KernelBackend.INDUCTOR), device=device)
     engine.initialise_flats(initial_flats(program))
     first, second = ({"x": torch.randn(4, 6, device=device)} for _ in range(2))
     engine.step(first)

@@ -39,6 +39,7 @@ from zeroir.memory.footprint import footprint
 from zeroir.memory.states import MODEL_STATE_ROLES, model_state_bytes
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.memory.rank_memory import RankMemory
 
 pytestmark = pytest.mark.gpu
@@ -77,7 +78,7 @@ def test_the_example_holds_its_buffers_and_nothing_more(
     require_states(program)
     sizes = held_bytes(program)
     allocated, requested = allocated_bytes(), requested_bytes()
-    engine = Engine(program, device=device, seed=SEED)
+    engine = Engine(program, EngineSettings(seed=SEED), device=device)
     engine.initialise(example_file().model, SEED)
     for _ in range(2):
         held = [*sizes, *result_bytes(engine)]
@@ -99,7 +100,7 @@ def test_one_rank_of_many_holds_its_share_and_steps(
     require_states(program)
     sizes = held_bytes(program)
     allocated, requested = allocated_bytes(), requested_bytes()
-    engine = Engine(program, backend=Backend.FAKE, device=device, seed=SEED)
+    engine = Engine(program, EngineSettings(backend=Backend.FAKE, seed=SEED), device=device)
     engine.initialise(example_file().model, SEED)
     for _ in range(3):
         held = [*sizes, *result_bytes(engine)]
@@ -123,7 +124,7 @@ def test_one_rank_of_64_holds_a_model_of_7_billion_parameters(
     assert states * world == 16 * sum(flat.padded_numel for flat in program.flats)
     warm_up(device)
     before = requested_bytes()
-    engine = Engine(program, backend=Backend.FAKE, device=device)
+    engine = Engine(program, EngineSettings(backend=Backend.FAKE), device=device)
     assert requested_bytes() == before  # the first step allocates
     for _ in range(2):
         result = engine.step(model_file.batch())

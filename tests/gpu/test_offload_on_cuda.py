@@ -31,6 +31,7 @@ from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload.offload_parameters import OffloadParameters
 from zeroir.passes.offload.page_optimizer import PageOptimizer
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.execution.cuda import CudaStreams
 from zeroir.runtime.execution.cuda_graphs import WARM_UP
 from zeroir.runtime.execution.host_threads import update_threads
@@ -67,7 +68,7 @@ def test_it_follows_the_reference(
     expected = run_lockstep(program, initial=initial, inputs=batches)
     # The section with the update is not captured, because the host or a thread works in it.
     with pytest.warns(GraphWarning, match="last_micro_step|update"):
-        engine = Engine(program, device=device, seed=SEED, cuda_graphs=True)
+        engine = Engine(program, EngineSettings(seed=SEED, cuda_graphs=True), device=device)
     engine.initialise_flats(initial)
     found = losses_of(engine, [batch for ((batch,),) in batches])
     states = engine.full_state()
@@ -92,7 +93,7 @@ def test_the_device_holds_what_the_plan_says_and_the_hosts_buffers_are_pinned(
     (((batch,),),) = random_batches(1, 1)
     for is_warm in (False, True):
         requested = requested_bytes()
-        engine = Engine(program, device=device, seed=SEED)
+        engine = Engine(program, EngineSettings(seed=SEED), device=device)
         engine.initialise_flats(initial_flats(program))
         for _ in range(2):
             engine.step(batch)
@@ -112,7 +113,7 @@ def test_the_update_has_the_cores_of_the_rank_and_the_issuing_thread_goes_on(
     device: torch.device,
 ) -> None:
     program = scheduled(3, "optimizer", precision="bf16", clip=None)
-    engine = Engine(program, device=device, seed=SEED)
+    engine = Engine(program, EngineSettings(seed=SEED), device=device)
     engine.initialise_flats(initial_flats(program))
     streams = engine.rank_program.executor._streams
     assert isinstance(streams, CudaStreams)
@@ -133,7 +134,7 @@ def test_states_are_read_when_the_device_has_copied_them_to_the_host(device: tor
     program = applied(
         mlp(dim=64), (*for_stage(2, 1), PageOptimizer(device_bytes=1 << 15, page_bytes=1 << 12))
     )
-    engine = Engine(program, device=device, seed=SEED)
+    engine = Engine(program, EngineSettings(seed=SEED), device=device)
     engine.initialise_flats(initial_flats(program))
     streams = engine.rank_program.executor._streams
     assert isinstance(streams, CudaStreams)
@@ -160,7 +161,7 @@ def test_micro_batches_unit_by_unit_follow_the_reference(device: torch.device, s
     program = applied(logical, (*passes, OffloadParameters(), PlanMemory()))
     initial, batches = initial_flats(program), random_batches(4, 1, 4)
     expected = run_lockstep(program, initial=initial, inputs=batches)
-    engine = Engine(program, device=device, seed=SEED)
+    engine = Engine(program, EngineSettings(seed=SEED), device=device)
     engine.initialise_flats(initial)
     found = torch.tensor([engine.step(own).loss for (own,) in batches])
     engine.close()

@@ -21,6 +21,7 @@ from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, Program
 from zeroir.passes.memory.plan_memory import PlanMemory
 from zeroir.passes.offload.offload_activations import OffloadActivations
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.execution.cuda_graphs import WARM_UP
 from zeroir.runtime.memory.rank_memory import RankMemory
 
@@ -53,7 +54,7 @@ def trained(
     """Losses of every step and the state after the last one; as graphs where ``cuda_graphs``."""
     program = scheduled(stage, is_offloaded=is_offloaded)
     assert any(isinstance(op, ops.ToHost) for op in program.step_ops()) is is_offloaded
-    engine = Engine(program, device=device, cuda_graphs=cuda_graphs)
+    engine = Engine(program, EngineSettings(cuda_graphs=cuda_graphs), device=device)
     engine.initialise_flats(initial_flats(logical()))
     losses = losses_of(engine, batches(device))
     state = dict(engine.full_state())

@@ -12,6 +12,7 @@ from tests.gpu.support import SEED, TOLERANCE, losses_of
 from zeroir.api.compiling import compile_model
 from zeroir.frontend import load_model_file
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.kernels.choice import KernelBackend
 
 pytestmark = [
@@ -91,10 +92,12 @@ def test_a_triton_operator_trains_as_its_cpu_kernel_does(
     assert [operator.name for operator in program.operators] == ["on_cuda.scaled.default"]
     model_file = load_model_file(str(path))
     batches = [model_file.batch() for _ in range(4)]
-    reference = Engine(program, seed=SEED)
+    reference = Engine(program, EngineSettings(seed=SEED))
     # Compiled code calls operators that have no C function through the dispatcher, which no graph can hold.
     engine = Engine(
-        program, device=device, kernels=kernels, seed=SEED, self_check=True, cuda_graphs=False
+        program,
+        EngineSettings(kernels=kernels, seed=SEED, self_check=True, cuda_graphs=False),
+        device=device,
     )
     for each in (reference, engine):
         each.initialise(model_file.model, SEED)

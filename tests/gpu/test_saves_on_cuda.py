@@ -16,6 +16,7 @@ from zeroir.ir.mesh import COPY_OUT
 from zeroir.ir.program import Program
 from zeroir.passes.memory.save_state import SaveState
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.execution.cuda import CudaStreams
 from zeroir.runtime.execution.cuda_graphs import WARM_UP
 from zeroir.torch_ops.batches import Batch
@@ -27,7 +28,7 @@ SLEEP_CYCLES = 2_000_000_000
 
 
 def opened(program: Program, device: torch.device, *, cuda_graphs: bool) -> Engine:
-    engine = Engine(program, device=device, seed=SEED, cuda_graphs=cuda_graphs)
+    engine = Engine(program, EngineSettings(seed=SEED, cuda_graphs=cuda_graphs), device=device)
     engine.initialise_flats(initial_flats(program))
     return engine
 

@@ -15,6 +15,7 @@ from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.support.programs import mlp
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 
 FOLDER = Path(os.environ["TEST_FOLDER"])
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -28,7 +29,7 @@ def stages(backend: Backend, precision: str) -> None:
     batches = random_batches(STEPS, WORLD_SIZE)
     for stage in range(4):
         program = lowered(logical, stage, WORLD_SIZE)
-        engine = Engine(program, backend=backend, device=device)
+        engine = Engine(program, EngineSettings(backend=backend), device=device)
         engine.initialise_flats(initial_flats(logical))
         losses = [engine.step(step[RANK]).loss for step in batches]
         tensors = {f"{flat}/{quantity}": t for (flat, quantity), t in engine.full_state().items()}

@@ -19,6 +19,7 @@ from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import Node
 from zeroir.ir.text import parse, print_program
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.torch_ops import foreign_workspaces
 from zeroir.verify import verify
 
@@ -126,14 +127,14 @@ def test_the_verifier_refuses_workspaces_of_other_operators(compiled: CompiledPr
 
 
 def test_the_self_check_refuses_an_operator_that_takes_more(compiled: CompiledProgram) -> None:
-    Engine(compiled.program, self_check=True).close()
+    Engine(compiled.program, EngineSettings(self_check=True)).close()
     less = with_workspace(compiled.program, DOUBLES, 391)
     with pytest.raises(
         zeroir.UserError,
         match=r"operator workspaces\.in_doubles\.default \(.*test_foreign_workspaces\.py:\d+\) holds 392 bytes at once "
         r"beside its arguments and results, although its workspace was declared .* as 391",
     ):
-        Engine(less, self_check=True)
+        Engine(less, EngineSettings(self_check=True))
 
 
 @pytest.mark.parametrize("name", ["workspaces::in_doubles", "workspaces::in_doubles.default"])

@@ -22,6 +22,7 @@ from zeroir.passes.offload.offload_parameters import OffloadParameters
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.distributed import rendezvous
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.torch_ops.batches import Batch
 
 STEPS = 6
@@ -56,7 +57,7 @@ def main(name: str, backend: str) -> None:
         folder = rank.folder / f"saved.{stage}"
 
         def started(program: Program = program) -> Engine:
-            engine = Engine(program, backend=Backend(backend))
+            engine = Engine(program, EngineSettings(backend=Backend(backend)))
             torch.manual_seed(0)
             engine.initialise(Mlp())
             return engine

@@ -14,6 +14,7 @@ from zeroir.ir.text import parse
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.distributed import rendezvous
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ def main(backend: str, name: str, *more: str) -> None:
     rank = Rank.joined()
     for training in TRAININGS[name](*more):
         program = parse(training.text_file(rank.folder).read_text())
-        engine = begun(Engine(program, backend=Backend(backend)))
+        engine = begun(Engine(program, EngineSettings(backend=Backend(backend))))
         losses = [engine.step(step[rank.number]).loss for step in training.batches()]
         rank.finish(engine, losses, training.name)
     rendezvous.leave_job()

@@ -22,6 +22,7 @@ from zeroir.errors import UserError, ZeroirError
 from zeroir.ir.program import Program
 from zeroir.passes.memory.save_state import SaveState
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 
 FOLDER = Path(os.environ["TEST_FOLDER"])
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -44,7 +45,7 @@ def write_state(engine: Engine, name: str, losses: list[float]) -> None:
 def save(cases: str, steps: int = 3) -> None:
     """A few steps of each case, a checkpoint, and as many steps again."""
     for case in cases.split(","):
-        engine = begun(Engine(program_of(case), seed=SEED))
+        engine = begun(Engine(program_of(case), EngineSettings(seed=SEED)))
         batches = random_batches(2 * steps, WORLD_SIZE, micro_steps=2)
         losses = [engine.step(ranks[RANK]).loss for ranks in batches[:steps]]
         engine.optimizer.param_groups[0]["lr"] = 0.02

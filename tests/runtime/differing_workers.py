@@ -14,6 +14,7 @@ from tests.runtime.support import join
 from zeroir.errors import ZeroirError
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 BATCH = torch.ones(4, 8)
@@ -33,7 +34,7 @@ def open_engine(stage: int, micro_steps: int, backend: str) -> Engine:
     )
     if micro_steps == 1:  # which the engine itself can change
         return compiled.engine(timeout=TIMEOUT, self_check=False)
-    engine = Engine(compiled.program, backend=Backend(backend), timeout=TIMEOUT)
+    engine = Engine(compiled.program, EngineSettings(backend=Backend(backend), timeout=TIMEOUT))
     engine.initialise(net)
     return engine
 

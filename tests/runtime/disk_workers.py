@@ -17,6 +17,7 @@ from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload.offload_parameters import OffloadParameters
 from zeroir.passes.offload.offload_to_disk import OffloadToDisk
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 
 STEPS = 4
 TO_DISK = (OffloadOptimizer(), OffloadParameters(), OffloadToDisk(piece_numel=4096))
@@ -45,11 +46,11 @@ def main(name: str, precision: str, stage: str) -> None:
     program = on_disk(precision, int(stage), world_size)
     batches = random_batches(STEPS, world_size, micro_steps=2)
     losses: list[float] = []
-    engine = begun(Engine(program, disk_folder=folder / "disk"))
+    engine = begun(Engine(program, EngineSettings(disk_folder=folder / "disk")))
     losses += [engine.step(ranks[rank]).loss for ranks in batches[: STEPS // 2]]
     engine.save(folder / f"{name}.saved", wait=False)
     engine.close()
-    engine = Engine(program, disk_folder=folder / "disk")
+    engine = Engine(program, EngineSettings(disk_folder=folder / "disk"))
     engine.load(folder / f"{name}.saved")
     losses += [engine.step(ranks[rank]).loss for ranks in batches[STEPS // 2 :]]
     write_run(engine, losses, name)

@@ -27,6 +27,7 @@ from zeroir.ir.text import parse
 from zeroir.memory.placement import places_to_run
 from zeroir.runtime.comm.job import Backend, PeerError
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.state import initial
 from zeroir.runtime.state.full_parameters import whole_parameters
 
@@ -108,7 +109,7 @@ def gathered(backend: str) -> None:
         for stage in range(4):
             engine = Engine(
                 lowered(mlp(dim=DIM, precision=precision), stage, WORLD_SIZE),
-                backend=Backend(backend),
+                EngineSettings(backend=Backend(backend)),
             )
             torch.manual_seed(0)
             engine.initialise(Mlp(dim=DIM))

@@ -10,6 +10,7 @@ from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.passes.memory.save_state import SaveState
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -17,7 +18,9 @@ RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 def save(url: str) -> None:
     """Save after the first step and, in the background, after the second; the process ends at once."""
     logical = mlp(dim=200, precision="fp16", clip=0.5, ema=0.9)
-    engine = begun(Engine(applied(lowered(logical, 2, WORLD_SIZE), (SaveState(),)), seed=11))
+    engine = begun(
+        Engine(applied(lowered(logical, 2, WORLD_SIZE), (SaveState(),)), EngineSettings(seed=11))
+    )
     first, second = random_batches(2, WORLD_SIZE)
     engine.step(first[RANK])
     engine.save(f"{url}/step-00000001", read_back=True)

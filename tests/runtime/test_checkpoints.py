@@ -35,6 +35,7 @@ from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir.contents import EMA, PARAM, FlatContent
 from zeroir.ir.program import Program
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.execution.lockstep import Lockstep
 
 LAYOUTS = st.sampled_from(
@@ -243,7 +244,7 @@ def test_a_step_that_had_begun_goes_on_with_the_accumulating_program(
 
     def engine_for_one_batch() -> Engine:
         program = lowered(mlp(is_weighted=is_weighted), stage, 1)
-        return Engine(program, accumulating=accumulating, weight=weight)
+        return Engine(program, EngineSettings(weight=weight), accumulating=accumulating)
 
     ((first, second, third),) = random_batches(1, 1, micro_steps=3)[0]
     source = engine_for_one_batch()
@@ -263,7 +264,7 @@ def test_a_step_that_had_begun_goes_on_with_the_accumulating_program(
     require_same(engine.full_state(), source.full_state())
 
     program = lowered(mlp(micro_steps=2, clip=0.5, is_weighted=is_weighted), stage, 1)
-    other = Engine(program, weight=weight)
+    other = Engine(program, EngineSettings(weight=weight))
     with pytest.warns(
         CheckpointWarning, match="after 2 micro-steps of a step: that step begins anew"
     ):

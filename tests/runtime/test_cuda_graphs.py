@@ -34,6 +34,7 @@ from zeroir.passes.memory.save_state import SaveState
 from zeroir.passes.offload.offload_activations import OffloadActivations
 from zeroir.runtime.comm.job import Backend, Job, open_job
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.execution.cuda_graphs import WARM_UP, SectionGraphs, why_not
 from zeroir.runtime.execution.executor import StepExecutor
 from zeroir.runtime.execution.streams import ThreadStreams
@@ -390,7 +391,7 @@ def test_an_update_that_the_backward_does_already_is_missed_by_nobody() -> None:
 def test_a_device_without_graphs_says_so_and_trains() -> None:
     program = lowered(mlp(), 3, 1)
     with pytest.warns(GraphWarning, match="no CUDA graphs on the device cpu"):
-        engine = Engine(program, cuda_graphs=True)
+        engine = Engine(program, EngineSettings(cuda_graphs=True))
     engine.initialise_flats(initial_flats(program))
     batches = batches_of(2)
     with warnings.catch_warnings():

@@ -30,6 +30,7 @@ from zeroir.ir.buffers import Space
 from zeroir.passes import manager
 from zeroir.passes.manager import apply
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.runtime.memory import rank_memory
 
@@ -44,7 +45,7 @@ def engines(folder: Path, precision: str = "bf16") -> tuple[Engine, Engine]:
     for step in TO_DISK:
         moved = apply(step, moved)
     assert {b.name for b in moved.buffers if b.space is Space.DISK}
-    found = Engine(program), Engine(moved, disk_folder=folder)
+    found = Engine(program), Engine(moved, EngineSettings(disk_folder=folder))
     for engine in found:
         engine.initialise(lambda: Mlp(dim=DIM), seed=3)
     return found
@@ -140,7 +141,9 @@ def test_a_program_for_several_batches_takes_over_what_is_on_disk(tmp_path: Path
             for step in TO_DISK if moves else ():
                 program = apply(step, program)
             programs.append(program)
-        engine = Engine(programs[0], accumulating=programs[1:].pop, disk_folder=tmp_path)
+        engine = Engine(
+            programs[0], EngineSettings(disk_folder=tmp_path), accumulating=programs[1:].pop
+        )
         engine.initialise(lambda: Mlp(dim=DIM), seed=3)
         first, second = random_batches(2, 1, micro_steps=2)
         losses = [engine.step(first[0][0]).loss, engine.step(second[0]).loss]
@@ -172,7 +175,7 @@ def test_states_of_8_bits_are_updated_in_pieces(tmp_path: Path) -> None:
     states = []
     for program in (applied(logical, passes), moved):
         torch.manual_seed(5)
-        engine = Engine(program, disk_folder=tmp_path)
+        engine = Engine(program, EngineSettings(disk_folder=tmp_path))
         engine.initialise(Net, seed=1)
         states.append(([engine.step(batch).loss for _ in range(3)], engine.full_state()))
     assert states[0][0] == states[1][0]

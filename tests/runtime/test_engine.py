@@ -287,12 +287,13 @@ from tests.support.programs import mlp
 from tests.support.fake_world import join_fake_world
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 
 join_fake_world(5, 64)
 logical = mlp(precision="bf16", clip=1.0, dim=64)
 for stage in range(4):
     program = lowered(logical, stage, 64)
-    engine = begun(Engine(program, backend=Backend.FAKE))
+    engine = begun(Engine(program, EngineSettings(backend=Backend.FAKE)))
     engine.step(random_batches(1, 1)[0][0][0])
     for buffer in program.buffers:
         if buffer.is_persistent:

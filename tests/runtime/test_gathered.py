@@ -33,6 +33,7 @@ from zeroir.runtime.comm.base import CollectiveTensors
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.comm.lockstep import LockstepComm
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.state.full_parameters import flat_buffers, flat_part, whole_parameters
@@ -203,7 +204,7 @@ def test_loans_follow_the_engine_to_another_program() -> None:
     for is_checked in (False, True):
         engine = Engine(
             lowered(mlp(), 3, 1),
-            self_check=is_checked,
+            EngineSettings(self_check=is_checked),
             accumulating=lambda: lowered(mlp(micro_steps=2), 3, 1),
         )
         torch.manual_seed(0)

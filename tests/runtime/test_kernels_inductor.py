@@ -45,6 +45,7 @@ from zeroir.ir.segments.bindings import Binding
 from zeroir.ir.segments.segment import Segment
 from zeroir.runtime.engine import opened_program
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.kernels import compile_pool
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.cache import KernelCache, kernel_key
@@ -155,7 +156,7 @@ def ranks_cache(cache: Path) -> Iterator[Path]:
 
 
 def open_engine(compiled: zeroir.CompiledProgram, kernels: KernelBackend) -> Engine:
-    engine = Engine(compiled.program, kernels=kernels)
+    engine = Engine(compiled.program, EngineSettings(kernels=kernels))
     engine.initialise(load_model(compiled.artifact, compiled.path).model, seed=0)
     return engine
 
@@ -233,7 +234,7 @@ print(json.dumps({"losses": losses, "compiler": compiler}))
 
 def mlp_engine(kernels: KernelBackend) -> Engine:
     program = lowered(mlp(clip=0.5), 3, 1)
-    return begun(Engine(program, kernels=kernels))
+    return begun(Engine(program, EngineSettings(kernels=kernels)))
 
 
 def mlp_losses(kernels: KernelBackend) -> list[float]:

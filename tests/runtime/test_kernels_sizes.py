@@ -27,7 +27,7 @@ from zeroir.ir.segments.bindings import bindings
 from zeroir.ir.segments.segment import TensorType
 from zeroir.ir.sizes import Dim
 from zeroir.runtime.engine.engine import Engine
-from zeroir.runtime.engine.opened_program import reason_without_graphs
+from zeroir.runtime.engine.opened_program import EngineSettings, reason_without_graphs
 from zeroir.runtime.kernels import _inductor_private as private
 from zeroir.runtime.kernels import graph
 from zeroir.runtime.kernels.cache import kernel_key
@@ -78,7 +78,7 @@ def test_each_segment_is_compiled_once_for_all_shapes(
     for backend in KernelBackend:
         with warnings.catch_warnings():
             warnings.simplefilter("error", KernelWarning)
-            engine = Engine(program, kernels=backend, self_check=True)
+            engine = Engine(program, EngineSettings(kernels=backend, self_check=True))
         entries = written(tmp_path)
         engine.initialise(load_model(compiled.artifact, compiled.path).model, seed=0)
         losses[backend] = [engine.step(batch).loss for batch in batches]

@@ -14,6 +14,7 @@ from zeroir.errors import UserError
 from zeroir.frontend.lowering.accumulate import accumulate
 from zeroir.ir.program import Program
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.torch_ops.batches import Batch
 
 ACCUMULATING = mlp(micro_steps=2)
@@ -29,7 +30,9 @@ def opened(
     weight: Weight | None = None,
     accumulating: Callable[[], Program] | None = None,
 ) -> Engine:
-    return begun(Engine(lowered(logical, stage, 1), weight=weight, accumulating=accumulating))
+    return begun(
+        Engine(lowered(logical, stage, 1), EngineSettings(weight=weight), accumulating=accumulating)
+    )
 
 
 def x_of(batch: Batch) -> torch.Tensor:

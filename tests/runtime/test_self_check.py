@@ -29,6 +29,7 @@ from zeroir.ir.segments.segment import Node, Segment
 from zeroir.ir.text import parse, print_program
 from zeroir.quantize import WeightFormat, quantize_frozen
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.execution.handlers import LocalRanks
 from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.runtime.kernels.base import Kernel
@@ -92,9 +93,9 @@ def test_a_kernel_that_reads_another_buffer_is_found(strided: CompiledProgram) -
     damaged = reading_storage(strided.program)
     assert damaged != strided.program
     with pytest.raises(UserError, match=r"segment @\S+, as called for .* differs in \d+ elements"):
-        Engine(damaged, self_check=True)
+        Engine(damaged, EngineSettings(self_check=True))
     Engine(damaged).close()
-    Engine(strided.program, self_check=True).close()
+    Engine(strided.program, EngineSettings(self_check=True)).close()
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_equal_layers_are_compared_once() -> None:
 
 def test_the_check_leaves_buffers_and_torch_as_they_were(strided: CompiledProgram) -> None:
     before = torch.get_rng_state()
-    engine = Engine(strided.program, self_check=True)
+    engine = Engine(strided.program, EngineSettings(self_check=True))
     assert torch.equal(torch.get_rng_state(), before)
     for buffer in strided.program.buffers:
         if buffer.is_persistent and buffer.role is not Role.SNAPSHOT:
@@ -189,7 +190,7 @@ def test_kernels_agree_where_a_mask_excludes_all_keys(tmp_path: Path) -> None:
     """The check fills masks of integers with 0."""
     (tmp_path / "masked.py").write_text(MASKED)
     program = compile_model(tmp_path / "masked.py", world_size=1).program
-    Engine(program, kernels=KernelBackend.INDUCTOR, self_check=True).close()
+    Engine(program, EngineSettings(kernels=KernelBackend.INDUCTOR, self_check=True)).close()
 
 
 # ---- Results are compared where they are finite, and infinities and NaN with the same

@@ -45,6 +45,7 @@ from zeroir.runtime.comm.rank_zero_values import RankZeroValues
 from zeroir.runtime.data.training_data import RankOfData, TrainingData
 from zeroir.runtime.distributed import rendezvous
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.state import initial
@@ -68,7 +69,11 @@ def stages(precisions: str, backend: str) -> None:
         logical = mlp(precision=precision, clip=clip, has_codes=name in CODED)
         batches = random_batches(STEPS, WORLD_SIZE)
         for stage in range(4):
-            engine = begun(Engine(lowered(logical, stage, WORLD_SIZE), backend=Backend(backend)))
+            engine = begun(
+                Engine(
+                    lowered(logical, stage, WORLD_SIZE), EngineSettings(backend=Backend(backend))
+                )
+            )
             save_run(engine, [engine.step(step[RANK]).loss for step in batches], f"{name}.{stage}")
 
 
@@ -78,7 +83,7 @@ def kernels() -> None:
     batches = random_batches(MODEL_STEPS, WORLD_SIZE)
     found: dict[str, list[float] | list[str]] = {}
     for backend in KernelBackend:
-        engine = begun(Engine(program, kernels=backend))
+        engine = begun(Engine(program, EngineSettings(kernels=backend)))
         found[backend] = [engine.step(step[RANK]).loss for step in batches]
         engine.close()
     compiler = ("torch._inductor", "torch._dynamo")
@@ -91,7 +96,7 @@ def sized_kernels() -> None:
     program = zeroir.compile(any_length.__file__, stage=3, world_size=WORLD_SIZE).program
     found: dict[str, list[float]] = {}
     for backend in KernelBackend:
-        engine = Engine(program, kernels=backend, self_check=True)
+        engine = Engine(program, EngineSettings(kernels=backend, self_check=True))
         engine.initialise(any_length.model, 0)
         batches = islice(any_length.batches(RANK, WORLD_SIZE, seed=3), MODEL_STEPS)
         found[backend] = [engine.step(batch).loss for batch in batches]
@@ -117,7 +122,9 @@ def micro_steps(*precisions: str) -> None:
     steps = micro_batches(WORLD_SIZE)
     for precision, stage in product(precisions, range(4)):
         logical = mlp(precision=precision, clip=0.5, micro_steps=2, is_weighted=True)
-        engine = begun(Engine(lowered(logical, stage, WORLD_SIZE), weight=weight_of_values))
+        engine = begun(
+            Engine(lowered(logical, stage, WORLD_SIZE), EngineSettings(weight=weight_of_values))
+        )
         losses: list[float] = []
         for number, step in enumerate(steps):
             if number % 2:
@@ -135,7 +142,7 @@ def model_stages(path: str, program: str) -> None:
     """A few steps of a model file, whose program is in a file, at every stage; rank 0 writes losses and states."""
     model_file, logical = load_model_file(path), parse(Path(program).read_text())
     for stage in range(4):
-        engine = Engine(lowered(logical, stage, WORLD_SIZE), seed=3)
+        engine = Engine(lowered(logical, stage, WORLD_SIZE), EngineSettings(seed=3))
         engine.initialise(model_file.model, 3)
         losses = [
             engine.step(varied(model_file.batch(), step, RANK)).loss for step in range(MODEL_STEPS)
@@ -151,7 +158,7 @@ def evaluations(path: str, program: str) -> None:
     source, logical = load_model_file(path), parse(Path(program).read_text())
     for stage in range(4):
         options = make_options({"stage": stage, "world_size": WORLD_SIZE})
-        engine = Engine(applied(logical, for_options(options)), seed=5)
+        engine = Engine(applied(logical, for_options(options)), EngineSettings(seed=5))
         engine.initialise(source.model, 5)
         assert source.batches is not None
         batches = iter(source.batches(RANK, WORLD_SIZE, 5))
@@ -230,7 +237,9 @@ def build_slowly(seconds: str) -> None:
 def steps_for_ever(delay_s: str, backend: str) -> None:
     """Train until something ends it; a file tells the test that the rank is under way."""
     program = lowered(mlp(), 3, WORLD_SIZE)
-    engine = begun(Engine(program, backend=Backend(backend), timeout=timedelta(seconds=60)))
+    engine = begun(
+        Engine(program, EngineSettings(backend=Backend(backend), timeout=timedelta(seconds=60)))
+    )
     (batches,) = random_batches(1, WORLD_SIZE)
     count = 0
     while True:

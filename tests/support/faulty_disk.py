@@ -32,6 +32,7 @@ from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload.offload_parameters import OffloadParameters
 from zeroir.passes.offload.offload_to_disk import OffloadToDisk
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.torch_ops.batches import Batch
 
 STEPS: Final = 2
@@ -192,7 +193,7 @@ def offloaded() -> Program:
 def scenario(folder: Path, checkpoints: Path) -> list[torch.Tensor]:
     """Train, with checkpoints; the state at the end."""
     program = offloaded()
-    engine = Engine(program, disk_folder=folder)
+    engine = Engine(program, EngineSettings(disk_folder=folder))
     engine.initialise_flats(initial(program))
     generator = torch.Generator().manual_seed(3)
     (binding,) = program.inputs

@@ -29,6 +29,7 @@ from zeroir.frontend.source.module_source import source_of
 from zeroir.ir.program import Program
 from zeroir.passes.pipelines import lower_with_proof
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.execution.seeds import site_seed
 from zeroir.torch_ops import neutral_ops
 from zeroir.verify import VerificationError
@@ -218,7 +219,7 @@ def _stepped(sample: Sample) -> tuple[dict[str, Tensor], Tensor]:
     """The same of the compiled program, and the seeds that it drew with."""
     program = _compiled(sample)
     try:
-        engine = Engine(program, self_check=True)
+        engine = Engine(program, EngineSettings(self_check=True))
     except UserError as error:
         raise InternalError(f"a program that was compiled does not run: {error}") from error
     try:

@@ -160,16 +160,19 @@ def _zeroir(task: MeasurementTask, device: torch.device, options: list[str]) -> 
     from zeroir.api.model_of_program import load_model
     from zeroir.runtime.comm.job import Backend
     from zeroir.runtime.engine.engine import Engine
+    from zeroir.runtime.engine.opened_program import EngineSettings
     from zeroir.runtime.kernels.choice import KernelBackend
 
     compiled = zeroir.load(task.program)
     engine = Engine(
         compiled.program,
-        backend=Backend(task.group) if task.world_size > 1 else Backend.LOCAL,
+        EngineSettings(
+            backend=Backend(task.group) if task.world_size > 1 else Backend.LOCAL,
+            kernels=KernelBackend.INDUCTOR if "inductor" in options else KernelBackend.EAGER,
+            seed=SEED,
+            cuda_graphs="graphs" in options,
+        ),
         device=device,
-        kernels=KernelBackend.INDUCTOR if "inductor" in options else KernelBackend.EAGER,
-        seed=SEED,
-        cuda_graphs="graphs" in options,
     )
     engine.initialise(load_model(compiled.artifact, compiled.path).model, SEED)
     return lambda batch: engine.step(batch).rank.loss

@@ -19,6 +19,7 @@ from zeroir.config.communication import Communication
 from zeroir.config.steps import Recompute
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine import engine as engines
+from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.kernels.choice import KernelBackend
 
 SEED = 0
@@ -75,7 +76,8 @@ def build(program: Path, variant: Variant) -> Callable[[tuple[Tensor, Tensor]], 
     if not variant.keeps_memory:
         mock.patch.object(engines, "keep_freed_memory", return_value=False).start()
     engine = engines.Engine(
-        compiled.program, backend=variant.backend, kernels=variant.kernels, seed=SEED
+        compiled.program,
+        EngineSettings(backend=variant.backend, kernels=variant.kernels, seed=SEED),
     )
     engine.initialise(model_file.model, SEED)
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from zeroir.frontend.watch.watch import Watch
     from zeroir.runtime.distributed.rendezvous import JobRank
     from zeroir.runtime.engine.engine import Engine
+    from zeroir.runtime.engine.opened_program import EngineSettings
     from zeroir.runtime.state.module_values import StateSource
 
 
@@ -266,8 +267,10 @@ class CompiledProgram:
         """
         from zeroir.api.model_of_program import source_for_engine
         from zeroir.api.running.agreement import require_same_model
+        from zeroir.api.running.engines import kernel_backend
         from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
         from zeroir.runtime.distributed import rendezvous
+        from zeroir.runtime.engine.opened_program import EngineSettings
 
         source = source_for_engine(
             self.artifact,
@@ -285,11 +288,13 @@ class CompiledProgram:
         return compiled.open_engine(
             source,
             job_rank,
-            seed,
-            kernels,
-            timeout=timeout,
-            cuda_graphs=cuda_graphs,
-            self_check=self_check,
+            EngineSettings(
+                kernels=kernel_backend(kernels),
+                seed=seed,
+                timeout=timeout or DEFAULT_TIMEOUT,
+                cuda_graphs=cuda_graphs,
+                self_check=self_check,
+            ),
             state=state,
             keep_module=keep_module,
             ignore=ignore,
@@ -300,19 +305,14 @@ class CompiledProgram:
         self,
         source: ModelSource,
         job_rank: JobRank,
-        seed: int,
-        kernels: str = "eager",
+        settings: EngineSettings,
         *,
-        timeout: timedelta | None = None,
-        cuda_graphs: bool = False,
-        self_check: bool = False,
         state: StateSource | None = None,
         keep_module: bool = False,
         ignore: Sequence[str] = (),
         compile_again: bool = False,
     ) -> Engine:
         """Make an initialised engine for this process's rank of the job, as ``Engine.initialise`` does."""
-        from zeroir.api.running import engines
         from zeroir.api.running.eager_steps import compiled_eagerly
         from zeroir.api.running.model_file import code_of
         from zeroir.api.running.outside_memory import (
@@ -329,7 +329,6 @@ class CompiledProgram:
         from zeroir.frontend.capture.precision import apply_precision
         from zeroir.frontend.source.meta_copy import deep_copy
         from zeroir.frontend.watch.watch import Watch
-        from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
         from zeroir.runtime.engine.engine import Engine
         from zeroir.torch_ops.opaque import opaque_modules
 
@@ -344,22 +343,19 @@ class CompiledProgram:
             ranks=local_ranks(),
             memory_bytes=host_memory_bytes(),
         )
+        folder = self.artifact.offload_folder
         engine = Engine(
             self.program,
+            replace(
+                settings, weight=source.weight, disk_folder=None if folder is None else Path(folder)
+            ),
             device=job_rank.device,
-            seed=seed,
-            kernels=engines.kernel_backend(kernels),
-            timeout=timeout or DEFAULT_TIMEOUT,
-            cuda_graphs=cuda_graphs,
-            self_check=self_check,
-            weight=source.weight,
-            disk_folder=self.artifact.offload_folder,
             accumulating=accumulating(self, job_rank.rank),
         )
         precision = self.options.precision
         engine.initialise(
             source.model() if source.is_in_hand else source.model,
-            seed,
+            settings.seed,
             state=state,
             keep_module=keep_module,
             deep_copy=deep_copy,

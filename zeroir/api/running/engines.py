@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from zeroir.errors import UserError
 from zeroir.report.names import counted
 
 if TYPE_CHECKING:
+    from zeroir.api.running.run_options import RunOptions
     from zeroir.frontend.source.source import ModelSource
     from zeroir.ir.program import Program
     from zeroir.runtime.data.training_data import TrainingData
     from zeroir.runtime.distributed.rendezvous import JobRank
+    from zeroir.runtime.engine.opened_program import EngineSettings
     from zeroir.runtime.kernels.choice import KernelBackend
 
 
@@ -30,6 +33,19 @@ def open_data(source: ModelSource, job_rank: JobRank, seed: int) -> TrainingData
     function = source.batches or repeated(source.batch)
     rank = RankOfData(rank=job_rank.rank, world_size=job_rank.world_size, seed=seed)
     return TrainingData(function, rank)
+
+
+def settings_of_run(options: RunOptions) -> EngineSettings:
+    """Return what the options of a run tell the engine."""
+    from zeroir.runtime.engine.opened_program import EngineSettings
+
+    return EngineSettings(
+        kernels=kernel_backend(options.kernels),
+        seed=options.seed,
+        timeout=timedelta(seconds=options.timeout_s),
+        cuda_graphs=options.cuda_graphs,
+        self_check=options.self_check,
+    )
 
 
 def kernel_backend(name: str) -> KernelBackend:

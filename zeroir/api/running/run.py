@@ -16,7 +16,7 @@ from zeroir.api.compiled import CompiledProgram
 from zeroir.api.compiling import load_program
 from zeroir.api.model_of_program import load_model
 from zeroir.api.running.agreement import require_same_model, require_same_options
-from zeroir.api.running.engines import open_data
+from zeroir.api.running.engines import open_data, settings_of_run
 from zeroir.api.running.job import ClosedOutputError, joined_job, watched_job
 from zeroir.api.running.run_checkpoints import held_folder, resume, saves_of, stopping
 from zeroir.api.running.run_lowering import (
@@ -81,11 +81,7 @@ def run_program(
                 engine = compiled.open_engine(
                     source,
                     job_rank,
-                    options.seed,
-                    options.kernels,
-                    timeout=timeout,
-                    cuda_graphs=options.cuda_graphs,
-                    self_check=options.self_check,
+                    settings_of_run(options),
                     compile_again=True,
                 )
                 if watch is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from zeroir.api.compiling import load_program
 from zeroir.api.model_of_program import load_model
 from zeroir.api.running.agreement import require_same_model
-from zeroir.api.running.engines import open_data
+from zeroir.api.running.engines import kernel_backend, open_data
 from zeroir.api.running.job import joined_job, watched_job
 from zeroir.api.search.profile_options import ProfileOptions
 from zeroir.api.sentences import warnings_as_sentences
@@ -94,13 +94,15 @@ def profile_program(
         with joined_job(watch) as job_rank:
             from zeroir.runtime.data.sized_batches import sized
             from zeroir.runtime.disk.disk_rates import measure_disk
+            from zeroir.runtime.engine.opened_program import EngineSettings
             from zeroir.runtime.execution.host_profile import measure_host
             from zeroir.runtime.execution.profile import record
 
             require_same_model(job_rank, source)
             compiled = compiled.specialise(world_size=job_rank.world_size)
+            settings = EngineSettings(seed=options.seed, kernels=kernel_backend(options.kernels))
             with warnings_as_sentences():
-                engine = compiled.open_engine(source, job_rank, options.seed, options.kernels)
+                engine = compiled.open_engine(source, job_rank, settings)
             data = open_data(source, job_rank, options.seed)
             recording = record(
                 engine,
