@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroir.errors import CheckpointWarning, GraphWarning, UserError
+from zeroir.ir import recorded_options
 from zeroir.ir.program import Program
 from zeroir.ir.reports import Storing
 from zeroir.ir.spans import Span
@@ -187,7 +188,7 @@ class Engine:
         Raises:
             UserError: where the program has no schedule, or the schedule needs ``steps``.
         """
-        schedule = self.program.option.get("schedule")
+        schedule = recorded_options.schedule(self.program)
         if schedule is None:
             raise UserError(
                 "The program was compiled without a schedule: compile it with one, or drive engine.optimizer with a "

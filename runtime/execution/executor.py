@@ -24,9 +24,9 @@ from zeroir.ir.program import (
     MICRO_STEP,
     SAVE,
     UPDATE,
-    why_not_evaluate,
     why_not_save,
 )
+from zeroir.ir.recorded_options import why_not_evaluate
 from zeroir.ir.reports import Storing
 from zeroir.runtime.distributed.rank_position import RankPosition
 from zeroir.runtime.distributed.section_comparison import SectionsOfRanks

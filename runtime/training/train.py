@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch
 
 from zeroir.errors import UserError
-from zeroir.ir import ops
+from zeroir.ir import ops, recorded_options
 from zeroir.ir.program import InputBinding
 from zeroir.runtime.comm.job import PeerError
 from zeroir.runtime.engine.engine import Engine
@@ -110,7 +110,7 @@ def train(
     """
     engine, scheduler = training.engine, training.scheduler
     if micro_steps is None:
-        micro_steps = int(engine.program.option.get("micro_steps", "1"))
+        micro_steps = recorded_options.micro_steps(engine.program)
     losses: list[float] = []
     numel, unit = throughput_unit(engine.program.inputs)
     has_scale = any(isinstance(op, ops.UpdateScale) for op in engine.program.ops())

@@ -132,6 +132,7 @@ def test_the_weight_of_another_micro_batch_is_refused() -> None:
     ("options", "interleaved", "sentence"),
     [
         ({"micro_steps": "3"}, 2, "runs 2 micro-batches, which do not divide the 3 of a step"),
+        ({"micro_steps": "two"}, 2, "runs 2 micro-batches, which do not divide the two of a step"),
         ({"micro_steps": "6"}, 2, "a step runs 2 micro-batches, and not the 6 that it has"),
     ],
 )

@@ -20,7 +20,8 @@ from zeroir.config import CompileOptions, changed, for_world_size
 from zeroir.config.shapes import values_given
 from zeroir.errors import UserError
 from zeroir.ir.analysis.instances import instance
-from zeroir.ir.program import EVALUATE, MICRO_STEP, Program, why_not_evaluate
+from zeroir.ir.program import EVALUATE, MICRO_STEP, Program
+from zeroir.ir.recorded_options import why_not_evaluate
 from zeroir.ir.text import print_program, print_section
 from zeroir.memory.curve import peak_text
 from zeroir.report.names import counted, shortened

@@ -151,11 +151,11 @@ def _reported(
     """A loaded program on a machine, with its own budget unless one is given, else with the machine's memory."""
     from zeroir.cost.measured_workspaces import with_measured_workspaces
     from zeroir.cost.simulate import simulate
-    from zeroir.ir.byte_sizes import parse_bytes
+    from zeroir.ir import recorded_options
     from zeroir.report.page.sides import ReportedProgram
 
-    if budget_bytes is None and (own := compiled.program.option.get("memory_budget")) is not None:
-        budget_bytes = parse_bytes(own)
+    if budget_bytes is None:
+        budget_bytes = recorded_options.memory_budget_bytes(compiled.program)
     if budget_bytes is None:
         budget_bytes = int(machine.memory.size_bytes.value)
     return ReportedProgram(

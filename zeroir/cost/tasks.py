@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from zeroir.errors import UserError
-from zeroir.ir import ops
+from zeroir.ir import ops, recorded_options
 from zeroir.ir.analysis.effects import effects
 from zeroir.ir.analysis.happens_before import Position, StreamClocks
 from zeroir.ir.analysis.issuing_threads import issued_apart
@@ -53,7 +53,7 @@ def require_micro_steps(program: Program, micro_steps: int | None) -> int:
         UserError: if the program has no section for so many micro-steps, does not run them in equal groups, or where
             they are too many.
     """
-    count = int(program.option.get("micro_steps", "1")) if micro_steps is None else micro_steps
+    count = recorded_options.micro_steps(program) if micro_steps is None else micro_steps
     if count < 1:
         raise UserError(f"A step has at least one micro-step, and not {count}.")
     group = program.interleaved

@@ -492,18 +492,6 @@ class Program:
         return sum(flat.numel for flat in self.flats)
 
 
-def why_not_evaluate(program: Program) -> str:
-    """Return why a program has no section ``evaluate``, in one sentence."""
-    if program.option.get("evaluate") == "false":
-        return "The program cannot evaluate: it was compiled with --no-evaluate, so compile it without that."
-    if "evaluate" not in program.option:
-        return "The program cannot evaluate: it was made without a section `evaluate`, so compile it again."
-    return (
-        "The program cannot evaluate, because its model could not be captured under eval(): compiling it again says "
-        "why in a note."
-    )
-
-
 def why_not_save(program: Program) -> str:
     """Return why a program has no section ``save``, in one sentence."""
     if program.passes:

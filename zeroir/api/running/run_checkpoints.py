@@ -12,6 +12,7 @@ from zeroir.api.running.run_options import AUTO, NONE, RunOptions, SaveOptions
 from zeroir.api.sentences import say, say_reason
 from zeroir.checkpoint.folder import Best, CheckpointFolder, HeldFolder, Listed
 from zeroir.errors import DamagedCheckpointError, UserError
+from zeroir.ir import recorded_options
 from zeroir.report.names import counted
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def _sentences(
             )
         case "loader" | "start-step":
             pass
-    schedule = training.engine.program.option.get("schedule")
+    schedule = recorded_options.schedule(training.engine.program)
     if resumed.schedule not in (None, schedule):
         sentences.append(f"The schedule was {resumed.schedule}, and is {schedule} from now on.")
     is_counting = training.scheduler is not None and training.scheduler.needs_steps

@@ -14,6 +14,7 @@ from typing import Final
 
 from zeroir.config.shapes import parse_shapes, shapes_text
 from zeroir.errors import UserError
+from zeroir.ir import recorded_options
 from zeroir.ir.analysis.instances import narrowed, narrowed_size
 from zeroir.ir.byte_sizes import format_bytes
 from zeroir.ir.program import Program
@@ -160,7 +161,7 @@ def narrowed_capture(logical: Program, sizes: Mapping[str, int]) -> Program:
     """Return the captured program for batches of at most these sizes, as if it had been captured for them."""
     shapes = {
         path: tuple(None if size is None else narrowed_size(size, sizes) for size in of_path)
-        for path, of_path in parse_shapes(logical.option["shapes"]).items()
+        for path, of_path in parse_shapes(recorded_options.shapes(logical)).items()
     }
     options = {**logical.option, "shapes": shapes_text(shapes)}
     program = replace(narrowed(logical, sizes), options=tuple(sorted(options.items())))

@@ -38,6 +38,7 @@ from zeroir.cost.histogram import MeanStep, Shape, mean_step
 from zeroir.cost.machine import Machine, load_machine
 from zeroir.cost.search import Found, Point, SearchOutcome, search
 from zeroir.errors import UserError
+from zeroir.ir import recorded_options
 from zeroir.ir.buffers import Role
 from zeroir.ir.byte_sizes import format_bytes, parse_bytes
 from zeroir.ir.program import Program
@@ -191,7 +192,7 @@ def plan_with(
     if largest_batch:
         found = _largest_batches(artifact.logical, options, machine, budget_bytes, most_tried)
         logical = found.narrowed(artifact.logical)
-        options = make_options({**options.given, "shapes": logical.option["shapes"]})
+        options = make_options({**options.given, "shapes": recorded_options.shapes(logical)})
         artifact = replace(artifact, logical=logical)
     values = values_given(artifact.logical, at)
     planner = Planner(artifact.logical, options, machine, budget_bytes, values)
