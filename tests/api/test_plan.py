@@ -15,10 +15,10 @@ from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.api.capture import capture
 from zeroir.api.keywords import CompileKeywords
+from zeroir.api.search.budget import leaner_settings
 from zeroir.api.search.plan import Planner
 from zeroir.api.search.search_space import (
     Dimension,
-    leaner_settings,
     regions,
     unit_ranges,
     with_offload,

@@ -34,8 +34,6 @@ from zeroir.ir.program import Program
 from zeroir.passes.common.units import ALL_REPEATED
 from zeroir.passes.communication.order_by_layer import OrderByLayer
 
-_MOST_TIMES: Final = 64
-"""The largest factor by which a proposal raises the number of ranks."""
 PAGE_SLOTS: Final = 3
 """The fewest pages on the device: one is copied in and one out while a third is updated."""
 
@@ -198,7 +196,7 @@ def _dimension(name: str, values: Sequence[Value]) -> Dimension:
 
 def with_offload(regions: Sequence[SearchRegion], kinds: Sequence[str]) -> tuple[SearchRegion, ...]:
     """Add every useful set of these kinds to offload to the choices."""
-    offload = _dimension("offload", _offload_sets(kinds))
+    offload = _dimension("offload", offload_sets(kinds))
     has_orders = PARAMETERS in kinds
     return tuple(
         replace(
@@ -264,7 +262,7 @@ def page_amount(pages: int) -> str:
     return f"{pages * parse_bytes(PAGE_BYTES) >> 20}MiB"
 
 
-def _offload_sets(kinds: Collection[str]) -> tuple[tuple[str, ...], ...]:
+def offload_sets(kinds: Collection[str]) -> tuple[tuple[str, ...], ...]:
     """Return the useful sets of these kinds, none first and the largest last."""
     possible = (tuple(kind for kind in chosen if kind in kinds) for chosen in OFFLOAD_SETS)
     return tuple(dict.fromkeys(possible))
@@ -338,64 +336,6 @@ def regions(options: CompileOptions, logical: Program) -> tuple[SearchRegion, ..
             for mesh in meshes
         ]
     return tuple(made)
-
-
-def leaner_settings(
-    options: CompileOptions, logical: Program, kinds: Callable[[], Collection[str]]
-) -> Iterator[Mapping[str, Value]]:
-    """Yield changes to options that free memory, in the order of their cost in a step; the mesh stays.
-
-    ``kinds`` returns what can be kept outside device memory.
-
-    Changes without communication come first: fewer full gradients at once, fewer saved values, stages up to 2. Then
-    come those that expose or add communication: no prefetch, stage 3; then the recomputation of every unit, and then
-    offloading. More ranks come last.
-    """
-
-    def leanest_of(name: str) -> dict[str, Value]:
-        """Return the option with its leanest value; empty if it has that, or another option determines it."""
-        axis = CompileOptions.rows()[name].searched
-        value = axis.values[axis.lean]
-        is_possible = has_effect(replaced(options, stage=3, **{name: value}))
-        return {name: value} if is_possible and options.value(name) != value else {}
-
-    stage = options.stage
-    lean = leanest_of("select_saved")
-    if lean:
-        yield dict(lean)
-    live = leanest_of("live_gradients")
-    if stage >= 2 and live:
-        yield {**lean, **live}
-    for higher in range(stage + 1, 3):
-        yield {**lean, "stage": higher}
-    if stage < 2:
-        yield {**lean, "stage": 2, **live}
-    if stage < 3:
-        yield {**lean, "stage": 3}
-    leanest = {**lean, **({"stage": 3} if stage < 3 else {}), **live}
-    for name in ("prefetch", "order"):
-        late = leanest_of(name)
-        if late and stage >= CompileOptions.rows()[name].option.least_stage:
-            yield {**lean, **late}
-        leanest |= late
-    if leanest:
-        yield dict(leanest)
-    if repeated_units(logical) and not options.recompute.units:
-        again: Mapping[str, Value] = {"recompute": (ALL_REPEATED,)}
-        yield {**lean, **again}
-        leanest |= again
-        yield dict(leanest)
-    if not options.offload.what:
-        for offloaded in (sets := _offload_sets(kinds())[1:]):
-            yield {**lean, "offload": offloaded}
-        if sets:
-            leanest["offload"] = sets[-1]
-            yield dict(leanest)
-    times = 2
-    is_for_any_ranks = options.mesh is None and VALUES_COMM not in logical.comm_by_name
-    while is_for_any_ranks and times <= _MOST_TIMES:
-        yield {**leanest, "world_size": options.world_size * times}
-        times *= 2
 
 
 def _meshes(stage: int, world_size: int) -> list[str | None]:
