@@ -31,6 +31,7 @@ from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Job
 from zeroir.runtime.distributed.rank_position import RankPosition
 from zeroir.runtime.engine.accumulation import Accumulation, MicroStepResult
 from zeroir.runtime.engine.anomaly_detection import AnomalyDetection
+from zeroir.runtime.engine.eager_failures import EagerFailures
 from zeroir.runtime.engine.followed import CompiledAgain, Followed
 from zeroir.runtime.engine.followed_code import Compile, CompileEagerly
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer
@@ -89,6 +90,7 @@ class Engine:
         self._values = ModelValues(self.rank_program)
         self._recording = Recording(self.rank_program)
         self._anomalies = AnomalyDetection(self.rank_program)
+        self._failures = EagerFailures(self.rank_program, lambda: self._accumulation.go_on(0))
         self._programs = PresentPrograms(running, self.rank_program, self._values, self.go_on_among)
         self._accumulation = Accumulation(
             lambda batch: inputs_of(self.program, batch),
@@ -311,9 +313,9 @@ class Engine:
 
         Then ``print``, ``breakpoint()`` and profiler ranges in forward and in the loss do what they say, once for each
         micro-step, and losses, gradients and updates have the bits of the program. A step needs memory for all
-        parameters, twice, and for the activations that autograd saves. Evaluations belong outside the block. After an
-        exception in the code the engine cannot go on, as after any failed step. All ranks call this together, between
-        two steps.
+        parameters, twice, and for the activations that autograd saves. Evaluations belong outside the block. An
+        exception in the code ends the step with a UserError on all ranks, and the step has changed nothing but buffers
+        of the module. All ranks call this together, between two steps.
 
         Raises:
             UserError: where the engine was not made from a module in this process. Within a step.
@@ -322,7 +324,8 @@ class Engine:
         eager, present = self._programs.eager(), self.signatures
         self.go_on_among(eager)
         try:
-            yield
+            with self._failures.expected():
+                yield
         finally:
             if not self.rank_program.executor.has_failed:
                 self._accumulation.require_none("the end of engine.eager")
@@ -548,13 +551,15 @@ class Engine:
         if len(programs) <= 1:
             for program in programs:
                 self._programs.run(program)
-            return self.rank_program.executor.step([batches])
+            if not self._failures.are_expected:
+                return self.rank_program.executor.step([batches])
         group = self.program.interleaved
         for start in range(0, len(batches), group):
             self._programs.run(chosen[start])
             stop = start + group
             own = batches[start:stop]
             self.rank_program.executor.micro_steps([own], is_last=stop >= len(batches))
+            self._failures.require_none()
         return self.rank_program.executor.update()
 
     def micro_step(self, batch: Batch, is_last: bool | None = None) -> MicroStepResult:
@@ -831,6 +836,7 @@ class Engine:
             self._programs.accumulate()
         self.rank_program.allocate_once()
         (losses,) = self.rank_program.executor.micro_steps([batches], is_last=is_last)
+        self._failures.require_none()
         return losses.unbind()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Final
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from zeroir.ir import ops
 from zeroir.ir.segments.segment import Node, Segment
+from zeroir.runtime.execution.opaque_anomalies import SeenCalls
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.plain_form import plain_results, separate
-from zeroir.torch_ops.opaque import opaque_modules
+from zeroir.torch_ops.opaque import opaque_modules, seen, words_of
 from zeroir.torch_ops.types import IR_DTYPE
 
 _CONSTANTS: Final = ("full", "masked_fill", "fill", "where", "scalar_tensor", "constant_pad")
@@ -22,15 +24,19 @@ _CONSTANTS: Final = ("full", "masked_fill", "fill", "where", "scalar_tensor", "c
 class Anomalies:
     """Looks at the results of kernels, until one has a NaN; ``first`` is the sentence on it.
 
-    A segment with a NaN is computed once more, operator by operator, from copies of its arguments.
+    A segment with a NaN is computed once more, operator by operator, from copies of its arguments. The operators of
+    code that runs as it is are seen while it runs.
     """
 
     def __init__(self) -> None:
         self.first: str | None = None
-        self._infinite = ""
+        self._made = self._infinite = self._where = ""
+        self._calls = SeenCalls(self._see)
 
     def around(self, op: ops.Compute, segment: Segment, kernel: Kernel) -> Kernel:
         """Return a kernel that looks at the results of another one, which an op calls."""
+        where = f"in unit {op.unit} (@{segment.name})"
+        has_opaque_code = bool(words_of([segment]))
 
         def watched(arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:
             if self.first is not None:
@@ -38,14 +44,16 @@ class Anomalies:
                 return
             # Destinations may be in the memory of arguments.
             copies = [separate(argument) for argument in arguments]
-            kernel(arguments, destinations)
+            self._made, self._infinite, self._where = "", "", where
+            with seen(self._calls) if has_opaque_code else nullcontext():
+                kernel(arguments, destinations)
             if any(x is not None and _has_nan(x) for x in destinations):
                 self.first = self._sentence(op, segment, copies)
 
         return watched
 
     def _sentence(self, op: ops.Compute, segment: Segment, copies: Sequence[Tensor]) -> str:
-        where = f"in unit {op.unit} (@{segment.name})"
+        where = self._where
         given = [
             argument.view.region.buffer
             for argument, x in zip(op.arguments, copies, strict=True)
@@ -54,35 +62,35 @@ class Anomalies:
         if given:
             return f"%{given[0]} has NaNs already, as it is read {where}: look at parameters and batches."
         modules = opaque_modules([segment])
-        if modules:
-            return f"Code that runs as it is made a NaN {where}: {', '.join(modules)}."
-        found: list[str] = []
-
-        def see(node: Node, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-            bad = next((x for x in results if _has_nan(x)), None)
-            if not found and bad is not None:
-                found.append(_made(node, operands, bad, where))
-            is_new = any(_has_infinity(x) for x in results) and not any(
-                map(_has_infinity, operands)
-            )
-            if is_new and not found and not any(part in node.op for part in _CONSTANTS):
-                self._infinite = f" Infinities before it are made by {_line(node)} {node.op}."
-
-        device = copies[0].device if copies else torch.device("cpu")
-        plain_results(segment, copies, device, see)
-        if not found:
+        if modules and not self._made:
+            names = ", ".join(name or "the model itself" for name in modules)
+            return f"Code that runs as it is made a NaN {where}: {names}."
+        if not modules:
+            device = copies[0].device if copies else torch.device("cpu")
+            plain_results(segment, copies, device, self._see_node)
+        if not self._made:
             return f"The kernel of @{segment.name} makes a NaN {where}, and its operators do not."
-        return found[0] + self._infinite
+        return self._made + self._infinite
 
+    def _see_node(self, node: Node, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        self._see(node.op, node.source or "", operands, results)
 
-def _made(node: Node, operands: Sequence[Tensor], bad: Tensor, where: str) -> str:
-    count = int(torch.isnan(bad).sum())
-    inputs = ", ".join(map(_described, operands)) or "nothing"
-    return f"{_line(node)} {node.op} {where} makes {count:,} of {bad.numel():,} values NaN, from {inputs}."
-
-
-def _line(node: Node) -> str:
-    return node.source or "An operator of the loss:"
+    def _see(
+        self, op: str, line: str, operands: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> None:
+        """Note the first operator that makes a NaN, and the last one before it that makes infinities."""
+        if self._made:
+            return
+        place = f"{line or 'An operator of the loss:'} {op}"
+        bad = next((x for x in results if _has_nan(x)), None)
+        if bad is not None:
+            inputs = ", ".join(map(_described, operands)) or "nothing"
+            made = f"{int(torch.isnan(bad).sum()):,} of {bad.numel():,} values NaN, from {inputs}"
+            self._made = f"{place} {self._where} makes {made}."
+            return
+        is_new = any(map(_has_infinity, results)) and not any(map(_has_infinity, operands))
+        if is_new and not any(part in op for part in _CONSTANTS):
+            self._infinite = f" Infinities before it are made by {place}."
 
 
 def _described(x: Tensor) -> str:

@@ -303,6 +303,12 @@ class StepExecutor:
         for memory in self.local_ranks.memories:
             memory.settle(())
 
+    def discard_step(self) -> None:
+        """Discard the current step before its update; the next micro-step draws what its first one drew."""
+        earlier = self.earlier_micro_steps
+        self.restart(self.step_count)
+        self.earlier_micro_steps = earlier
+
     def changing(self) -> AbstractContextManager[None]:
         """Return a context that changes the values of buffers; if it fails, no section may run afterwards."""
         return self._runner.changing()

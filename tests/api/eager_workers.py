@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import zeroir
 from tests.runtime.support import join
+from zeroir.errors import UserError
 
 STEPS = 3
 WORDS = 20
@@ -82,6 +83,39 @@ def trained(
     return losses, state
 
 
+def fails_on_one_rank(rank: int, world_size: int) -> None:
+    """The code of the last rank fails in a step, which changes no parameter of any rank."""
+    failing = False
+
+    def failing_loss(net: nn.Module, batch: Batch) -> Tensor:
+        if failing and rank == world_size - 1:
+            raise ValueError("bad number")
+        return loss(net, batch)
+
+    states = []
+    for is_interrupted in (False, True):
+        torch.manual_seed(0)
+        net = Tagger()
+        engine = zeroir.compile(
+            net, batch_of(0, 0), loss=failing_loss, lr=0.01, world_size=world_size
+        ).engine(self_check=False, ignore=["failing"])
+        engine.step(batch_of(rank, 0))
+        if is_interrupted:
+            failing = True
+            try:
+                with engine.eager():
+                    engine.step(batch_of(rank, 1))
+                raise AssertionError("the step did not fail")
+            except UserError as error:
+                assert "failed: ValueError: bad number" in str(error)  # noqa: PT017 - no pytest
+            failing = False
+        engine.step(batch_of(rank, 2))
+        states.append(engine.full_parameters())
+        engine.close()
+    for name, value in states[0].items():
+        assert torch.equal(states[1][name], value), name
+
+
 def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     join()
@@ -91,6 +125,7 @@ def main() -> None:
     assert losses == expected
     for name, value in expected_state.items():
         assert torch.equal(state[name], value), name
+    fails_on_one_rank(rank, world_size)
     dist.destroy_process_group()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -86,8 +88,28 @@ def test_code_that_runs_as_it_is_is_named() -> None:
 
     engine = engine_of(Model(), torch.ones(2, 4))
     sentence = refusal(engine, torch.full((2, 4), 100.0))
-    assert sentence.startswith("Code that runs as it is made a NaN in unit root")
-    assert sentence.endswith(": inner.")
+    assert re.search(
+        r"test_anomalies.py:(\d+) aten.div.Tensor in unit root .* makes 8 of 8 values NaN", sentence
+    )
+    assert sentence.endswith("f32[4] between 0 and 0.")
+
+
+def test_the_first_nan_of_eager_steps_is_named() -> None:
+    """Of the forward; and of the backward, by the line of the forward."""
+    engine = engine_of(net(), BAD)
+    with engine.eager():
+        forward = refusal(engine, BAD)
+    assert re.search(r"anomaly_workers.py:\d+ aten.log.default in unit .* makes 8 of 8", forward)
+    assert "from f32[2, 4] between -1e-06 and -1e-06" in forward
+    module = Root()
+    nn.init.zeros_(module.line.weight)
+    nn.init.zeros_(module.line.bias)
+    engine = engine_of(module, torch.ones(2, 4))
+    with engine.eager():
+        backward = refusal(engine, torch.ones(2, 4))
+    line = inspect.getsourcelines(Root.forward)[1] + 1
+    assert f"test_anomalies.py:{line} aten.div.Tensor" in backward
+    assert "values NaN, from " in backward
 
 
 def test_a_block_within_a_block_leaves_the_outer_one_on() -> None:

@@ -67,6 +67,14 @@ class OpaqueCall(Protocol):
         """Whether the memory of its first run is compared with what is planned."""
         ...
 
+    def line_here(self) -> str:
+        """Return ``file:line`` of the user's code that runs in this thread; empty if there is none."""
+        ...
+
+    def take_failure(self) -> UserError | None:
+        """Return, and forget, the failure of code whose step is discarded: such a call does not raise it."""
+        ...
+
     def on(self, model: nn.Module) -> OpaqueCall:
         """Return the same call, whose code is that of another model's module."""
         ...
@@ -166,6 +174,12 @@ def opaque_modules(segments: Iterable[Segment]) -> dict[str, str]:
     return {call.path: call.reason for call in calls}
 
 
+def taken_failure(segments: Iterable[Segment]) -> UserError | None:
+    """Return, and forget, a failure of the code that runs as it is in segments."""
+    failures = [opaque_call(word).take_failure() for word in sorted(words_of(segments))]
+    return next((failure for failure in failures if failure is not None), None)
+
+
 def unknown_words(segments: Iterable[Segment]) -> list[str]:
     """Return the words of opaque calls that this process does not know."""
     return sorted(words_of(segments) - _CALLS.keys())
@@ -190,7 +204,25 @@ def note_bytes(word: str, size_bytes: int, *, is_backward: bool) -> None:
     _MEASURED[word, is_backward] = size_bytes
 
 
+Seen = Callable[[OpaqueCall, Callable[[], list[Tensor]]], list[Tensor]]
+"""Makes a call of this module, and returns its results."""
+
+_SEEN: Final[list[Seen]] = []
+
+
+@contextmanager
+def seen(look: Seen) -> Iterator[None]:
+    """Let ``look`` make the calls of the block."""
+    _SEEN.append(look)
+    try:
+        yield
+    finally:
+        _SEEN.remove(look)
+
+
 def _observed(word: str, call: Callable[[], list[Tensor]], *, is_backward: bool) -> list[Tensor]:
+    for look in _SEEN:
+        call = partial(look, opaque_call(word), call)
     observer = _OBSERVERS.pop((word, is_backward), None)
     return call() if observer is None else observer(call)
 

@@ -19,7 +19,10 @@ from zeroir.torch_ops.opaque import opaque_modules
 
 
 def eager_options(options: CompileOptions) -> CompileOptions:
-    """Return the options of a program without those that say something of its segments."""
+    """Return the options of a program without those that say something of its segments.
+
+    Nothing is updated before all of the code has run: where it fails, the step is discarded.
+    """
     return replaced(
         options,
         units=None,
@@ -28,6 +31,8 @@ def eager_options(options: CompileOptions) -> CompileOptions:
         evaluate=False,
         outputs=(),
         memory_budget=None,
+        overlap_update=False,
+        speculate=False,
     )
 
 

@@ -46,7 +46,7 @@ from zeroir.frontend.opaque.structure import (
     taken_apart,
 )
 from zeroir.frontend.source.source import ModelSource, capitalised
-from zeroir.frontend.source.source_lines import line_of_forward
+from zeroir.frontend.source.source_lines import line_of_call, line_of_forward
 from zeroir.torch_ops.neutral import NeutralOps
 from zeroir.torch_ops.opaque import generators_seeded, opaque, register_call
 
@@ -86,6 +86,13 @@ class CapturedCall:
     def differentiated(self) -> tuple[int, ...]:
         """The positions of the results that have a gradient."""
         return tuple(i for i, kind in enumerate(self.results) if kind.is_differentiated)
+
+    def line_here(self) -> str:
+        """Return ``file:line`` of the user's code that runs in this thread; empty if there is none."""
+        return line_of_call()
+
+    def take_failure(self) -> None:
+        """Return None: a failure of the code ends the step in its middle."""
 
     def on(self, model: nn.Module) -> CapturedCall:
         """Return the same call, whose code is that of another model's module."""

@@ -28,6 +28,7 @@ from zeroir.frontend.opaque.eager_forward import (
     tensors_swapped,
 )
 from zeroir.frontend.source.source import ModelSource, capitalised
+from zeroir.frontend.source.source_lines import line_of_call
 from zeroir.torch_ops.batches import flatten, with_tensors
 from zeroir.torch_ops.neutral import NeutralOps, neutral_ops
 from zeroir.torch_ops.opaque import opaque, register_call
@@ -116,6 +117,16 @@ class EagerStep:
     is_measured: bool = False
     differentiated: tuple[int, ...] = (0,)
     _graphs: dict[int, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
+    _failure: UserError | None = None
+
+    def line_here(self) -> str:
+        """Return ``file:line`` of the user's code that runs in this thread; empty if there is none."""
+        return line_of_call()
+
+    def take_failure(self) -> UserError | None:
+        """Return, and forget, the failure of the code since the last call."""
+        failure, self._failure = self._failure, None
+        return failure
 
     def on(self, _: nn.Module) -> EagerStep:
         """Return the call itself: its code is that of the module in hand."""
@@ -129,7 +140,20 @@ class EagerStep:
         ]
 
     def run(self, inputs: Sequence[Tensor], seed: int, _: Sequence[int]) -> list[Tensor]:
-        """Run the user's code, and return the loss and the buffers."""
+        """Run the user's code, and return the loss and the buffers; after a failure the loss is 0."""
+        if self._failure is None:
+            try:
+                return self._loss_and_buffers(inputs, seed)
+            except UserError as error:
+                self._fail(error)
+        none = inputs[0].new_zeros((), dtype=torch.float32)
+        return [none, *(inputs[i].clone() for i in self.buffers)]
+
+    def _fail(self, error: UserError) -> None:
+        self._failure = error
+        self._graphs.clear()
+
+    def _loss_and_buffers(self, inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
         # What the program gathered for the forward may be elsewhere in the backward.
         with torch.inference_mode(mode=False), torch.enable_grad():
             leaves = [x.detach().clone() for x in inputs]
@@ -153,9 +177,17 @@ class EagerStep:
         return [loss.detach().clone(), *(after[i].detach().clone() for i in self.buffers)]
 
     def gradients(
-        self, gradients: Sequence[Tensor], _: Sequence[Tensor], seed: int, __: Sequence[int]
+        self, gradients: Sequence[Tensor], inputs: Sequence[Tensor], seed: int, _: Sequence[int]
     ) -> list[Tensor]:
-        """Return the gradients of the trained parameters."""
+        """Return the gradients of the trained parameters; after a failure they are 0."""
+        if self._failure is None:
+            try:
+                return self._gradients(gradients, seed)
+            except UserError as error:
+                self._fail(error)
+        return [torch.zeros_like(inputs[i]) for i in self.trained]
+
+    def _gradients(self, gradients: Sequence[Tensor], seed: int) -> list[Tensor]:
         loss, leaves = self._graphs.pop(seed)
         with (
             torch.inference_mode(mode=False),

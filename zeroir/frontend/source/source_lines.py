@@ -9,7 +9,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Final
 
 from torch import nn
@@ -45,6 +45,14 @@ def line_of_error(error: BaseException) -> str | None:
     if not own or own[-1] is frames[-1]:
         return innermost
     return f"{innermost} (called at {_line(own[-1].filename, own[-1].lineno or 0)})"
+
+
+def line_of_call() -> str:
+    """Return the innermost ``file:line`` that runs, of a model or of the user; empty if no frame is theirs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_of_a_model(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
 
 
 def line_of_user() -> str:
