@@ -16,11 +16,10 @@ from zeroir.cli.option_groups import (
     RUN_ROWS,
     ProfileParameters,
     RunParameters,
-    arguments_of,
     parameters_of,
 )
 from zeroir.config import CompileOptions, make_options, options_from_pairs
-from zeroir.config.table import FlatOptions, Option, OptionObject
+from zeroir.config.table import FlatOptions, Option, OptionObject, arguments_of
 from zeroir.errors import InternalError, UserError
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import Group, Parameter
 from pydantic import create_model
 
 from zeroir.api.running.run_options import LOWERING_ROWS, RunOptions
+from zeroir.api.running.shared_options import KernelsName
 from zeroir.api.search.profile_options import ProfileOptions
 from zeroir.config.options import CompileOptions
-from zeroir.config.table import FlatOptions, OptionRow, text_of
+from zeroir.config.table import FlatOptions, OptionRow
 from zeroir.cost.estimate_options import ESTIMATE_ROWS
 
 __all__ = [
@@ -23,7 +24,6 @@ __all__ = [
     "PlanParameters",
     "ProfileParameters",
     "RunParameters",
-    "arguments_of",
     "group",
     "parameters_of",
 ]
@@ -93,20 +93,4 @@ def _as_in_run(name: str) -> Parameter:
 
 MovedModel = Annotated[str | None, _as_in_run("model")]
 AllowModelChange = Annotated[bool, _as_in_run("allow_model_change")]
-Kernels = Annotated[Literal["eager", "inductor"], _as_in_run("kernels")]
-
-
-def arguments_of(given: Mapping[str, object], rows: Mapping[str, OptionRow]) -> list[str]:
-    """Given options as arguments of the command line, from which the same options are read."""
-    arguments: list[str] = []
-    for name, value in given.items():
-        row = rows[name]
-        match value:
-            case None:
-                continue
-            case bool():
-                negative = f"--no-{row.flag.removeprefix('--')}"
-                arguments.append(row.flag if value else negative)
-            case _:
-                arguments += [row.flag, text_of(value, row.option.separator)]
-    return arguments
+Kernels = Annotated[KernelsName, _as_in_run("kernels")]

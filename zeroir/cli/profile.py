@@ -17,7 +17,8 @@ from zeroir.cli.arguments import (
     SizesHistogram,
 )
 from zeroir.cli.console import out, print_json
-from zeroir.cli.option_groups import ProfileParameters, arguments_of
+from zeroir.cli.option_groups import ProfileParameters
+from zeroir.config.table import arguments_of
 from zeroir.errors import UserError
 
 

@@ -10,7 +10,8 @@ from cyclopts import Parameter
 from zeroir.api.running.run_options import LOWERING_ROWS, RunOptions, make_run_options
 from zeroir.api.sentences import LogLevel, show_log
 from zeroir.cli.arguments import ProgramFile, Ranks
-from zeroir.cli.option_groups import RUN_ROWS, RunParameters, arguments_of, group
+from zeroir.cli.option_groups import RUN_ROWS, RunParameters, group
+from zeroir.config.table import arguments_of
 
 
 def run(

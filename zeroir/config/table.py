@@ -258,6 +258,22 @@ def _unknown(name: str, kind: type[OptionObject] | None) -> str:
     return f"There is no option --{flag};{hint} `zeroir {command} --help` lists them."
 
 
+def arguments_of(given: Mapping[str, object], rows: Mapping[str, OptionRow]) -> list[str]:
+    """Given options as arguments of the command line, from which the same options are read."""
+    arguments: list[str] = []
+    for name, value in given.items():
+        row = rows[name]
+        match value:
+            case None:
+                continue
+            case bool():
+                negative = f"--no-{row.flag.removeprefix('--')}"
+                arguments.append(row.flag if value else negative)
+            case _:
+                arguments += [row.flag, text_of(value, row.option.separator)]
+    return arguments
+
+
 def text_of(value: object, separator: str = ",") -> str:
     """The text of an option's value; the separator stands between the items of a list."""
     match value:

@@ -36,8 +36,10 @@ AllowModelChange = Annotated[
     ),
 ]
 
+KernelsName = Literal["eager", "inductor"]
+
 Kernels = Annotated[
-    Literal["eager", "inductor"],
+    KernelsName,
     Option(
         group=JOB,
         help="The kernels of segments: torch's operators one by one, or code compiled once and kept on disk.",

@@ -7,6 +7,7 @@ are measured, not verified.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final
 
@@ -17,6 +18,7 @@ from zeroir.api.search.unit_classes import repeated_units
 from zeroir.config import CompileOptions, has_effect, replaced
 from zeroir.config.offload_places import OFFLOADED
 from zeroir.config.searched import Value
+from zeroir.config.table import arguments_of
 from zeroir.cost.machine import Machine
 from zeroir.ir.byte_sizes import format_bytes
 from zeroir.ir.mesh import VALUES_COMM
@@ -144,20 +146,8 @@ def advice(
 
 def _words(candidate: Candidate) -> str:
     """Return a candidate as flags of the command line, with its memory and its step."""
-    flags = " ".join(
-        _flag(name.replace("_", "-"), value) for name, value in candidate.settings.items()
-    )
-    text = f"{flags} needs {format_bytes(candidate.needed_bytes)}"
+    flags = arguments_of(candidate.settings, CompileOptions.rows())
+    text = f"{shlex.join(flags)} needs {format_bytes(candidate.needed_bytes)}"
     if candidate.step_ns is not None:
         text += f" and takes {format_seconds(candidate.step_ns / 1e9)} a step"
     return text
-
-
-def _flag(name: str, value: Value) -> str:
-    match value:
-        case bool():
-            return f"--{'' if value else 'no-'}{name}"
-        case tuple():
-            return f"--{name} '{','.join(value)}'"
-        case _:
-            return f"--{name} {value}"
