@@ -32,8 +32,8 @@ from zeroir.runtime.execution.streams import ThreadStreams
 from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.memory.rank_memory import RankMemory
-from zeroir.runtime.state.initial import initialise
-from zeroir.runtime.state.module_values import Factory
+from zeroir.runtime.state.initial_module import Factory
+from zeroir.runtime.state.initial_values import initialise
 from zeroir.torch_ops.batches import Batch
 
 

@@ -23,7 +23,7 @@ RECOMPUTE: Final = ".recompute"
 """The suffix of the names of segments that recompute values before a backward."""
 
 
-class Choices:
+class RecutChoices:
     """Choices for pairs of segments; equal pairs are cut once."""
 
     def __init__(self) -> None:
@@ -45,9 +45,9 @@ class Choices:
         return self._recut[key]
 
 
-def redraft(program: Program, change: Callable[[SectionDraft, Choices], None]) -> Program:
+def redraft(program: Program, change: Callable[[SectionDraft, RecutChoices], None]) -> Program:
     """Return the program with its sections changed; those of equal bodies are changed once."""
-    choices = Choices()
+    choices = RecutChoices()
     drafts: dict[tuple[Op, ...], SectionDraft] = {}
     for section in program.sections:
         if section.body not in drafts:
@@ -74,13 +74,13 @@ def redraft(program: Program, change: Callable[[SectionDraft, Choices], None]) -
     )
 
 
-def _key(segment: Segment, choices: Choices) -> tuple[bool, str]:
+def _key(segment: Segment, choices: RecutChoices) -> tuple[bool, str]:
     """Return the key that distinguishes segments: whether they recompute values, and their digest."""
     return RECOMPUTE in segment.name, choices.digest(segment)
 
 
 def _named(
-    program: Program, drafts: Iterable[SectionDraft], choices: Choices
+    program: Program, drafts: Iterable[SectionDraft], choices: RecutChoices
 ) -> Mapping[tuple[bool, str], Segment]:
     """Return the segments that are called, in the order of their first calls, each with its own name."""
     called: dict[tuple[bool, str], Segment] = {}

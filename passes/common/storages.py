@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
 
-from zeroir.ir.segments.segment import Node, Ref, Segment, TensorType
+from zeroir.ir.segments.segment import Node, NodeArg, Ref, Segment, TensorType
 from zeroir.ir.segments.views import parts
-from zeroir.passes.common.definitions import dropout_applied
 
 CHEAP: Final = frozenset(
     """
@@ -28,6 +27,9 @@ CHEAP: Final = frozenset(
 """ATen's ops that cost little more than reading and writing their tensors once: element by element, moving elements,
 constants, and norms over the last dimensions, which one kernel computes. No matrix products, no other reductions,
 nothing random."""
+
+
+_DROPOUT: Final = "zeroir.dropout.default"
 
 
 class Use(Enum):
@@ -214,3 +216,25 @@ def _layout(kind: TensorType) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return shape and strides, ignoring strides of dimensions of one element."""
     steps = (step if size > 1 else 0 for size, step in zip(kind.shape, kind.stride, strict=True))
     return kind.shape, tuple(steps)
+
+
+def dropout_applied(node: Node, mask: NodeArg, product: Ref) -> tuple[Node, Node] | None:
+    """Return the first result of a dropout, ``x * mask * 1 / (1 - p)``, as two nodes; None for any other node.
+
+    ``mask`` refers to the dropout's second result and ``product`` to that of the first of the two nodes.
+    """
+    if node.op != _DROPOUT or len(node.args) != 3 or node.kwargs:
+        return None
+    x, p, _ = node.args
+    kind = node.results[0]
+    if not isinstance(p, int | float) or kind is None:
+        return None
+    scale = 0.0 if p >= 1 else 1 / (1 - p)
+    return (
+        _product(x, mask, kind, node.source),
+        _product(product, scale, kind, node.source),
+    )
+
+
+def _product(left: NodeArg, right: NodeArg, kind: TensorType, source: str) -> Node:
+    return Node(op="aten.mul.Tensor", args=(left, right), results=(kind,), source=source)

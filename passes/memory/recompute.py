@@ -47,7 +47,7 @@ from zeroir.ir.segments.segment import Segment
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common.min_cut import RecutPair
 from zeroir.passes.common.prune import prune
-from zeroir.passes.common.redraft import RECOMPUTE, Choices, redraft
+from zeroir.passes.common.redraft import RECOMPUTE, RecutChoices, redraft
 from zeroir.passes.common.section_draft import (
     CallPosition,
     SectionDraft,
@@ -84,7 +84,7 @@ class Recompute(Pass):
         return redraft(program, lambda draft, choices: _recompute(draft, choices, units))
 
 
-def _recompute(draft: SectionDraft, choices: Choices, units: frozenset[str]) -> None:
+def _recompute(draft: SectionDraft, choices: RecutChoices, units: frozenset[str]) -> None:
     """Recompute the saved values of forwards, starting with the last; values of earlier ones that it reads are kept."""
     forwards = [
         position
@@ -95,7 +95,7 @@ def _recompute(draft: SectionDraft, choices: Choices, units: frozenset[str]) -> 
         _recompute_call(draft, choices, forward)
 
 
-def _recompute_call(draft: SectionDraft, choices: Choices, forward: CallPosition) -> None:
+def _recompute_call(draft: SectionDraft, choices: RecutChoices, forward: CallPosition) -> None:
     outputs, backwards = _own_outputs(draft, forward)
     if not outputs:
         return

@@ -33,7 +33,7 @@ from typing import ClassVar
 from zeroir.ir.ops import Argument
 from zeroir.ir.program import Program
 from zeroir.passes.base import NO_FACTS, Fact, Pass
-from zeroir.passes.common.redraft import Choices, redraft
+from zeroir.passes.common.redraft import RecutChoices, redraft
 from zeroir.passes.common.section_draft import (
     CallPosition,
     SectionDraft,
@@ -56,7 +56,7 @@ class SelectSaved(Pass):
         return redraft(program, _select)
 
 
-def _select(draft: SectionDraft, choices: Choices) -> None:
+def _select(draft: SectionDraft, choices: RecutChoices) -> None:
     """Choose the values to save for every backward, until no choice saves bytes any more."""
     backwards = [position for position in draft.calls if draft.is_late(position)]
     # Additional readers may change the best choice for a backward that was already processed.
@@ -64,7 +64,7 @@ def _select(draft: SectionDraft, choices: Choices) -> None:
         pass
 
 
-def _improve(draft: SectionDraft, backward: CallPosition, choices: Choices) -> bool:
+def _improve(draft: SectionDraft, backward: CallPosition, choices: RecutChoices) -> bool:
     """Choose for one backward and its forward; return whether that changed something."""
     call = draft.calls[backward]
     fillings = (draft.buffers.get(given.view.region.buffer) for given in call.op.arguments)

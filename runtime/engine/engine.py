@@ -49,13 +49,13 @@ from zeroir.runtime.execution.batch import inputs_of
 from zeroir.runtime.memory.malloc import return_freed_memory
 from zeroir.runtime.state.gathered_module import DeepCopy
 from zeroir.runtime.state.gradients import gradient_norms, gradients
-from zeroir.runtime.state.module_values import Factory, StateSource
+from zeroir.runtime.state.initial_module import Factory, StateSource
 from zeroir.runtime.training.lr_schedule import Scheduler
 from zeroir.runtime.training.not_finite import BadParameter, first_bad_parameter
 from zeroir.torch_ops.batches import Batch
 
 
-class Fit(Protocol):
+class FitProgram(Protocol):
     """Makes an engine go on with a program that takes certain batches. All ranks call it together."""
 
     def __call__(self, engine: Engine, batches: Sequence[Batch], *, is_evaluation: bool) -> None:
@@ -99,7 +99,7 @@ class Engine:
             lambda: self.program.interleaved,
         )
         self._last_result: StepResult | None = None
-        self.fit: Fit | None = None
+        self.fit: FitProgram | None = None
         """Called before batches are checked, if it is set."""
         self._checkpoints = Checkpointer(self.job, settings.timeout)
         no_graphs = reason_without_graphs(program, self.device) if settings.cuda_graphs else None

@@ -20,7 +20,7 @@ from zeroir.runtime.comm.rank_zero_values import ALONE, RankZeroValues
 from zeroir.runtime.engine.rank_program import RankProgram
 from zeroir.runtime.publishing.image import image_of
 from zeroir.runtime.publishing.publisher import Publisher
-from zeroir.runtime.state import initial, state_dicts
+from zeroir.runtime.state import initial_values, state_dicts
 from zeroir.runtime.state import state as state_of_buffers
 from zeroir.runtime.state.carried_values import (
     CarriedValues,
@@ -36,7 +36,7 @@ from zeroir.runtime.state.frozen_updates import (
 )
 from zeroir.runtime.state.full_parameters import whole_parameters
 from zeroir.runtime.state.gathered_module import DeepCopy, ModuleGatherer, module_maker
-from zeroir.runtime.state.module_values import (
+from zeroir.runtime.state.initial_module import (
     Factory,
     StateSource,
     free_tensors,
@@ -93,7 +93,7 @@ class ModelValues:
         def set_values() -> None:
             with memory_for("the model's parameters while they get their first values"):
                 self.others = dict(
-                    initial.initialise(
+                    initial_values.initialise(
                         rank_program.program,
                         [rank_program.memory],
                         watched_source(source, self._note),

@@ -24,7 +24,7 @@ from typing import assert_never
 import torch
 
 from zeroir.ir.analysis.effects import effects
-from zeroir.ir.analysis.issuing_threads import issued_apart
+from zeroir.ir.analysis.threaded_streams import threaded_streams
 from zeroir.ir.mesh import COMPUTE, HOST, Executor
 from zeroir.ir.ops import IssuedOp, Op, Wait
 from zeroir.ir.program import Program
@@ -116,7 +116,7 @@ class CudaStreams:
         self._host_streams = frozenset(on_host)
         self._threads = ThreadStreams(inline=())
         self._thread = threading.local()
-        self._apart = issued_apart(program)
+        self._apart = threaded_streams(program)
         self._tails: dict[str, LateEvent] = {}
         """For each stream that a thread issues, the event of its last op that is not pending across sections."""
         self._events: dict[str, Event] = {}

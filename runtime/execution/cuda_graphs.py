@@ -28,7 +28,7 @@ from typing import Final, Protocol
 from zeroir.errors import GraphWarning, ZeroirError
 from zeroir.ir import ops
 from zeroir.ir.analysis.effects import effects
-from zeroir.ir.analysis.issuing_threads import issued_apart
+from zeroir.ir.analysis.threaded_streams import threaded_streams
 from zeroir.ir.buffers import Buffer, Role, Space
 from zeroir.ir.hyper_parameters import first_hyper
 from zeroir.ir.mesh import HOST, Executor
@@ -56,7 +56,7 @@ def why_not(program: Program, section: Section, backend: Backend = Backend.LOCAL
         if pending.event in signalled:
             return f"!{pending.event} is pending where it begins or ends"
     on_host = {s.name: s.executor for s in program.streams if s.executor is not Executor.DEVICE}
-    apart = issued_apart(program)
+    apart = threaded_streams(program)
     for op in section.body:
         effect = effects(op)
         if effect.stream == HOST:

@@ -43,9 +43,9 @@ from zeroir.runtime.execution.trace import Task, WatchOp
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.memory.tensors import poison
-from zeroir.runtime.state import initial, state
+from zeroir.runtime.state import initial_values, state
 from zeroir.runtime.state.host_snapshot import SavedState
-from zeroir.runtime.state.module_values import Factory
+from zeroir.runtime.state.initial_module import Factory
 from zeroir.runtime.training.micro_batch_weights import WeightFunction
 from zeroir.torch_ops.batches import Batch
 
@@ -90,8 +90,8 @@ class Lockstep:
         )
 
     def initialise(self, factory: Factory, seed: int) -> None:
-        """Initialise every rank's buffers from the user's module, as ``initial.initialise`` does."""
-        initial.initialise(self.program, self._memories, factory, seed)
+        """Initialise every rank's buffers from the user's module, as ``initial_values.initialise`` does."""
+        initial_values.initialise(self.program, self._memories, factory, seed)
         self._poison_stale_gradients()
 
     def initialise_flats(self, values: Mapping[str, Tensor]) -> None:

@@ -33,10 +33,9 @@ from zeroir.runtime.execution.handlers import LocalRanks
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.calls import operator, resolver
 from zeroir.runtime.kernels.choice import KernelBackend
-from zeroir.runtime.kernels.differences import difference, is_beyond_noise
+from zeroir.runtime.kernels.differences import difference, is_beyond_noise, tolerance
 from zeroir.runtime.kernels.opaque_memory import measure_next_calls
 from zeroir.runtime.kernels.plain_form import OTHER_KERNELS, plain_results, separate, span
-from zeroir.runtime.kernels.tolerance import tolerance
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.torch_ops.opaque import words_of
 from zeroir.workspace.scratch.allowance import GROUPED_PRODUCTS

@@ -25,7 +25,7 @@ from zeroir.runtime.comm.base import Comm
 from zeroir.runtime.engine.patterns import matching
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.state.full_parameters import whole_parameters
-from zeroir.runtime.state.module_values import Factory, built_without_values
+from zeroir.runtime.state.initial_module import Factory, built_without_values
 from zeroir.runtime.state.named_tensors import NamedTensors, without_memory
 from zeroir.runtime.state.waiting_states import WaitingStates
 from zeroir.torch_ops.absent_tensors import AbsentTensor, ReturnedTensor, absent, unlent_tensor

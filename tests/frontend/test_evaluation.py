@@ -19,7 +19,7 @@ from tests.support.captures import ROOT
 from tests.support.evaluating import model as source
 from zeroir.errors import ModelWarning, UserError
 from zeroir.frontend.capture.capture import capture
-from zeroir.frontend.capture.joint_graph import InputKind, JointGraph
+from zeroir.frontend.capture.captured_graph import CapturedGraph, InputKind
 from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, SAVE, UPDATE
 
@@ -51,7 +51,7 @@ class Net(nn.Module):
         return {"loss": hidden.square().mean(), "hidden": hidden, "note": "a text"}
 
 
-def graph_of(path: Path) -> JointGraph:
+def graph_of(path: Path) -> CapturedGraph:
     found = capture(load_model_file(str(path)), "fp32", ()).evaluation
     assert found is not None
     return found.joint
@@ -98,7 +98,7 @@ def test_equal_blocks_are_traced_once_with_the_same_result(path: Path) -> None:
     assert reused.reused_blocks
     assert not traced.reused_blocks
 
-    def computation(joint: JointGraph) -> JointGraph:
+    def computation(joint: CapturedGraph) -> CapturedGraph:
         return replace(joint, nodes=tuple(replace(n, origin=None, source="") for n in joint.nodes))
 
     assert computation(reused.joint) == computation(traced.joint)

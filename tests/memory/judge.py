@@ -31,7 +31,7 @@ from zeroir.runtime.kernels.eager import EagerKernels
 from zeroir.runtime.memory.allocations import AllocatorEvent, allocations, by_range, peak_bytes
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.state import state
-from zeroir.runtime.state.initial import initialise
+from zeroir.runtime.state.initial_values import initialise
 from zeroir.torch_ops.batches import Batch
 from zeroir.workspace.op_scratch import SCALAR_BYTES, scratch_bytes
 from zeroir.workspace.segments import Workspace, eager_workspace

@@ -28,7 +28,7 @@ from zeroir.memory.placement import places_to_run
 from zeroir.runtime.comm.job import Backend, PeerError
 from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.engine.opened_program import EngineSettings
-from zeroir.runtime.state import initial
+from zeroir.runtime.state import initial_values
 from zeroir.runtime.state.full_parameters import whole_parameters
 
 FOLDER = Path(os.environ["TEST_FOLDER"])
@@ -97,7 +97,10 @@ def failing_state() -> None:
         if RANK == 0
         else (PeerError, "Rank 0 could not give the model's values")
     )
-    with patch.object(initial, "_BATCH_NUMEL", 1), pytest.raises(expected[0], match=expected[1]):
+    with (
+        patch.object(initial_values, "_BATCH_NUMEL", 1),
+        pytest.raises(expected[0], match=expected[1]),
+    ):
         engine.initialise(module, state=state.__getitem__)
     engine.close()
 

@@ -28,7 +28,7 @@ from zeroir.runtime.execution.streams import ThreadStreams
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.eager import EagerKernels
 from zeroir.runtime.memory.rank_memory import RankMemory
-from zeroir.runtime.state.initial import initialise
+from zeroir.runtime.state.initial_values import initialise
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
 from zeroir.ir import ops
-from zeroir.ir.analysis.issuing_threads import issued_apart
+from zeroir.ir.analysis.threaded_streams import threaded_streams
 from zeroir.ir.mesh import HOST, OPTIMIZER
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
@@ -190,11 +190,11 @@ def test_the_issuing_thread_waits_for_no_update_of_the_host(
 
 
 def test_streams_of_copies_that_wait_for_the_host_have_threads_and_no_others() -> None:
-    assert issued_apart(offloaded(3, clip=1.0, gradients=False)) == {UPDATE_IN, UPDATE_OUT}
+    assert threaded_streams(offloaded(3, clip=1.0, gradients=False)) == {UPDATE_IN, UPDATE_OUT}
     # No gradient waits for the buffer of another one, because all of them stay for the commit.
     speculative = offloaded(3, clip=1.0, gradients=False, speculates=True)
-    assert issued_apart(speculative) == {UPDATE_IN}
-    assert issued_apart(applied(mlp(), (*for_stage(3, 4), SaveState()))) == frozenset()
+    assert threaded_streams(speculative) == {UPDATE_IN}
+    assert threaded_streams(applied(mlp(), (*for_stage(3, 4), SaveState()))) == frozenset()
 
 
 def test_a_failure_of_the_host_reaches_the_issuing_thread() -> None:
@@ -239,7 +239,7 @@ def test_every_thread_is_on_the_device_before_it_uses_a_stream(
         run.section(name)
         run.join(name)
     run.streams.close()
-    assert len(on_device) > 1 + len(issued_apart(program))
+    assert len(on_device) > 1 + len(threaded_streams(program))
     assert not elsewhere
 
 

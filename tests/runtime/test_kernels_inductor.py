@@ -50,9 +50,9 @@ from zeroir.runtime.kernels import compile_pool
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.cache import KernelCache, kernel_key
 from zeroir.runtime.kernels.choice import KernelBackend
+from zeroir.runtime.kernels.differences import tolerance
 from zeroir.runtime.kernels.eager import EagerKernels
 from zeroir.runtime.kernels.inductor import InductorKernels
-from zeroir.runtime.kernels.tolerance import tolerance
 
 CPU = torch.device("cpu")
 MODELS: Mapping[str, tuple[Path, FloatName]] = {

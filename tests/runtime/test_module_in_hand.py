@@ -17,7 +17,7 @@ from tests.runtime.support import Ranks, lowered, random_batches, require_succes
 from tests.support.programs import mlp
 from zeroir.errors import ModelWarning, UserError
 from zeroir.runtime.engine.engine import Engine
-from zeroir.runtime.state import initial
+from zeroir.runtime.state import initial_values
 
 MODULE = "tests.runtime.gathered_workers"
 DIM = 16
@@ -130,7 +130,7 @@ def test_a_state_has_precedence_and_may_lack_what_the_module_has() -> None:
 
 @pytest.mark.slow
 def test_values_of_a_state_live_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initial, "_BATCH_NUMEL", 1)
+    monkeypatch.setattr(initial_values, "_BATCH_NUMEL", 1)
     values = values_of(Mlp(dim=DIM))
     given: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
@@ -177,7 +177,7 @@ def test_a_failure_says_what_it_leaves_of_the_module(monkeypatch: pytest.MonkeyP
         Engine(lowered(mlp(dim=8), 3, 1)).initialise(module)
     assert not getattr(unchanged.value, "__notes__", [])
     assert not any(p.is_meta for p in module.parameters())
-    monkeypatch.setattr(initial, "_BATCH_NUMEL", 1)
+    monkeypatch.setattr(initial_values, "_BATCH_NUMEL", 1)
     values = values_of(module)
     del values["post.weight"]
     with pytest.raises(UserError, match=r"'post\.weight'") as half:

@@ -48,7 +48,7 @@ from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.memory.rank_memory import RankMemory
-from zeroir.runtime.state import initial
+from zeroir.runtime.state import initial_values
 from zeroir.runtime.training import train
 from zeroir.runtime.training.training_state import TrainingState
 
@@ -186,7 +186,7 @@ def initialise(name: str) -> None:
     expected = dict(CONSTRUCTORS[name]().named_parameters())
     for stage in range(4):
         engine = Engine(lowered(mlp(dim=DIM, precision="bf16"), stage, WORLD_SIZE))
-        with patch.object(initial, "MESSAGE_BYTES", 10_000):
+        with patch.object(initial_values, "MESSAGE_BYTES", 10_000):
             engine.initialise(factory, 7)
         for parameter, value in engine.full_parameters().items():
             assert torch.equal(value, expected[parameter].detach().float()), parameter
@@ -205,7 +205,7 @@ def bad_starts() -> None:
         (sound, partial(Mlp, dim=DIM, blocks=2)),
     ):
         try:
-            initial.initialise(program, [memory], factory, 0, from_rank_zero)
+            initial_values.initialise(program, [memory], factory, 0, from_rank_zero)
         except ZeroirError as error:
             print(f"{type(error).__name__}: {error}")
     engine.close()
@@ -229,7 +229,7 @@ def build_slowly(seconds: str) -> None:
 
     program = lowered(mlp(), 3, WORLD_SIZE)
     from_rank_zero = RankZeroValues(rank=RANK, device=torch.device("cpu"), interval_s=0.5)
-    initial.initialise(
+    initial_values.initialise(
         program, [RankMemory(program, RANK, torch.device("cpu"))], factory, 0, from_rank_zero
     )
 

@@ -24,8 +24,8 @@ from zeroir.ir.segments.segment import Node, NodeArg, Ref
 from zeroir.ir.text import parse
 from zeroir.passes.common import order, storages
 from zeroir.passes.common.bounded_buffers import bounded_buffers
-from zeroir.passes.common.definitions import dropout_applied
 from zeroir.passes.common.order import derive_waits, without_waits
+from zeroir.passes.common.storages import dropout_applied
 from zeroir.passes.communication import order_by_layer
 from zeroir.passes.communication.order_by_layer import OrderByLayer
 from zeroir.passes.manager import apply

@@ -10,7 +10,7 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import Node, Ref, TensorType
 from zeroir.ir.text import parse
-from zeroir.passes.common.definitions import dropout_applied
+from zeroir.passes.common.storages import dropout_applied
 from zeroir.torch_ops.types import TORCH_DTYPE
 from zeroir.verify.interpreter.domain import NamedKey, Numbering
 from zeroir.verify.interpreter.value_numbers import CallOperand, Segments

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from zeroir.runtime.distributed.rendezvous import JobRank
     from zeroir.runtime.engine.engine import Engine
     from zeroir.runtime.engine.opened_program import EngineSettings
-    from zeroir.runtime.state.module_values import StateSource
+    from zeroir.runtime.state.initial_module import StateSource
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

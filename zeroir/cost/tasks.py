@@ -15,7 +15,7 @@ from zeroir.errors import UserError
 from zeroir.ir import ops, recorded_options
 from zeroir.ir.analysis.effects import effects
 from zeroir.ir.analysis.happens_before import Position, StreamClocks
-from zeroir.ir.analysis.issuing_threads import issued_apart
+from zeroir.ir.analysis.threaded_streams import threaded_streams
 from zeroir.ir.limits import MOST_SIMULATED_OPS
 from zeroir.ir.mesh import COMPUTE, HOST, Executor
 from zeroir.ir.ops import Op
@@ -139,7 +139,7 @@ def section_tasks(
     With ``is_issuing`` the host takes time to issue an op. With ``host_computes`` it issues nothing while it runs an op
     of the stream ``compute``, or while it waits at a boundary. Without it the issuing thread waits where a device
     stream, or a boundary, waits for a stream of the host or a disk, because a device cannot wait for a thread. Copies
-    that wait for one are issued by threads (``zeroir.ir.analysis.issuing_threads``), so the issuing thread only waits
+    that wait for one are issued by threads (``zeroir.ir.analysis.threaded_streams``), so the issuing thread only waits
     where another stream waits for such a copy, and until it is issued.
     """
     tasks = _TaskList(program, is_issuing=is_issuing, host_computes=host_computes)
@@ -167,7 +167,7 @@ class _TaskList:
             for stream, number in self._clocks.numbers.items()
             if stream in {s.name for s in program.streams if s.executor is not Executor.DEVICE}
         )
-        apart = frozenset() if host_computes else issued_apart(program)
+        apart = frozenset() if host_computes else threaded_streams(program)
         self._apart = frozenset(self._clocks.numbers[stream] for stream in apart)
         self._awaited_apart: dict[int, tuple[int, ...]] = dict.fromkeys(self._apart, ())
         """For each stream that a thread issues, the tasks of threads after which its next op is issued."""

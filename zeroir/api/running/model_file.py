@@ -88,7 +88,7 @@ def _without_values(source: ModelSource) -> nn.Module | None:
     """Build the module of a model file without values; return None if that is not possible."""
     import torch
 
-    from zeroir.runtime.state.module_values import built_without_values
+    from zeroir.runtime.state.initial_module import built_without_values
     from zeroir.runtime.training.random_states import host_generators_kept
 
     with host_generators_kept():

@@ -22,6 +22,7 @@ from zeroir.errors import UserError
 from zeroir.frontend._torch_private import (
     fake_mode,
 )
+from zeroir.frontend.capture.captured_graph import CapturedGraph, GraphInput, InputKind
 from zeroir.frontend.capture.captured_model import CapturedEvaluation, CapturedModel
 from zeroir.frontend.capture.code_contexts import (
     line_of_caller,
@@ -30,7 +31,6 @@ from zeroir.frontend.capture.code_contexts import (
 )
 from zeroir.frontend.capture.gradient_hooks import ParameterHooks
 from zeroir.frontend.capture.graph_of_step import graph_of_step
-from zeroir.frontend.capture.joint_graph import InputKind, JointGraph, JointInput
 from zeroir.frontend.capture.loss_and_outputs import UnknownOutputError
 from zeroir.frontend.capture.loss_step import LossStep
 from zeroir.frontend.capture.module_tensors import (
@@ -72,7 +72,7 @@ from zeroir.frontend.source.source import (
 from zeroir.frontend.source.source_lines import line_of_module, refusals_at
 from zeroir.frontend.source.unsupported import require_supported
 from zeroir.frontend.watch.code_state import CodeState
-from zeroir.frontend.watch.lent_modules import replaced_by_copies, stand_ins, tensor_ids
+from zeroir.frontend.watch.outside_modules import replaced_by_copies, stand_ins, tensor_ids
 from zeroir.frontend.watch.reached_code import ReachedCode
 from zeroir.frontend.watch.stored_tensors import (
     NOTHING_KEPT,
@@ -247,7 +247,7 @@ def _captured(
 
         def joint_graph_of_a_step(
             values: Mapping[Dim, int] = MappingProxyType({}),
-        ) -> tuple[JointGraph, tuple[str, ...]]:
+        ) -> tuple[CapturedGraph, tuple[str, ...]]:
             """Return the joint graph, where some dims have these values, and the blocks that were reused."""
             with mode:
                 inputs = [
@@ -358,7 +358,7 @@ def _captured(
     )
 
 
-def _unread_buffers(joint: JointGraph) -> frozenset[str]:
+def _unread_buffers(joint: CapturedGraph) -> frozenset[str]:
     """Return the names of buffers that get new values in forward, and whose earlier ones nothing reads."""
     used = {
         ref
@@ -382,10 +382,10 @@ _IN_SCRIPT = (
 
 
 def _evaluation(
-    joint_of_step: JointGraph,
+    joint_of_step: CapturedGraph,
     step: LossStep,
     outputs: Sequence[str],
-    capture_graph: Callable[[], tuple[JointGraph, tuple[str, ...]]],
+    capture_graph: Callable[[], tuple[CapturedGraph, tuple[str, ...]]],
     *,
     has_stores: bool,
 ) -> tuple[CapturedEvaluation | None, str | None]:
@@ -422,7 +422,7 @@ def _evaluation(
     return captured, note_on_stores(lost) if lost else None
 
 
-_GraphOfStep = tuple[JointGraph, tuple[str, ...]]
+_GraphOfStep = tuple[CapturedGraph, tuple[str, ...]]
 """A joint graph, and the blocks that were reused in it."""
 
 
@@ -446,10 +446,10 @@ def _with_stores(
         return plain, ()
 
 
-def _named_alike(joint: JointGraph, joint_of_step: JointGraph) -> Iterator[JointInput]:
+def _named_alike(joint: CapturedGraph, joint_of_step: CapturedGraph) -> Iterator[GraphInput]:
     """Yield the inputs of an evaluation, whose constants have the names of equal ones in the step, or new ones."""
 
-    def key(item: JointInput, graph: JointGraph) -> tuple[object, ...]:
+    def key(item: GraphInput, graph: CapturedGraph) -> tuple[object, ...]:
         return item.data, graph.types[item.value], id(item.outside)
 
     of_step = [item for item in joint_of_step.inputs if item.kind is InputKind.CONSTANT]

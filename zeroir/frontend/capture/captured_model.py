@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from zeroir.frontend.capture.captured_graph import CapturedGraph
 from zeroir.frontend.capture.code_contexts import (
     Checkpoint,
 )
-from zeroir.frontend.capture.joint_graph import JointGraph
 from zeroir.frontend.capture.module_tensors import (
     TensorInfo,
 )
@@ -30,7 +30,7 @@ class CapturedEvaluation:
     ``stored`` are the tensors that it stores.
     """
 
-    joint: JointGraph
+    joint: CapturedGraph
     sites: int
     reused_blocks: tuple[str, ...] = ()
     stored: tuple[StoredObject, ...] = ()
@@ -50,7 +50,7 @@ class CapturedModel:
     all. ``values`` are the plain values that the code of a model file reads, as ``CodeState.plain_values`` has them.
     """
 
-    joint: JointGraph
+    joint: CapturedGraph
     module: nn.Module
     parameters: tuple[TensorInfo, ...]
     buffers: tuple[TensorInfo, ...]

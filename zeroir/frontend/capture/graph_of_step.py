@@ -27,7 +27,7 @@ from zeroir.frontend._torch_private import (
     tracer_settings,
 )
 from zeroir.frontend.capture.block_reuse import make_plan
-from zeroir.frontend.capture.joint_graph import JointGraph
+from zeroir.frontend.capture.captured_graph import CapturedGraph
 from zeroir.frontend.capture.loss_step import LossStep
 from zeroir.frontend.capture.node_origins import origin_of
 from zeroir.frontend.capture.read_graph import read_graph
@@ -55,7 +55,7 @@ def graph_of_step(
     inputs: Sequence[Tensor],
     paths: Sequence[str],
     fewest_equal_calls: int,
-) -> tuple[JointGraph, tuple[str, ...]]:
+) -> tuple[CapturedGraph, tuple[str, ...]]:
     """Return the joint graph of a step as plain data, and the blocks whose calls were not traced one by one."""
     if len(step.blocks) >= fewest_equal_calls:
         with_reuse = _with_reuse(mode, step, inputs, paths, fewest_equal_calls)
@@ -80,7 +80,7 @@ def _with_reuse(
     inputs: Sequence[Tensor],
     paths: Sequence[str],
     fewest_equal_calls: int,
-) -> tuple[JointGraph, tuple[str, ...]] | None:
+) -> tuple[CapturedGraph, tuple[str, ...]] | None:
     """Return the same as ``graph_of_step``, but trace equal blocks once; None if that is impossible or no faster."""
     try:
         with tracing_conditions(step.checkpointing), _gradients_only_returned(), _no_ranges():

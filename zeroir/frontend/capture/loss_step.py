@@ -19,8 +19,8 @@ from zeroir.frontend._torch_sizes import has_dims
 from zeroir.frontend.capture.block_calls import UnrecordableError
 from zeroir.frontend.capture.block_recording import ForwardRecorder, ForwardRecording
 from zeroir.frontend.capture.block_reuse import ReusePlan
+from zeroir.frontend.capture.captured_graph import OutputName
 from zeroir.frontend.capture.gradient_hooks import ParameterHooks
-from zeroir.frontend.capture.joint_graph import OutputName
 from zeroir.frontend.capture.loss_and_outputs import evaluated, loss_of
 from zeroir.frontend.capture.module_tensors import substitute_buffers, write_back_buffers
 from zeroir.frontend.capture.node_origins import OriginTracker

@@ -19,8 +19,8 @@ from zeroir.frontend._torch_private import (
     annotated,
     annotation_of,
 )
+from zeroir.frontend.capture.captured_graph import ModuleCall
 from zeroir.frontend.capture.code_contexts import Checkpoint, line_of_caller
-from zeroir.frontend.capture.joint_graph import ModuleCall
 from zeroir.frontend.lowering.units import inside_of
 
 _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))

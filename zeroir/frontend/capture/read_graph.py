@@ -22,12 +22,12 @@ from zeroir.frontend._torch_private import (
 )
 from zeroir.frontend.capture.block_graph import BlockGraph
 from zeroir.frontend.capture.block_reuse import ReusePlan
-from zeroir.frontend.capture.joint_graph import (
+from zeroir.frontend.capture.captured_graph import (
     Alias,
+    CapturedGraph,
+    GraphInput,
+    GraphNode,
     InputKind,
-    JointGraph,
-    JointInput,
-    JointNode,
     OutputName,
 )
 from zeroir.frontend.capture.node_facts import (
@@ -67,7 +67,7 @@ def read_graph(
     plan: ReusePlan | None = None,
     outputs: Sequence[OutputName] = (),
     outside: OutsideTensors | None = None,
-) -> JointGraph:
+) -> CapturedGraph:
     """Return the joint graph as plain data.
 
     ``batch`` are the paths of the batch's tensors, which precede the seeds and the rank. ``outputs`` are the names of
@@ -94,7 +94,7 @@ def read_graph(
             reader.add_block_backward(node)
         elif node.op == "call_function":
             reader.add_node(node)
-    joint = JointGraph(
+    joint = CapturedGraph(
         place=place,
         inputs=tuple(reader.inputs),
         nodes=tuple(reader.nodes),
@@ -119,8 +119,8 @@ class _Reader:
     place: str
     plan: ReusePlan | None
     outside: OutsideTensors
-    inputs: list[JointInput] = field(default_factory=list)
-    nodes: list[JointNode] = field(default_factory=list)
+    inputs: list[GraphInput] = field(default_factory=list)
+    nodes: list[GraphNode] = field(default_factory=list)
     types: list[TensorType | None] = field(default_factory=list)
     aliases: list[Alias] = field(default_factory=list)
     # the numbers of the results of every fx node
@@ -195,7 +195,7 @@ class _Reader:
     ) -> None:
         index = len(self.types)
         self.inputs.append(
-            JointInput(kind=kind, name=name, value=index, data=data, outside=outside)
+            GraphInput(kind=kind, name=name, value=index, data=data, outside=outside)
         )
         self.types.append(tensor_type(tensor, self._place(node)))
         self.aliases.append(Alias(root=index, offset=0))
@@ -329,7 +329,7 @@ class _Reader:
         )
         self.backward_values.update(results if is_backward else ())
         self.nodes.append(
-            JointNode(
+            GraphNode(
                 op=str(facts.op),
                 args=args,
                 kwargs=kwargs,
@@ -425,11 +425,11 @@ def _attribute(module: object, name: str) -> object:
     return module
 
 
-def without_dead_nodes(joint: JointGraph) -> JointGraph:
+def without_dead_nodes(joint: CapturedGraph) -> CapturedGraph:
     """Return the graph with only the nodes on which its results depend."""
     results = (joint.gradients, joint.mutations, joint.outputs)
     needed = {joint.loss, *(value for pairs in results for _, value in pairs)}
-    live: list[JointNode] = []
+    live: list[GraphNode] = []
     for node in reversed(joint.nodes):
         if needed.intersection(node.results):
             live.append(node)

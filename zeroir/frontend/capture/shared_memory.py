@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zeroir.errors import UserError
 from zeroir.frontend._torch_hooks import gradient_hooks
 from zeroir.frontend._torch_private import storage_address
-from zeroir.frontend.capture.joint_graph import InputKind, JointGraph
+from zeroir.frontend.capture.captured_graph import CapturedGraph, InputKind
 
 NamePair = tuple[str, str]
 
@@ -83,7 +83,7 @@ def overlapping_tensors(model: nn.Module) -> list[NamePair]:
     return _overlaps([*parameters, *model.named_buffers()])
 
 
-def require_apart(joint: JointGraph, overlapping: Sequence[NamePair]) -> None:
+def require_apart(joint: CapturedGraph, overlapping: Sequence[NamePair]) -> None:
     """Raise a UserError if one of two tensors that share memory changes in a step and the other one is used."""
     changing = {name for name, _ in (*joint.gradients, *joint.mutations)}
     read = {value for node in joint.nodes for value in node.refs()}

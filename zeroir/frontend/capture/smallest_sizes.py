@@ -17,12 +17,12 @@ from typing import Final, NamedTuple
 
 from zeroir.errors import ShapesError
 from zeroir.frontend._torch_sizes import Assumption, DimEnv, DimRange, SplitError
-from zeroir.frontend.capture.joint_graph import JointGraph
+from zeroir.frontend.capture.captured_graph import CapturedGraph
 from zeroir.ir.dtypes import DType
 from zeroir.ir.segments.segment import NodeArg, Ref, TensorType
 from zeroir.ir.sizes import Dim, Size
 
-Traces = tuple[JointGraph | None, ...]
+Traces = tuple[CapturedGraph | None, ...]
 """The graphs of a step and of an evaluation."""
 
 
@@ -149,7 +149,7 @@ _Computation = tuple[object, ...]
 
 
 def _results(
-    joint: JointGraph | None, values: Mapping[Dim, int], numbers: dict[_Computation, int]
+    joint: CapturedGraph | None, values: Mapping[Dim, int], numbers: dict[_Computation, int]
 ) -> object:
     """Return the numbers of a graph's results where dims have these values; equal ones have equal elements in order."""
     if joint is None:

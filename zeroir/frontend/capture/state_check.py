@@ -21,7 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeroir.errors import UserError
-from zeroir.frontend.capture.joint_graph import JointGraph
+from zeroir.frontend.capture.captured_graph import CapturedGraph
 from zeroir.frontend.capture.loss_step import LossStep
 from zeroir.frontend.capture.python_state import (
     PythonState,
@@ -42,11 +42,11 @@ class ChangedState:
 
 
 def checked_state(
-    joint: JointGraph,
+    joint: CapturedGraph,
     model: nn.Module,
     mode: FakeTensorMode,
     step: LossStep,
-    capture: Callable[[], JointGraph],
+    capture: Callable[[], CapturedGraph],
 ) -> ChangedState:
     """Return what forward does to the state, if the next forward computes the same.
 
@@ -93,7 +93,7 @@ def checked_state(
 
 
 def stores_of_evaluation(
-    joint: JointGraph, model: nn.Module, step: LossStep, capture: Callable[[], JointGraph]
+    joint: CapturedGraph, model: nn.Module, step: LossStep, capture: Callable[[], CapturedGraph]
 ) -> tuple[StorePlace, ...]:
     """Return where each evaluation stores tensors; ``joint`` is its graph, from the present state of ``step``."""
     first = step.state
@@ -127,25 +127,25 @@ def note_on_stores(names: Sequence[str]) -> str:
     )
 
 
-def _is_captured_alike(joint: JointGraph, capture: Callable[[], JointGraph]) -> bool:
+def _is_captured_alike(joint: CapturedGraph, capture: Callable[[], CapturedGraph]) -> bool:
     try:
         return _computation(capture()) == _computation(joint)
     except Exception:  # noqa: BLE001 - torch raises various errors at the tensors of an earlier capture
         return False
 
 
-def _computation(joint: JointGraph) -> JointGraph:
+def _computation(joint: CapturedGraph) -> CapturedGraph:
     """Return a joint graph without the origins of its nodes."""
     nodes = tuple(replace(node, origin=None, source="") for node in joint.nodes)
     return replace(joint, nodes=nodes)
 
 
 def _counter_note(
-    joint: JointGraph,
+    joint: CapturedGraph,
     model: nn.Module,
     step: LossStep,
     names: Sequence[str],
-    capture: Callable[[], JointGraph],
+    capture: Callable[[], CapturedGraph],
 ) -> str:
     """Return a sentence on numbers that change at every call without effect; UserError for other state."""
     counters = list(number_attributes(model, names))
@@ -162,12 +162,12 @@ def _counter_note(
 
 
 def _unread(
-    joint: JointGraph,
+    joint: CapturedGraph,
     model: nn.Module,
     step: LossStep,
     stores: Sequence[StorePlace],
     containers: Sequence[Container],
-    capture: Callable[[], JointGraph],
+    capture: Callable[[], CapturedGraph],
 ) -> tuple[StorePlace, ...]:
     """Return those of the places that the next forward does not read.
 
@@ -195,11 +195,11 @@ def _unread(
 
 
 def _enter_nothing(
-    joint: JointGraph,
+    joint: CapturedGraph,
     model: nn.Module,
     step: LossStep,
     counters: Sequence[tuple[nn.Module, str, float]],
-    capture: Callable[[], JointGraph],
+    capture: Callable[[], CapturedGraph],
 ) -> bool:
     """Return whether capture gives the same graph with unreadable numbers instead of ``counters``."""
     reads: list[str] = []
@@ -254,7 +254,7 @@ def _kept_tensor_note(
     mode: FakeTensorMode,
     step: LossStep,
     changed: Sequence[str],
-    capture: Callable[[], JointGraph],
+    capture: Callable[[], CapturedGraph],
 ) -> str:
     """Return a sentence on tensors that the first forward stores and later ones use; UserError if they change."""
     step.state.restore()

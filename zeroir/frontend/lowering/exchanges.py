@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, zip_longest
 
-from zeroir.frontend.capture.joint_graph import JointNode
+from zeroir.frontend.capture.captured_graph import GraphNode
 from zeroir.frontend.lowering.segment_calls import SegmentCall
 from zeroir.frontend.lowering.unit_call import UnitCall
 from zeroir.ir.buffers import Region
@@ -20,7 +20,7 @@ from zeroir.ir.segments.segment import Node, Ref
 from zeroir.torch_ops.ranks import GATHER, REDUCE
 
 
-def is_exchange(node: JointNode | Node) -> bool:
+def is_exchange(node: GraphNode | Node) -> bool:
     """Return whether ranks exchange tensors at a node."""
     return node.op in (GATHER, REDUCE)
 
@@ -37,10 +37,10 @@ def split_at_exchanges(call: UnitCall) -> list[UnitCall]:
     ]
 
 
-def _parts(nodes: Sequence[JointNode]) -> list[list[JointNode]]:
+def _parts(nodes: Sequence[GraphNode]) -> list[list[GraphNode]]:
     """Return the nodes that need no exchange, exchanges, what needs those, exchanges, and so on."""
     part_of = _part_of_values(nodes)
-    parts: list[list[JointNode]] = [[]]
+    parts: list[list[GraphNode]] = [[]]
     for node in nodes:
         at = part_of[node.results[0]]
         while len(parts) <= at + at % 2:
@@ -49,10 +49,10 @@ def _parts(nodes: Sequence[JointNode]) -> list[list[JointNode]]:
     return parts
 
 
-def _part_of_values(nodes: Sequence[JointNode]) -> dict[int, int]:
+def _part_of_values(nodes: Sequence[GraphNode]) -> dict[int, int]:
     """Return the number of the part of each result: as early as possible, but what needs no value where it is used."""
     part_of: dict[int, int] = {}
-    free: dict[int, JointNode] = {}
+    free: dict[int, GraphNode] = {}
     for node in nodes:
         # Parts of even numbers compute.
         at = max((part_of.get(ref, 0) for ref in node.refs()), default=0)

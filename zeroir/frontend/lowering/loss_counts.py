@@ -9,7 +9,7 @@ from typing import Final
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zeroir.frontend.capture.joint_graph import InputKind, JointGraph, JointNode
+from zeroir.frontend.capture.captured_graph import CapturedGraph, GraphNode, InputKind
 from zeroir.ir.dtypes import DType
 from zeroir.ir.segments.segment import NodeArg, Ref, TensorType
 from zeroir.ir.sizes import Size
@@ -89,7 +89,7 @@ Count = CountedLabels | Total | CountedElements
 class LossGraph:
     """The nodes before the loss, and what their values are made of."""
 
-    def __init__(self, joint: JointGraph, example: Mapping[str, Tensor]) -> None:
+    def __init__(self, joint: CapturedGraph, example: Mapping[str, Tensor]) -> None:
         self.joint = joint
         self.inputs = {item.value: item for item in joint.inputs}
         self._example = example
@@ -172,9 +172,9 @@ class LossGraph:
         used = {ref for node in self.nodes_of(value) for ref in node.refs()} | {value}
         return {ref for ref in used if ref not in self._makers}
 
-    def nodes_of(self, value: int) -> list[JointNode]:
+    def nodes_of(self, value: int) -> list[GraphNode]:
         """Return the nodes that compute a value, in execution order."""
-        needed, nodes = {value}, list[JointNode]()
+        needed, nodes = {value}, list[GraphNode]()
         for node in reversed(self._nodes):
             if needed.intersection(node.results):
                 nodes.append(node)
@@ -193,7 +193,7 @@ class LossGraph:
 
     # --------------------------------------------------------------------------------------------- sums and means
 
-    def _terms(self, node: JointNode) -> list[int]:
+    def _terms(self, node: GraphNode) -> list[int]:
         """Return the values that a node adds up, with factors that no batch changes; none if it does something else."""
         operands = [arg.index for arg in node.args if isinstance(arg, Ref)]
         if node.is_view or node.op in _SAME:
@@ -206,7 +206,7 @@ class LossGraph:
         is_divisor = node.op == "aten.div.Tensor" and scaled != operands[:1]
         return scaled if node.op in _SCALINGS and len(scaled) == 1 and not is_divisor else []
 
-    def _reduction(self, node: JointNode) -> NodeArg:
+    def _reduction(self, node: GraphNode) -> NodeArg:
         """Return which number a node makes of all elements of its first argument; None if it does something else."""
         if node.op in _LOSSES:
             return node.args[3]
@@ -247,7 +247,7 @@ class LossGraph:
             return False
         return node.op in _LOSSES or not self._has_reductions(next(node.refs()))
 
-    def _total(self, divisor: NodeArg) -> JointNode | None:
+    def _total(self, divisor: NodeArg) -> GraphNode | None:
         """Return the sum that a divisor is, apart from what keeps it from 0: at least 1, or a little more."""
         while isinstance(divisor, Ref):
             node = self._makers.get(self._source(divisor.index))
@@ -260,7 +260,7 @@ class LossGraph:
                 return None
         return None
 
-    def _is_divided_by_batch(self, node: JointNode) -> bool:
+    def _is_divided_by_batch(self, node: GraphNode) -> bool:
         """Return whether a node divides by one number that the data decide, or by a number of elements."""
         if node.op not in ("aten.div.Tensor", "aten.reciprocal.default"):
             return False
@@ -277,12 +277,12 @@ class LossGraph:
         is_scaled = bool(dividends) and is_data and total is None
         return kinds <= {InputKind.BATCH, InputKind.CONSTANT} and not is_scaled
 
-    def _type_summed(self, total: JointNode) -> TensorType:
+    def _type_summed(self, total: GraphNode) -> TensorType:
         return self.type_of(self._source(next(total.refs())))
 
     # --------------------------------------------------------------------------------------------- labels
 
-    def _labels_of(self, node: JointNode) -> Count | None:
+    def _labels_of(self, node: GraphNode) -> Count | None:
         """Return the labels of which a node computes the mean loss; None if it computes something else."""
         if node.op not in _LOSSES:
             return None
@@ -296,7 +296,7 @@ class LossGraph:
             return self._elements_of(value)
         return CountedLabels(value, ignored)
 
-    def _labels_in(self, total: JointNode) -> CountedLabels | None:
+    def _labels_in(self, total: GraphNode) -> CountedLabels | None:
         """Return the labels that a sum counts: those that differ from one, as label smoothing does."""
         compared, is_negated = self._operand(total), False
         if compared is not None and compared.op in (
@@ -331,7 +331,7 @@ class LossGraph:
 
     # --------------------------------------------------------------------------------------------- values
 
-    def _operand(self, node: JointNode) -> JointNode | None:
+    def _operand(self, node: GraphNode) -> GraphNode | None:
         (first, *_) = node.args
         return self._makers.get(self._source(first.index)) if isinstance(first, Ref) else None
 

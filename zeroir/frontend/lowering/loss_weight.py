@@ -27,7 +27,7 @@ from typing import Final, assert_never
 
 from torch import Tensor
 
-from zeroir.frontend.capture.joint_graph import JointGraph, JointNode
+from zeroir.frontend.capture.captured_graph import CapturedGraph, GraphNode
 from zeroir.frontend.lowering.loss_counts import (
     Count,
     CountedElements,
@@ -57,7 +57,7 @@ class LossWeight:
 
 
 def loss_weight(
-    joint: JointGraph, example: Mapping[str, Tensor], *, is_near_1: bool = False
+    joint: CapturedGraph, example: Mapping[str, Tensor], *, is_near_1: bool = False
 ) -> LossWeight | None:
     """Return the weight of a batch that follows from the loss; None where the loss is not one such mean.
 
@@ -82,7 +82,7 @@ def loss_weight(
     )
 
 
-def may_count_differently(joint: JointGraph, example: Mapping[str, Tensor]) -> bool:
+def may_count_differently(joint: CapturedGraph, example: Mapping[str, Tensor]) -> bool:
     """Return whether the loss has a mean over elements of which batches of one shape may have different numbers."""
     return LossGraph(joint, example).has_uneven_means()
 
@@ -153,7 +153,7 @@ class _UnfinishedWeight:
 
 
 def _built(
-    node: JointNode, types: tuple[TensorType | None, ...], numbers: Mapping[int, int]
+    node: GraphNode, types: tuple[TensorType | None, ...], numbers: Mapping[int, int]
 ) -> Node:
     def own(arg: NodeArg) -> NodeArg:
         return renumbered(arg, numbers)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from zeroir.config import CompileOptions
 from zeroir.errors import InternalError, UserError
+from zeroir.frontend.capture.captured_graph import CapturedGraph
 from zeroir.frontend.capture.captured_model import CapturedModel
-from zeroir.frontend.capture.joint_graph import JointGraph
 from zeroir.frontend.capture.module_tensors import TensorInfo
 from zeroir.frontend.lowering.micro_step import RANK, SegmentCallsBuilder, output_buffers
 from zeroir.frontend.lowering.parameter_groups import (
@@ -160,7 +160,7 @@ def _dims(captured: CapturedModel) -> tuple[Dim, ...]:
     return tuple(sorted(dims, key=lambda dim: dim.name))
 
 
-def _outputs(joint: JointGraph) -> tuple[OutputBinding, ...]:
+def _outputs(joint: CapturedGraph) -> tuple[OutputBinding, ...]:
     bindings: list[OutputBinding] = []
     buffers = output_buffers(joint)
     for output, value in joint.outputs:

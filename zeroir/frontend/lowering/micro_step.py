@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
+from zeroir.frontend.capture.captured_graph import CapturedGraph, GraphInput, InputKind, OutputName
 from zeroir.frontend.capture.captured_model import CapturedEvaluation, CapturedModel
-from zeroir.frontend.capture.joint_graph import InputKind, JointGraph, JointInput, OutputName
 from zeroir.frontend.capture.module_tensors import TensorInfo
 from zeroir.frontend.lowering.exchanges import collectives
 from zeroir.frontend.lowering.segment_calls import (
@@ -206,7 +206,7 @@ class SegmentCallsBuilder:
         region = _region(name, source.offset, span_numel(kind.shape, kind.stride))
         return Argument(view=View(region=region, shape=kind.shape, stride=kind.stride))
 
-    def _input_buffer(self, item: JointInput) -> str:
+    def _input_buffer(self, item: GraphInput) -> str:
         match item.kind:
             case InputKind.TANGENT:
                 return "loss_scale"
@@ -269,7 +269,7 @@ _OUTPUT: Final = {None: "output", Storing.STEP: "stored", Storing.EVALUATION: "e
 """The first words of the names of output buffers."""
 
 
-def output_buffers(joint: JointGraph) -> dict[OutputName, str]:
+def output_buffers(joint: CapturedGraph) -> dict[OutputName, str]:
     """Return the names of output buffers: the words of the path, and a number if necessary."""
     names: dict[OutputName, str] = {}
     for output, _ in joint.outputs:

@@ -15,7 +15,7 @@ import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zeroir.frontend.capture.joint_graph import InputKind, JointGraph, JointNode, ModuleCall
+from zeroir.frontend.capture.captured_graph import CapturedGraph, GraphNode, InputKind, ModuleCall
 from zeroir.frontend.lowering.exchanges import split_at_exchanges
 from zeroir.frontend.lowering.unit_call import UnitCall
 from zeroir.frontend.lowering.units import ROOT, ROOT_MID, ROOT_POST, ROOT_PRE, UnitModules
@@ -26,11 +26,11 @@ class _ForwardRange:
     """Consecutive forward nodes of one call of a unit's module, or of none."""
 
     call: ModuleCall | None
-    nodes: list[JointNode]
+    nodes: list[GraphNode]
 
 
 def partition(
-    joint: JointGraph, units: UnitModules, canonical: Mapping[str, str]
+    joint: CapturedGraph, units: UnitModules, canonical: Mapping[str, str]
 ) -> list[UnitCall]:
     """Return the unit calls in the order of their forwards.
 
@@ -49,7 +49,7 @@ def partition(
 
 
 def parameter_of(
-    value: int, parents: Mapping[int, JointNode], names: Mapping[int, str]
+    value: int, parents: Mapping[int, GraphNode], names: Mapping[int, str]
 ) -> str | None:
     """Return the parameter of which a value is a view or cast, or a chain of them; None for other values."""
     while value not in names:
@@ -60,7 +60,7 @@ def parameter_of(
     return names[value]
 
 
-def _forward_ranges(joint: JointGraph, units: UnitModules) -> list[_ForwardRange]:
+def _forward_ranges(joint: CapturedGraph, units: UnitModules) -> list[_ForwardRange]:
     """Return the forward nodes in maximal ranges of one call of a unit's module, or of none."""
     ranges: list[_ForwardRange] = []
     range_of: dict[int, int] = {}
@@ -86,7 +86,7 @@ def _forward_ranges(joint: JointGraph, units: UnitModules) -> list[_ForwardRange
 
 
 def _merged(
-    ranges: list[_ForwardRange], parents: Mapping[int, JointNode], names: Mapping[int, str]
+    ranges: list[_ForwardRange], parents: Mapping[int, GraphNode], names: Mapping[int, str]
 ) -> list[_ForwardRange]:
     """Merge a range between two unit calls into the call before it, unless it uses parameters of its own."""
     merged: list[_ForwardRange] = []
@@ -100,7 +100,7 @@ def _merged(
 
 
 def _parameters(
-    nodes: list[JointNode], parents: Mapping[int, JointNode], names: Mapping[int, str]
+    nodes: list[GraphNode], parents: Mapping[int, GraphNode], names: Mapping[int, str]
 ) -> list[str]:
     parameters = (parameter_of(ref, parents, names) for node in nodes for ref in node.refs())
     return list(dict.fromkeys(name for name in parameters if name is not None))
@@ -109,7 +109,7 @@ def _parameters(
 def _unit_calls(
     ranges: list[_ForwardRange],
     units: UnitModules,
-    parents: Mapping[int, JointNode],
+    parents: Mapping[int, GraphNode],
     names: Mapping[int, str],
 ) -> list[UnitCall]:
     """Return a unit call for each range; ranges outside the units belong to parts of the root."""
@@ -144,7 +144,7 @@ def _unit_calls(
     return unit_calls
 
 
-def _add_backward(joint: JointGraph, unit_calls: list[UnitCall]) -> None:
+def _add_backward(joint: CapturedGraph, unit_calls: list[UnitCall]) -> None:
     # Without forward nodes there is one unit call, whose origin does not matter.
     origins = sorted(
         (node.origin, at)
@@ -155,7 +155,7 @@ def _add_backward(joint: JointGraph, unit_calls: list[UnitCall]) -> None:
     origins = origins or [(0, 0)]
     keys = [origin for origin, _ in origins]
     call_of: dict[int, int] = {}
-    unassigned: list[JointNode] = []
+    unassigned: list[GraphNode] = []
     for node in joint.nodes:
         if not node.is_backward:
             continue
@@ -189,9 +189,9 @@ def _add_backward(joint: JointGraph, unit_calls: list[UnitCall]) -> None:
             unit_calls[call_of[node.results[0]]].backward.append(node)
 
 
-def _users(joint: JointGraph, nodes: list[JointNode]) -> dict[int, list[JointNode]]:
+def _users(joint: CapturedGraph, nodes: list[GraphNode]) -> dict[int, list[GraphNode]]:
     """Return the nodes that use each result of the given nodes."""
-    users: dict[int, list[JointNode]] = {result: [] for node in nodes for result in node.results}
+    users: dict[int, list[GraphNode]] = {result: [] for node in nodes for result in node.results}
     if users:
         for node in joint.nodes:
             for ref in set(node.refs()) & users.keys():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroir.frontend.capture.joint_graph import OutputName
+from zeroir.frontend.capture.captured_graph import OutputName
 from zeroir.ir.segments.segment import Segment, TensorType
 
 

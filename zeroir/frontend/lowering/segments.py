@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zeroir.errors import InternalError, UserError
-from zeroir.frontend.capture.joint_graph import Alias, InputKind, JointGraph, JointNode
+from zeroir.frontend.capture.captured_graph import Alias, CapturedGraph, GraphNode, InputKind
 from zeroir.frontend.lowering.exchanges import is_exchange
 from zeroir.frontend.lowering.partition import parameter_of
 from zeroir.frontend.lowering.segment_calls import (
@@ -35,7 +35,7 @@ class _UnfinishedSegment:
 
     unit_call: UnitCall
     is_backward: bool
-    nodes: list[JointNode]
+    nodes: list[GraphNode]
     sinks: list[tuple[int, Sink]] = field(default_factory=list)
 
     @property
@@ -45,7 +45,7 @@ class _UnfinishedSegment:
 
 
 def cut(
-    joint: JointGraph,
+    joint: CapturedGraph,
     unit_calls: Sequence[UnitCall],
     canonical: Mapping[str, str],
     *,
@@ -63,7 +63,7 @@ def cut(
 class _Cutter:
     def __init__(
         self,
-        joint: JointGraph,
+        joint: CapturedGraph,
         unit_calls: Sequence[UnitCall],
         canonical: Mapping[str, str],
         forward: str,
@@ -84,7 +84,7 @@ class _Cutter:
         ]
         # Segments by the text of their name and contents, so that equal ones are built once.
         self.built: dict[str, Segment] = {}
-        self.parents: dict[int, JointNode] = {}
+        self.parents: dict[int, GraphNode] = {}
         self.segment_of: dict[int, int] = {}
         for at, segment in enumerate(self.segments):
             for node in segment.nodes:
@@ -107,7 +107,7 @@ class _Cutter:
                 calls.append(call)
         return tuple(reversed(calls))
 
-    def _register(self, node: JointNode, at: int) -> None:
+    def _register(self, node: GraphNode, at: int) -> None:
         for result in node.results:
             self.parents[result] = node
             self.segment_of[result] = at
@@ -172,7 +172,7 @@ class _Cutter:
         index = len(self.types)
         self.types.append(kind)
         self.aliases.append(Alias(root=index, offset=0))
-        node = JointNode(
+        node = GraphNode(
             op=op, args=args, kwargs=kwargs, results=(index,), is_backward=self.segments[at].is_backward,
             is_view=False, is_gradient_sum=False, calls=None, origin=None, source="", flops=0,
             workspace_bytes=None,
@@ -242,11 +242,11 @@ class _Cutter:
             is_exchange=unfinished.is_exchange,
         )
 
-    def _live(self, at: int) -> list[JointNode]:
+    def _live(self, at: int) -> list[GraphNode]:
         """Return the nodes on which the segment's outputs depend, in execution order."""
         segment = self.segments[at]
         needed = {value for value, _ in segment.sinks}
-        live: list[JointNode] = []
+        live: list[GraphNode] = []
         for node in reversed(segment.nodes):
             if needed.intersection(node.results):
                 live.append(node)
@@ -289,7 +289,7 @@ class _SegmentBuilder:
     def __init__(self, cutter: _Cutter, at: int) -> None:
         self._cutter = cutter
         self._at = at
-        self._nodes: list[JointNode] = []
+        self._nodes: list[GraphNode] = []
         self.sources: list[SegmentSource] = []
         self._positions: dict[SegmentSource, int] = {}
         # The position of each value of the joint graph that the segment takes, and the values that it computes.
@@ -307,7 +307,7 @@ class _SegmentBuilder:
                 index += 1
         return dict(sorted(numbers.items(), key=lambda item: item[1]))
 
-    def add(self, node: JointNode) -> None:
+    def add(self, node: GraphNode) -> None:
         """Append a node, after the casts and views of parameters that it reads."""
         for ref in node.refs():
             self._require(ref)

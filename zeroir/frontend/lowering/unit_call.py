@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zeroir.frontend.capture.joint_graph import JointNode
+from zeroir.frontend.capture.captured_graph import GraphNode
 
 
 @dataclass(slots=True)
@@ -14,5 +14,5 @@ class UnitCall:
     unit: str
     label: str
     index: int
-    forward: list[JointNode] = field(default_factory=list)
-    backward: list[JointNode] = field(default_factory=list)
+    forward: list[GraphNode] = field(default_factory=list)
+    backward: list[GraphNode] = field(default_factory=list)

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from zeroir.errors import UserError
-from zeroir.frontend.capture.joint_graph import ModuleCall
+from zeroir.frontend.capture.captured_graph import ModuleCall
 from zeroir.torch_ops.frozen_modules import frozen_modules
 
 ROOT = "root"

@@ -1,6 +1,6 @@
 """Opaque modules of a model: while it is traced, their forward is one operator, which runs their code as it is.
 
-What such a call returns is found out when the model is traced (``found_out``).
+What such a call returns is found out when the model is traced (``module_results``).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from zeroir.frontend.opaque.eager_forward import (
     own_tensors,
     present_tensors,
 )
-from zeroir.frontend.opaque.found_out import (
+from zeroir.frontend.opaque.module_results import (
     InputType,
+    ModuleResults,
     OpaqueModule,
-    WhatItReturns,
-    found_out,
     name_in_sentences,
+    results_of_module,
 )
 from zeroir.frontend.opaque.structure import (
     CannotRunError,
@@ -230,7 +230,7 @@ class OpaqueModules:
     source: ModelSource
     reasons: Mapping[str, str]
     mode: FakeTensorMode
-    found: dict[tuple[type, str], WhatItReturns]
+    found: dict[tuple[type, str], ModuleResults]
     _known: dict[str, CapturedCall] = field(default_factory=dict)
     _label: str = ""
 
@@ -300,7 +300,9 @@ class OpaqueModules:
         of_class = type(traced), f"{call} {types} {polynomials}"
         if of_class not in self.found:
             mode = self.mode if self.mode.shape_env is None else fake_mode()
-            self.found[of_class] = found_out(eager, module, types, polynomials, trained, mode)
+            self.found[of_class] = results_of_module(
+                eager, module, types, polynomials, trained, mode
+            )
         found = self.found[of_class]
         # Calls that differ in sizes alone are one.
         kind = _digest(

@@ -12,7 +12,7 @@ from torch import nn
 
 from zeroir.errors import UserError
 from zeroir.frontend.lowering.units import inside_of
-from zeroir.frontend.opaque.found_out import WhatItReturns
+from zeroir.frontend.opaque.module_results import ModuleResults
 from zeroir.frontend.opaque.structure import CannotRunError
 
 NONE: Final = "none"
@@ -54,7 +54,7 @@ class OpaqueChoice:
 
     option: str | None = None
     reasons: dict[str, str] = field(default_factory=dict)
-    found: dict[tuple[type, str], WhatItReturns] = field(default_factory=dict)
+    found: dict[tuple[type, str], ModuleResults] = field(default_factory=dict)
     _paths: frozenset[str] = frozenset()
     _classes: dict[str, type] = field(default_factory=dict)
 

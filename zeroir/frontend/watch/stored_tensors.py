@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from zeroir.errors import InternalError
 from zeroir.frontend._torch_private import is_traced
-from zeroir.frontend.capture.joint_graph import OutputName
+from zeroir.frontend.capture.captured_graph import OutputName
 from zeroir.frontend.source.namespaces import PLAIN, PlaceId, place_id
 from zeroir.ir.reports import Storing
 from zeroir.torch_ops.types import IR_DTYPE

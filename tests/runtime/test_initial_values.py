@@ -22,7 +22,7 @@ from zeroir.api.running.run_lowering import construction_note
 from zeroir.errors import UserError
 from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.execution.lockstep import Lockstep
-from zeroir.runtime.state import initial
+from zeroir.runtime.state import initial_values
 from zeroir.runtime.state.digests import Digester
 
 SEED = 11
@@ -68,7 +68,7 @@ def test_values_do_not_depend_on_the_size_of_messages(
     program = lowered(mlp(dim=24, precision="bf16"), 2, 2)
     wanted = Lockstep(program)
     wanted.initialise(small, SEED)
-    monkeypatch.setattr(initial, "MESSAGE_BYTES", message_bytes)
+    monkeypatch.setattr(initial_values, "MESSAGE_BYTES", message_bytes)
     found = Lockstep(program)
     found.initialise(small, SEED)
     for key, value in wanted.full_state().items():

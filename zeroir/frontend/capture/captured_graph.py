@@ -32,7 +32,7 @@ class InputKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JointInput:
+class GraphInput:
     """An input: a parameter or buffer by its fully-qualified name, a batch tensor by its path.
 
     ``data`` are the bytes of a constant, and ``outside`` is the tensor of the user's code that has its present values.
@@ -54,7 +54,7 @@ class ModuleCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JointNode:
+class GraphNode:
     """One op. ``calls`` are the module calls that contain it, outermost first; None if they are unknown.
 
     ``origin`` is the number of the torch function's call, in the order of the model's calls; all nodes of one call
@@ -97,7 +97,7 @@ class OutputName(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JointGraph:
+class CapturedGraph:
     """The joint graph. ``types`` and ``aliases`` are by value number; a root aliases itself at offset 0.
 
     ``gradients`` pairs parameter names (a tied parameter under each of its names) with values; ``mutations`` pairs
@@ -106,8 +106,8 @@ class JointGraph:
     """
 
     place: str
-    inputs: tuple[JointInput, ...]
-    nodes: tuple[JointNode, ...]
+    inputs: tuple[GraphInput, ...]
+    nodes: tuple[GraphNode, ...]
     types: tuple[TensorType | None, ...]
     aliases: tuple[Alias, ...]
     loss: int

@@ -73,7 +73,7 @@ class InputType(NamedTuple):
     dtype: torch.dtype
 
 
-class WhatItReturns(NamedTuple):
+class ModuleResults(NamedTuple):
     """What a module returns: without tensors, the types of its results, and the inputs that it may change.
 
     ``results`` are the tensors that it returns, then those inputs. ``sizes`` are the sizes of the tensors, then the
@@ -88,14 +88,14 @@ class WhatItReturns(NamedTuple):
     workspaces: tuple[int, int] | None
 
 
-def found_out(
+def results_of_module(
     eager: EagerForward,
     module: OpaqueModule,
     inputs: Sequence[InputType],
     sizes: Sequence[int],
     trained: tuple[int, ...],
     mode: FakeTensorMode,
-) -> WhatItReturns:
+) -> ModuleResults:
     """Run a module, and return what it returns for inputs of these types, some of which are ``trained``.
 
     ``sizes`` are those among its arguments that depend on dims, and ``mode`` is one without dims.
@@ -108,7 +108,7 @@ def found_out(
     try:
         # Modes of the trace are those of its thread.
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(trial.found_out).result()
+            return thread.submit(trial.run).result()
     except UserError as error:
         raise CannotRunError(eager.path, str(error)) from None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the module's code
@@ -156,7 +156,7 @@ class _Trial:
     _needs_values: bool = False
     _integer: int = 0
 
-    def found_out(self) -> WhatItReturns:
+    def run(self) -> ModuleResults:
         dims = {
             dim
             for size in (*self.sizes, *(size for each in self.inputs for size in each.shape))
@@ -193,7 +193,7 @@ class _Trial:
             *(ResultType(each.order, each.dtype, each.is_differentiated) for each in tensors),
             *(self._type_of_changed(i) for i in may_change),
         )
-        return WhatItReturns(
+        return ModuleResults(
             returned=structure,
             results=results,
             sizes=tuple(sizes),

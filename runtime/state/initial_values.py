@@ -1,6 +1,6 @@
 """The initial values of persistent buffers.
 
-Rank 0 has the module: it builds it on the CPU, or got it from the user (``module_values``). It sends the values to all
+Rank 0 has the module: it builds it on the CPU, or got it from the user (``initial_module``). It sends the values to all
 ranks, tensor by tensor, in messages of a few MiB; every rank copies the elements of its own buffers. As soon as the
 values of a tensor are sent, rank 0 frees it, so the model exists only once. The parameters are those of plain PyTorch,
 whatever the constructor does. Digests then verify that the ranks have the values of rank 0.
@@ -31,9 +31,9 @@ from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.memory.tensors import common
 from zeroir.runtime.state.digests import Digester
 from zeroir.runtime.state.full_parameters import flat_buffers
-from zeroir.runtime.state.module_values import (
+from zeroir.runtime.state.initial_module import (
     Factory,
-    ModuleValues,
+    InitialModule,
     StateSource,
     built,
     built_without_values,
@@ -98,14 +98,14 @@ def _open(
     state: StateSource | None,
     *,
     keep_module: bool,
-) -> ModuleValues:
+) -> InitialModule:
     """Return the values of rank 0."""
     is_in_hand = isinstance(source, nn.Module)
     if isinstance(source, nn.Module):
         module = source
     else:
         module = built(source, seed) if state is None else built_without_values(source)
-    values = ModuleValues(
+    values = InitialModule(
         program, module, state, is_kept=keep_module and is_in_hand, is_made=not is_in_hand
     )
     shared = values.shared_storage()
@@ -231,7 +231,7 @@ def _hand_out(
     program: Program,
     tensors: Sequence[_ModuleTensor],
     memories: Sequence[RankMemory],
-    values: ModuleValues | None,
+    values: InitialModule | None,
     from_rank_zero: RankZeroValues,
 ) -> Tensor:
     """Fill the buffers of all ranks with the values, which rank 0 has.
@@ -254,7 +254,7 @@ def _hand_out(
     return torch.stack(sent)
 
 
-def _dtype_codes(tensors: Sequence[_ModuleTensor], values: ModuleValues | None) -> Tensor:
+def _dtype_codes(tensors: Sequence[_ModuleTensor], values: InitialModule | None) -> Tensor:
     """Read tensors; return the dtypes of their values, as positions in ``_DTYPES``."""
     assert values is not None  # on rank 0
     codes = [_DTYPES.index(IR_DTYPE[values.fetch(tensor.name)]) for tensor in tensors]
@@ -266,7 +266,7 @@ def _hand_out_batch(
     tensors: Sequence[_ModuleTensor],
     dtypes: Sequence[torch.dtype],
     memories: Sequence[RankMemory],
-    source: ModuleValues | None,
+    source: InitialModule | None,
     from_rank_zero: RankZeroValues,
     message: Tensor,
 ) -> list[Tensor]:

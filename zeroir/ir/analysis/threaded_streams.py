@@ -15,7 +15,7 @@ _Copying = ops.Transfer | ops.Memory | ops.Fill
 """The kinds of ops on streams that threads issue."""
 
 
-def issued_apart(program: Program) -> frozenset[str]:
+def threaded_streams(program: Program) -> frozenset[str]:
     """Return the device streams that threads issue: copy streams that wait, directly or indirectly, for a thread."""
     of_host = {s.name for s in program.streams if s.executor is not Executor.DEVICE}
     copying = {s.name for s in program.streams} - of_host - {COMPUTE}

@@ -1,4 +1,4 @@
-"""The initial values of a program: those of a module that rank 0 builds, or of a module that the user passes.
+"""The module with whose values a program begins: one that rank 0 builds, or one that the user passes.
 
 The values of a built module are those of ``torch.manual_seed(seed); model()``, because exactly that runs. Those of a
 given module are its present ones. A module whose tensors are on the meta device takes them from a *state*, for example
@@ -96,7 +96,7 @@ def held_tensors(program: Program) -> list[HeldTensor]:
     ]
 
 
-class ModuleValues:
+class InitialModule:
     """The values of a module's tensors by name, from the state where it has them. Only rank 0 reads them.
 
     With ``is_kept`` the module keeps its tensors. A module that ``is_made`` for these values may share buffers with the
