@@ -1,0 +1,124 @@
+"""The second checker agrees with the verifier about valid and damaged programs, and imports nothing of zeroir."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.support.mutate import MUTATIONS
+from tests.support.subjects import CAPTURED, NAMES, subject
+from tools.checker.reading import read_bytes
+from tools.compare_checkers import OUTCOMES, judged, second_findings
+from zeroir.artifact.file import Artifact, save, to_bytes
+from zeroir.verify import Reference
+
+QUICK = [name for name in NAMES if name not in CAPTURED]
+STRICTER = {"drop-write-back", "fill-part", "half-transfer", "rename-events", "skip-page-in"}
+"""Damages whose kind alone may change nothing where the elements are padding, which the verifier refuses."""
+
+
+def artifact(name: str) -> Artifact:
+    made = subject(name)
+    return Artifact(
+        logical=made.logical,
+        scheduled=made.scheduled,
+        model_path="model.py",
+        model_sha256="",
+        torch_version="",
+        zeroir_version="",
+    )
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_valid_program_is_accepted(name: str) -> None:
+    assert second_findings(subject(name).logical, subject(name).scheduled) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(CAPTURED))
+def test_a_valid_captured_program_is_accepted(name: str) -> None:
+    assert second_findings(subject(name).logical, subject(name).scheduled) == []
+
+
+def check_agreement(name: str, seed: int) -> None:
+    made, chance = subject(name), Random(f"{name} {seed}")
+    for kind in chance.choices(sorted(MUTATIONS), k=100):
+        mutant = MUTATIONS[kind](made.scheduled, chance)
+        if mutant is not None and mutant != made.scheduled:
+            break
+    else:
+        return
+    verdict = judged(name, mutant, kind, Reference(made.logical))
+    agreed = {OUTCOMES[0], OUTCOMES[1]}
+    if kind in STRICTER:
+        agreed.add(OUTCOMES[2])
+    assert verdict.outcome in agreed, f"{name} {seed} {kind}: {verdict.outcome}: {verdict.why}"
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_both_agree_about_damaged_programs(name: str) -> None:
+    for seed in range(2):
+        check_agreement(name, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_both_agree_about_many_damaged_programs(name: str) -> None:
+    for seed in range(2, 12):
+        check_agreement(name, seed)
+
+
+def test_it_imports_nothing_of_zeroir() -> None:
+    own = {"tools", "msgpack"}
+    for path in Path("tools/checker").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                top = name.partition(".")[0]
+                assert top in own | sys.stdlib_module_names, f"{path} imports {name}"
+                assert top != "tools" or name.startswith("tools.checker")
+
+
+def run(*files: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tools.checker", *map(str, files)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_command_says_what_it_finds(tmp_path: Path) -> None:
+    made = artifact("stage 3, overlapped")
+    valid, damaged, other = tmp_path / "a.zir", tmp_path / "b.zir", tmp_path / "c.zir"
+    save(made, valid)
+    mutant = MUTATIONS["drop-release"](made.scheduled, Random(0))
+    assert mutant is not None
+    save(
+        Artifact(
+            logical=made.logical,
+            scheduled=mutant,
+            model_path="model.py",
+            model_sha256="",
+            torch_version="",
+            zeroir_version="",
+        ),
+        damaged,
+    )
+    other.write_text("no program")
+    assert (run(valid).returncode, run(valid).stdout) == (0, f"{valid}: ok\n")
+    found = run(damaged)
+    assert found.returncode == 1
+    assert "live" in found.stdout
+    refused = run(other)
+    assert refused.returncode == 2
+    assert refused.stderr == f"'{other}' is no compiled program.\n"
+
+
+def test_a_file_with_one_byte_changed_is_refused() -> None:
+    data = bytearray(to_bytes(artifact("stage 0")))
+    data[-1] ^= 1
+    with pytest.raises(Exception, match="does not match its SHA-256"):
+        read_bytes(bytes(data))

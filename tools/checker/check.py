@@ -1,0 +1,29 @@
+"""All checks of a file, in order: what is declared, then the order of ops, then values."""
+
+from __future__ import annotations
+
+from tools.checker.bounds import check_bounds, kinds
+from tools.checker.order import check_order, check_pending
+from tools.checker.program import Declarations
+from tools.checker.reading import FileRecord
+from tools.checker.structure import check_header, check_structure
+from tools.checker.values import check_values
+
+
+def findings(artifact: FileRecord) -> list[str]:
+    """Return what is wrong with a file, one line each; a check runs only where those before it found nothing."""
+    found: list[str] = []
+    names, logical = Declarations(artifact.scheduled), Declarations(artifact.logical)
+    for part in (logical, names):
+        check_structure(part, found.append)
+    if not found:
+        check_header(names, logical, found.append)
+        check_pending(names, found.append)
+    if not found:
+        kind_of = kinds(names)
+        check_order(
+            names, found.append, lambda state, ops: check_bounds(state, ops, kind_of, state.report)
+        )
+    if not found:
+        check_values(names, artifact.logical, found.append)
+    return found
