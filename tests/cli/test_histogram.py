@@ -146,7 +146,7 @@ def test_batches_of_the_model_file_are_measured(zeroir: Zeroir, tmp_path: Path) 
         ("", "names of dims"),
         ("length,rows\n", "names of dims"),
         ("length,length\n4,4\n", "distinct names"),
-        ("lenth\n4\n", "line 2: The program has no dim 'lenth'"),
+        ("lenth\n4\n", "line 2: There is no dim 'lenth'"),
         ("length\n4\n4000\n", "line 3: length is 4000"),
         ("length,count\n4,0\n", "count is 0"),
         ("length,count\n4\n", "count is nothing"),

@@ -80,8 +80,8 @@ def test_figures_are_for_the_largest_sizes_unless_others_are_given(
 @pytest.mark.parametrize(
     ("at", "fact"),
     [
-        ("lenth=4", "no dim 'lenth'; it has length from 2 to 2048, rows from 1 to 64"),
-        ("length=1", "length is 1, but the program was compiled for 2 to 2048"),
+        ("lenth=4", "no dim 'lenth'; there is length from 2 to 2048, rows from 1 to 64"),
+        ("length=1", "length is 1, but should be from 2 to 2048"),
         ("rows=65", "rows is 65"),
         ("rows=4,rows=4", "rows has two values"),
         ("rows", "'rows' is no value of a dim"),
