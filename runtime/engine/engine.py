@@ -31,19 +31,19 @@ from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Job
 from zeroir.runtime.distributed.rank_position import RankPosition
 from zeroir.runtime.engine.accumulation import Accumulation, MicroStepResult
 from zeroir.runtime.engine.anomaly_detection import AnomalyDetection
+from zeroir.runtime.engine.code_follower import Compile, CompileEagerly
 from zeroir.runtime.engine.eager_failures import EagerFailures
-from zeroir.runtime.engine.followed import CompiledAgain, Followed
-from zeroir.runtime.engine.followed_code import Compile, CompileEagerly
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer
+from zeroir.runtime.engine.model_values import ModelValues
 from zeroir.runtime.engine.opened_program import EngineSettings, reason_without_graphs
 from zeroir.runtime.engine.patterns import matching
 from zeroir.runtime.engine.present_programs import PresentPrograms
 from zeroir.runtime.engine.rank_program import RankProgram
-from zeroir.runtime.engine.read_results import RankResult
+from zeroir.runtime.engine.rank_results import RankResult
 from zeroir.runtime.engine.recording import Recording
 from zeroir.runtime.engine.results import Evaluation, StepResult
 from zeroir.runtime.engine.signatures import Signatures
-from zeroir.runtime.engine.values import ModelValues
+from zeroir.runtime.engine.watched_code import CompiledAgain, WatchedCode
 from zeroir.runtime.engine.watched_modules import WatchedModules
 from zeroir.runtime.execution.batch import inputs_of
 from zeroir.runtime.memory.malloc import return_freed_memory
@@ -199,7 +199,7 @@ class Engine:
         self._programs.scheduler = Scheduler(schedule, self.optimizer.param_groups, steps)
         return self._programs.scheduler
 
-    def go_on_with(self, program: Program, watch: Followed | None = None) -> None:
+    def go_on_with(self, program: Program, watch: WatchedCode | None = None) -> None:
         """Switch to another program of the same model, such as one for other batches. All ranks call this together.
 
         Parameters, states, buffers of the model, the loss scale, the step count and the settings are kept, and within a
@@ -231,7 +231,7 @@ class Engine:
         self._programs.change_to(signatures, signatures.base)
 
     def follow(
-        self, code: Followed, signatures: Signatures, compile_again: Compile | None = None
+        self, code: WatchedCode, signatures: Signatures, compile_again: Compile | None = None
     ) -> None:
         """Follow the user's code and tensors that the program was compiled from, which is one of ``signatures``.
 

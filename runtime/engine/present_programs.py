@@ -10,11 +10,11 @@ from zeroir.errors import UserError
 from zeroir.ir.mesh import VALUES_COMM
 from zeroir.ir.reports import Storing
 from zeroir.runtime.checkpoint.snapshots import require_same_sums
-from zeroir.runtime.engine.followed import CompiledAgain, Followed
-from zeroir.runtime.engine.followed_code import Compile, CompileEagerly, FollowedCode
+from zeroir.runtime.engine.code_follower import CodeFollower, Compile, CompileEagerly
+from zeroir.runtime.engine.model_values import ModelValues
 from zeroir.runtime.engine.rank_program import RankProgram
 from zeroir.runtime.engine.signatures import Signatures
-from zeroir.runtime.engine.values import ModelValues
+from zeroir.runtime.engine.watched_code import CompiledAgain, WatchedCode
 from zeroir.runtime.state import state as state_of_buffers
 from zeroir.runtime.training.lr_schedule import Scheduler
 from zeroir.torch_ops.batches import Batch
@@ -42,7 +42,7 @@ class PresentPrograms:
         self._rank_program = rank_program
         self._values = values
         self._go_on_among = go_on_among
-        self._followed = FollowedCode(
+        self._followed = CodeFollower(
             rank_program.job.rank, lambda: rank_program.optimizer_if_any, values.step_counts
         )
 
@@ -56,7 +56,9 @@ class PresentPrograms:
         """Whether the running program has constants whose present values count."""
         return self._followed.reads_tensors
 
-    def follow(self, code: Followed, signatures: Signatures, compile_again: Compile | None) -> None:
+    def follow(
+        self, code: WatchedCode, signatures: Signatures, compile_again: Compile | None
+    ) -> None:
         """Follow the code of the running program, which is one of ``signatures``, as ``Engine.follow`` does."""
         self._followed.follow(code)
         self.signatures = signatures

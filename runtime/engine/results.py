@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroir.errors import UserError
-from zeroir.runtime.engine.read_results import RankEvaluation, RankResult
+from zeroir.runtime.engine.rank_results import RankEvaluation, RankResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -17,7 +17,7 @@ from zeroir.ir.analysis.schedules import Schedule, shared_schedule
 from zeroir.ir.program import EVALUATE, STEP_SECTIONS, InputBinding, Program
 from zeroir.ir.sizes import Dim, Size
 from zeroir.runtime.comm.job import Job, exchanged_texts, require_same_program
-from zeroir.runtime.engine.followed import CompiledAgain, Followed, is_current
+from zeroir.runtime.engine.watched_code import CompiledAgain, WatchedCode, is_current
 from zeroir.runtime.execution.batch import Shape, has_other_sizes, shape_of
 from zeroir.torch_ops.batches import Batch
 
@@ -70,7 +70,7 @@ class Signatures:
         return [] if self._splits is None else [each.program for each in self._known]
 
     @property
-    def codes(self) -> list[Followed]:
+    def codes(self) -> list[WatchedCode]:
         """What these programs follow."""
         return [each.code for each in self._known if each.code is not None]
 

@@ -16,8 +16,8 @@ from tests.runtime.support import Ranks, require_success
 from zeroir.errors import CheckpointWarning, UserError
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.dtypes import DType
+from zeroir.runtime.engine.code_follower import MOST_STATES
 from zeroir.runtime.engine.engine import Engine
-from zeroir.runtime.engine.followed_code import MOST_STATES
 
 pytestmark = [
     pytest.mark.slow,

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from zeroir.artifact import Artifact
     from zeroir.config import CompileOptions
     from zeroir.runtime.engine.engine import Engine
-    from zeroir.runtime.engine.followed import Followed
     from zeroir.runtime.engine.signatures import Signatures
+    from zeroir.runtime.engine.watched_code import WatchedCode
 
 
 class Lower(Protocol):
@@ -31,7 +31,7 @@ def compiled_eagerly(
     compiled: Compiled,
     engine: Engine,
     lower: Lower,
-    code: Followed,
+    code: WatchedCode,
     step_counts: Mapping[str, int],
     others: Collection[str],
 ) -> Signatures:
@@ -43,8 +43,8 @@ def compiled_eagerly(
         UserError: if the engine was not made from a module in this process.
     """
     from zeroir.frontend.lowering.eager_tracing import eager_options, trace_eagerly
-    from zeroir.runtime.engine.followed import CompiledAgain, UnwatchedCode
     from zeroir.runtime.engine.signatures import Signatures
+    from zeroir.runtime.engine.watched_code import CompiledAgain, UnwatchedCode
     from zeroir.torch_ops.globals import torch_globals_kept
 
     source = compiled.source

@@ -21,14 +21,14 @@ from zeroir.ir.sizes import Dim, Size
 if TYPE_CHECKING:
     from zeroir.api.compilations import Compiled
     from zeroir.runtime.engine.engine import Engine
-    from zeroir.runtime.engine.followed import CompiledAgain, Followed
     from zeroir.runtime.engine.signatures import Signatures
+    from zeroir.runtime.engine.watched_code import CompiledAgain, WatchedCode
 
 
 def signatures_of(
     compiled: Compiled,
     engine: Engine,
-    code: Followed,
+    code: WatchedCode,
     step_counts: Mapping[str, int] = MappingProxyType({}),
 ) -> Signatures:
     """Return a program for an engine that follows ``code``, and what compiles others for batches of other sizes."""
@@ -50,7 +50,7 @@ def signatures_of(
 def compiled_after_change(
     compiled: Compiled,
     engine: Engine,
-    code: Followed,
+    code: WatchedCode,
     numbers: frozenset[str],
     step_counts: Mapping[str, int],
 ) -> Signatures:
@@ -92,15 +92,17 @@ def accumulating(compiled: Compiled, rank: int) -> Callable[[], Program] | None:
     return lowered_again
 
 
-def _for_engine(compiled: Compiled, engine: Engine, code: Followed) -> CompiledAgain:
-    from zeroir.runtime.engine.followed import CompiledAgain
+def _for_engine(compiled: Compiled, engine: Engine, code: WatchedCode) -> CompiledAgain:
+    from zeroir.runtime.engine.watched_code import CompiledAgain
 
     return CompiledAgain(
         program=compiled.program, code=code, accumulating=accumulating(compiled, engine.rank)
     )
 
 
-def _like_running(compiled: Compiled, engine: Engine, code: Followed) -> tuple[Compiled, Followed]:
+def _like_running(
+    compiled: Compiled, engine: Engine, code: WatchedCode
+) -> tuple[Compiled, WatchedCode]:
     """Return a program for steps as those of the engine's, and what it follows, the script's optimizers among it."""
     if MICRO_STEP in engine.program.section_by_name and not compiled.accumulates:
         compiled = compiled.specialise(micro_steps=2)
@@ -153,7 +155,7 @@ def _dims_of(shapes: BatchShapes) -> set[Dim]:
 def _compiled_at(
     compiled: Compiled,
     engine: Engine,
-    code: Followed,
+    code: WatchedCode,
     step_counts: Mapping[str, int],
     values: Mapping[str, int],
 ) -> CompiledAgain:

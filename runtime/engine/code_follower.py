@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from zeroir.errors import ChangedCodeError, UserError
 from zeroir.ir.program import Program
 from zeroir.ir.reports import Storing
-from zeroir.runtime.engine.followed import Followed, is_current, lent_values, read_tensors
-from zeroir.runtime.engine.followed_optimizers import FollowedOptimizers
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer
+from zeroir.runtime.engine.script_optimizers import ScriptOptimizers
 from zeroir.runtime.engine.signatures import Signatures
+from zeroir.runtime.engine.watched_code import WatchedCode, is_current, lent_values, read_tensors
 from zeroir.runtime.memory.rank_memory import RankMemory
 
 LOGGER: Final = logging.getLogger("zeroir")
@@ -32,14 +32,14 @@ Compile = Callable[[frozenset[str], StepCounts], Signatures]
 Of the numbers with these names every later value is to count, too.
 """
 
-CompileEagerly = Callable[[Followed, StepCounts, Collection[str]], Signatures]
+CompileEagerly = Callable[[WatchedCode, StepCounts, Collection[str]], Signatures]
 """A function that compiles a program whose steps call the user's code, from that of the running program.
 
 The last argument names the tensors of the model that the engine has beside those of this program.
 """
 
 
-class FollowedCode:
+class CodeFollower:
     """What an engine follows between steps: the user's code and tensors, and the script's optimizers.
 
     ``optimizer`` returns the settings of the running program, None where it updates nothing, and ``step_counts`` the
@@ -55,8 +55,8 @@ class FollowedCode:
         self._rank = rank
         self._optimizer = optimizer
         self._step_counts = step_counts
-        self._code: Followed | None = None
-        self._base: Followed | None = None
+        self._code: WatchedCode | None = None
+        self._base: WatchedCode | None = None
         self._trained = set[str]()
         self._compile: Compile | None = None
         # One may be known by several states, as those that it follows more or less of.
@@ -64,7 +64,7 @@ class FollowedCode:
         self._unfollowed: frozenset[str] = frozenset()
         self._keeps = True
         self._eager: CompileEagerly | None = None
-        self._optimizers: FollowedOptimizers | None = None
+        self._optimizers: ScriptOptimizers | None = None
         self._lent: Mapping[int, Tensor] = {}
 
     @property
@@ -77,7 +77,7 @@ class FollowedCode:
         """The user's module, where there is one in this process."""
         return None if self._code is None else self._code.model
 
-    def follow(self, code: Followed, base: Followed | None = None) -> None:
+    def follow(self, code: WatchedCode, base: WatchedCode | None = None) -> None:
         """Follow the code from which the running program was compiled; what was ignored still is.
 
         Changes are those of ``base``, which is the same on all ranks where they run several programs.
@@ -90,7 +90,7 @@ class FollowedCode:
         of_script = tuple(code.optimizers)
         is_known = self._optimizers is not None and self._optimizers.optimizers == of_script
         if of_script and live is not None and not is_known:
-            self._optimizers = FollowedOptimizers(of_script, code.parameter_names(), live)
+            self._optimizers = ScriptOptimizers(of_script, code.parameter_names(), live)
 
     def compile_with(self, compile_again: Compile, present: Signatures | None = None) -> None:
         """Compile after a change instead of refusing it; ``present`` are the programs of the present state.
@@ -178,7 +178,7 @@ class FollowedCode:
         return None
 
     def _compiled(
-        self, code: Followed, change: ChangedCodeError, step_counts: StepCounts
+        self, code: WatchedCode, change: ChangedCodeError, step_counts: StepCounts
     ) -> Signatures:
         """Compile a program that follows the numbers that changed, too, if that is possible."""
         assert self._compile is not None
@@ -192,7 +192,7 @@ class FollowedCode:
         if self._code is not None:
             self._code.keep(moment, tensors)
 
-    def borrow(self, codes: Iterable[Followed]) -> None:
+    def borrow(self, codes: Iterable[WatchedCode]) -> None:
         """Gather the present values of tensors that other engines have, and one of these codes uses."""
         tensors = [tensor for code in codes for tensor in code.tensors.values()]
         self._lent = lent_values(dict.fromkeys(tensors))

@@ -18,7 +18,7 @@ from zeroir.torch_ops.absent_tensors import Lender, home_of
 from zeroir.torch_ops.types import TORCH_DTYPE
 
 
-class Followed(Protocol):
+class WatchedCode(Protocol):
     """The user's code and tensors that a program was compiled from.
 
     ``tensors`` have the present values of constants of the program, by name, and ``optimizers`` are those of the
@@ -83,14 +83,14 @@ class CompiledAgain:
     """
 
     program: Program
-    code: Followed | None
+    code: WatchedCode | None
     accumulating: Callable[[], Program] | None = None
 
 
 class UnwatchedCode:
     """Code that runs at each step by itself, so that it may change, but for which parameters are trained."""
 
-    def __init__(self, code: Followed) -> None:
+    def __init__(self, code: WatchedCode) -> None:
         self._code = code
         self._trained = tuple(code.trained_names())
         self.model = code.model
@@ -137,7 +137,7 @@ class UnwatchedCode:
                 raise
 
 
-def is_current(code: Followed | None, *, is_step: bool) -> bool:
+def is_current(code: WatchedCode | None, *, is_step: bool) -> bool:
     """Return whether a program is one of the present state of the user's code, of which it may know more."""
     try:
         if code is not None:

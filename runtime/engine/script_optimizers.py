@@ -19,7 +19,7 @@ _OF_IMPLEMENTATION = frozenset(("foreach", "fused", "capturable", "differentiabl
 """Settings that choose how torch computes the same update."""
 
 
-class FollowedOptimizers:
+class ScriptOptimizers:
     """The script's optimizers.
 
     ``names`` has the names of parameters by their ids, and ``live`` the groups of the running program.
