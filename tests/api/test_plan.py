@@ -21,7 +21,9 @@ from zeroir.api.search.search_space import (
     Dimension,
     regions,
     unit_ranges,
+    with_disk,
     with_offload,
+    with_pages,
     words,
 )
 from zeroir.api.search.unit_classes import UnitClass, to_unshard, unit_classes
@@ -340,10 +342,24 @@ def test_what_another_option_determines_is_not_chosen(
         found.measurer.options(settings)  # which refuses what has no effect
 
 
-def test_the_axes_of_the_search_have_places_of_their_own() -> None:
-    searched = (row.option.searched for row in CompileOptions.rows().values())
-    places = [axis.axis for axis in searched if axis is not None and axis.axis is not None]
-    assert len(places) == len(set(places)) > 0
+def test_every_option_that_is_declared_as_searched_is_tried() -> None:
+    declared = {
+        name: row.option.searched
+        for name, row in CompileOptions.rows().items()
+        if row.option.searched is not None
+    }
+    places = [searched.axis for searched in declared.values() if searched.axis is not None]
+    assert len(places) == len(set(places))
+    last_resorts = {name for name, searched in declared.items() if searched.is_last_resort}
+    logical = mlp(blocks=2, dim=64, micro_steps=4)
+    made = regions(make_options({"world_size": 4, "micro_steps": 4}), logical)
+    tried = {dimension.name for region in made for dimension in region.dimensions}
+    assert tried | {"stage", "mesh"} == declared.keys() - last_resorts
+    pages = with_pages(made, 4, 2**30)
+    for region in with_disk(with_offload(pages, OFFLOADED)):
+        more = {dimension.name for dimension in region.dimensions}
+        # The units are chosen once a kind is.
+        assert last_resorts - more == {"offload_units"}
 
 
 def test_a_plan_may_gather_as_early_as_memory_allows() -> None:
