@@ -16,7 +16,7 @@ from tests.support.programs import mlp
 from zeroir.api.capture import capture
 from zeroir.api.keywords import CompileKeywords
 from zeroir.api.search.budget import leaner_settings
-from zeroir.api.search.plan import Planner
+from zeroir.api.search.planner import Planner
 from zeroir.api.search.search_space import (
     Dimension,
     regions,

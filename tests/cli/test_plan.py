@@ -14,7 +14,8 @@ import zeroir as package
 from tests.cli.conftest import Zeroir, assert_refused
 from zeroir.api import CompiledProgram
 from zeroir.api.search.candidates import Candidate
-from zeroir.api.search.plan import Alternative, Plan
+from zeroir.api.search.plan import Plan
+from zeroir.api.search.planner import Alternative
 from zeroir.cli.render_plan import render_plan
 from zeroir.cost.simulate import Measured
 
