@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Protocol
 
@@ -53,6 +54,8 @@ from zeroir.runtime.state.initial_module import Factory, StateSource
 from zeroir.runtime.training.lr_schedule import Scheduler
 from zeroir.runtime.training.not_finite import BadParameter, first_bad_parameter
 from zeroir.torch_ops.batches import Batch
+from zeroir.torch_ops.frozen_modules import users_module
+from zeroir.torch_ops.returned import last_returned, returned_kept
 
 
 class FitProgram(Protocol):
@@ -516,8 +519,11 @@ class Engine:
         self._warn_of_waiting("The state dict of the optimizer lacks the states")
         return self._values.optimizer_state_dict(rank0_only=rank0_only)
 
-    def step(self, batch: Batch | list[Batch]) -> StepResult:
+    def step(self, batch: Batch | list[Batch], *, outputs: bool = False) -> StepResult:
         """Run one training step on a batch, or on a list of batches over which the gradient accumulates.
+
+        With ``outputs`` the result has what the code returns for the last batch beside the loss, which is computed and
+        kept in such steps alone; the first one compiles a program for them.
 
         A program compiled for accumulation takes any number of them, the same on every rank. A program that runs its
         micro-batches unit by unit takes a multiple of their number.
@@ -525,8 +531,13 @@ class Engine:
         Raises:
             UserError: where the shape or dtype of a batch differs from the compiled one, where the program was compiled
                 for one batch and gets several, where something changed that the program depends on and does not
-                follow, or where another rank is lost.
+                follow, or where another rank is lost. With ``outputs``, where the engine was not made from a module in
+                this process.
         """
+        if outputs:
+            model = self._users_model("engine.step(outputs=True) runs the program of")
+            with returned_kept(users_module(model)):
+                return replace(self.step(batch), kept=(last_returned(users_module(model)),))
         self._accumulation.require_none("step")
         self._checkpoints.report()
         self._programs.look_outside()
@@ -673,12 +684,16 @@ class Engine:
         Raises:
             UserError: where a pattern has no module, or the engine was not made from a module in this process.
         """
+        model = self._users_model("engine.watch looks into")
+        return WatchedModules(model, (pattern, *patterns))
+
+    def _users_model(self, what: str) -> nn.Module:
         model = self._programs.model
         if model is None:
             raise UserError(
-                "engine.watch looks into the module that zeroir.compile was given, and the engine was made from a file."
+                f"{what} the module that zeroir.compile was given, and the engine was made from a file."
             )
-        return WatchedModules(model, (pattern, *patterns))
+        return model
 
     def average(self, value: float) -> float:
         """Return the mean of every rank's value, added in rank order. All ranks call this together."""

@@ -13,6 +13,8 @@ class StepResult:
     """The results of ``Engine.step`` on this rank. Reading a value synchronizes with the device."""
 
     rank: RankResult
+    kept: tuple[object, ...] = ()
+    """What ``outputs`` returns, if the step was asked for it."""
 
     def __repr__(self) -> str:
         values = {
@@ -46,6 +48,21 @@ class StepResult:
         if self.rank.mean_loss is None:
             raise UserError("The program does not report the loss of all ranks: compile it again.")
         return float(self.rank.mean_loss)
+
+    @property
+    def outputs(self) -> object:
+        """What the loss function or forward returned for the last batch beside the loss, detached.
+
+        This is the rest of a tuple, or a dict of what has tensors beside ``loss``; None where there is nothing.
+
+        Raises:
+            UserError: where the step was not asked for it.
+        """
+        if not self.kept:
+            raise UserError(
+                "The step was not asked for its outputs: call engine.step(batch, outputs=True)."
+            )
+        return self.kept[0]
 
     @property
     def is_skipped(self) -> bool:

@@ -254,7 +254,7 @@ def test_bad_arguments_are_refused(arguments: tuple[object, ...], sentence: str)
     ("loss", "sentence"),
     [
         (lambda *_: None, r"<lambda>\(\) must return the loss: .* it returned NoneType"),
-        (lambda module, batch: (module(*batch), {}, 3), r"<lambda>\(\) must return the loss"),
+        (lambda module, batch: ({}, module(*batch), 3), r"<lambda>\(\) must return the loss"),
         (lambda *_: 1 // 0, r"<lambda>\(\) cannot be traced at .*test_refused_modules"),
     ],
 )

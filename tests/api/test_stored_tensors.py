@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -222,6 +222,79 @@ def test_a_step_is_watched() -> None:
     assert engine.program is first
     with pytest.raises(UserError, match=r"like layers\.\*; there are blocks, "):
         engine.watch("head", "layers.*")
+
+
+class Planned(nn.Module):
+    """An object has a part of a dict of its class, so a deep copy of the object has one of its own."""
+
+    plan: ClassVar[dict[str, list[str]]] = {"line": ["inputs"]}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plans = dict(self.plan)
+        self.line = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.line(x).square().mean()
+        return y
+
+
+def test_a_module_that_shares_objects_with_its_class_is_watched() -> None:
+    engine = engine_of(Planned())
+    with engine.watch("line") as watched:
+        engine.step(X)
+        assert list(watched) == ["line"]
+
+
+class Returning(nn.Module):
+    """Returns what ``give`` makes of the loss and the results of its layer."""
+
+    def __init__(self, give: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.line, self.give = nn.Linear(4, 2), give
+
+    def forward(self, x: Tensor) -> object:
+        y = self.line(x)
+        return self.give(y.square().mean(), y)
+
+
+@pytest.mark.parametrize(
+    ("give", "beside"),
+    [
+        (lambda loss, y: (loss, y), lambda y: y),
+        (lambda loss, y: (loss, {"y": y, "n": 3}), lambda y: {"y": y, "n": 3}),
+        (lambda loss, y: (loss, y, y.mean()), lambda y: (y, y.mean())),
+        (lambda loss, y: {"loss": loss, "y": y, "n": 3}, lambda y: {"y": y}),
+        (lambda loss, _: loss, lambda _: None),
+    ],
+    ids=["pair", "dict-in-pair", "triple", "dict", "nothing"],
+)
+@pytest.mark.parametrize("is_a_loss_function", [False, True])
+def test_what_a_step_returns_beside_the_loss(
+    give: Callable[[Tensor, Tensor], object],
+    beside: Callable[[Tensor], object],
+    is_a_loss_function: bool,
+) -> None:
+    net = Returning(give)
+    options: dict[str, Any] = {"world_size": 1, "evaluate": False, "micro_steps": 2}
+    if is_a_loss_function:
+        options["loss"] = lambda model, batch: model(batch)
+    engine = zeroir.compile(net, X, **options).engine(self_check=False)
+    first = engine.program
+    with pytest.raises(UserError, match=r"call engine.step\(batch, outputs=True\)"):
+        _ = engine.step([X, -X]).outputs
+    assert engine.program is first
+    for _ in range(2):
+        values = engine.full_parameters()
+        with torch.no_grad():
+            y = torch.nn.functional.linear(-X, values["line.weight"], values["line.bias"])
+        require_equal(engine.step([X, -X], outputs=True).outputs, beside(y))
+        engine.step([X, -X])
+        assert engine.program is first
+    with engine.eager():
+        outputs = engine.step([X, X], outputs=True).outputs
+    assert all(not x.requires_grad for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor))
 
 
 @pytest.mark.slow

@@ -46,7 +46,6 @@ FORWARDS = {
     ),
     "return None": r"forward must return the loss: .* it returned NoneType",
     "return {'value': self.layer(x).mean()}": r"it returned dict, which has none",
-    "return self.layer(x).mean(), x": r"it returned tuple, which has none",
     "return {'loss': 1.0}": r"it returned dict whose loss is float",
     "return self.layer(x).argmax()": r"must be a floating-point number, but it is torch.int64",
     "return x.mean()": r"does not depend on any trainable parameter",

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from zeroir.errors import UserError
 from zeroir.frontend.source.source import ModelSource, capitalised
 from zeroir.frontend.source.source_lines import refusals_at
+from zeroir.frontend.watch.stored_tensors import has_tensors
 from zeroir.ir.output_paths import OutputPathError, children, key_step
 from zeroir.torch_ops.batches import undense_kind
 from zeroir.torch_ops.frozen_modules import users_module
+from zeroir.torch_ops.returned import is_returned_kept, keep_returned
 
 PathTensors = tuple[tuple[str, Tensor], ...]
 """The tensors of an evaluation's outputs, each with its path (``zeroir.ir.output_paths``)."""
@@ -33,13 +35,18 @@ def call_with(model: Callable[..., object], batch: object) -> object:
 def loss_of(source: ModelSource, model: nn.Module, batch: object) -> Tensor:
     """Return the loss of a module on a batch, a tensor without dimensions.
 
-    It is the result of the source's loss function, or of forward: the object itself, or its attribute or key ``loss``.
-    A loss function may return a pair of the loss and outputs.
+    It is the result of the source's loss function, or of forward: the object itself, the first of a tuple, or its
+    attribute or key ``loss``. What is returned beside it is kept if the model asks for that.
 
     Raises:
         UserError: if there is none, or if it is not one floating-point number that depends on a parameter.
     """
-    output, _ = _returned(source, model, batch)
+    output, second = _returned(source, model, batch)
+    users = users_module(model)
+    if is_returned_kept(users):
+        beside = _beside_loss(output) if second is None else second
+        if has_tensors(beside):
+            keep_returned(users, beside)
     with refusals_at(lambda: source.line_of_loss(model)):
         loss = _loss(source, output)
         if not loss.requires_grad:
@@ -52,8 +59,8 @@ def evaluated(
 ) -> tuple[Tensor, PathTensors]:
     """Return the loss of a module on a batch, a tensor without dimensions, and the outputs of an evaluation.
 
-    The outputs are the second part of the pair that a loss function returns. With ``outputs`` they are a dict of the
-    values with these names in that part or, where there is no pair, in the object that contains the loss.
+    The outputs are what is returned after the loss in a tuple. With ``outputs`` they are a dict of the
+    values with these names in that part or, where there is no tuple, in the object that contains the loss.
 
     Raises:
         UserError: if the loss is invalid, an output is missing, or one is not a tensor.
@@ -77,14 +84,22 @@ def evaluated(
 
 
 def _returned(source: ModelSource, model: nn.Module, batch: object) -> tuple[object, object]:
-    """Return the result of the user's code, and the outputs where it is a pair of the loss and outputs."""
+    """Return the result of the user's code and None, or of a tuple the first part and the rest."""
     model = users_module(model)
-    if source.loss is None:
-        return call_with(model, batch), None
-    output = source.loss(model, batch)
-    if isinstance(output, tuple) and len(output) == 2:
-        return output
-    return output, None
+    output = call_with(model, batch) if source.loss is None else source.loss(model, batch)
+    if not isinstance(output, tuple) or hasattr(output, "loss") or len(output) < 2:
+        return output, None
+    first, *rest = output
+    return first, rest[0] if len(rest) == 1 else tuple(rest)
+
+
+def _beside_loss(output: object) -> object:
+    """Return what has tensors beside the loss in an object that contains it."""
+    if isinstance(output, Tensor):
+        return None
+    names = output if isinstance(output, Mapping) else getattr(output, "__dataclass_fields__", ())
+    parts = {name: _part(output, name) for name in names if name != "loss"}
+    return {name: part for name, part in parts.items() if has_tensors(part)}
 
 
 def _part(value: object, name: str) -> object:
@@ -131,8 +146,8 @@ def _loss(source: ModelSource, output: object) -> Tensor:
         loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         raise UserError(
-            f"{name} must return the loss: a scalar tensor, or an object or dict with a tensor called loss; it "
-            f"returned {type(output).__name__}"
+            f"{name} must return the loss: a scalar tensor, a tuple that begins with it, or an object or dict with a "
+            f"tensor called loss; it returned {type(output).__name__}"
             + (
                 f" whose loss is {type(loss).__name__}."
                 if loss is not None

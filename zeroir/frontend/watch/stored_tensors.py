@@ -237,11 +237,17 @@ NOTHING_KEPT: Final = KeptTensors()
 def kept_tensors(
     values: Sequence[StoredObject], traced: Sequence[Container], own: Sequence[Container]
 ) -> KeptTensors:
-    """Return the places of the user's own that correspond to those of the traced copy of the module."""
-    if values and [each.name for each in traced] != [each.name for each in own]:
-        raise InternalError(f"the place of {values[0].store.name} in the module itself is unknown")
-    return KeptTensors(
-        places=tuple(
-            KeptPlace(value=value, container=own[value.store.container].values) for value in values
-        )
-    )
+    """Return the places of the user's own that correspond to those of the traced copy of the module.
+
+    A container has the same name in both, but others may be met once there and twice here: those of a class of which an
+    object has a part, too.
+    """
+    places: list[KeptPlace] = []
+    for value in values:
+        name, number = traced[value.store.container].name, value.store.container
+        alike = [each for each in own if each.name == name]
+        earlier = sum(each.name == name for each in traced[:number])
+        if len(alike) != sum(each.name == name for each in traced):
+            raise InternalError(f"the place of {value.store.name} in the module itself is unknown")
+        places.append(KeptPlace(value=value, container=alike[earlier].values))
+    return KeptTensors(places=tuple(places))
