@@ -105,7 +105,6 @@ class _OfEveryOptimizer(OptionObject):
             help="Bits of an element of the optimizer's states: 8 stores blocks of 256 elements with a scale each "
             f"({', '.join(WITH_STATES_OF_ELEMENTS)}).",
             is_of_run=True,
-            is_of_estimate=True,
             is_of_group=True,
         ),
     ] = 32

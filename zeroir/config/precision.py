@@ -25,7 +25,6 @@ class Precision(OptionObject):
             name="precision",
             group=_GROUP,
             help="Dtype of parameters, activations and gradients.",
-            is_of_estimate=True,
         ),
     ] = "fp32"
     keep_fp32: Annotated[

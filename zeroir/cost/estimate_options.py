@@ -16,8 +16,8 @@ from zeroir.config.offload_places import (
     PAGE_BYTES,
     named_places,
 )
-from zeroir.config.optimizer import as_number
-from zeroir.config.precision import FloatName
+from zeroir.config.optimizer import OptimizerOptions, as_number
+from zeroir.config.precision import FloatName, Precision
 from zeroir.config.table import Option, OptionObject, OptionRow
 from zeroir.errors import UserError
 from zeroir.ir.byte_sizes import parse_bytes
@@ -49,9 +49,7 @@ class EstimateOptions(OptionObject):
     ]
     world_size: Annotated[int, Field(ge=1, le=MOST_RANKS), Option(help="Number of ranks.")] = 1
     optimizer: Annotated[Optimizer, Option(help="The update rule.")] = "adamw"
-    precision: Annotated[
-        FloatName, Option(help="Dtype of parameters, activations and gradients.")
-    ] = "bf16"
+    precision: Annotated[FloatName, Option(help=Precision.rows()["precision"].option.help)] = "bf16"
     master: Annotated[
         bool, Option(help="Whether the optimizer keeps an FP32 copy of 16-bit parameters.")
     ] = True
@@ -86,10 +84,7 @@ class EstimateOptions(OptionObject):
     optimizer_bits: Annotated[
         Literal[32, 8],
         BeforeValidator(as_number),
-        Option(
-            help="Bits of an element of the optimizer's states: 8 stores blocks of 256 elements with a scale each "
-            f"({', '.join(WITH_STATES_OF_ELEMENTS)})."
-        ),
+        Option(help=OptimizerOptions.rows()["optimizer_bits"].option.help),
     ] = 32
 
     @model_validator(mode="after")
