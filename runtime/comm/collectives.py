@@ -34,9 +34,9 @@ def reduce_scatter_flat(
     _reduce_scatter(destination, source, op=op, group=group)
 
 
-def broadcast(tensors: CollectiveTensors, root: int, group: ProcessGroup) -> None:
-    """Broadcast the sources of coordinate ``root``, one collective for each pair."""
+def broadcast(tensors: CollectiveTensors, send: Callable[[Tensor], object]) -> None:
+    """Send the source of each pair, or replace it by the one that is sent, and write it to the destination."""
     for pair in tensors.pairs[0]:
         message = to_wire(pair.source, tensors.wire_dtype).clone()
-        dist.broadcast(as_sent(message), group=group, group_src=root)
+        send(as_sent(message))
         pair.destination.copy_(message)

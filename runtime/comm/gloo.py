@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from zeroir.ir.ops import Reduction
 from zeroir.runtime.comm.base import SMALL_NUMEL, CollectiveTensors, as_sent, combine, to_wire
 from zeroir.runtime.comm.collectives import broadcast
-from zeroir.runtime.comm.groups import destroy_groups
+from zeroir.runtime.comm.groups import destroy_group
 from zeroir.runtime.comm.peer_group import PeerGroup, SharedTensors, in_short
 
 
@@ -90,13 +90,15 @@ class GlooComm:
         _gather([parts[own] for parts in slots], slots, links)
 
     def broadcast(self, tensors: CollectiveTensors, root: int) -> None:
-        broadcast(tensors, root, self._links[tensors.comm].group)
+        group = self._links[tensors.comm].group
+        broadcast(tensors, lambda message: dist.broadcast(message, group=group, group_src=root))
 
     def close(self) -> None:
         """Destroy the process groups, and close the channels to the ranks on this machine."""
         for peer_group in self._near.values():
             peer_group.close()
-        destroy_groups({name: links.group for name, links in self._links.items()})
+        for links in self._links.values():
+            destroy_group(links.group)
 
 
 def _gather(sources: Sequence[Tensor], slots: Sequence[Sequence[Tensor]], links: _Links) -> None:

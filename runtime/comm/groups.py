@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -34,8 +34,7 @@ def make_groups(
     return own
 
 
-def destroy_groups(groups: Mapping[str, ProcessGroup]) -> None:
-    """Destroy process groups; ignore errors of a broken connection."""
-    for group in groups.values():
-        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
-            dist.destroy_process_group(group)
+def destroy_group(group: ProcessGroup) -> None:
+    """Destroy a process group; ignore errors of a broken connection."""
+    with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+        dist.destroy_process_group(group)

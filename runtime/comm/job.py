@@ -153,13 +153,13 @@ def _open_comm(
     if backend is Backend.FAKE:
         from zeroir.runtime.comm.nccl import NcclComm
 
-        return backend, NcclComm(make_groups(program, "fake", timeout))
+        return backend, NcclComm.of_groups(make_groups(program, "fake", timeout))
     # Compare first: ranks with different programs would create different groups, and hang.
     require_same_program(program, device)
     if backend is Backend.NCCL or (backend is None and device.type == "cuda"):
         from zeroir.runtime.comm.nccl import NcclComm
 
-        return Backend.NCCL, NcclComm(make_groups(program, "nccl", timeout))
+        return Backend.NCCL, NcclComm.of_groups(make_groups(program, "nccl", timeout))
     if backend is not Backend.GLOO and device.type == "cpu" and sys.platform.startswith("linux"):
         from zeroir.runtime.comm.machines import open_machines
 

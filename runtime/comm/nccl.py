@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -17,25 +19,86 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from zeroir.ir.ops import Reduction
 from zeroir.runtime.comm.base import CollectiveTensors, TensorPair, to_wire
 from zeroir.runtime.comm.collectives import all_gather_flat, broadcast, reduce_scatter_flat
-from zeroir.runtime.comm.groups import destroy_groups
+from zeroir.runtime.comm.groups import destroy_group
+
+
+class Transport(Protocol):
+    """The collectives of the ranks of one communicator, which each rank submits to its current stream."""
+
+    def all_gather(self, target: Tensor, source: Tensor) -> None:
+        """Fill ``target`` with the sources of all ranks, in their order."""
+
+    def reduce_scatter(self, target: Tensor, source: Tensor, reduction: Reduction) -> None:
+        """Fill ``target`` with this rank's part of the reduction of all sources."""
+
+    def all_reduce(self, values: Tensor, reduction: Reduction) -> None:
+        """Replace values by their reduction over all ranks."""
+
+    def broadcast(self, values: Tensor, root: int) -> None:
+        """Replace values by those of the rank ``root`` of the communicator."""
+
+    def one_launch(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which all collectives, which must be of one kind, are launched together."""
+
+    def close(self) -> None:
+        """Release the communicator."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTransport:
+    """Collectives of a process group of torch."""
+
+    group: ProcessGroup
+
+    def all_gather(self, target: Tensor, source: Tensor) -> None:
+        all_gather_flat(target, source, self.group)
+
+    def reduce_scatter(self, target: Tensor, source: Tensor, reduction: Reduction) -> None:
+        reduce_scatter_flat(target, source, self.group, _REDUCE_OP[reduction])
+
+    def all_reduce(self, values: Tensor, reduction: Reduction) -> None:
+        dist.all_reduce(values, op=_REDUCE_OP[reduction], group=self.group)
+
+    def broadcast(self, values: Tensor, root: int) -> None:
+        dist.broadcast(values, group=self.group, group_src=root)
+
+    def one_launch(self) -> contextlib.AbstractContextManager[object]:
+        # Without a device torch passes all tensors to the backend in one call, and the current stream is ordered after
+        # them when that returns. With a device it would record its events before NCCL's group is launched.
+        manager: contextlib.AbstractContextManager[object] = distributed_c10d._coalescing_manager(
+            group=self.group
+        )
+        return manager
+
+    def close(self) -> None:
+        destroy_group(self.group)
 
 
 class NcclComm:
     """Collectives of one rank of an NCCL world, or of torch's fake process group, which transfers nothing."""
 
-    def __init__(self, groups: Mapping[str, ProcessGroup]) -> None:
-        self._groups = groups
+    def __init__(self, transports: Mapping[str, Transport]) -> None:
+        self._transports = transports
+
+    @classmethod
+    def of_groups(cls, groups: Mapping[str, ProcessGroup]) -> Self:
+        """Return the collectives of process groups, by the names of communicators."""
+        return cls({name: GroupTransport(group) for name, group in groups.items()})
 
     def all_gather(self, tensors: CollectiveTensors) -> None:
-        group = self._groups[tensors.comm]
-        _move(tensors, group, lambda target, source: all_gather_flat(target, source, group))
+        transport = self._transports[tensors.comm]
+        _move(tensors, transport, transport.all_gather)
 
     def reduce_scatter(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
-        group, op = self._groups[tensors.comm], _REDUCE_OP[reduction]
-        _move(tensors, group, lambda target, source: reduce_scatter_flat(target, source, group, op))
+        transport = self._transports[tensors.comm]
+        _move(
+            tensors,
+            transport,
+            lambda target, source: transport.reduce_scatter(target, source, reduction),
+        )
 
     def all_reduce(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
-        group, op = self._groups[tensors.comm], _REDUCE_OP[reduction]
+        transport = self._transports[tensors.comm]
         pairs = tensors.pairs[0]
         totals = [
             pair.destination
@@ -44,31 +107,33 @@ class NcclComm:
             for pair in pairs
         ]
         for alike in _by_dtype(totals):
-            with _one_launch(group, len(alike)):
+            with _one_launch(transport, len(alike)):
                 for i in alike:
-                    dist.all_reduce(totals[i], op=op, group=group)
+                    transport.all_reduce(totals[i], reduction)
         _deliver(totals, pairs)
 
     def broadcast(self, tensors: CollectiveTensors, root: int) -> None:
-        broadcast(tensors, root, self._groups[tensors.comm])
+        transport = self._transports[tensors.comm]
+        broadcast(tensors, lambda message: transport.broadcast(message, root))
 
     def close(self) -> None:
-        """Destroy the process groups."""
-        destroy_groups(self._groups)
+        """Release the communicators."""
+        for transport in self._transports.values():
+            transport.close()
 
 
 _REDUCE_OP = {Reduction.SUM: dist.ReduceOp.SUM, Reduction.MAX: dist.ReduceOp.MAX}
 
 
 def _move(
-    tensors: CollectiveTensors, group: ProcessGroup, launch: Callable[[Tensor, Tensor], None]
+    tensors: CollectiveTensors, transport: Transport, launch: Callable[[Tensor, Tensor], None]
 ) -> None:
     """Fill every destination from its source; ``launch`` starts one transfer between tensors of one dtype."""
     pairs = tensors.pairs[0]
     sources = [to_wire(pair.source, tensors.wire_dtype) for pair in pairs]
     targets = [_like(p.destination, s.dtype) for p, s in zip(pairs, sources, strict=True)]
     for alike in _by_dtype(sources):
-        with _one_launch(group, len(alike)):
+        with _one_launch(transport, len(alike)):
             for i in alike:
                 launch(targets[i], sources[i])
     _deliver(targets, pairs)
@@ -82,16 +147,8 @@ def _by_dtype(tensors: Sequence[Tensor]) -> Sequence[Sequence[int]]:
     return list(positions.values())
 
 
-def _one_launch(group: ProcessGroup, count: int) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which NCCL launches all collectives, which must be of one kind, together."""
-    if count == 1:
-        return contextlib.nullcontext()
-    # Without a device torch passes all tensors to the backend in one call, and the current stream is ordered after them
-    # when that returns. With a device it would record its events before NCCL's group is launched.
-    manager: contextlib.AbstractContextManager[object] = distributed_c10d._coalescing_manager(
-        group=group
-    )
-    return manager
+def _one_launch(transport: Transport, count: int) -> contextlib.AbstractContextManager[object]:
+    return transport.one_launch() if count > 1 else contextlib.nullcontext()
 
 
 def _like(destination: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from zeroir.errors import UserError
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
+from zeroir.runtime.device.driver import driver
 from zeroir.runtime.distributed.interfaces import interface_towards
 from zeroir.runtime.distributed.parent_process import end_with_agent
 from zeroir.runtime.distributed.rank_discovery import AbsentRankError, KeyValueStore, call_roll
@@ -241,14 +242,14 @@ def _cannot_join(launch: LaunchEnvironment, error: Exception) -> UserError:
 def _own_device() -> torch.device:
     """Return the GPU of this rank, and make it current; the CPU where there is no GPU."""
     local_rank = _number("LOCAL_RANK", 0, _MOST_RANKS - 1, default=0)
-    if not torch.cuda.is_available():
+    if not driver().is_available():
         return torch.device("cpu")
-    count = torch.cuda.device_count()
+    count = driver().device_count()
     # NCCL refuses two ranks on one GPU unless this variable allows it.
     if local_rank >= count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         raise UserError(
             f"Local rank {local_rank} has no GPU, because this machine shows {count}: start at most as many ranks here."
         )
     device = torch.device("cuda", local_rank % count)
-    torch.cuda.set_device(device)
+    driver().set_device(device)
     return device

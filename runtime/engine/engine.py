@@ -29,6 +29,7 @@ from zeroir.runtime.checkpoint.background import PendingSave
 from zeroir.runtime.checkpoint.checkpointer import Checkpointer, Running
 from zeroir.runtime.checkpoint.loading import LoadedState
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Job
+from zeroir.runtime.device.driver import driver
 from zeroir.runtime.distributed.rank_position import RankPosition
 from zeroir.runtime.engine.accumulation import Accumulation, MicroStepResult
 from zeroir.runtime.engine.anomaly_detection import AnomalyDetection
@@ -857,4 +858,4 @@ class Engine:
 
 def _with_index(device: torch.device) -> torch.device:
     """Return the device with an index: for CUDA without one the current device, which differs between threads."""
-    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+    return torch.device("cuda", driver().current_device()) if str(device) == "cuda" else device

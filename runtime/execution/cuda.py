@@ -1,12 +1,11 @@
-"""The streams and events of a program on a CUDA device, each of which is a CUDA stream or event.
+"""The streams and events of a program on a device beside the host, each of which is a stream or event of its driver.
 
-Streams that the host or a disk executes have a worker thread. CUDA cannot wait for a thread, so a thread that issues
-ops of a device stream which must wait for a worker waits itself. Copy streams have their own threads for that: these
-wait for the host's ops, issue the copies and record their events, while the issuing thread continues. The issuing
+Streams that the host or a disk executes have a worker thread. A device cannot wait for a thread, so a thread that
+issues ops of a device stream which must wait for a worker waits itself. Copy streams have their own threads for that:
+these wait for the host's ops, issue the copies and record their events, while the issuing thread continues. The issuing
 thread itself waits only until such a copy is issued, where a compute or communication stream needs its result.
 
-Submitted ops can be captured as a CUDA graph instead of run (``CudaStreams.capture``). Torch has no public interface
-for cleaning up after a capture, in particular after a failed one; all private interfaces used are here.
+Submitted ops can be captured as a graph instead of run (``CudaStreams.capture``).
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +26,13 @@ from zeroir.ir.analysis.threaded_streams import threaded_streams
 from zeroir.ir.mesh import COMPUTE, HOST, Executor
 from zeroir.ir.ops import IssuedOp, Op, Wait
 from zeroir.ir.program import Program
+from zeroir.runtime.device.driver import driver
+from zeroir.runtime.device.interface import (
+    DeviceCapture,
+    DeviceEvent,
+    DeviceGraph,
+    DeviceStream,
+)
 from zeroir.runtime.execution.cuda_events import (
     Event,
     LateEvent,
@@ -42,15 +47,15 @@ from zeroir.runtime.execution.trace import HostClock, Mark, Task, WatchOp
 
 
 class CudaClock:
-    """Marks times of a device stream by CUDA events on the current stream, and of other streams by the host's clock."""
+    """Marks times of a device stream by events on the current stream, and of other streams by the host's clock."""
 
     def __init__(self, program: Program, device: torch.device) -> None:
         self._on_device = frozenset(
             stream.name for stream in program.streams if stream.executor is Executor.DEVICE
         )
         self._host = HostClock()
-        self._first = _timed_event()
-        torch.cuda.synchronize(device)
+        self._first = driver().timed_event()
+        driver().synchronize(device)
         self._first.record()
         self._first.synchronize()
         self._first_ns = time.perf_counter_ns()
@@ -58,7 +63,7 @@ class CudaClock:
     def mark(self, stream: str) -> Mark:
         if stream not in self._on_device:
             return self._host.mark(stream)
-        event = _timed_event()
+        event = driver().timed_event()
         event.record()
 
         def when() -> int:
@@ -69,22 +74,18 @@ class CudaClock:
         return when
 
 
-def _timed_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CudaGraph:
     """A captured graph, the stream on which it is launched, and ``wait``, which orders that stream after other work."""
 
-    graph: torch.cuda.CUDAGraph
-    stream: torch.cuda.Stream
+    graph: DeviceGraph
+    stream: DeviceStream
     wait: Task
 
     def replay(self) -> None:
         """Launch the captured ops on the stream."""
         self.wait()
-        with torch.cuda.stream(self.stream):
+        with driver().on(self.stream):
             self.graph.replay()
 
     def reset(self) -> None:
@@ -94,21 +95,21 @@ class CudaGraph:
 
 
 class CudaStreams:
-    """Streams of one process on one CUDA device."""
+    """Streams of one process on one device."""
 
     def __init__(self, program: Program, device: torch.device) -> None:
         self._device = device
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._streams: dict[str, DeviceStream] = {}
         on_host: set[str] = set()
         used = {COMPUTE, *(effects(op).stream for op in program.ops())}
         for stream in program.streams:
             match stream.executor:
                 case Executor.DEVICE if stream.name == COMPUTE:
                     # The user's own work runs on it as well, unless the user changes the current stream.
-                    self._streams[stream.name] = torch.cuda.current_stream(device)
+                    self._streams[stream.name] = driver().current_stream(device)
                 case Executor.DEVICE:
                     if stream.name in used:
-                        self._streams[stream.name] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                        self._streams[stream.name] = driver().new_stream(device)
                 case Executor.HOST | Executor.DISK:
                     on_host.add(stream.name)
                 case _:
@@ -122,15 +123,16 @@ class CudaStreams:
         self._events: dict[str, Event] = {}
         self._crossing = frozenset(p.event for s in program.sections for p in s.exit.pending)
         self._last: dict[str, list[PendingSignal]] = {name: [] for name in self._streams}
+        self._boundary: dict[str, tuple[DeviceEvent, ...]] = {}
+        """For each host stream without an op since the last boundary, the device's events that it has to wait for."""
         self._before_capture: Mapping[str, Event] = {}
         """The events that were signalled before the current capture."""
         self._awaited: list[str] = []
         """Those of them for which the captured ops wait."""
-        self._capture_stream: torch.cuda.Stream | None = None
-        self._pool: torch.cuda._POOL_HANDLE | None = None
+        self._capture_stream: DeviceStream | None = None
 
-    def stream(self, name: str) -> torch.cuda.Stream:
-        """Return the CUDA stream of that name."""
+    def stream(self, name: str) -> DeviceStream:
+        """Return the device's stream of that name."""
         return self._streams[name]
 
     def bind(self, op: Op, run: Task, watch: WatchOp | None = None) -> Task:
@@ -139,7 +141,7 @@ class CudaStreams:
                 return self._waiting(op, watch)
             case _ if op.stream in self._host_streams:
                 enqueue = self._threads.bind(op, partial(self._on_host, run), watch)
-                return lambda: self._hand_over(op.event, enqueue)
+                return lambda: self._hand_over(op.stream, op.event, enqueue)
             case _ if op.stream in self._apart:
                 return self._issued_by_thread(op, run if watch is None else watch(run))
             case _:
@@ -149,12 +151,14 @@ class CudaStreams:
     def join(self, pending: Collection[str]) -> None:
         """Order later ops after earlier ones, as ``Streams.join`` requires. The host does not wait for the device."""
         self._threads.join([name for name in pending if self._is_of_thread(name)])
-        signals: dict[str, torch.cuda.Event] = {}
+        signals: dict[str, DeviceEvent] = {}
         for name, stream in self._streams.items():
             crossing = self._last[name] = under_way(self._last[name], pending)
             before = recorded(crossing[0].before) if crossing else stream.record_event()
             if before is not None:
                 signals[name] = before
+        # A host stream waits for the device where it has an op after the boundary.
+        self._boundary = dict.fromkeys(self._host_streams, tuple(signals.values()))
         for name, stream in self._streams.items():
             for signalling, signal in signals.items():
                 if signalling == name:
@@ -168,7 +172,7 @@ class CudaStreams:
     def finish(self) -> None:
         """Wait until all ops are done, on the device as well: it executes the copies to and from pinned memory."""
         self._threads.join(())
-        torch.cuda.synchronize(self._device)
+        driver().synchronize(self._device)
 
     def signal(self, event: str) -> None:
         self._events[event] = self._streams[COMPUTE].record_event()
@@ -191,12 +195,12 @@ class CudaStreams:
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Order the block between the caller's work on its current stream, which may differ from the compute stream."""
-        own, callers = self._streams[COMPUTE], torch.cuda.current_stream(self._device)
+        own, callers = self._streams[COMPUTE], driver().current_stream(self._device)
         if own == callers:
             yield
             return
         own.wait_event(callers.record_event())
-        with torch.cuda.stream(own):
+        with driver().on(own):
             yield
         callers.wait_event(own.record_event())
 
@@ -214,38 +218,20 @@ class CudaStreams:
             RuntimeError: where something cannot be captured; then nothing was run.
         """
         if self._capture_stream is None:
-            # CUDA cannot capture a default stream, and compute may be one, so another stream replaces it.
-            self._capture_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            self._pool = torch.cuda.graph_pool_handle()
-        # The graph has its own memory and cannot use memory that was freed before.
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-        graph = torch.cuda.CUDAGraph()
+            # A default stream cannot be captured, and compute may be one, so another stream replaces it.
+            self._capture_stream = driver().new_stream(self._device)
         own, events = self._streams, dict(self._events)
         last = {name: list(ops) for name, ops in self._last.items()}
         self._streams = {**own, COMPUTE: self._capture_stream}
         self._before_capture, self._awaited = events, []
         try:
-            with torch.cuda.stream(self._capture_stream):
-                # Other threads, such as NCCL's own, may continue to call CUDA.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                self._fork()
-                issue()
-                self._rejoin()
-                with warnings.catch_warnings():
-                    # A section may have no work for the device, for example an all-reduce of one rank.
-                    warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-                    graph.capture_end()
-        except BaseException:
-            self._abandon(graph)
-            raise
+            with driver().on(self._capture_stream):
+                capture = driver().begin_capture(self._capture_stream)
+                graph = self._captured(capture, issue)
         finally:
             # Events that were recorded in a capture are invalid outside it.
             self._streams, self._events, self._last = own, events, last
             self._before_capture = {}
-            # The scratch memory of matrix products belongs to the graph; otherwise torch would keep it until the
-            # process ends.
-            torch._C._cuda_clearCublasWorkspaces()
 
         awaited = self._awaited
 
@@ -255,6 +241,18 @@ class CudaStreams:
 
         return CudaGraph(graph=graph, stream=own[COMPUTE], wait=wait)
 
+    def _captured(self, capture: DeviceCapture, issue: Callable[[], None]) -> DeviceGraph:
+        try:
+            self._fork()
+            issue()
+            self._rejoin()
+            return capture.end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                self._rejoin()
+            capture.abandon()
+            raise
+
     def _fork(self) -> None:
         """Make all streams join the capture, except those of threads, whose copies to or from the host no graph has."""
         begin = self._streams[COMPUTE].record_event()
@@ -263,29 +261,10 @@ class CudaStreams:
                 stream.wait_event(begin)
 
     def _rejoin(self) -> None:
-        """Order the capture's first stream after all others, as CUDA requires at its end."""
+        """Order the capture's first stream after all others, as a device requires at its end."""
         for name, stream in self._streams.items():
             if name != COMPUTE and name not in self._apart:
                 self._streams[COMPUTE].wait_event(stream.record_event())
-
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that failed, whatever its state."""
-        assert self._capture_stream is not None
-        with torch.cuda.stream(self._capture_stream):
-            with contextlib.suppress(RuntimeError):
-                self._rejoin()
-            with contextlib.suppress(RuntimeError):
-                graph.capture_end()
-            index = torch.cuda.current_device()
-        graph.reset()
-        # torch refuses a pool without graphs, so later captures use a new one.
-        pool, self._pool = self._pool, torch.cuda.graph_pool_handle()
-        assert pool is not None
-        try:
-            torch._C._cuda_endAllocateToPool(index, pool)
-        except RuntimeError:
-            return  # torch has already ended it
-        torch._C._cuda_releasePool(index, pool)
 
     def _on_device(self, name: str, event: str | None, run: Task) -> None:
         stream = self._streams[name]
@@ -294,12 +273,14 @@ class CudaStreams:
             self._last[name].append(PendingSignal(event=event, before=stream.record_event()))
         else:
             self._last[name].clear()
-        with torch.cuda.stream(stream):
+        with driver().on(stream):
             run()
         if event is not None:
             self._events[event] = stream.record_event()
 
-    def _hand_over(self, event: str | None, enqueue: Task) -> None:
+    def _hand_over(self, stream: str, event: str | None, enqueue: Task) -> None:
+        for signal in self._boundary.pop(stream, ()):
+            self._threads.call(stream, signal.synchronize)
         # Another section may have used the name for an event of the device.
         self._events.pop(event or "", None)
         enqueue()
@@ -310,7 +291,7 @@ class CudaStreams:
 
         def issue() -> None:
             stream = self._streams[op.stream]
-            with torch.cuda.stream(stream):
+            with driver().on(stream):
                 task()
             events.popleft().recorded = stream.record_event()
 
@@ -348,12 +329,12 @@ class CudaStreams:
         def wait() -> None:
             event = self._events.get(op.waited)
             if event is not None and event is self._before_capture.get(op.waited):
-                # CUDA cannot capture a wait for work outside the graph.
+                # No graph has a wait for work outside it.
                 self._awaited.append(op.waited)
                 return
             if self._is_of_thread(op.waited):  # run or issued by it
                 # The watch marks moments on the current stream.
-                with torch.cuda.stream(self._streams.get(op.on)):
+                with driver().on(self._streams.get(op.on)):
                     of_threads()
             if event is None:
                 return
@@ -381,12 +362,12 @@ class CudaStreams:
         task = wait if watch is None else watch(wait)
 
         def on_stream() -> None:
-            with torch.cuda.stream(stream):
+            with driver().on(stream):
                 task()
 
         self._threads.call(op.on, partial(self._in_thread, on_stream))
 
-    def _order(self, stream: torch.cuda.Stream, name: str) -> None:
+    def _order(self, stream: DeviceStream, name: str) -> None:
         """Order a stream after an event of the device; the calling thread waits until the event is recorded."""
         if self._is_of_thread(name):
             self._threads.waiting_for([name])()
@@ -407,7 +388,7 @@ class CudaStreams:
         which takes hundreds of megabytes there.
         """
         if not getattr(self._thread, "is_on_device", False):
-            torch.cuda.set_device(self._device)
+            driver().set_device(self._device)
             self._thread.is_on_device = True
         task()
 

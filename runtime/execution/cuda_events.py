@@ -1,21 +1,21 @@
-"""CUDA events that threads record."""
+"""Events of a device that threads record."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import torch
+from zeroir.runtime.device.interface import DeviceEvent
 
 
 @dataclass(slots=True, eq=False)
 class LateEvent:
     """An event that another thread records, once it has issued the op that signals it."""
 
-    recorded: torch.cuda.Event | None = None
+    recorded: DeviceEvent | None = None
 
 
-Event = torch.cuda.Event | LateEvent
+Event = DeviceEvent | LateEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,8 @@ def under_way(last: Sequence[PendingSignal], pending: Collection[str]) -> list[P
     return list(last[first:])
 
 
-def recorded(event: Event | None) -> torch.cuda.Event | None:
-    """Return the CUDA event; None where there is none or it is not recorded yet."""
+def recorded(event: Event | None) -> DeviceEvent | None:
+    """Return the device's event; None where there is none or it is not recorded yet."""
     return event.recorded if isinstance(event, LateEvent) else event
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zeroir.ir.host_rates import MeasuredHost
+from zeroir.runtime.device.driver import driver
 from zeroir.runtime.optimizers.adam import adam
 from zeroir.runtime.optimizers.operands import Operands
 
@@ -75,14 +76,16 @@ class _TimedRounds:
         if self._device.type != "cuda":
             task()
             return
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
+        stream = driver().new_stream(self._device)
+        with driver().on(stream):
             task()
         stream.synchronize()
 
 
 def _host_tensor(size_bytes: int, device: torch.device) -> Tensor:
-    return torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    if device.type == "cuda":
+        return driver().pinned_empty(size_bytes, torch.uint8, device)
+    return torch.zeros(size_bytes, dtype=torch.uint8)
 
 
 def _adam() -> Callable[[], None]:

@@ -31,6 +31,7 @@ from torch import Tensor, fx
 from zeroir.errors import InternalError
 from zeroir.ir.segments.segment import TensorType
 from zeroir.ir.sizes import Dim
+from zeroir.runtime.device.driver import driver
 from zeroir.torch_ops.types import TORCH_DTYPE
 
 if TYPE_CHECKING:
@@ -382,7 +383,7 @@ def _runner(path: Path, device: torch.device) -> Library:
 
     def on_device(tensors: list[Tensor], /) -> None:
         # It asks the device whether the segment's last call is done, and fails permanently if that call was captured.
-        if torch.cuda.is_current_stream_capturing():
+        if driver().is_capturing():
             raise RuntimeError("a compiled segment calls operators that exist only in Python")
         run(tensors)
 
@@ -402,7 +403,7 @@ def _handles(tensors: list[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
 
 def _current_stream(device: torch.device) -> int | None:
     """Return the handle of the current stream; None on the CPU, which has none."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    return driver().stream_handle(device) if device.type == "cuda" else None
 
 
 def _check(code: int) -> None:

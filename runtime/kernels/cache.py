@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 from zeroir import __version__
 from zeroir.ir.segments.bindings import Binding
 from zeroir.ir.segments.segment import Segment
+from zeroir.runtime.device.driver import driver
 from zeroir.runtime.kernels.graph import kernel_dims
 
 FORMAT: Final = 4
@@ -57,11 +58,7 @@ def code_key(source: bytes, flags: Sequence[str]) -> str:
 def _processor(device: torch.device) -> tuple[object, ...]:
     """Return the processor whose instructions the code uses."""
     if device.type == "cuda":
-        name, capability = (
-            torch.cuda.get_device_name(device),
-            torch.cuda.get_device_capability(device),
-        )
-        return ("cuda", torch.version.cuda, torch.version.hip, name, capability)
+        return driver().processor(device)
     return (device.type, platform.machine(), torch.backends.cpu.get_cpu_capability(), _cpu_flags())
 
 

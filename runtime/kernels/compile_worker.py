@@ -19,6 +19,7 @@ from zeroir.ir.segments.bindings import Binding
 from zeroir.ir.segments.operators import Operator
 from zeroir.ir.segments.segment import Segment
 from zeroir.ir.sizes import Dim
+from zeroir.runtime.device.driver import driver
 from zeroir.runtime.kernels.stand_ins import StandIns
 
 _LENGTH_BYTES = 8
@@ -84,7 +85,7 @@ def compile_segment(request: Request, stand_ins: StandIns) -> None:
     device = torch.device(request.device)
     torch.set_num_threads(request.threads)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        driver().set_device(device)
     _inductor_private.compile_library(
         graph.build_graph(request.segment, request.bindings, device),
         graph.input_types(request.segment, request.bindings),

@@ -29,6 +29,7 @@ from zeroir.ir.ops import Mode
 from zeroir.ir.segments.bindings import Binding, bindings
 from zeroir.ir.segments.segment import Node, Ref, Segment, TensorType
 from zeroir.ir.segments.views import BITCAST, is_view, shares_storage
+from zeroir.runtime.device.driver import new_generator
 from zeroir.runtime.execution.handlers import LocalRanks
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.calls import operator, resolver
@@ -220,7 +221,7 @@ def _disturb(tensor: Tensor) -> None:
     memory = span(tensor)
     # Another code of 8 bits would be no rounding.
     if memory.dtype.is_floating_point and memory.itemsize > 1:
-        generator = torch.Generator(memory.device).manual_seed(memory.numel())
+        generator = new_generator(memory.device).manual_seed(memory.numel())
         change = torch.empty_like(memory, dtype=torch.float32)
         eps = torch.finfo(memory.dtype).eps
         change.uniform_(1 - 2 * eps, 1 + 2 * eps, generator=generator)
@@ -230,7 +231,7 @@ def _disturb(tensor: Tensor) -> None:
 def _randomise(tensor: Tensor, scale: float, limit: int) -> None:
     memory = span(tensor)
     numel = memory.numel()
-    generator = torch.Generator(memory.device).manual_seed(numel + int(memory.storage_offset()))
+    generator = new_generator(memory.device).manual_seed(numel + int(memory.storage_offset()))
     if memory.dtype == torch.float8_e4m3fn:
         _fill_uniformly(memory, scale)
     elif memory.dtype.is_floating_point:
@@ -243,7 +244,7 @@ def _randomise(tensor: Tensor, scale: float, limit: int) -> None:
 
 def _fill_uniformly(tensor: Tensor, scale: float) -> None:
     """Fill a tensor of any layout with floats, also of 8 bits, which torch does not draw."""
-    generator = torch.Generator(tensor.device).manual_seed(tensor.numel())
+    generator = new_generator(tensor.device).manual_seed(tensor.numel())
     wide = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
     tensor.copy_(wide.uniform_(0.5 * scale, 1.5 * scale, generator=generator))
 

@@ -10,6 +10,7 @@ from zeroir.ir import ops
 from zeroir.ir.analysis.labels import labels
 from zeroir.ir.ops import Op
 from zeroir.ir.program import EVALUATE, OpPosition, Program
+from zeroir.runtime.device.driver import driver
 from zeroir.runtime.execution.trace import Task
 from zeroir.runtime.memory.allocations import allocations, by_range, peak_bytes
 
@@ -47,10 +48,10 @@ class DeviceWatcher:
             return run
 
         def watched() -> None:
-            torch.cuda.reset_peak_memory_stats(self._device)
-            before = torch.cuda.memory_allocated(self._device)
+            driver().reset_peak_bytes(self._device)
+            before = driver().allocated_bytes(self._device)
             run()
-            self._peaks.append((op, torch.cuda.max_memory_allocated(self._device) - before))
+            self._peaks.append((op, driver().peak_bytes(self._device) - before))
 
         return watched
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from zeroir.runtime.device.driver import driver
 from zeroir.runtime.memory.allocations import allocations, peak_bytes
 from zeroir.torch_ops.foreign_workspaces import ForeignOperator, resolved
 
@@ -39,10 +40,10 @@ def measured(call: Callable[[], T], device: torch.device) -> tuple[T, int]:
     """Return the result of a call, and the most bytes that it held at once minus those of its results' elements."""
     results: list[T] = []
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = _requested_bytes(device, "current")
+        driver().reset_peak_bytes(device)
+        before = driver().requested_bytes(device, "current")
         results.append(call())
-        peak = _requested_bytes(device, "peak") - before
+        peak = driver().requested_bytes(device, "peak") - before
     else:
         peak = peak_bytes(allocations(lambda: results.append(call())))
     made = sum(
@@ -57,8 +58,3 @@ def device_of(args: object, kwargs: object) -> torch.device:
     """Return the device of the first tensor among the arguments of a call; the CPU where there is none."""
     leaves = pytree.tree_leaves((args, kwargs))
     return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-
-
-def _requested_bytes(device: torch.device, moment: str) -> int:
-    """Return the bytes requested of the allocator, which rounds each block up."""
-    return int(torch.cuda.memory_stats(device)[f"requested_bytes.all.{moment}"])

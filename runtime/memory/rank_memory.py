@@ -15,10 +15,10 @@ from zeroir.ir.buffers import Region, Role, Space, View
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
 from zeroir.memory.placement import Placement, places_to_run
+from zeroir.runtime.device.driver import driver
 from zeroir.runtime.disk.disk_buffers import DiskBuffers
 from zeroir.runtime.disk.requests import PreparedTransfer
 from zeroir.runtime.disk.scratch_file import PAGE_BYTES
-from zeroir.runtime.memory.pinned_memory import pinned_empty
 from zeroir.runtime.memory.tensors import poison
 from zeroir.torch_ops.types import TORCH_DTYPE
 
@@ -323,9 +323,7 @@ class RankMemory:
             case Space.DEVICE:
                 return torch.empty(numel, dtype=torch_dtype, device=self.device)
             case Space.HOST if self.device.type == "cuda":
-                # CUDA creates a context on the device on which it is asked to pin.
-                with torch.cuda.device(self.device):
-                    return pinned_empty(numel, torch_dtype)
+                return driver().pinned_empty(numel, torch_dtype, self.device)
             case Space.HOST if self._on_disk:
                 return _at_page(numel, torch_dtype)
             case Space.HOST:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zeroir.errors import UserError
+from zeroir.runtime.device.driver import driver
 
 RandomStates = Mapping[str, object]
 """The state of each generator by its name (``python``, ``numpy``, ``torch``, ``cuda``), in types that checkpoints
@@ -27,7 +28,7 @@ def random_states(device: torch.device | None = None) -> RandomStates:
         "torch": torch.get_rng_state(),
     }
     if device is not None and device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+        states["cuda"] = driver().random_state(device)
     return states
 
 
@@ -43,7 +44,7 @@ def set_random_states(states: RandomStates, device: torch.device | None = None) 
         np.random.set_state(cast("tuple[str, np.ndarray, int, int, float]", states["numpy"]))
         torch.set_rng_state(cast("Tensor", states["torch"]))
         if device is not None and device.type == "cuda" and "cuda" in states:
-            torch.cuda.set_rng_state(cast("Tensor", states["cuda"]), device)
+            driver().set_random_state(cast("Tensor", states["cuda"]), device)
     except (LookupError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"The states of random generators cannot be set here ({error}): they were saved by another version of "

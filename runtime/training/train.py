@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-import torch
-
 from zeroir.errors import UserError
 from zeroir.ir import ops, recorded_options
 from zeroir.ir.program import InputBinding
 from zeroir.runtime.comm.job import PeerError
+from zeroir.runtime.device.driver import driver
 from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.engine.results import StepResult
 from zeroir.runtime.training.checkpoint_schedule import SaveReport, Saves
@@ -171,7 +170,7 @@ def is_stopping(engine: Engine, stop: StopSignal) -> bool:
 def _most_memory_bytes(engine: Engine) -> int:
     """Return the peak memory of any rank so far. All ranks call this together."""
     if engine.device.type == "cuda":
-        own = torch.cuda.max_memory_allocated(engine.device)
+        own = driver().peak_bytes(engine.device)
     else:
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return int(max(row[0] for row in engine.job.exchange([own])))

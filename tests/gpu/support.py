@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from zeroir.ir.buffers import Buffer, Space
 from zeroir.ir.program import Program
 from zeroir.memory.placement import places_to_run
 from zeroir.runtime.engine.engine import Engine
+from zeroir.runtime.execution.cuda import CudaStreams
 from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.torch_ops.batches import Batch
 
@@ -131,3 +133,8 @@ def reserved_and_allocated() -> tuple[int, int]:
     """Bytes that the allocator holds, and that it has given out."""
     torch.cuda.synchronize()
     return torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+
+
+def torch_stream(streams: CudaStreams, name: str) -> torch.cuda.Stream:
+    """The stream of that name of a program, as torch has it."""
+    return cast("torch.cuda.Stream", streams.stream(name))

@@ -67,7 +67,10 @@ def launch_on(
 def test_every_collective_of_one_rank_is_the_references(device: torch.device) -> None:
     program = lowered(mlp(), 3, 1)
     require_same_program(program, device)
-    nccl, reference = NcclComm(make_groups(program, "nccl", DEFAULT_TIMEOUT)), LockstepComm(program)
+    nccl, reference = (
+        NcclComm.of_groups(make_groups(program, "nccl", DEFAULT_TIMEOUT)),
+        LockstepComm(program),
+    )
     for name, call in CALLS.items():
         for pairs in PAIRS:
             for wire_dtype in (None, torch.bfloat16):

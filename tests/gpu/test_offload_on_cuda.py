@@ -12,6 +12,7 @@ from tests.gpu.support import (
     losses_of,
     requested_bytes,
     result_bytes,
+    torch_stream,
 )
 from tests.runtime.support import initial_flats, random_batches
 from tests.support.lockstep import run_lockstep
@@ -142,7 +143,7 @@ def test_states_are_read_when_the_device_has_copied_them_to_the_host(device: tor
     for ((batch,),) in random_batches(2, 1):
         for name in on_device:
             if name in streams._streams:
-                with torch.cuda.stream(streams.stream(name)):
+                with torch.cuda.stream(torch_stream(streams, name)):
                     torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
         engine.step(batch)
         early = {key: values.cpu() for key, values in engine.full_state().items()}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.support import SEED
+from tests.gpu.support import SEED, torch_stream
 from tests.runtime.support import initial_flats, random_batches
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
@@ -62,7 +62,7 @@ def test_late_copies_have_the_bits_of_the_boundary(
         engine.step(batch)
     for batch in batches[WARM_UP + 2 :]:
         expected = states(engine)
-        with torch.cuda.stream(streams.stream(COPY_OUT)):
+        with torch.cuda.stream(torch_stream(streams, COPY_OUT)):
             torch.cuda._sleep(SLEEP_CYCLES // 4)  # type: ignore[no-untyped-call]
         (saved,) = engine.rank_program.executor.save_state()
         engine.step(batch)
@@ -86,11 +86,11 @@ def test_the_host_issues_the_next_step_while_copies_are_under_way(device: torch.
     engine.step(second)
     torch.cuda.synchronize(device)
     expected = states(engine)
-    with torch.cuda.stream(streams.stream(COPY_OUT)):
+    with torch.cuda.stream(torch_stream(streams, COPY_OUT)):
         torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
     (saved,) = engine.rank_program.executor.save_state()
     engine.rank_program.executor.step([[third]])
-    assert not streams.stream(COPY_OUT).query()
+    assert not torch_stream(streams, COPY_OUT).query()
     saved.wait()  # for the copies alone: the step, which waits for them, may still be under way
     for name, values in expected.items():
         copy = saved.tensors[name]

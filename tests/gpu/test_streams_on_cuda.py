@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.gpu.support import example, example_batches
+from tests.gpu.support import example, example_batches, torch_stream
 from tests.runtime.support import lowered
 from tests.support.programs import mlp
 from zeroir.ir import ops
@@ -83,7 +83,7 @@ def test_every_stream_is_one_of_its_own_and_compute_the_current_one(cells: Cells
     assert len(set.union(*cells.seen.values())) == 3
     assert cells.seen[COMPUTE] == {torch.cuda.current_stream().cuda_stream}
     for name, found in cells.seen.items():
-        assert {streams.stream(name).cuda_stream} == found
+        assert {torch_stream(streams, name).cuda_stream} == found
 
 
 def test_streams_run_side_by_side_until_a_wait(cells: Cells) -> None:
@@ -91,8 +91,8 @@ def test_streams_run_side_by_side_until_a_wait(cells: Cells) -> None:
         fill(0, 1.0, GATHER, "0"), fill(1, 2.0, COMPUTE, "1"), ops.Wait(waited="1", on=HOST)
     )
     streams = run(program, cells)
-    assert not streams.stream(GATHER).query()  # the host waited for compute alone
-    assert streams.stream(COMPUTE).query()
+    assert not torch_stream(streams, GATHER).query()  # the host waited for compute alone
+    assert torch_stream(streams, COMPUTE).query()
     submit(streams, ops.Wait(waited="0", on=COMPUTE), cells)
     assert cells.cells[:2].tolist() == [1.0, 2.0]  # read on compute, after the wait
 
@@ -109,9 +109,9 @@ def test_a_boundary_orders_what_stands_before_an_op_that_crosses_it(cells: Cells
     streams = run(program, cells)
     streams.join(["0"])
     copy = cells.cells[:1].clone()
-    streams.stream(COMPUTE).synchronize()
+    torch_stream(streams, COMPUTE).synchronize()
     assert copy.item() == 1.0
-    assert not streams.stream(GATHER).query()
+    assert not torch_stream(streams, GATHER).query()
     submit(streams, ops.Wait(waited="0", on=COMPUTE), cells)
     assert cells.cells[1].item() == 1.0
 
@@ -164,6 +164,6 @@ def test_events_and_waits_map_one_to_one(
 def test_only_streams_that_ops_name_exist(device: torch.device) -> None:
     program = lowered(mlp(), 0, 1)
     streams = CudaStreams(program, device)
-    assert streams.stream(REDUCE) != streams.stream(COMPUTE)
+    assert torch_stream(streams, REDUCE) != torch_stream(streams, COMPUTE)
     with pytest.raises(KeyError):
-        streams.stream(GATHER)
+        torch_stream(streams, GATHER)

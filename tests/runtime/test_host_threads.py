@@ -17,9 +17,9 @@ from tests.support.programs import mlp
 from zeroir.errors import UserError, memory_for
 from zeroir.ir import ops
 from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
+from zeroir.runtime.device.pinned_memory import LARGE_BYTES, pinned_empty
 from zeroir.runtime.execution.cuda import CudaStreams
 from zeroir.runtime.execution.host_threads import update_threads
-from zeroir.runtime.memory.pinned_memory import LARGE_BYTES, pinned_empty
 
 
 @pytest.mark.parametrize(

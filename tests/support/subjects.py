@@ -33,6 +33,7 @@ from zeroir.passes.offload.page_optimizer import PageOptimizer
 from zeroir.passes.offload.speculate_update import SpeculateUpdate
 from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.runtime.state.host_snapshot import SavedState
+from zeroir.runtime.training.micro_batch_weights import WeightFunction
 from zeroir.torch_ops.batches import Batch, flatten
 
 STEPS = 2
@@ -170,10 +171,23 @@ class Subject:
         self, program: Program, schedule_seed: int, late_streams: Collection[str] = ()
     ) -> list[Tensor]:
         """Everything that a few steps, and evaluations between them, come to under one interleaving."""
-        weight = None if self.scheduled.weight is None else weight_of_values
-        lockstep = Lockstep(
-            program, schedule_seed=schedule_seed, weight=weight, late_streams=late_streams
+        return self.train_on(
+            Lockstep(
+                program,
+                schedule_seed=schedule_seed,
+                weight=self.weight,
+                late_streams=late_streams,
+            )
         )
+
+    @property
+    def weight(self) -> WeightFunction | None:
+        """The weight of a micro-batch."""
+        return None if self.scheduled.weight is None else weight_of_values
+
+    def train_on(self, lockstep: Lockstep) -> list[Tensor]:
+        """Everything that a few steps, and evaluations between them, come to."""
+        program = lockstep.program
         if self.name in CAPTURED:
             lockstep.initialise(load_model_file(_model(self.name)).model, seed=0)
         else:
@@ -211,7 +225,7 @@ class Subject:
         except Exception as error:  # noqa: BLE001 - whatever it is, no proved program may raise it
             return f"{type(error).__name__}: {error}"
         expected = _expected(self.name)
-        if len(found) == len(expected) and all(map(_is_equal, found, expected)):
+        if len(found) == len(expected) and all(map(is_equal, found, expected)):
             return None
         return "other numbers"
 
@@ -253,7 +267,7 @@ def _contents(saved: Sequence[SavedState]) -> list[Tensor]:
     return found
 
 
-def _is_equal(one: Tensor, other: Tensor) -> bool:
+def is_equal(one: Tensor, other: Tensor) -> bool:
     # As bytes, because NaN differs from itself.
     return one.shape == other.shape and torch.equal(
         one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)

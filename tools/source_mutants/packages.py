@@ -31,7 +31,7 @@ _NEED_CUDA: Final = (
     "runtime/execution/cuda_graphs.py",
     "runtime/kernels/_inductor_private.py",
     "runtime/kernels/_inductor_sizes.py",
-    "runtime/memory/pinned_memory.py",
+    "runtime/device/pinned_memory.py",
 )
 """Files that run on CUDA devices alone, and those that depend on the inside of torch's compiler."""
 

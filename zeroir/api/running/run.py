@@ -238,9 +238,9 @@ def _at_peak_s(compiled: CompiledProgram, job_rank: JobRank, machine: str | None
         return micro_step_at_peak_s(compiled.logical, load_machine(machine))
     if job_rank.device.type != "cuda":
         return None
-    import torch
+    from zeroir.runtime.device.driver import driver
 
-    known = machine_of_device(torch.cuda.get_device_name(job_rank.device))
+    known = machine_of_device(driver().name(job_rank.device))
     return None if known is None else micro_step_at_peak_s(compiled.logical, known)
 
 
