@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -222,6 +224,59 @@ def test_a_step_is_watched() -> None:
     assert engine.program is first
     with pytest.raises(UserError, match=r"like layers\.\*; there are blocks, "):
         engine.watch("head", "layers.*")
+
+
+def store_values(net: Net, y: Tensor, z: Tensor) -> None:
+    """Store what Python reads of tensors: numbers, lists, and arrays of NumPy."""
+    net.history.append(z.mean().item())
+    net.log["statistics"] = {"mean": y.mean().item(), "rows": y.argmax(-1).tolist()}
+    net.last = y.detach().cpu().numpy()
+    net.other = (z.isfinite().all().item(), z.detach(), len(z))
+    seen.last = z.max().item()  # type: ignore[assignment]
+
+
+def test_values_of_tensors_may_be_stored() -> None:
+    net, plain = Net(store_values), Net(store_values)
+    with warnings.catch_warnings(action="error"):
+        engine = engine_of(net, evaluate=True)
+    program = engine.program
+    for factor in (1.0, 2.0, 3.0):
+        eager(plain, X * factor)
+        engine.step(X * factor)
+        require_equal(
+            [net.history, net.log, net.other], [plain.history, plain.log, _detached(plain.other)]
+        )
+        assert isinstance(net.last, np.ndarray)
+        assert np.array_equal(net.last, plain.last)
+    engine.evaluate(X)
+    plain.eval()(X)
+    require_equal(net.history, plain.history)
+    assert engine.program is program
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda value: value > 0,
+        bool,
+        lambda value: value * 2,
+        lambda value: 2 - value,
+        lambda value: f"{value:.2f}",
+        lambda value: isinstance(value, float),
+        lambda value: torch.ones(2) * value,
+        torch.tensor,
+        lambda value: round(value, 3),
+        np.float32,
+    ],
+)
+def test_values_that_are_used_are_refused(use: Callable[[Any], object]) -> None:
+    """Also in ways that would not fail, but would go another way than with the number."""
+
+    def store(net: Net, _: Tensor, z: Tensor) -> None:
+        net.last = use(z.mean().item())
+
+    with pytest.raises(UserError, match=r"test_stored_tensors.py:\d+ uses the values of a tensor"):
+        engine_of(Net(store))
 
 
 class Planned(nn.Module):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Final
 from unittest import mock
 
 import torch
@@ -32,6 +33,10 @@ class OneDevice(TorchFunctionMode):
         return on_one_device(func)(*args, **(kwargs or {}))
 
 
+READING: Final[tuple[Callable[..., object], ...]] = (Tensor.item, Tensor.numpy, Tensor.tolist)
+"""The functions that return the values of a tensor to Python."""
+
+
 @contextmanager
 def one_device() -> Iterator[None]:
     """Run the user's code, ignoring the devices that it names or sets as default."""
@@ -45,6 +50,8 @@ def on_one_device(func: Callable[..., object]) -> Callable[..., object]:
         return _stay
     if func is Tensor.to:
         return _convert
+    if func in READING:
+        return func
 
     def call(*args: object, **kwargs: object) -> object:
         if _is_accelerator(kwargs.get("device")):

@@ -117,6 +117,13 @@ def _traced(
 ) -> TracedGraph:
     try:
         with tracing_conditions(step.checkpointing), _gradients_only_returned(), _no_ranges():
+            try:
+                return joint_graph(mode, step, inputs)
+            except Exception:
+                if not step.has_values:
+                    raise
+            # The code does more with the values of tensors than to store them.
+            step.stores_values = step.has_values = False
             return joint_graph(mode, step, inputs)
     except ZeroirError:
         raise

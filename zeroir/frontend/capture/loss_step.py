@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zeroir.frontend._torch_private import (
     Function,
+    is_traced,
     operators_of_trace,
     tensors_replaced,
     whole_where_different,
@@ -30,9 +31,11 @@ from zeroir.frontend.capture.python_state import PythonState
 from zeroir.frontend.lowering.units import find_units
 from zeroir.frontend.source.source import ModelSource, capitalised
 from zeroir.frontend.watch.stored_tensors import StoredObject, StorePlace, stored_values
+from zeroir.frontend.watch.values_to_store import value_to_store
 from zeroir.ir.reports import Storing
 from zeroir.torch_ops._torch_distributed import ranks_seen
 from zeroir.torch_ops.batches import with_tensors
+from zeroir.torch_ops.devices import READING
 from zeroir.torch_ops.neutral import NeutralOps
 from zeroir.torch_ops.ranks import TracedRanks
 
@@ -43,7 +46,8 @@ class LossStep(nn.Module):
     While it is ``evaluating``, the model runs under ``eval()`` and without gradients, and its outputs follow the loss.
     Tensors that the code stores at the places ``stores`` are outputs, too, and ``stored`` is what it stored there in
     the last forward; ``places`` are all where it stored any, and ``replaced`` names the buffers that it replaced by
-    other tensors. ``output_names`` are those of the last forward.
+    other tensors. ``output_names`` are those of the last forward. With ``stores_values`` code may store what it reads
+    of tensors, and ``has_values`` says that it has read something.
 
     Each forward of the model starts from the Python state ``state``. With a ``plan`` the recorded forward is repeated,
     and the model's code does not run. ``blocks`` names the repeated blocks, ``sites`` counts the calls of dropout and
@@ -90,6 +94,8 @@ class LossStep(nn.Module):
         self.stored: tuple[StoredObject, ...] = ()
         self.places: frozenset[StorePlace] = frozenset()
         self.replaced: frozenset[str] = frozenset()
+        self.stores_values = True
+        self.has_values = False
         self._is_evaluating = False
         self._outputs: tuple[str, ...] = ()
         self._source = source
@@ -139,7 +145,22 @@ class LossStep(nn.Module):
                 return self._results(tensors, neutral)
 
     def _around(self, func: Function) -> Function:
-        return self.tracker.around(whole_where_different(func))
+        storable = self._storable(func) if self.stores_values and func in READING else func
+        return self.tracker.around(whole_where_different(storable))
+
+    def _storable(self, func: Function) -> Function:
+        """Return a function that reads values of a tensor, or what stands for them where the tensor has none."""
+
+        def call(tensor: Tensor, *args: object, **kwargs: object) -> object:
+            try:
+                return func(tensor, *args, **kwargs)
+            except Exception:
+                if not is_traced(tensor):
+                    raise
+                self.has_values = True
+                return value_to_store(func, tensor, *args, **kwargs)
+
+        return call
 
     def record(self, inputs: Sequence[Tensor]) -> ForwardRecording:
         """Run the model once, without changing its buffers, and return the recorded calls.

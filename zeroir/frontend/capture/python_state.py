@@ -40,6 +40,7 @@ from zeroir.frontend.source.namespaces import (
     place_id,
 )
 from zeroir.frontend.watch.stored_tensors import Container, StorePlace
+from zeroir.frontend.watch.values_to_store import is_to_store
 
 Leaf = tuple[object, ...]
 IsSame = Callable[[object, object], bool]
@@ -209,7 +210,9 @@ class PythonState:
             self._callable(value)
 
     def _add(self, name: str, value: object) -> None:
-        if isinstance(value, PLAIN):
+        if is_to_store(value):
+            self.leaves[name] = (is_to_store,)
+        elif isinstance(value, PLAIN):
             # As text, because NaN is not equal to NaN, and True is equal to 1.
             self.leaves[name] = (type(value), repr(value))
         elif isinstance(value, Tensor):
@@ -320,8 +323,9 @@ def _attributes(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[nn.Mod
     modules = dict(model.named_modules())
     for name in names:
         owner, _, attribute = name.rpartition(".")
-        if owner in modules and attribute in vars(modules[owner]):
-            yield modules[owner], attribute, vars(modules[owner])[attribute]
+        value = vars(modules[owner]).get(attribute) if owner in modules else None
+        if value is not None and not is_to_store(value):
+            yield modules[owner], attribute, value
 
 
 def _own_attributes(value: object) -> Namespace | None:
@@ -353,7 +357,9 @@ def _identity(value: object) -> object:
 
 def _is_same(current: object, saved: object) -> bool:
     """Return whether nothing has to be restored; a tensor that replaces another one is the tracer's."""
-    return current is saved or (isinstance(current, Tensor) and isinstance(saved, Tensor))
+    if current is saved or is_to_store(current) or is_to_store(saved):
+        return current is saved
+    return isinstance(current, Tensor) and isinstance(saved, Tensor)
 
 
 def _forgetting_of(function: functools._lru_cache_wrapper[object]) -> Callable[[IsSame], None]:

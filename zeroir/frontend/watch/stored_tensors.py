@@ -19,14 +19,14 @@ from zeroir.errors import InternalError
 from zeroir.frontend._torch_private import is_traced
 from zeroir.frontend.capture.captured_graph import OutputName
 from zeroir.frontend.source.namespaces import PLAIN, PlaceId, place_id
+from zeroir.frontend.watch.values_to_store import StoredAs, is_to_store
 from zeroir.ir.reports import Storing
 from zeroir.torch_ops.types import IR_DTYPE
 
 Values = MutableMapping[Any, object] | list[object] | deque[object]
 """The attributes of an object, the variables of a function, or a container of Python's."""
 
-_TENSOR: Final = object()
-"""Stands for a tensor among the leaves of an object."""
+_MISSING: Final = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class Container:
             items = dict.items(values) if isinstance(values, dict) else values.items()
             for key, value in list(items):
                 is_own = self.without is None or not (key in self.without or key.startswith("__"))
-                if is_own and contents.get(key, _TENSOR) is not value:
+                if is_own and contents.get(key, _MISSING) is not value:
                     yield key, value
         elif len(values) == len(contents) and not self._appended():
             for at, (before, now) in enumerate(zip(contents, values, strict=True)):
@@ -133,13 +133,19 @@ class Container:
 def has_tensors(value: object) -> bool:
     """Return whether an object consists of tensors, at least one, and of plain values."""
     leaves = pytree.tree_leaves(value)
-    are_plain = all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
-    return are_plain and any(isinstance(leaf, Tensor) for leaf in leaves)
+    are_plain = all(_is_tensor(leaf) or isinstance(leaf, PLAIN) for leaf in leaves)
+    return are_plain and any(map(_is_tensor, leaves))
+
+
+def _is_tensor(leaf: object) -> bool:
+    """Return whether an object is a tensor, or the value of one that is to be stored."""
+    return is_to_store(leaf) or isinstance(leaf, Tensor)
 
 
 def _is_made(value: object) -> bool:
     """Return whether a program can make the tensors of an object."""
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    leaves = filter(_is_tensor, pytree.tree_leaves(value))
+    tensors = [leaf.tensor if is_to_store(leaf) else leaf for leaf in leaves]
     return all(is_traced(tensor) and tensor.dtype in IR_DTYPE for tensor in tensors)
 
 
@@ -154,7 +160,10 @@ class StoredObject:
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> object:
         """Return the object with the next tensors."""
-        leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in self.leaves]
+        leaves = [
+            leaf.convert(next(tensors)) if isinstance(leaf, StoredAs) else leaf
+            for leaf in self.leaves
+        ]
         return pytree.tree_unflatten(leaves, self.structure)
 
 
@@ -173,19 +182,26 @@ def stored_values(
         value = containers[store.container].value_at(store)
         paths, structure = pytree.tree_flatten_with_path(value)
         names: list[OutputName] = []
+        leaves: list[object] = []
         for path, leaf in paths:
-            if isinstance(leaf, Tensor):
+            if _is_tensor(leaf):
                 name = f"{store.name}{pytree.keystr(path)}"
                 counts[name] += 1
                 # Two objects may have the same name in messages.
                 name += "" if counts[name] == 1 else f" ({counts[name]})"
                 names.append(OutputName(name, moment))
-                tensors.append(leaf)
-        leaves = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for _, leaf in paths)
+                tensors.append(leaf.tensor if is_to_store(leaf) else leaf)
+                leaves.append(StoredAs(leaf.convert if is_to_store(leaf) else _itself))
+            else:
+                leaves.append(leaf)
         values.append(
-            StoredObject(store=store, names=tuple(names), leaves=leaves, structure=structure)
+            StoredObject(store=store, names=tuple(names), leaves=tuple(leaves), structure=structure)
         )
     return tuple(values), tensors
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
