@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Final, NamedTuple
 
 import sympy
@@ -28,7 +28,8 @@ from zeroir.frontend._torch_dim_nodes import (
     answer_for_all,
     rounded_quotient,
 )
-from zeroir.ir.sizes import Dim
+from zeroir.ir.size_bounds import grows
+from zeroir.ir.sizes import Dim, Size, exact_quotient
 
 
 class NoPolynomialError(Exception):
@@ -252,6 +253,14 @@ class DimEnv(PolynomialEnv):
 
     def _holds(self, what: sympy.Basic, ranges: Mapping[Dim, DimRange]) -> bool:
         """Return whether an assumption holds for all values of dims in these ranges; the other dims have their own."""
+        sizes = {
+            dim: Dim(name=dim.name, minimum=least, maximum=most).size if least < most else least
+            for dim, (least, most) in ranges.items()
+        }
+        # What is right where quotients are equal is right for few sizes, beside which there may be a trace of more.
+        known = None if isinstance(what, sympy.Eq) else self._known(what, sizes)
+        if known is not None:
+            return known
         of_symbols = tuple(
             (symbol, ValueRanges(*ranges.get(dim, DimRange.of(dim))))
             for symbol, dim in self.dims.items()
@@ -263,7 +272,8 @@ class DimEnv(PolynomialEnv):
         """Answer a question about sizes by the example's, and note it if other sizes have another answer.
 
         Torch's operators ask which sizes are 1, and in which order strides are, to choose the layout of a result. A
-        program declares layouts, and values do not depend on them, so these questions count as no assumption.
+        program declares layouts, and values do not depend on them, so these questions count as no assumption. Any other
+        question of an operator, such as whether a slice ends within a tensor, decides what it computes.
         """
         known = self._answers.get(orig_expr)
         if known is None:
@@ -290,34 +300,60 @@ class DimEnv(PolynomialEnv):
         frames = _frames_outside_torch()
         innermost = next(frames, None)
         is_operators = innermost is not None and innermost.filename.startswith(_OWN_FOLDER)
-        if not (is_operators and _is_about_layout(assumption)):
+        if not (is_operators and self._is_about_layout(assumption)):
             callers = frames if innermost is None else chain((innermost,), frames)
             users = (f for f in callers if not f.filename.startswith(_OWN_FOLDER))
             line = next((f"{Path(f.filename).name}:{f.lineno}" for f in users), "")
             self._assumptions[assumption] = line
 
-    def _known(self, question: sympy.Basic) -> bool | None:
-        """Return the answer to a question for all values of dims; None where it has several, or none is known."""
+    def _is_about_layout(self, assumption: sympy.Basic) -> bool:
+        """Return whether an assumption says that a size is not 0 or 1, or compares two strides."""
+        if not isinstance(assumption, _MORE_OR_LESS):
+            return False
+        if isinstance(assumption, sympy.Ne) and isinstance(assumption.lhs, Mod | PythonMod):
+            assumption = sympy.Ne(*assumption.lhs.args, evaluate=False)
+        left, right = self.polynomial(assumption.lhs), self.polynomial(assumption.rhs)
+        if left is None or right is None:
+            return False
+        if isinstance(assumption, sympy.Ne):
+            # Where operators need equal sizes, other ones are errors.
+            size, other = (left, right) if isinstance(left, Size) else (right, left)
+            if isinstance(other, Size) or not isinstance(size, Size):
+                return True
+            # A remainder is no size of a tensor.
+            return exact_quotient(size, other) is not None if other else grows(size)
+        more, less = (right, left) if isinstance(assumption, sympy.Lt | sympy.Le) else (left, right)
+        # A stride is the product of another one and sizes; a slice may end anywhere.
+        twice = 2 if isinstance(assumption, sympy.Le | sympy.Ge) else 1
+        return isinstance(more, Size) and exact_quotient(more * twice, less) is not None
+
+    def _known(
+        self, question: sympy.Basic, sizes: Mapping[Dim, int] = MappingProxyType({})
+    ) -> bool | None:
+        """Return the answer to a question where dims are these sizes; None where it has several, or none is known."""
         match question:
             case sympy.Not():
-                known = self._known(question.args[0])
+                known = self._known(question.args[0], sizes)
                 return None if known is None else not known
             case sympy.And() | sympy.Or():
                 decisive = isinstance(question, sympy.Or)
-                answers = [self._known(argument) for argument in question.args]
+                answers = [self._known(argument, sizes) for argument in question.args]
                 if decisive in answers:
                     return decisive
                 return None if None in answers else not decisive
             case sympy.logic.boolalg.BooleanAtom():
                 return bool(question)
             case sympy.core.relational.Relational():
-                return self._relation_for_all(question)
+                return self._relation_for_all(question, sizes)
             case _:
                 return None
 
-    def _relation_for_all(self, question: sympy.core.relational.Relational) -> bool | None:
-        left, right = self.polynomial(question.lhs), self.polynomial(question.rhs)
+    def _relation_for_all(
+        self, question: sympy.core.relational.Relational, sizes: Mapping[Dim, int]
+    ) -> bool | None:
         relation = _RELATIONS.get(type(question))
+        sides = [self.polynomial(side) for side in (question.lhs, question.rhs)]
+        left, right = (side.replaced(sizes) if isinstance(side, Size) else side for side in sides)
         if left is None or right is None or relation is None:
             return None
         return answer_for_all(relation, left, right)
@@ -328,6 +364,8 @@ class DimEnv(PolynomialEnv):
     def _set_replacement(self, a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
         """Leave dims as they are, so that no answer turns one into a constant or another."""
 
+
+_MORE_OR_LESS: Final = (sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge)
 
 _RELATIONS: Final[Mapping[type[sympy.Basic], Relation]] = {
     sympy.Eq: "eq",
@@ -385,18 +423,6 @@ def torch_sizes(sizes: Iterable[int], mode: FakeTensorMode) -> list[int | torch.
 def has_dims(tensors: Iterable[Tensor]) -> bool:
     """Return whether a size of one of these tensors depends on a dim."""
     return any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape)
-
-
-def _is_about_layout(guard: sympy.Expr) -> bool:
-    """Return whether a guard says that a size is not 0 or 1, or compares two strides."""
-    return isinstance(
-        guard,
-        sympy.Ne
-        | sympy.StrictLessThan
-        | sympy.LessThan
-        | sympy.GreaterThan
-        | sympy.StrictGreaterThan,
-    )
 
 
 def _assumption(question: sympy.Basic, answer: sympy.Basic) -> sympy.Basic:
