@@ -130,11 +130,13 @@ def main() -> int:
                 counts[judgement.kind][judgement.outcome] += 1
                 if judgement.why:
                     print(f"{name} {seed}: {judgement.kind}: {judgement.outcome}: {judgement.why}")
+    differing = {kind: of for kind, of in counts.items() if sum(of[o] for o in OUTCOMES[2:])}
+    alike = sum((of for kind, of in counts.items() if kind not in differing), Counter[str]())
+    shown = {**differing, "all others": alike, "all": sum(counts.values(), Counter[str]())}
     rows = [
         [kind, str(of.total()), *(str(of[outcome]) for outcome in OUTCOMES)]
-        for kind, of in counts.items()
+        for kind, of in shown.items()
     ]
-    rows.append(["all", *(str(sum(int(row[i]) for row in rows)) for i in range(1, 7))])
     for row in rows:
         print("  ".join(f"{cell:>8}" if i else f"{cell:<24}" for i, cell in enumerate(row)))
     head = ["damage", "programs", *OUTCOMES]

@@ -185,6 +185,7 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "shapes": _rows,
     "first-step": _rows,
     "predict": _rows,
+    "checkers": _rows,
     "mutants": _rows,
     "fuzz": _rows,
     "kill-checkpoint": _rows,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.checker.order import OrderedRun, Report
+from tools.checker.order import Bounds, OrderedRun, Report
 from tools.checker.program import TRANSFERS, Declarations, changes, reads
 from tools.checker.reading import FileRecord
 
@@ -106,3 +106,9 @@ def check_bounds(state: OrderedRun, ops: Numbered, kind_of: dict[str, str], repo
                 late = len(others) > bound.live - 1
             if late:
                 report(f"alloc of %{op.buffer} may come too early for the bound on {bound.kind_}")
+
+
+def bounds_of(names: Declarations) -> Bounds:
+    """Return the check of the bounds of a program, for each section of a run."""
+    kind_of = kinds(names)
+    return lambda state, ops: check_bounds(state, ops, kind_of, state.report)

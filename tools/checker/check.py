@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.checker.bounds import check_bounds, kinds
+from tools.checker.bounds import bounds_of
 from tools.checker.order import check_order, check_pending
 from tools.checker.program import Declarations
 from tools.checker.reading import FileRecord
@@ -19,11 +19,8 @@ def findings(artifact: FileRecord) -> list[str]:
     if not found:
         check_header(names, logical, found.append)
         check_pending(names, found.append)
-    if not found:
-        kind_of = kinds(names)
-        check_order(
-            names, found.append, lambda state, ops: check_bounds(state, ops, kind_of, state.report)
-        )
+    for part in (logical, names) if not found else ():
+        check_order(part, found.append, bounds_of(part))
     if not found:
         check_values(names, artifact.logical, found.append)
     return found

@@ -117,19 +117,23 @@ class SymbolicRanks:
         """Write what the host writes before a section: inputs, seeds, weights of batches, settings of groups."""
         program, terms = self.names.program, self.terms
         is_step = visit.section in MICRO_STEPS
-        count = program.interleaved if is_step else 1
         paths = {binding.buffer: binding.path for binding in program.inputs}
         settings = {name for g in program.groups for name in (g.lr, g.hyper)}
         for rank, memory in self.everyone if is_step or visit.section == "evaluate" else ():
             for name, buffer in self.names.buffers.items():
                 own = memory[name]
-                if buffer.role in {"input", "rng"} or (name == program.weight and is_step):
+                is_weight = is_step and getattr(buffer.holds, "micro", None) == "current"
+                if buffer.role in {"input", "rng"} or is_weight:
                     n = buffer.numel // program.interleaved
-                    kind = paths.get(
-                        name, "weight" if name == program.weight else f"seed {buffer.holds.name}"
+                    kind = (
+                        "weight"
+                        if is_weight
+                        else paths.get(name, f"seed {getattr(buffer.holds, 'name', name)}")
                     )
-                    for j in range(count):
-                        batch = (visit.section == "evaluate", rank, visit.step, visit.micro + j)
+                    # Without weights by the host each micro-batch counts as one, on all ranks alike.
+                    of = 0 if is_weight and name != program.weight else rank
+                    for j in range(program.interleaved if is_step else 1):
+                        batch = (visit.section == "evaluate", of, visit.step, visit.micro + j)
                         term = terms.make("input", kind, *batch, dtype=buffer.dtype)
                         own.write(j * n, ((0, n, term, 0),))
                 if name in settings and is_step and visit.micro == 0:
@@ -139,28 +143,20 @@ class SymbolicRanks:
     def forget(self, visit: PlacedSection) -> None:
         """Forget at the end of a section what its exit state does not claim: gradients that are stale, live buffers."""
         state = self.names.sections[visit.section].exit
+        claims = [h for h in state.holdings if getattr(h.content, "micro", None) != "stale"]
+        named = {h.region.buffer for h in state.holdings}
         for rank, memory in self.everyone:
-            claimed: dict[str, list[tuple[int, int]]] = {}
-            for holding in state.holdings:
-                if getattr(holding.content, "micro", None) != "stale":
-                    claimed.setdefault(holding.region.buffer, []).append(
-                        self.names.span(holding.region, rank)
-                    )
             for name, buffer in self.names.buffers.items():
-                is_stale = buffer.role == "grad" and getattr(buffer.holds, "micro", None) == "stale"
-                if (
-                    name not in state.live
-                    and not is_stale
-                    and not (name in claimed and buffer.role == "grad")
-                ):
+                is_stale = getattr(buffer.holds, "micro", None) == "stale" or name in named
+                if name not in state.live and not (buffer.role == "grad" and is_stale):
                     continue
-                old = [(memory[name].read(a, b), a) for a, b in claimed.get(name, ())]
+                spans = [self.names.span(h.region, rank) for h in claims if h.region.buffer == name]
+                kept = [(memory[name].read(a, b), a) for a, b in spans]
                 pieces = memory[name].read(0, buffer.numel)
-                memory[name].write(
-                    0, [(a, b, t if t == ZERO else UNDEFINED, 0) for a, b, t, _ in pieces]
-                )
-                for kept, start in old:
-                    memory[name].write(start, kept)
+                spoiled = [(a, b, t if t == ZERO else UNDEFINED, 0) for a, b, t, _ in pieces]
+                memory[name].write(0, spoiled)
+                for of_claim, start in kept:
+                    memory[name].write(start, of_claim)
 
     # ---------------------------------------------------------------------------------------------------- memory
 

@@ -62,12 +62,12 @@ _SCALARS: Final = {
 
 def check_structure(names: Declarations, report: Report) -> None:
     """Report declarations and ops that are wrong by themselves; where names are missing, nothing else."""
-    missing = list(_missing(names))
+    missing = [*_missing(names), *_nodes(names)]
     for text in missing:
         report(text)
     if missing:
         return
-    for text in itertools.chain(_declarations(names), _states(names), _nodes(names)):
+    for text in itertools.chain(_declarations(names), _states(names)):
         report(text)
     for section in names.program.sections:
         for index, op in enumerate(section.body):
@@ -203,6 +203,9 @@ def _declarations(names: Declarations) -> Iterator[str]:
         if rest or is_short or getattr(binding, "dtype", buffer.dtype) != buffer.dtype:
             yield f"buffer %{buffer.name} has another type than what is bound to it"
     for scalar in program.scalars:
+        content = names.buffers[scalar.buffer].holds
+        if getattr(content, "micro", None) == "current" and set(scalar.values) != {1.0}:
+            yield f"buffer %{scalar.buffer} has weights that are not 1"
         if len(scalar.values) != names.buffers[scalar.buffer].numel:
             yield f"buffer %{scalar.buffer} has another size than its initial value"
     decisions = {
@@ -322,6 +325,9 @@ def _nodes(names: Declarations) -> Iterator[str]:
             count += len(node.results)
         if any(not 0 <= index < count for index in segment.outputs):
             yield f"segment {segment.name} returns a value that is not there"
+        for kind in (*segment.inputs, *(r for node in segment.nodes for r in node.results)):
+            if kind is not None and len(kind.shape) != len(kind.stride):
+                yield f"segment {segment.name} has a type with more or fewer strides than dimensions"
 
 
 def _references(arguments: tuple[object, ...]) -> Iterator[int]:
@@ -616,6 +622,8 @@ def _state_of_training(names: Declarations) -> Iterator[tuple[str, list[str]]]:
 def check_header(names: Declarations, logical: Declarations, report: Report) -> None:
     """Report bindings that differ from those of the logical program."""
     one, other = names.program, logical.program
+    if logical.ranks != 1:
+        report("the logical program is for several ranks")
     for what in ("inputs", "outputs", "module_buffers", "batch_constants", "weighing", "operators"):
         if _bindings(names, getattr(one, what)) != _bindings(logical, getattr(other, what)):
             report(f"the {what.replace('_', ' ')} are not those of the logical program")

@@ -71,8 +71,8 @@ class Terms:
         return number
 
     def constant(self, value: float) -> int:
-        """Return the term of one number everywhere."""
-        return self.make("constant", repr(value), is_uniform=True)
+        """Return the term of one number everywhere; both zeros are one."""
+        return self.make("constant", repr(value + 0.0), is_uniform=True)
 
     def elementwise(
         self, key: tuple[object, ...], operands: Sequence[Operand], dtype: str | None
