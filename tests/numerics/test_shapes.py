@@ -83,6 +83,12 @@ def test_sizes_are_drawn_without_batches_or_where_asked(tmp_path: Path) -> None:
     assert alone.is_equal, alone
     assert alone.drawn == asked.drawn[: len(alone.drawn)]
     assert not check_model(any_length.__file__, options, steps=1, seed=3).drawn
+    # Batches of the file have up to 64 words.
+    shapes = "input_ids: rows<=3, 2<=length<=20; labels: rows, length"
+    given = make_options({"stage": 2, "world_size": 2, "shapes": shapes})
+    smaller = check_model(any_length.__file__, given, steps=1, seed=3)
+    assert smaller.is_equal, smaller
+    assert smaller.drawn == ((2, 1), (20, 3))
     with pytest.raises(UserError, match="--draw-shapes is for a program with dims"):
         check_model(gpt.__file__, options, steps=1, seed=3, draw_shapes=True)
 

@@ -128,8 +128,8 @@ def check(
         bool,
         Parameter(
             negative=(),
-            help="Draw the sizes that --shapes leaves open, the smallest and the largest among them, and make batches "
-            "of them from the example. Without batches() in the model file they always are.",
+            help="Draw the sizes that shapes() leaves open, the smallest and the largest among them, and make batches "
+            "of them from the example. With --shapes, or without batches() in the model file, they always are.",
         ),
     ] = False,
     as_json: AsJson = False,

@@ -150,8 +150,8 @@ def check_model(
     that uses signs turns the rounding of a gradient near zero into a full update. The comparison ends, not equal, with
     the first step whose loss is infinite or NaN in the reference.
 
-    Sizes that depend on dims are drawn, the smallest and the largest among them, where the model has no batches of its
-    own, or with ``draw_shapes``.
+    Sizes that depend on dims are drawn, the smallest and the largest among them, where the options have shapes or the
+    model has no batches of its own, or with ``draw_shapes``.
 
     Raises:
         UserError: where nothing can be drawn, because the program has no dims.
@@ -175,6 +175,8 @@ def _compared(
             "by a function shapes() in the model file."
         )
     source = load_model(compiled.artifact, compiled.path)
+    # Batches of the file fit the shapes of the file.
+    draws = draw_shapes or options.shapes is not None or source.batches is None
     with importing_from(source):
         return _compared_with(
             model,
@@ -184,7 +186,7 @@ def _compared(
             steps=steps,
             seed=seed,
             kernels=kernels,
-            draws=bool(compiled.program.dims) and (draw_shapes or source.batches is None),
+            draws=bool(compiled.program.dims) and draws,
         )
 
 
