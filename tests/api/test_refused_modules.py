@@ -233,6 +233,34 @@ def test_a_loss_function_that_uses_another_module_is_refused() -> None:
         zeroir.compile(net, BATCH, loss=loss, world_size=1)
 
 
+def test_statistics_of_another_module_change_in_no_program() -> None:
+    """What the sentence says can be done is possible."""
+    net, other = nn.Linear(8, 1), nn.BatchNorm1d(1).requires_grad_(False)
+    x = torch.randn(4, 8)
+
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        value: Tensor = other(module(batch)).square().mean()
+        return value
+
+    with pytest.raises(
+        UserError, match=r"changes a tensor .* give its norms track_running_stats=False"
+    ):
+        zeroir.compile(net, x, loss=loss, world_size=1)
+    other.track_running_stats = False
+    engine = zeroir.compile(net, x, loss=loss, world_size=1).engine(self_check=False)
+    with torch.no_grad(), engine.gathered() as lent:
+        expected = loss(lent, x).item()
+    assert engine.step(x).loss == pytest.approx(expected, rel=1e-5)
+    other.track_running_stats = True
+    zeroir.compile(
+        nn.Linear(8, 1),
+        x,
+        loss=lambda module, batch: other(module(batch)).square().mean(),
+        frozen={"other": other},
+        world_size=1,
+    ).engine(self_check=False).step(x)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -587,3 +587,26 @@ def test_where_values_decide_how_many_rows_a_module_gets_the_one_around_it_runs_
     model = nn.Sequential(nn.Linear(8, 8), Picks())
     program = compiled(model, torch.ones(3, 8), loss=loss, shapes="0: 2<=rows<=6, _").program
     assert opaque_modules(program.segments).keys() == {"1"}
+
+
+def test_a_loss_function_that_decides_runs_as_it_is_with_the_model(tmp_path: Path) -> None:
+    file = tmp_path / "decides.py"
+    file.write_text("""
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 2))
+
+def batch():
+    return torch.randn(6, 4)
+
+def loss(model, batch):
+    y = model(batch)
+    return y.square().mean() if y.mean() > 0 else y.abs().mean()
+""")
+    with pytest.raises(UserError, match=r"decides.py:13 uses the values .* --opaque root"):
+        check_model(str(file), make_options({}), steps=1, seed=0)
+    options = make_options({"opaque": "root", "world_size": 2})
+    comparison = check_model(str(file), options, steps=3, seed=0)
+    assert comparison.is_equal, comparison.differences

@@ -1,9 +1,9 @@
 """The parts of torch that the frontend uses and that torch may change: the one module to adapt to a new torch.
 
 * ``joint_graph`` and ``function_graph``: AOTAutograd's joint export, its descriptors, and fx's node metadata;
-* ``DATA_DEPENDENT``, ``is_on_another_device`` and ``is_higher_order``: the exceptions that torch raises where code
-  reads the data of a traced tensor, uses a tensor that is not the model's, or passes a function to an operator such as
-  ``torch.cond``;
+* ``DATA_DEPENDENT``, ``is_on_another_device``, ``changes_outside`` and ``is_higher_order``: the exceptions that torch
+  raises where code reads the data of a traced tensor, uses a tensor that is not the model's or writes to it, or passes
+  a function to an operator such as ``torch.cond``;
 * ``autograd_functions_replaced``: a replacement for every call of a ``torch.autograd.Function``.
 """
 
@@ -74,6 +74,11 @@ def is_on_another_device(error: BaseException) -> bool:
     """
     text = str(error)
     return isinstance(error, RuntimeError) and any(part in text for part in _OTHER_DEVICE)
+
+
+def changes_outside(error: BaseException) -> bool:
+    """Return whether torch raised an exception because code wrote a traced value into a tensor without a trace."""
+    return isinstance(error, RuntimeError) and "mutating a non-functional tensor" in str(error)
 
 
 _OTHER_DEVICE = (

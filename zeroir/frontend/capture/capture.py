@@ -210,7 +210,8 @@ def _captured(
         parameters_before = parameter_shapes(model)
         opaque_paths = opaque.paths_in(model)
         reasons = {path: opaque.reason_of(path) for path in opaque_paths}
-        OpaqueModules(source, reasons, mode, opaque.found).install(model)
+        modules = OpaqueModules(source, reasons, mode, opaque.found)
+        of_trace = modules.install(model, with_loss=opaque.with_loss)
         functions = (source.loss, source.weight, *hooks.functions)
         reached = ReachedCode.of(model, functions)
         if shapes:
@@ -232,7 +233,7 @@ def _captured(
         traced.enter_context(replaced())
         step = LossStep(
             model,
-            source,
+            of_trace,
             example,
             compute_dtype(precision),
             hooks,

@@ -21,6 +21,7 @@ from zeroir.frontend._torch_private import (
     TracedGraph,
     UnknownDescriptorError,
     asks_for_data,
+    changes_outside,
     is_higher_order,
     is_on_another_device,
     joint_graph,
@@ -160,6 +161,13 @@ def _traced(
             raise UserError(
                 f"{capitalised(source.place_of(error))} uses a tensor that is not a parameter or buffer of the model: "
                 f"{MAKE_PART_OF_MODEL}."
+            ) from None
+        if changes_outside(error):
+            raise UserError(
+                f"{capitalised(source.place_of(error))} changes a tensor that is not the model's in place, such as the "
+                "running statistics of another module's batch norm in training mode: pass the module as "
+                'frozen={"critic": critic}, whose buffers change in the program, set it to eval(), or give its norms '
+                "track_running_stats=False, so that they use the batch's statistics and keep none."
             ) from None
         if is_higher_order(error):
             raise UntraceableError(

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Final, TypeVar, cast
 
@@ -45,8 +46,8 @@ from zeroir.frontend.opaque.structure import (
     results_taken_apart,
     taken_apart,
 )
-from zeroir.frontend.source.source import ModelSource, capitalised
-from zeroir.frontend.source.source_lines import line_of_call, line_of_forward
+from zeroir.frontend.source.source import LossFunction, ModelSource, capitalised
+from zeroir.frontend.source.source_lines import line_of_call, line_of_definition, line_of_forward
 from zeroir.torch_ops.neutral import NeutralOps
 from zeroir.torch_ops.opaque import generators_seeded, opaque, register_call
 
@@ -58,10 +59,11 @@ class CapturedCall:
     """A call of an opaque module, as ``torch_ops.opaque.OpaqueCall``.
 
     ``module_of`` returns the module whose code runs, or None if it is gone, and ``plain`` is its forward before this
-    replaced it, if it did. ``results`` are the tensors that it returns, then the new values of the inputs that it may
-    change, at the positions ``may_change``. The sizes of a call are those that its arguments have, then those of the
-    tensors that it returns, then the numbers that it returns and that depend on dims. Where it changes attributes,
-    ``_earlier`` has those from before, by the seed, because the backward calls it with them.
+    replaced it, if it did. A ``loss`` function runs in place of the forward, with the module as its first argument.
+    ``results`` are the tensors that it returns, then the new values of the inputs that it may change, at the positions
+    ``may_change``. The sizes of a call are those that its arguments have, then those of the tensors that it returns,
+    then the numbers that it returns and that depend on dims. Where it changes attributes, ``_earlier`` has those from
+    before, by the seed, because the backward calls it with them.
     """
 
     path: str
@@ -75,6 +77,7 @@ class CapturedCall:
     returned: Structure
     results: tuple[ResultType, ...]
     may_change: tuple[int, ...]
+    loss: LossFunction | None = None
     _earlier: dict[int, PythonState] = field(default_factory=dict, compare=False)
 
     @property
@@ -154,6 +157,8 @@ class CapturedCall:
         module, changing = self._module, frozenset(self.may_change)
         # In hand, its code may have changed since.
         forward = module.forward if self.plain is None else self.plain
+        if self.loss is not None:
+            forward = partial(self.loss, module)
         given = sizes[: self.eager.arguments.sizes]
         return self.eager.run(module, forward, inputs, given, seed, trained, changing, use)
 
@@ -234,10 +239,13 @@ class OpaqueModules:
     _known: dict[str, CapturedCall] = field(default_factory=dict)
     _label: str = ""
 
-    def install(self, model: nn.Module) -> None:
-        """Replace the forward of these modules of the model by an operator."""
+    def install(self, model: nn.Module, *, with_loss: bool) -> ModelSource:
+        """Replace the forward of these modules of the model by an operator, and return the source of the trace.
+
+        ``with_loss`` is for the model itself: the operator calls the loss function, which calls the model.
+        """
         if not self.reasons:
-            return
+            return self.source
         live = self.source.model() if self.source.is_in_hand else model
         file = self.source.file
         if file is not None:
@@ -258,21 +266,33 @@ class OpaqueModules:
                 plain=plain,
                 runs=runs,
             )
+            if with_loss and self.source.loss is not None:
+                return self._with_opaque_loss(module, self.source.loss)
             traced.forward = self._forward(module)
+        return self.source
 
-    def _forward(self, module: OpaqueModule) -> Forward:
+    def _with_opaque_loss(self, module: OpaqueModule, loss: LossFunction) -> ModelSource:
+        """Return a source whose loss function is an operator that calls this one."""
+        forward = self._forward(replace(module, plain=partial(loss, module.traced)), loss)
+        return replace(self.source, loss=lambda _, batch: forward(batch))
+
+    def _forward(self, module: OpaqueModule, loss: LossFunction | None = None) -> Forward:
         def call(*args: object, **kwargs: object) -> object:
-            return self._call(module, args, kwargs)
+            return self._call(module, loss, args, kwargs)
 
         return call
 
     def _call(
-        self, module: OpaqueModule, args: tuple[object, ...], kwargs: dict[str, object]
+        self,
+        module: OpaqueModule,
+        loss: LossFunction | None,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> object:
         path, traced, own = module.path, module.traced, module.own
         tensors = present_tensors(traced, own)
-        line = line_of_forward(traced)
-        name = capitalised(name_in_sentences(path))
+        line = line_of_forward(traced) if loss is None else line_of_definition(loss)
+        name = capitalised(name_in_sentences(path)) if loss is None else "The loss function"
         place = f"{line + ': ' if line else ''}{name}, whose code runs as it is,"
         arguments, given, sizes = taken_apart((args, kwargs), place, "is called with")
         inputs = [*tensors, *given]
@@ -296,7 +316,7 @@ class OpaqueModules:
         trained = tuple(i for i, x in enumerate(inputs) if has_grad and x.requires_grad)
         # Modules of one class that are called alike return alike, which each call checks.
         names = [each.names for each in own]
-        call = f"{names} {arguments} {eager.training} {eager.autocast} {trained}"
+        call = f"{names} {arguments} {eager.training} {eager.autocast} {trained} {loss is None}"
         of_class = type(traced), f"{call} {types} {polynomials}"
         if of_class not in self.found:
             mode = self.mode if self.mode.shape_env is None else fake_mode()
@@ -319,6 +339,7 @@ class OpaqueModules:
                 workspaces=found.workspaces,
                 module_of=_holding(module),
                 plain=module.plain if module.runs is traced else None,
+                loss=loss,
                 eager=eager,
                 trained=trained,
                 returned=found.returned,

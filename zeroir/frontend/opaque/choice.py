@@ -24,7 +24,7 @@ ROOT: Final = "root"
 class UntraceableError(UserError):
     """Code cannot be traced that may run as it is; ``path`` names the innermost module whose forward it is part of.
 
-    It is None if that is unknown, or the code is not a module's.
+    It is None if that is unknown, or the code is not a module's, as that of a loss function.
     """
 
     def __init__(self, text: str, path: str | None) -> None:
@@ -50,11 +50,13 @@ class OpaqueChoice:
 
     ``found`` has what was found out of modules, as ``OpaqueModules`` has it. Without the option, ``include`` adds what
     cannot be traced, and ``reasons`` has the sentence for each added module that stands first among those of its class.
+    ``with_loss`` says that the loss function runs as it is, too, with the model itself.
     """
 
     option: str | None = None
     reasons: dict[str, str] = field(default_factory=dict)
     found: dict[tuple[type, str], ModuleResults] = field(default_factory=dict)
+    with_loss: bool = False
     _paths: frozenset[str] = frozenset()
     _classes: dict[str, type] = field(default_factory=dict)
 
@@ -93,7 +95,10 @@ class OpaqueChoice:
             UserError: if the user chose the modules, or there is no submodule around the code that can.
         """
         if self.option is not None:
-            raise error from None
+            if "" not in self._paths or self.with_loss or isinstance(error, CannotRunError):
+                raise error from None
+            self.with_loss = True
+            return
         path, reason = error.path, str(error)
         # Code inside an opaque module is traced where another method than its forward is called.
         covering = next((p for p in self._paths if path and f"{path}.".startswith(f"{p}.")), None)
@@ -104,7 +109,7 @@ class OpaqueChoice:
         if isinstance(error, CannotRunError) or covering is not None:
             path = self._around(covering or path)
         if not path:
-            raise UserError(f"{reason} {_WHOLE}" if error.path is not None else reason) from None
+            raise UserError(f"{reason} {_WHOLE}") from None
         others = frozenset(n for n in self._classes if self._is_alike(n, path))
         self._paths = outermost(self._paths | others)
         known = {n: why for n, why in self.reasons.items() if n in self._paths}
