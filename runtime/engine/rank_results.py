@@ -72,10 +72,12 @@ class RankResults:
         """
         return self._required(memory, Quantity.BATCH_LOSS).clone()
 
-    def before_update(self, memory: RankMemory, weight: Tensor | float) -> BeforeUpdate:
-        """Copy what the update may change; ``weight`` is the sum of the weights of the rank's micro-batches."""
+    def before_update(
+        self, memory: RankMemory, total: Tensor | float, weight: Tensor | float
+    ) -> BeforeUpdate:
+        """Copy what the update may change; ``total`` and ``weight`` are the sums that ``RankWeights.take`` returns."""
         return BeforeUpdate(
-            loss=self._required(memory, Quantity.LOSS)[0].clone() / weight,
+            loss=self._required(memory, Quantity.LOSS)[0].clone() / total,
             weight=weight,
             loss_scale=self.loss_scale(memory),
         )

@@ -167,7 +167,7 @@ class StepExecutor:
 
     def _update(self) -> list[RankResult]:
         before = [
-            self._results.before_update(memory, weights.take())
+            self._results.before_update(memory, *weights.take())
             for memory, weights in zip(self.local_ranks.memories, self._weights, strict=True)
         ]
         self._runner.approach(UPDATE, self.step_count + 1, self.micro_steps_done)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zeroir.errors import ModelWarning, UserError
 from zeroir.ir.analysis.instances import with_other_sizes
-from zeroir.ir.program import Program
+from zeroir.ir.program import MICRO_STEP, Program
 from zeroir.ir.segments.bindings import plain_bindings
 from zeroir.ir.segments.segment import Segment
 from zeroir.runtime.execution.batch import Shape, shape_of
@@ -99,6 +99,8 @@ class RankWeights:
 
     Without a buffer for weights each micro-batch weighs 1. A program may say how to compute weights nevertheless: then
     the first batch on the CPU with another one than its predecessors is warned of.
+
+    Where the program itself weighs the one micro-batch of a step on one rank, that weighs 1 or 0: no gradient is rounded.
     """
 
     def __init__(self, memory: RankMemory, program: Program) -> None:
@@ -106,12 +108,20 @@ class RankWeights:
         self._buffer = program.weight
         self._watched = weighing(program) if program.weight is None else None
         self._usual: float | None = None
+        # What a program of several micro-batches a step does with the user's weights is the same to the last bit.
+        self._is_alone = (
+            program.weighing is not None
+            and program.mesh.world_size == program.interleaved == 1
+            and MICRO_STEP not in program.section_by_name
+        )
         self._sum: Tensor | float = 0.0
+        self._counted: Tensor | float = 0.0
 
     def add(self, batch: Batch, function: WeightFunction | None, micro_batch: int = 0) -> None:
         """Count a batch, and write its weight to the program's buffer, at the micro-batch's index in its section."""
         if self._buffer is None:
             self._sum += 1.0
+            self._counted = self._sum
             self._compare(batch)
             return
         if function is None:
@@ -125,6 +135,9 @@ class RankWeights:
             element.copy_(weight.reshape(()), non_blocking=True)
         else:
             element.fill_(weight)
+        self._counted = element + self._counted
+        if self._is_alone:
+            element.sign_()
         self._sum = element + self._sum
 
     def _compare(self, batch: Batch) -> None:
@@ -157,8 +170,13 @@ class RankWeights:
             self._sum = total
         else:
             self._sum = self._memory.buffer(self._buffer).new_tensor(total)
+        self._counted = self._sum
 
-    def take(self) -> Tensor | float:
-        """Return the sum, f32[] or a number of micro-batches; the next step starts with 0."""
-        total, self._sum = self._sum, 0.0
-        return total
+    def take(self) -> tuple[Tensor | float, Tensor | float]:
+        """Return the sum in the program and the one of the given weights, each f32[] or a number of micro-batches.
+
+        The next step starts with 0.
+        """
+        total, counted = self._sum, self._counted
+        self._sum = self._counted = 0.0
+        return total, counted

@@ -61,7 +61,6 @@ def test_losses_have_the_bits_of_eager_pytorch(code: Callable[[Tensor], Tensor])
     module = Mean(code)
     eager = deepcopy(module)
     shape = (Dim("rows", min=2, max=4), Dim("length", min=SHORTEST, max=LONGEST), 4)
-    # Weights scale gradients and divide them again, which eager PyTorch does not.
     program = zeroir.compile(
         module,
         torch.randn(3, 9, 4),
@@ -69,7 +68,6 @@ def test_losses_have_the_bits_of_eager_pytorch(code: Callable[[Tensor], Tensor])
         stage=0,
         optimizer="sgd",
         lr=0.1,
-        micro_steps=zeroir.MicroSteps(mean_over="batches"),
     )
     engine = program.engine()
     optimizer = torch.optim.SGD(eager.parameters(), lr=0.1)

@@ -120,7 +120,6 @@ def require_same_losses(operator: Operator, example: int, smallest: int) -> None
             optimizer="sgd",
             lr=0.0,
             evaluate=False,
-            micro_steps=zeroir.MicroSteps(mean_over="batches"),
         ).engine(self_check=False)
     except UserError as error:
         refusal = str(error)

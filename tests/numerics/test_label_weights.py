@@ -10,8 +10,16 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+import zeroir
 from tests.numerics import label_weight_workers as workers
-from tests.numerics.label_weight_workers import MICRO_STEPS, RANKS, STEPS, VOCABULARY, batch_of
+from tests.numerics.label_weight_workers import (
+    MICRO_STEPS,
+    RANKS,
+    STEPS,
+    VOCABULARY,
+    batch_of,
+    counted,
+)
 from tests.runtime.support import Ranks, require_success
 from zeroir.api.checks.check import check_model
 from zeroir.config import make_options
@@ -102,3 +110,23 @@ def test_the_bits_are_those_of_replicas_with_the_same_weights_given(
         assert given.is_equal, given
         assert derived.is_equal, derived
         assert given.losses == derived.losses
+
+
+def test_the_weight_of_the_only_batch_of_a_step_rounds_nothing() -> None:
+    batches = [batch_of(1, step, 0, has_dims=False) for step in range(6)]
+    losses: list[list[float]] = []
+    for mean_over in ("elements", "batches"):
+        engine = zeroir.compile(
+            workers.module(),
+            batches[0],
+            loss=lambda net, batch: net(*batch),
+            optimizer="sgd",
+            lr=0.5,
+            micro_steps=zeroir.MicroSteps(mean_over=mean_over),
+        ).engine()
+        results = [engine.step(batch) for batch in batches]
+        losses.append([result.loss for result in results])
+        engine.close()
+        if mean_over == "elements":
+            assert [result.weight for result in results] == [*map(counted, batches)]
+    assert losses[0] == losses[1]

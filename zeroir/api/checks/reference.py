@@ -4,7 +4,8 @@ The replicas share their parameters and each runs forward and backward in eager 
 follow one rounding rule: summed in FP32 in rank order, rounded once to the gradient's dtype (on a mesh of two axes once
 within each group and once over the groups), divided once in FP32 by loss scale × world size × micro-steps. If batches
 have weights, the backward begins with loss scale × weight, and the divisor is loss scale × the sum of all weights. The
-update is torch.optim's, fused, on FP32 master weights; 8-bit states are rounded between updates.
+weight that a program gives to the one batch of a step is 1 or 0. The update is torch.optim's, fused, on FP32 master
+weights; 8-bit states are rounded between updates.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from zeroir.runtime.execution.seeds import site_seed
 from zeroir.runtime.optimizers.catalogue import UPDATES
 from zeroir.runtime.optimizers.plain import PlainOptimizer
 from zeroir.runtime.training.lr_schedule import Scheduler
-from zeroir.runtime.training.micro_batch_weights import weighing, weight_of
+from zeroir.runtime.training.micro_batch_weights import BatchWeigher, weighing, weight_of
 from zeroir.torch_ops import NeutralOps, neutral_ops
 from zeroir.torch_ops.batches import Batch
 from zeroir.torch_ops.conditions import tracing_conditions
@@ -127,6 +128,8 @@ class EagerReplicas:
             torch.tensor([self.weight(batch) for batch in own], dtype=torch.float32)
             for own in batches
         ]
+        if isinstance(self._weight_of, BatchWeigher) and [*map(len, batches)] == [1]:
+            weights = [own.sign() for own in weights]
         parts: list[list[Mapping[str, Tensor]]] = []
         for micro_step in range(self._options.micro_steps.count):
             computed = self._on_each(
