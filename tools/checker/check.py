@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from tools.checker.bounds import bounds_of
+from tools.checker.header import check_header
 from tools.checker.order import check_order, check_pending
 from tools.checker.program import Declarations
 from tools.checker.reading import FileRecord
-from tools.checker.structure import check_header, check_structure
+from tools.checker.structure import check_structure
 from tools.checker.values import check_values
 
 

@@ -183,6 +183,12 @@ class Declarations:
         return next((r.buffer for r in self.program.reports if r.quantity == quantity), None)
 
 
+def all_ops(names: Declarations) -> Iterator[FileRecord]:
+    """Yield the ops of all sections."""
+    for section in names.program.sections:
+        yield from section.body
+
+
 def slot_numel(slot: FileRecord) -> int:
     """Return the number of elements of a parameter."""
     return math.prod(slot.shape)

@@ -168,11 +168,14 @@ def _step(machine: SymbolicRanks, op: FileRecord, rank: int) -> None:
     olds = [machine.read(region, rank) for region in changed]
     kept = [machine.read(region, rank) for region in op.kept] if op.kind == "CommitStep" else olds
     scale_olds = [machine.read(region, rank) for region in scales]
+    stretched = [_stretched(old, machine.names.numel(op.param)) for old in scale_olds]
     results: list[list[Piece]] = [[] for _ in changed]
-    new_scales: list[list[Piece]] = [[] for _ in scales]
+    new_scales: list[list[Piece]] = [list(old) for old in scale_olds]
     direction: list[Piece] = []
-    for a, b, group, operands in _pieces_of(machine, op, [*kept, gradient, *olds], 0):
+    for a, b, group, operands in _pieces_of(machine, op, [*kept, gradient, *olds, *stretched], 0):
         count = len(kept)
+        of_blocks = operands[2 * count + 1 :]
+        del operands[2 * count + 1 :]
         values = [*operands[: count + 1]]
         if all(t == ZERO for t, _ in values):
             for result in results:
@@ -193,7 +196,7 @@ def _step(machine: SymbolicRanks, op: FileRecord, rank: int) -> None:
             else:
                 of = _settings(machine, op, group or "", rank)
             base = values[0][1]
-            blocks = [_blocks(old, a, b, base) for old in scale_olds]
+            blocks = [(t, None if t in terms.uniform else s - base // _BLOCK) for t, s in of_blocks]
             key: Key = ("step", op.algorithm, is_direction, of, *scalars, tuple(blocks))
             if op.kind == "CommitStep":
                 _check_guess(machine, op, rank, key, values, operands[count + 1 :])
@@ -209,7 +212,8 @@ def _step(machine: SymbolicRanks, op: FileRecord, rank: int) -> None:
                 direction.append((a, b, term, shift))
             for k, new in enumerate(new_scales):
                 term, _ = terms.elementwise((*key, "scale", k), values, "f32")
-                new.append((a // _BLOCK, -(-b // _BLOCK), term, base // _BLOCK))
+                first, last = a // _BLOCK, -(-b // _BLOCK)
+                new[:] = sorted([*_cut(new, first, last), (first, last, term, base // _BLOCK)])
     for region, new in zip([*changed, *scales], [*results, *new_scales], strict=True):
         machine.write(region, rank, list(merged(new)))
     if is_direction:
@@ -223,21 +227,9 @@ def _step(machine: SymbolicRanks, op: FileRecord, rank: int) -> None:
         machine.spoil(op.grad, rank)
 
 
-def _blocks(pieces: Pieces, start: int, stop: int, base: int) -> Key:
-    """The scales of the blocks of a range of elements, relative to the first element."""
-    first, last = start // _BLOCK, -(-stop // _BLOCK)
-    found = []
-    for a, b, term, shift in pieces:
-        if a < last and b > first:
-            found.append(
-                (
-                    max(a, first) - first,
-                    min(b, last) - first,
-                    term,
-                    shift - base // _BLOCK if term else 0,
-                )
-            )
-    return tuple((x, y, t, None if t == ZERO else s) for x, y, t, s in found)
+def _stretched(pieces: Pieces, numel: int) -> Pieces:
+    """The scales of blocks as pieces of elements; shifts still count blocks."""
+    return tuple((a * _BLOCK, min(b * _BLOCK, numel), t, s) for a, b, t, s in pieces)
 
 
 def _check_guess(

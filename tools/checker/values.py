@@ -405,6 +405,8 @@ def _check_reports(
         "step": is_update or visit.section in {"save", "evaluate"},
         "loss_scale": is_update or visit.section in {"save", "evaluate"},
     }
+    if is_update and names.report("redo") is not None:
+        _check_redo(machine, visit, report)
     for rank, memory in machine.everyone:
         for quantity, is_due in due.items():
             buffer, wanted = names.report(quantity), moment.reports[rank].get(quantity)
@@ -429,3 +431,19 @@ def _check_reports(
                 report(
                     f"after {visit.section}: %{buffer} is not the {quantity} of the logical program"
                 )
+
+
+def _check_redo(machine: SymbolicRanks, visit: PlacedSection, report: Report) -> None:
+    """The report ``redo`` must say what the last decision said."""
+    names = machine.names
+    (op,) = [
+        o
+        for s in names.program.sections
+        for o in s.body
+        if o.kind == "Decide" and o.redo is not None
+    ][:1]
+    for rank, memory in machine.everyone:
+        ((_, _, term, _),) = memory[names.report("redo") or ""].read(0, 1)
+        skip = None if op.skip is None else machine.read(op.skip, rank)
+        if machine.terms.rows[term][2:] != (machine.read(op.gradient_divisor, rank), skip):
+            report(f"after {visit.section}: redo is not what the decision says")
