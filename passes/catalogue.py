@@ -9,6 +9,7 @@ from zeroir.passes.communication.bucket import Bucket
 from zeroir.passes.communication.order_by_layer import OrderByLayer
 from zeroir.passes.communication.prefetch import PrefetchGathers
 from zeroir.passes.communication.unshard import Unshard
+from zeroir.passes.communication.widen_reductions import WidenReductions
 from zeroir.passes.memory.plan_memory import PlanMemory
 from zeroir.passes.memory.recompute import Recompute
 from zeroir.passes.memory.save_state import SaveState
@@ -54,6 +55,7 @@ PASSES: tuple[type[Pass], ...] = (
     SpeculateUpdate,
     OffloadToDisk,
     OverlapUploads,
+    WidenReductions,
     SaveState,
     PlanMemory,
 )

@@ -18,6 +18,7 @@ from zeroir.passes.communication.bucket import Bucket
 from zeroir.passes.communication.order_by_layer import OrderByLayer
 from zeroir.passes.communication.prefetch import PrefetchGathers
 from zeroir.passes.communication.unshard import Unshard
+from zeroir.passes.communication.widen_reductions import WidenReductions
 from zeroir.passes.manager import Proof, prove
 from zeroir.passes.memory.plan_memory import PlanMemory
 from zeroir.passes.memory.recompute import Recompute
@@ -102,6 +103,8 @@ def stage_passes(options: CompileOptions, offload: tuple[Pass, ...]) -> tuple[Pa
     if options.is_update_overlapped:
         made.append(OverlapUpdate())
     made += offload
+    if options.precision.reduce_dtype is not None:
+        made.append(WidenReductions())
     if stage == 3 and prefetch.memory is not None:
         # After all passes that take memory: it uses the rest of the budget.
         made.append(PrefetchGathers(budget=prefetch.memory_bytes))

@@ -57,7 +57,11 @@ HONOURED: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
         ({}, {"clip": 1.0}),
     ],
     "communication_data_type": [
-        ({"communication_data_type": "fp32"}, {"precision": "fp32"}),
+        ({"communication_data_type": "fp32"}, {"precision": "fp32", "reduce_dtype": None}),
+        (
+            {"communication_data_type": "fp32", "bf16": {"enabled": True}},
+            {"precision": "bf16", "reduce_dtype": "fp32"},
+        ),
         ({"communication_data_type": "bf16", "bf16": {"enabled": True}}, {"precision": "bf16"}),
     ],
     "optimizer.type": [

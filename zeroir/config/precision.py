@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
+
+from pydantic import model_validator
 
 from zeroir.config.field_types import Names
 from zeroir.config.table import Option, OptionObject
@@ -16,7 +18,7 @@ class Precision(OptionObject):
     """The dtype of a program, and what keeps FP32.
 
     ``dtype`` is that of parameters, activations and gradients. ``keep_fp32`` are patterns of the names of modules or
-    parameters that stay FP32.
+    parameters that stay FP32. ``reduce_dtype`` is the dtype in which ranks add gradients, by default their own.
     """
 
     dtype: Annotated[
@@ -34,6 +36,23 @@ class Precision(OptionObject):
             help="Modules or parameters that stay FP32: patterns of names, separated by commas.",
         ),
     ] = ()
+
+    reduce_dtype: Annotated[
+        Literal["fp32"] | None,
+        Option(
+            group=_GROUP,
+            help="Dtype in which gradients of 16 bits are sent and added: NCCL adds in the dtype that is sent. "
+            "[default: the gradients' own]",
+        ),
+    ] = None
+
+    @model_validator(mode="after")
+    def _reductions_are_widened(self) -> Self:
+        if self.reduce_dtype is not None and self.dtype == "fp32":
+            raise ValueError(
+                f"{self.flag('reduce_dtype')} has no effect: with --precision fp32 gradients are FP32 anyway"
+            )
+        return self
 
     @property
     def is_fp16(self) -> bool:

@@ -342,7 +342,9 @@ class DeepSpeedConfiguration(JsonBlock):
     ] = ZeroOptimization()
     communication_data_type: Annotated[
         Literal["fp32", "fp16", "bf16"] | None,
-        honoured("must be the dtype of the parameters, in which gradients travel"),
+        honoured(
+            "the dtype of the parameters, in which gradients travel, or `fp32`: `--reduce-dtype fp32`"
+        ),
     ] = None
     seq_parallel_communication_data_type: Annotated[
         str | None, meaningless("zeroir has no sequence parallelism")

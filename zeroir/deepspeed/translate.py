@@ -144,10 +144,12 @@ class _Translator:
             key = "bfloat16.enabled"
         self.set("precision", precision, key)
         wire = configuration.communication_data_type
-        if wire is not None and wire != precision:
+        if wire == "fp32" != precision:
+            self.set("reduce_dtype", wire, "communication_data_type")
+        elif wire is not None and wire != precision:
             raise UserError(
                 f"communication_data_type cannot be honoured: gradients travel in {precision}, the dtype of the "
-                f"parameters, not in {wire}."
+                f"parameters, or in fp32, not in {wire}."
             )
         if precision == "fp16":
             self.loss_scaling(configuration.fp16)

@@ -1,6 +1,6 @@
 """The memory of an op in addition to its buffers: the workspace of kernels, and other ops' temporary tensors.
 
-Collectives count as 0: NCCL runs them in its own memory, which no program knows.
+Collectives count the copies in the dtype that is sent; NCCL also has memory of its own, which no program knows.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def scratch_bytes(
             own, wanted = _dtype(program, op.source), _dtype(program, op.destination)
             numel = min(op.destination.local_numel(program.mesh), CONVERTED_CHUNK_NUMEL)
             return 0 if own is wanted else numel * wanted.itemsize_bytes
-        case ops.Collective() | ops.Memory() | ops.Wait() | ops.Elementwise() | ops.Transfer():
+        case ops.Collective():
+            return _wire_bytes(program, op)
+        case ops.Memory() | ops.Wait() | ops.Elementwise() | ops.Transfer():
             return 0
         case ops.Direction():
             return _direction_bytes(program, op)
@@ -93,6 +95,20 @@ def scratch_bytes(
             return SCALAR_BYTES + (chunk if op.skip is None else 2 * chunk)
         case _:
             assert_never(op)
+
+
+def _wire_bytes(program: Program, op: ops.CollectiveOp) -> int:
+    """Return the bytes of the sources and results of a collective in the dtype that is sent, where it is another."""
+    if op.wire_dtype is None:
+        return 0
+    converted = [
+        region
+        for pair in op.pairs
+        for region in (pair.source, pair.destination)
+        if _dtype(program, region) is not op.wire_dtype
+    ]
+    numel = sum(region.local_numel(program.mesh) for region in converted)
+    return numel * op.wire_dtype.itemsize_bytes
 
 
 def weighing_bytes(program: Program) -> int:

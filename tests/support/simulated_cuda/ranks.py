@@ -52,15 +52,20 @@ def train_ranks(
     program: Program,
     values: Mapping[str, Tensor],
     batches: Sequence[Sequence[Sequence[Batch]]],
+    *,
+    rounds: bool = False,
 ) -> list[list[Tensor]]:
     """Train ``batches[step][rank][micro_step]`` on all ranks; return losses and persistent buffers of each rank.
+
+    With ``rounds`` sums are rounded at each rank, as NCCL's are.
 
     Raises:
         Exception: what failed first on a rank.
     """
     communicators = {
         comm.name: [
-            Communicator(driver, comm.name, members) for members in program.mesh.groups(comm.axis)
+            Communicator(driver, comm.name, members, rounds=rounds)
+            for members in program.mesh.groups(comm.axis)
         ]
         for comm in program.comms
     }

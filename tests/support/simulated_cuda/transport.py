@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -52,8 +53,12 @@ class _Meeting(Item):
 class Communicator:
     """The ranks that communicate, each on a device, with a stream of its own there, as NCCL has one."""
 
-    def __init__(self, driver: SimulatedCuda, name: str, members: Sequence[int]) -> None:
+    def __init__(
+        self, driver: SimulatedCuda, name: str, members: Sequence[int], *, rounds: bool = False
+    ) -> None:
         self.driver, self.name, self.members = driver, name, tuple(members)
+        self.rounds = rounds
+        """Whether sums are rounded at each rank, as NCCL's are, or once."""
         self.queues = [driver.world.new_queue(device) for device in members]
         self.met = 0
 
@@ -68,7 +73,7 @@ class Communicator:
         if any(own != asked[0] for own in asked):
             raise RuntimeError(f"ranks meet in different collectives of {self.name}: {asked}")
         for parts in zip(*(meeting.parts for meeting in meetings), strict=True):
-            _carry_out(parts)
+            _carry_out(parts, rounds=self.rounds)
         self.met += 1
 
 
@@ -136,7 +141,7 @@ def _alone(parts: Sequence[_Part]) -> None:
         _carry_out([part])
 
 
-def _carry_out(parts: Sequence[_Part]) -> None:
+def _carry_out(parts: Sequence[_Part], *, rounds: bool = False) -> None:
     name, *rest = parts[0].what
     sources = [part.source for part in parts]
     match name:
@@ -146,18 +151,22 @@ def _carry_out(parts: Sequence[_Part]) -> None:
         case "broadcast":
             results = [sources[cast("int", rest[-1])].clone() for _ in parts]
         case "all_reduce":
-            results = [_combined(sources, rest[-1], parts[0].target)] * len(parts)
+            results = [_combined(sources, rest[-1], parts[0].target, rounds=rounds)] * len(parts)
         case _:
             slices = [source.chunk(len(parts)) for source in sources]
             results = [
-                _combined([own[index] for own in slices], rest[-1], part.target)
+                _combined([own[index] for own in slices], rest[-1], part.target, rounds=rounds)
                 for index, part in enumerate(parts)
             ]
     for part, result in zip(parts, results, strict=True):
         part.target.copy_(result.view(part.target.shape))
 
 
-def _combined(sources: Sequence[Tensor], reduction: object, like: Tensor) -> Tensor:
+def _combined(
+    sources: Sequence[Tensor], reduction: object, like: Tensor, *, rounds: bool
+) -> Tensor:
+    if rounds and reduction is Reduction.SUM:
+        return functools.reduce(torch.add, sources)
     result = torch.empty_like(like)
     combine([source.clone() for source in sources], cast("Reduction", reduction), result)
     return result
